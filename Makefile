@@ -1,7 +1,9 @@
 # make demo   set up, then train a classifier on 2 MPI ranks
-# make test   set up, then run every test (those for Slurm and GPUs if there are any)
+# make test   set up, then every unit test, and each thing that a user can do once on real ranks (marked tour); Slurm if installed
+# make test-all  make test, then the rest: everything on real ranks, in Slurm jobs and on GPUs, as far as there are any
 # make check  before every commit: style, types, the unit tests that are not slow; 100 s of processor, on two cores
-# make torture  kill ranks 200 times at random moments, and resume; damage a checkpoint 18,000 times, and those of plans
+# make torture  kill and stop ranks, agents, launchers and supervisors 600 times under six plans; kill ranks 200 times
+#               while they save, and resume; damage a checkpoint 18,000 times, and those of plans
 #               12,000 times for every reader; train every layer on 4 ranks; kill and resume every ported program on
 #               1, 2 and 4; attack the monitor's network with 4,500 intruders, and users by prepared run folders, as a
 #               user who is not root; kill each of 8 ranks that share out models; compare programs of others with their
@@ -12,23 +14,30 @@
 # make docs   build the site of docs/ in build/docs; a dead link or an undocumented public name fails
 # make docs-pictures  make the pictures in docs/pictures again, from real runs; needs chromium
 # make mutants  make 200 small mistakes in the modules that decide: tests have to see nine of ten; half an hour
+# make dist   sdist and wheel of the last commit in dist/: built twice to the same bytes, checked by twine, installed and tried
+#             in fresh environments without a compiler and MPI on PATH, with Horovod at the end
 # make bench  measure on this machine what the documentation states; nothing else should run on it
 # Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
 
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-TORTURE := kills damage plans sweep ports intruders grid programs relaunches updates collectives
+TORTURE := chaos kills damage plans sweep ports intruders grid programs relaunches updates collectives
 
-.PHONY: demo test check lint docs docs-pictures torture mutants bench clean setup setup-dev
+.PHONY: demo test test-all check lint docs docs-pictures torture mutants bench dist clean setup setup-dev
 
 demo: setup
 	$(BIN)/hpctrain run -n 2 examples/digits-torch.yaml --reduce.kind horovod
-	@echo "Results: runs/digits-torch (events.jsonl, checkpoints/, logs/). A page of plots: $(BIN)/hpctrain report runs/digits-torch"
+	@echo "Done: the results are in runs/digits-torch. Next:"
+	@echo "  $(BIN)/hpctrain report runs/digits-torch    # one HTML page with all curves"
+	@echo "  $(BIN)/hpctrain init NAME                   # writes a task and a run file to start from"
 
 test: setup-dev
 	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone" tests/slurm tests/dist tests/gpu
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m tour tests/slurm tests/dist
+
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone and not tour" tests/slurm tests/dist tests/gpu
 	$(BIN)/python -m pytest -m alone tests/dist
 
 check: lint
@@ -38,7 +47,8 @@ lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck env/*.sh .ci/run
+	$(BIN)/shellcheck env/*.sh env/gpu-proof .ci/run
+	$(BIN)/python -m tests.language
 
 docs: setup-dev
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
@@ -51,12 +61,13 @@ torture: $(TORTURE:%=build/torture/%)
 	rm -r build/torture
 
 build/torture/kills: TESTS := HPCTRAIN_KILLS=200 tests/dist/test_checkpoint_kills.py
+build/torture/chaos: TESTS := HPCTRAIN_CHAOS=100 tests/dist/test_chaos.py
 build/torture/damage: TESTS := HPCTRAIN_CORRUPTIONS=12000 tests/unit/checkpoint/test_damage.py
 build/torture/plans: TESTS := HPCTRAIN_CORRUPTIONS=12000 tests/unit/checkpoint/test_corruptions.py
 build/torture/sweep: TESTS := HPCTRAIN_SWEEP_RANKS=4 tests/dist/test_sweep.py
 build/torture/ports: TESTS := HPCTRAIN_PORTS=all tests/dist/test_ports.py
 build/torture/grid: TESTS := HPCTRAIN_GRID_KILLS=all tests/dist/test_grid_kills.py
-build/torture/programs: TESTS := HPCTRAIN_FOREIGN=all tests/dist/test_foreign_programs.py tests/slurm/test_foreign_programs.py
+build/torture/programs: TESTS := HPCTRAIN_FOREIGN=all tests/dist/test_foreign_programs.py tests/dist/test_migrate_page.py tests/slurm/test_foreign_programs.py
 build/torture/intruders: TESTS := HPCTRAIN_INTRUDERS=4500 $(addprefix tests/unit/,monitor/test_door.py monitor/test_agents.py \
 	run/test_prepared_folder.py run/test_foreign_folder.py system/test_files.py)
 build/torture/intruders: AS_SOMEBODY := -m tests.support.somebody
@@ -86,8 +97,12 @@ mutants: setup-dev
 
 bench: setup-dev
 	$(BIN)/python -m pytest -q tests/bench
-	for name in step reduce data checkpoint straggler; do $(BIN)/hpctrain bench $$name || exit; done
+	$(BIN)/hpctrain bench data
 	$(BIN)/hpctrain bench scaling examples/chartext.yaml --ranks 1,2 --output "$$(mktemp -d)"
+	for name in step checkpoint reduce parallel straggler; do $(BIN)/python -m benchmarks.$$name || exit; done
+
+dist: setup-dev
+	$(BIN)/python env/dist.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

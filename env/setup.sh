@@ -12,7 +12,7 @@ say() { printf '%s\n' "$*"; }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$(realpath -m "${VENV:-.venv}")
-extras=torch,tensorflow,mpi,data,examples
+extras=torch,tensorflow,mpi,data,examples,report
 case ${1:-} in
   "") ;;
   --dev) extras=all,dev ;;

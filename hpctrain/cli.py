@@ -26,31 +26,33 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("hpctrain.commands.train", "train; this process is one rank: alone, or under mpirun or srun"),
-    "run": Command("hpctrain.commands.run", "train on ranks of this machine, and watch over them"),
+    "train": Command("hpctrain.commands.train", "train in this process: one rank, alone or under mpirun or srun"),
+    "run": Command("hpctrain.commands.run", "train on N supervised ranks of this machine"),
+    "sweep": Command("hpctrain.commands.sweep", "a run for each combination of values, and one table of results"),
     "evaluate": Command("hpctrain.commands.train", "loss and metrics of a checkpoint over the validation data"),
     "predict": Command("hpctrain.commands.train", "outputs of a checkpoint over a data set, to HDF5"),
-    "plan": Command("hpctrain.commands.plan", "what a rank needs if the model is cut or sharded, by plan"),
-    "render": Command("hpctrain.commands.slurm", "print the sbatch script of a run"),
-    "submit": Command("hpctrain.commands.slurm", "submit a run to Slurm"),
-    "status": Command("hpctrain.commands.slurm", "where a run stands: queue, attempt, step, rate"),
-    "logs": Command("hpctrain.commands.slurm", "logs of a run's ranks and attempts"),
-    "stop": Command("hpctrain.commands.slurm", "ask a run to save a checkpoint and stop"),
-    "cancel": Command("hpctrain.commands.slurm", "end a run's jobs now"),
-    "resume": Command("hpctrain.commands.slurm", "submit a stopped run again"),
-    "supervise": Command("hpctrain.commands.run", "inside a Slurm job: start the ranks and watch over them"),
-    "nodes": Command("hpctrain.commands.nodes", "nodes that are left out since they broke runs, and why"),
-    "watch": Command("hpctrain.commands.watch", "live view of a run: step, rate, curves, ranks, verdicts"),
+    "plan": Command("hpctrain.commands.plan", "memory per rank under each parallel plan"),
+    "render": Command("hpctrain.commands.jobs", "print the job script, or the Kubernetes objects, of a run"),
+    "submit": Command("hpctrain.commands.jobs", "submit a run to Slurm or another scheduler"),
+    "status": Command("hpctrain.commands.jobs", "where a run stands: queue, attempt, step, rate"),
+    "logs": Command("hpctrain.commands.jobs", "logs of a run's ranks and attempts"),
+    "stop": Command("hpctrain.commands.jobs", "ask a run to save a checkpoint and stop"),
+    "cancel": Command("hpctrain.commands.jobs", "end a run's jobs now"),
+    "resume": Command("hpctrain.commands.jobs", "submit a stopped run again"),
+    "supervise": Command("hpctrain.commands.run", "inside a Slurm job: start and supervise the ranks"),
+    "node": Command("hpctrain.commands.node", "on each node of a run with launch.engine: runners"),
+    "nodes": Command("hpctrain.commands.jobs", "nodes that are excluded because they broke runs, and why"),
+    "watch": Command("hpctrain.commands.report", "live view of a run: step, rate, curves, ranks, verdicts"),
     "report": Command("hpctrain.commands.report", "run folder to one HTML page with plots"),
-    "explain": Command("hpctrain.commands.report", "what ended or slows a run, and what to do"),
-    "compare": Command("hpctrain.commands.report", "several runs beside each other"),
-    "track": Command("hpctrain.commands.track", "hand a run's model over to MLflow"),
+    "explain": Command("hpctrain.commands.report", "why a run ended or is slow, and what to do"),
+    "compare": Command("hpctrain.commands.report", "several runs side by side"),
+    "track": Command("hpctrain.commands.track", "export a run's model to MLflow"),
     "ckpt": Command("hpctrain.commands.ckpt", "list, verify, inspect, compare and export checkpoints"),
     "data": Command("hpctrain.commands.data", "make and inspect HDF5 data sets"),
     "bench": Command("hpctrain.commands.bench", "measure steps, checkpoints, data and scaling on this machine"),
     "doctor": Command("hpctrain.commands.doctor", "what is installed, what is wrong, how to fix it"),
-    "init": Command("hpctrain.commands.init", "write a task and a run file to begin with"),
-    "completion": Command("hpctrain.commands.completion", "print a script that completes words in bash, zsh or fish"),
+    "init": Command("hpctrain.commands.init", "write a task and a run file to start from"),
+    "completion": Command("hpctrain.commands.completion", "print a completion script for bash, zsh or fish"),
     "install-horovod": Command("hpctrain.commands.install_horovod", "build Horovod for what is installed here"),
 }
 
@@ -130,7 +132,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """See ArgumentParser."""
-        raise UserError(f"{self.prog}: {message}", f"{self.prog} --help shows what it takes")
+        raise UserError(f"{self.prog.removeprefix('hpctrain ')}: {message}", f"{self.prog} --help shows what it takes")
 
     def format_help(self) -> str:
         """See ArgumentParser. Commands that take a run file list its keys, too."""

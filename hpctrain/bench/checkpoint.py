@@ -1,8 +1,8 @@
-"""How long a checkpoint stops training, and how fast it is written and read, beside simpler ways.
+"""How long a checkpoint stops training, and how fast it is written and read, compared with copies and raw writes.
 
 All contenders save the same tensors to the same folder and take turns within each round, because the speed of a disk
 changes more from minute to minute than they differ. Each ends with an fsync: what is not on the disk is not saved. A
-ratio says little without the speed of the disk, which is that of the raw write: it is printed beside each.
+ratio says little without the speed of the disk, which is that of the raw write: it is printed next to each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import tempfile
@@ -23,15 +22,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.bench.options import existing_folder
-from hpctrain.checkpoint import CheckpointStore, Retention, Saver, array_tensors, open_saver
-from hpctrain.checkpoint.format import BLOCK_BYTES, crc32, created, threads, write_block
+from hpctrain.bench.ranks import existing_folder
+from hpctrain.checkpoint.format.checksum import crc32
+from hpctrain.checkpoint.format.files import BLOCK_BYTES, created, write_block
+from hpctrain.checkpoint.format.paced_write import threads
+from hpctrain.checkpoint.saver import Saver, array_tensors
+from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
 
 Arrays = Mapping[str, NDArray[np.float32]]
+Other = Callable[[Path], float | None]
+"""Saves to a path and syncs it; the seconds of the stall, if shorter than the save."""
 COUNTS = (160, 5000)
-"""Tensors that the state is made of: a few large ones, and many small ones."""
+"""Numbers of tensors in the state: a few large ones, and many small ones."""
 COLUMNS = 128
 
 
@@ -39,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
     parser.add_argument("--mb", type=int, default=400, help="size of the state in MB (default 400)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds in which all contenders take turns (default 9)")
-    parser.add_argument("--saves", type=int, default=50, help="saves over which memory is watched (default 50)")
     where = "a folder on the disk in question (default: here)"
     parser.add_argument("--folder", type=existing_folder, default=Path(), help=where)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -47,20 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints."""
-    rows = []
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="bench-checkpoint-") as folder:
-        for count in COUNTS:
-            arrays = make_state(count, args.mb)
-            label = f"{count} tensors, {args.mb} MB"
-            # memory first: what other contenders free, the C library may keep
-            growth = memory_growth(arrays, Path(folder), args.saves)
-            rows += [{"state": label, **row} for row in measure(arrays, Path(folder), args.rounds)]
-            rows.append({"state": label, "what": "memory", **growth})
+    rows = measured(args, lambda arrays: {})
     if args.json:
         foreign_text.show(json.dumps(rows))
     else:
         print_table(rows)
     return ExitCode.DONE
+
+
+def measured(args: argparse.Namespace, others: Callable[[Arrays], Mapping[str, Other]]) -> list[dict[str, Any]]:
+    """Rows of all states; ``others`` are more ways of saving, of ``benchmarks.checkpoint``."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="bench-checkpoint-") as folder:
+        for count in COUNTS:
+            arrays = make_state(count, args.mb)
+            label = f"{count} tensors, {args.mb} MB"
+            rows += [{"state": label, **row} for row in measure(arrays, Path(folder), args.rounds, others(arrays))]
+    return rows
 
 
 def make_state(count: int, megabytes: int) -> Arrays:
@@ -70,7 +76,7 @@ def make_state(count: int, megabytes: int) -> Arrays:
     return {f"model/layer{index}/kernel": rng.random(shape, dtype=np.float32) for index in range(count)}
 
 
-def measure(arrays: Arrays, folder: Path, rounds: int) -> list[dict[str, Any]]:
+def measure(arrays: Arrays, folder: Path, rounds: int, others: Mapping[str, Other]) -> list[dict[str, Any]]:
     """Median seconds of each contender and the median over the rounds of the ratios that matter."""
     buffers = {name: np.zeros_like(array) for name, array in arrays.items()}
     block = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays.values()])
@@ -78,7 +84,6 @@ def measure(arrays: Arrays, folder: Path, rounds: int) -> list[dict[str, Any]]:
     saver = open_saver(store)
     tensors = array_tensors(arrays, {})
     saver.prepare(tensors)
-    torch = torch_contenders(arrays)
     times: dict[str, list[float]] = {}
 
     def take(name: str, work: Callable[[], object]) -> None:
@@ -92,11 +97,12 @@ def measure(arrays: Arrays, folder: Path, rounds: int) -> list[dict[str, Any]]:
         times.setdefault("stall: hpctrain", []).append(stall)
         times.setdefault("write: hpctrain", []).append(total - stall)
         take("write: raw + fsync", lambda: write_raw(folder / "raw", block))
-        for name, work in torch.items():
-            stalled = work(folder / "torch", name, take)
-            if stalled is not None:
-                times.setdefault("stall: DCP async", []).append(stalled)
-            remove(folder / "torch")
+        for name, other in others.items():
+            begin = time.perf_counter()
+            if (stalled := other(folder / "other")) is not None:
+                times.setdefault(f"stall: {name}", []).append(stalled)
+            times.setdefault(f"write: {name} + fsync", []).append(time.perf_counter() - begin)
+            remove(folder / "other")
         take("read: raw + checksum", lambda: read_raw(folder / "raw"))
         take("read: hpctrain", store.load)
         for path in (folder / "raw", store.path):
@@ -107,14 +113,8 @@ def measure(arrays: Arrays, folder: Path, rounds: int) -> list[dict[str, Any]]:
     return [row(name, seconds, times, block.size) for name, seconds in times.items()]
 
 
-BASELINES = {
-    "stall: hpctrain": "stall: memcpy",
-    "stall: DCP async": "stall: memcpy",
-    "write: hpctrain": "write: raw + fsync",
-    "write: torch.save + fsync": "write: raw + fsync",
-    "write: DCP async + fsync": "write: raw + fsync",
-    "read: hpctrain": "read: raw + checksum",
-}
+BASELINES = {"stall": "stall: memcpy", "write": "write: raw + fsync", "read": "read: raw + checksum"}
+"""By the first word of what is compared with it."""
 
 
 def row(name: str, seconds: list[float], times: Mapping[str, list[float]], num_bytes: int) -> dict[str, Any]:
@@ -124,16 +124,17 @@ def row(name: str, seconds: list[float], times: Mapping[str, list[float]], num_b
         "seconds": statistics.median(seconds),
         "mb_per_s": num_bytes / 1e6 / statistics.median(seconds),
     }
-    if name in BASELINES:
-        baseline = times[BASELINES[name]]
+    name_of_baseline = BASELINES[name.partition(":")[0]]
+    if name != name_of_baseline:
+        baseline = times[name_of_baseline]
         ratio = statistics.median(base / own for own, base in zip(seconds, baseline, strict=True))
         speed = num_bytes / 1e6 / statistics.median(baseline)
-        result |= {"baseline": BASELINES[name], "baseline_mb_per_s": speed, "speed_ratio": ratio}
+        result |= {"baseline": name_of_baseline, "baseline_mb_per_s": speed, "speed_ratio": ratio}
     return result
 
 
 def save(saver: Saver, tensors: list[Any], step: int) -> tuple[float, float]:
-    """Seconds of the stall, and until the checkpoint was durable."""
+    """Seconds of the stall, and seconds until the checkpoint was durable."""
     begin = time.perf_counter()
     saver.begin(tensors, step, {})
     stall = time.perf_counter() - begin
@@ -142,13 +143,13 @@ def save(saver: Saver, tensors: list[Any], step: int) -> tuple[float, float]:
 
 
 def copy(arrays: Arrays, buffers: Arrays) -> None:
-    """What any snapshot must do: each tensor's bytes, to memory that is there."""
+    """What any snapshot must do: copy each tensor's bytes to existing memory."""
     for name, array in arrays.items():
         np.copyto(buffers[name], array)
 
 
 def write_raw(path: Path, data: NDArray[np.uint8]) -> None:
-    """Nothing but the bytes and an fsync, by as many threads as a checkpoint takes."""
+    """Only the bytes and an fsync, with the number of threads a checkpoint uses."""
     with created(path) as descriptor, ThreadPoolExecutor(threads(data.size)) as workers:
         blocks = [(begin, min(data.size, begin + BLOCK_BYTES)) for begin in range(0, data.size, BLOCK_BYTES)]
         for done in [workers.submit(write_block, descriptor, data.data, *block) for block in blocks]:
@@ -167,15 +168,6 @@ def read_raw(path: Path) -> int:
     return crc
 
 
-def torch_contenders(arrays: Arrays) -> dict[str, Callable[..., float | None]]:
-    """torch.save and DCP, if torch is installed."""
-    try:
-        from hpctrain.bench.torch_checkpoint import contenders
-    except ImportError:
-        return {}
-    return contenders(arrays)
-
-
 def remove(path: Path) -> None:
     """A file or folder, if it is there."""
     if path.is_dir():
@@ -184,42 +176,13 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def memory_growth(arrays: Arrays, folder: Path, saves: int) -> dict[str, Any]:
-    """Largest resident memory over many saves, less that before the first and less the one copy that staging is."""
-    os.sync()
-    before = resident_bytes()
-    store = CheckpointStore(folder / "memory", keep=Retention(last=1))
-    saver = open_saver(store)
-    tensors = array_tensors(arrays, {})
-    peak = 0
-    for step in range(saves):
-        saver.begin(tensors, step, {})
-        saver.finish().path_or_raise()
-        peak = max(peak, resident_bytes())
-    saver.close()
-    remove(store.path)
-    state = sum(array.nbytes for array in arrays.values())
-    return {"saves": saves, "beyond_one_copy_mb": (peak - before - state) / 1e6}
-
-
-def resident_bytes() -> int:
-    """Of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 def print_table(rows: list[dict[str, Any]]) -> None:
     """For people."""
     state = ""
     for one in rows:
         if one["state"] != state:
             state = one["state"]
-            foreign_text.show(f"{state}\n  {'':28}{'seconds':>10}{'MB/s':>8}  speed beside")
-        if one["what"] == "memory":
-            foreign_text.show(
-                f"  memory over {one['saves']} saves, beyond one copy of the state: {one['beyond_one_copy_mb']:.0f} MB"
-            )
-            continue
+            foreign_text.show(f"{state}\n  {'':28}{'seconds':>10}{'MB/s':>8}  speed vs.")
         beside = (
             f"  {one['speed_ratio']:.2f} x {one['baseline']} ({one['baseline_mb_per_s']:.0f} MB/s)"
             if "baseline" in one

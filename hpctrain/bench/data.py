@@ -19,9 +19,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.bench.options import existing_folder
-from hpctrain.data import Order, TrainingData, open_dataset
-from hpctrain.data.packing import from_dataset, write_hdf5
+from hpctrain.bench.ranks import existing_folder
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.packing.source import from_dataset
+from hpctrain.data.packing.write import write_hdf5
+from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
 
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which all readers take turns (default 5)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each reader's turn (default 0.3)")
     parser.add_argument("--step-batch", type=int, default=2048, help="samples of such a step's batch (default 2048)")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="compute of the step beside which data is awaited")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="compute of the step during which data is awaited")
     parser.add_argument("--steps", type=int, default=200, help="such steps (default 200)")
     parser.add_argument(
         "--folder", type=existing_folder, help="where to put the file: a folder on the disk in question"
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_file(folder: Path, samples: int, sample_bytes: int) -> Path:
-    """The same random bytes twice: contiguous as ``x``, and in compressed chunks of 64 samples beside it."""
+    """The same random bytes twice: contiguous as ``x``, and in compressed chunks of 64 samples next to it."""
     values = np.random.default_rng(0).integers(0, 256, (samples, sample_bytes), dtype=np.uint8)
     path = folder / "contiguous.h5"
     write_hdf5(path, from_dataset(open_dataset({"x": values})))
@@ -69,7 +72,7 @@ def make_file(folder: Path, samples: int, sample_bytes: int) -> Path:
 
 
 def reading(path: Path, samples: int, batch: int, rounds: int, seconds: float) -> dict[str, float]:
-    """Median samples a second of each reader, each in random order."""
+    """Median samples per second of each reader, in random order."""
     with h5py.File(path) as file, h5py.File(path.with_name("gzip.h5")) as packed:
         stored = file["x"]
         readers: Mapping[str, Read] = {
@@ -88,7 +91,7 @@ def reading(path: Path, samples: int, batch: int, rounds: int, seconds: float) -
 
 
 def rate(read: Read, order: Order, seconds: float) -> float:
-    """Samples a second, over at least one batch."""
+    """Samples per second, over at least one batch."""
     begin = time.perf_counter()
     count = 0
     for batch in range(10**9):
@@ -101,7 +104,7 @@ def rate(read: Read, order: Order, seconds: float) -> float:
 
 
 def waiting(path: Path, batch: int, prefetch: int, step_ms: float, steps: int) -> dict[str, float]:
-    """How long steps of this much computing wait for their batches: share of the time, and median."""
+    """How long steps with this much compute wait for batches: share of the time, and median."""
     dataset = open_dataset(path)
     data = TrainingData(dataset, Order(len(dataset), batch), rank=0, size=1, prefetch=prefetch)
     batches = data.starting_at(0, 0)

@@ -1,20 +1,22 @@
-"""Runs a benchmark's program on ranks of this machine and reads the rows that it writes."""
+"""What benchmarks share: their programs on ranks of this machine, contenders that take turns, options."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hpctrain.errors import RunFailed
+from hpctrain.comm.group import Group
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.system import python
 
 TIMEOUT_S = 1800
-ENDING_S = 10
 
 
 def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[str, Any]]:
@@ -23,40 +25,22 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
     Raises:
         RunFailed: the program failed; its last lines are in the message.
     """
-    from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-    from hpctrain.system.cores import thread_environment, usable_cores
-    from hpctrain.system.processes import own_session
+    from hpctrain.launch import program
+    from hpctrain.launch.mpi_library import probe
+    from hpctrain.system.cores import thread_environment
 
-    environment = {**os.environ, **thread_environment(1, os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    prefix: list[str] = []
-    if ranks > 1:
-        library = probe()
-        mpirun = MpiRun(find_mpirun(library), library.flavour)
-        environment |= launcher_environment(mpirun.flavour, ranks > usable_cores(), os.environ)
-        prefix = mpirun.argv(ranks, {}, usable_cores())
+    environment = {**python.environment(), **thread_environment(1, os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
         out = Path(folder, "rows.json")
-        words = [word for pair in options.items() for word in pair]
-        command = [*prefix, *python.module(module, *words, "--out", str(out))]
-        with (
-            own_session(environment) as session,
-            subprocess.Popen(
-                command, env=session, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            ) as child,
-        ):
-            try:
-                said, _ = child.communicate(timeout=TIMEOUT_S)
-            except subprocess.TimeoutExpired as error:
-                child.terminate()  # mpirun ends its ranks when it is asked to, not when it is killed
-                try:
-                    child.wait(ENDING_S)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-                fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
-                raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error
-        if child.returncode or not out.exists():
+        words = python.module(module, *(word for pair in options.items() for word in pair), "--out", str(out))
+        try:
+            ended = program.on_ranks(words, ranks, probe() if ranks > 1 else None, environment, TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
+            raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error
+        if ended.code or not out.exists():
             raise RunFailed(
-                f"{module} ended with code {child.returncode}:\n{said[-4000:]}",
+                f"{module} ended with code {ended.code}:\n{(ended.output + ended.messages)[-4000:]}",
                 "read the lines above; hpctrain doctor checks the installation",
             )
         rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
@@ -64,5 +48,58 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
 
 
 def write_rows(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """What such a program hands back."""
+    """Writes the rows for ``on_ranks``."""
     Path(path).write_text(json.dumps({"rows": list(rows)}))
+
+
+WARMUP_STEPS = 3
+
+
+class Contender(Protocol):
+    """One way of training; the models of all start with the same weights."""
+
+    def step(self) -> None:
+        """One update."""
+
+    def weights_hash(self) -> str:
+        """Of the model's weights, to compare between ranks."""
+
+    def close(self) -> None:
+        """Leaves nothing running that could slow the next."""
+
+
+def take_turns(
+    contenders: Sequence[str], make: Callable[[str], Contender], rounds: int, steps: int, group: Group
+) -> tuple[dict[str, float], dict[str, bool]]:
+    """Median seconds of a step on the slowest rank, and whether all ranks ended with the same weights, by contender."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    equal = dict.fromkeys(contenders, True)
+    for _ in range(rounds):
+        for name in contenders:
+            contender = make(name)
+            times[name] += timed(contender, steps, group)
+            equal[name] &= len(set(group.allgather(contender.weights_hash(), "compare weights"))) == 1
+            contender.close()
+    mine = {name: statistics.median(values) for name, values in times.items()}
+    everywhere = group.allgather(mine, "collect the times")
+    return {name: max(rank[name] for rank in everywhere) for name in contenders}, equal
+
+
+def timed(contender: Contender, steps: int, group: Group) -> list[float]:
+    """Seconds of each step, after some that are not counted."""
+    for _ in range(WARMUP_STEPS):
+        contender.step()
+    group.barrier("begin together")
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        contender.step()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def existing_folder(text: str) -> Path:
+    """The folder that an option names. Raises UserError if it does not exist."""
+    if not Path(text).is_dir():
+        raise UserError(f"--folder {text} is not a folder", "name one that is there, on the disk to measure")
+    return Path(text)

@@ -1,27 +1,26 @@
-"""How long a training step takes with each way of exchanging gradients: ``hpctrain bench step``."""
+"""How long a training step takes with each way of exchanging gradients: ``hpctrain bench step``, and its program."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
-from hpctrain.bench.ranks import on_ranks
+from hpctrain.bench.ranks import Contender, on_ranks, take_turns, write_rows
+from hpctrain.comm.world import World, alone, connect
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.system import foreign_text
+from hpctrain.train.framework import Framework, HostBatch, StepSettings, samples_of
 
-FRAMEWORKS = {"torch": "hpctrain.bench.torch_step", "tensorflow": "hpctrain.bench.tensorflow_step"}
-"""Program of each framework; it is started on every rank with the same arguments and rank 0 writes the rows."""
-CONTENDERS = {
-    "torch": ("none", "auto", "horovod", "mpi", "ddp", "horovod-plain"),
-    "tensorflow": ("none", "auto", "horovod", "mpi", "mwms", "horovod-plain"),
-}
-MODELS = {"torch": ("gpt", "mlp", "conv"), "tensorflow": ("gpt", "mlp", "conv", "lstm", "small", "wide")}
-ADAM = "mlp-adam"
-"""The mlp by an optimizer that has more state; only if it is named."""
-TABLES = ("tables-sgd", "tables-adagrad", "tables-adam")
-"""A large table by an optimizer; only if they are named."""
+FRAMEWORKS = ("torch", "tensorflow")
+MODELS = ("gpt", "mlp", "conv")
+CONTENDERS = ("none", "auto", "horovod", "mpi")
 
 
 @dataclass(frozen=True)
@@ -36,45 +35,25 @@ class Row:
     ratio_to_none: float | None
     """To the step without any exchange, in the same run."""
     weights_equal: bool
-    """Whether all ranks held the same weights after each timed run, bit for bit; without an exchange they cannot."""
+    """Whether all ranks held the same weights after each timed run, bitwise; without an exchange they do not."""
     choice: str | None = None
     """What ``auto`` chose."""
 
 
-def rows(
-    framework: str, model: str, times_s: dict[str, float], equal: dict[str, bool], choice: str | None
-) -> list[Row]:
-    """Rows of one model from the contenders' median step times."""
-    limit = times_s.get("none")
-    return [
-        Row(
-            framework,
-            model,
-            contender,
-            round(seconds * 1e3, 3),
-            round(seconds / limit, 4) if limit else None,
-            equal[contender],
-            choice if contender == "auto" else None,
-        )
-        for contender, seconds in times_s.items()
-    ]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--framework", choices=[*FRAMEWORKS, "all"], default="torch", help="whose step (default: torch)"
-    )
-    parser.add_argument(
-        "--models",
-        default="",
-        help="comma-separated among gpt, mlp, conv, in Keras lstm, small, wide (default: all these), and mlp-adam, "
-        "tables-sgd, tables-adagrad, tables-adam (one of 500,000 x 16)",
-    )
+    add_options(parser, (*FRAMEWORKS, "all"), MODELS, CONTENDERS)
+
+
+def add_options(
+    parser: argparse.ArgumentParser, frameworks: Sequence[str], models: Sequence[str], contenders: Sequence[str]
+) -> None:
+    """Those of this benchmark and of ``benchmarks.step``, which has more models and contenders."""
+    parser.add_argument("--framework", choices=frameworks, default="torch", help="whose step (default: torch)")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated among {', '.join(models)}")
     parser.add_argument(
         "--contenders",
-        default="",
-        help="comma-separated: none, plain, auto, horovod, mpi, sharded, tables, densify, ddp, zero, mwms, "
-        "horovod-plain, or a way (mpi-flat-fp16)",
+        default=",".join(CONTENDERS),
+        help=f"comma-separated: {', '.join(contenders)}, or a way such as mpi-flat-fp16",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine, one thread each (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
@@ -89,43 +68,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if min(args.ranks, args.rounds, args.steps) < 1:
-        raise UserError("--ranks, --rounds and --steps must be 1 or more", "give positive numbers")
-    frameworks = list(FRAMEWORKS) if args.framework == "all" else [args.framework]
-    found: list[Row] = []
-    for framework in frameworks:
-        models = _chosen(args.models, MODELS[framework], len(frameworks) > 1) if args.models else MODELS[framework]
-        contenders = args.contenders.split(",") if args.contenders else list(CONTENDERS[framework])
-        found += measure(framework, models, contenders, args.ranks, args.rounds, args.steps, args.compression)
-    if args.json:
-        foreign_text.show(json.dumps({"rows": [asdict(row) for row in found]}))
-    else:
-        foreign_text.show(table(found))
-    return ExitCode.DONE
+    frameworks = FRAMEWORKS if args.framework == "all" else (args.framework,)
+    ways = (*CONTENDERS, *(candidate.name for candidate in EVERY_CANDIDATE))
+    return measure(__name__, args, frameworks, MODELS, ways)
 
 
 def measure(
-    framework: str,
+    program: str,
+    args: argparse.Namespace,
+    frameworks: Sequence[str],
     models: Sequence[str],
     contenders: Sequence[str],
-    ranks: int,
-    rounds: int,
-    steps: int,
-    compression: str,
-) -> list[Row]:
-    """Runs the framework's program on ranks of this machine. All contenders take turns within it.
+) -> int:
+    """Contenders in turns on ranks of this machine, by a module whose ``main`` is ``time_contenders``; an exit code.
 
     Raises:
+        UserError: a name or a number is wrong.
         RunFailed: the program failed.
     """
-    options = {
-        "--models": ",".join(models),
-        "--contenders": ",".join(contenders),
-        "--rounds": str(rounds),
-        "--steps": str(steps),
-        "--compression": compression,
-    }
-    return [Row(**row) for row in on_ranks(FRAMEWORKS[framework], options, ranks)]
+    if min(args.ranks, args.rounds, args.steps) < 1:
+        raise UserError("--ranks, --rounds and --steps must be 1 or more", "give positive numbers")
+    for kind, given, known in (("model", args.models, models), ("contender", args.contenders, contenders)):
+        if unknown := [name for name in given.split(",") if name not in known]:
+            raise UserError(f"there is no {kind} {unknown[0]!r}", f"choose among {', '.join(known)}")
+    options = {f"--{name}": str(getattr(args, name)) for name in OPTIONS}
+    found = [
+        Row(**row)
+        for framework in frameworks
+        for row in on_ranks(program, {"--framework": framework, **options}, args.ranks)
+    ]
+    foreign_text.show(json.dumps({"rows": [asdict(row) for row in found]}) if args.json else table(found))
+    return ExitCode.DONE
+
+
+OPTIONS = ("models", "contenders", "rounds", "steps", "compression")
+"""Passed on to the program."""
 
 
 def table(found: Sequence[Row]) -> str:
@@ -141,20 +118,111 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join([head, *lines])
 
 
-def parser_of_ranks() -> argparse.ArgumentParser:
-    """The arguments that each framework's program gets."""
+class Problem(Protocol):
+    """A model on this rank's samples; all ranks have the same weights."""
+
+    @property
+    def batch(self) -> HostBatch:
+        """This rank's samples."""
+
+    def open(self, world: World, config: StepSettings, choice: ReducerChoice) -> Framework:
+        """hpctrain's framework that trains the model. Collective."""
+
+
+class Ours:
+    """hpctrain's own step, as the training loop calls it."""
+
+    def __init__(
+        self, problem: Problem, world: World, reduce: ReduceConfig, parallel: ParallelConfig, chosen: str | None
+    ) -> None:
+        self.batch, self.samples = problem.batch, samples_of(problem.batch) * world.size
+        train = TrainConfig(steps=1, global_batch=self.samples)
+        config = Config(name="bench", task="bench:step", train=train, reduce=reduce, parallel=parallel)
+        settings = StepSettings(train, parallel, reduce, used=config.features())
+        self.framework = problem.open(world, settings, ReducerChoice(reduce, world, chosen))
+        self.weights_hash, self.close = self.framework.weights_hash, self.framework.close
+
+    def step(self) -> None:
+        self.framework.set_learning_rate(1.0)
+        self.framework.step([self.batch], self.samples)
+
+
+@dataclass(frozen=True)
+class Contenders:
+    """Makes contenders by name; what ``auto`` chose for a model is kept for its later turns."""
+
+    problem: Callable[[str, World], Problem]
+    """A fresh model, by name."""
+    world: World
+    compression: Any
+    """What ``auto`` may choose from."""
+    others: Mapping[str, Callable[[str], Contender]] = field(default_factory=dict)
+    """Further ones, made from a model's name."""
+    chosen: dict[str, str | None] = field(default_factory=dict)
+
+    def make(self, contender: str, model: str) -> Contender:
+        """A contender with a fresh model."""
+        if contender in self.others:
+            return self.others[contender](model)
+        world = alone() if contender == "none" else self.world
+        kind = contender if contender in ("auto", "horovod", "mpi") else "auto"
+        reduce = ReduceConfig(kind=kind, compression=self.compression if contender == "auto" else "none")  # type: ignore[arg-type]
+        way = None if contender in CONTENDERS else Candidate.parse(contender).name
+        ours = Ours(
+            self.problem(model, self.world),
+            world,
+            reduce,
+            ParallelConfig(),
+            self.chosen.get(model) if contender == "auto" else way,
+        )
+        if contender == "auto":
+            ours.step()
+            self.chosen[model] = ours.framework.facts.reducer_name
+        return ours
+
+
+def our_contenders(args: argparse.Namespace, world: World) -> Contenders:
+    """Of ``torch`` or ``tensorflow``, with threads as OMP_NUM_THREADS says."""
+    if args.framework == "torch":
+        from hpctrain.backends.torch.bench import problem
+
+        return Contenders(problem, world, args.compression)
+    from hpctrain.backends.tensorflow.bench import problem as keras_problem
+    from hpctrain.backends.tensorflow.runtime import choose_gpu, set_environment
+
+    set_environment(threads=None)
+    choose_gpu(world.local_rank)
+    return Contenders(keras_problem, world, args.compression)
+
+
+def time_contenders(make_contenders: Callable[[argparse.Namespace, World], Contenders]) -> None:
+    """The program on the ranks: the contenders take turns, and rank 0 writes the rows. Knows no framework."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("--models", "--contenders", "--out"):
+    for name in ("--framework", "--out", *(f"--{option}" for option in OPTIONS)):
         parser.add_argument(name, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--compression", default="none")
-    return parser
+    args = parser.parse_args()
+    world, names = connect(), args.contenders.split(",")
+    contenders = make_contenders(args, world)
+    found = []
+    for model in args.models.split(","):
+        make = partial(contenders.make, model=model)
+        times, equal = take_turns(names, make, int(args.rounds), int(args.steps), world.data)
+        limit = times.get("none")
+        found += [
+            Row(
+                args.framework,
+                model,
+                name,
+                round(seconds * 1e3, 3),
+                round(seconds / limit, 4) if limit else None,
+                equal[name],
+                contenders.chosen.get(model) if name == "auto" else None,
+            )
+            for name, seconds in times.items()
+        ]
+    if world.rank == 0:
+        write_rows(args.out, [asdict(row) for row in found])
 
 
-def _chosen(given: str, models: Sequence[str], skip_unknown: bool) -> list[str]:
-    names, known = given.split(","), [*models, ADAM, *TABLES]
-    unknown = [name for name in names if name not in known]
-    if unknown and not skip_unknown:
-        raise UserError(f"no benchmark model {unknown[0]!r}", f"choose among {', '.join(known)}")
-    return [name for name in names if name in known]
+if __name__ == "__main__":
+    time_contenders(our_contenders)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read and verified when they are asked for, at any cut."""
+"""The tensors of a checkpoint, whole or in any part, read and verified on demand."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Read = Callable[[], NDArray[Any]]
 
 
 def at_once(read: Read) -> NDArray[Any]:
-    """An error of the file system is the caller's."""
+    """Reads once: errors of the file system are left to the caller."""
     return read()
 
 
 class Contents(SavedArrays):
-    """Arrays by name, bfloat16 as uint16; each look at one reads it again. To be closed.
+    """Arrays by name, bfloat16 as uint16; each access reads the file again. Close it after use.
 
     Args:
         folder: of the checkpoint.
         manifest: of it.
         rank: whose own values count; None if those of ``merged`` do.
-        merged: values of tensors that the ranks had of their own, made of those of all of them.
+        merged: values of rank-local tensors, merged over all ranks.
         patience: calls what reads one tensor, and may call it again if it raises UnreadableCheckpoint.
 
     Reading one raises DamagedCheckpoint, UnreadableCheckpoint and UserError, see ``ShardFiles.read``.
@@ -47,9 +47,9 @@ class Contents(SavedArrays):
         self.merged = merged
         self.patience = patience
         self.pieces: dict[str, list[tuple[Shard, StoredPiece]]] = {}
-        """Of each tensor that is read."""
+        """Stored pieces by tensor name."""
         self.names: dict[str, TensorSpec] = {}
-        """All tensors there are, in the order of the shards."""
+        """All tensors, in the order of the shards."""
         for shard in manifest.shards:
             for stored in shard.pieces:
                 tensor = stored.piece.tensor

@@ -11,7 +11,7 @@ from hpctrain.checkpoint.format.layout import ITEM_TYPES
 
 
 def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """An array of another floating-point type; values are rounded if it has fewer bits."""
+    """The array in another floating-point type; values are rounded if that has fewer bits."""
     if dtype == wanted:
         return array
     if dtype == "bfloat16":

@@ -1,19 +1,26 @@
-"""A folder of checkpoints on the disk: a new one appears whole and durable, or not at all."""
+"""A folder of checkpoints on disk: a new one appears complete and durable, or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.files import listed, make_durable_folder, open_regular, write_durably
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Manifest, shard_file
+from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.patience import patiently
+from hpctrain.errors import Code, RunFailed
 from hpctrain.run import step_folder
 from hpctrain.run.step_folder import PARTIAL
 from hpctrain.system.files import sync_folder
@@ -21,11 +28,11 @@ from hpctrain.system.files import sync_folder
 TRASH = ".trash-"
 """Prefix of a folder that is being deleted."""
 REPLACED = ".replaced-"
-"""Prefix of a checkpoint that gives way to another of the same step."""
+"""Prefix of a checkpoint that is replaced by another of the same step."""
 
 
 def no_fence() -> None:
-    """Nobody else writes to the folder."""
+    """No other process writes to the folder."""
 
 
 class CheckpointFolder:
@@ -35,6 +42,9 @@ class CheckpointFolder:
         path: made with its parents when the first checkpoint is written.
         fence: called before each commit and each removal; raises Replaced if this process may no longer write.
     """
+
+    file_mode = 0o666
+    """Permissions of shards and manifests, of which the process' mask is taken."""
 
     def __init__(self, path: str | os.PathLike[str], fence: Callable[[], None] = no_fence) -> None:
         self.path = Path(path)
@@ -50,11 +60,20 @@ class CheckpointFolder:
         return sorted(step for step in found if step is not None)
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is or will be."""
+        """The folder of a step's checkpoint, which need not exist yet."""
         return self.path / step_folder.name_of(step)
 
+    def where(self, step: int) -> str:
+        """Of a step's checkpoint, for people."""
+        return str(self.folder(step))
+
+    @contextmanager
+    def whole(self, step: int) -> Iterator[Path]:
+        """A step's folder, with all that is in it here as long as the body runs."""
+        yield self.folder(step)
+
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint consists of. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError; tries once."""
+        """A checkpoint's manifest. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError; tries once."""
         return manifest_file.read(self.folder(step), step)
 
     def partial(self, step: int, token: str) -> Path:
@@ -65,6 +84,24 @@ class CheckpointFolder:
         """Makes the folder of a partial checkpoint; any rank may be the first."""
         make_durable_folder(self.path)
         partial.mkdir(exist_ok=True)
+
+    def image(self, plan: Skeleton, allocate: Callable[..., NDArray[np.uint8]], number: int) -> ShardImage:
+        """Staging memory for this process's shard, the one of this number. Raises MemoryError, OSError, RunFailed."""
+        return ShardImage(plan, allocate)
+
+    def copy(self, shard: Path) -> None:
+        """Called when a shard is durable; keeps it elsewhere, too, if this folder is to. Raises OSError."""
+
+    def free_bytes(self, partial: Path) -> int:
+        """Bytes that can still be written to a partial checkpoint."""
+        free = os.statvfs(partial)
+        return free.f_bavail * free.f_frsize
+
+    def require_room(self, folder: Path, needed: int) -> None:
+        """Raises RunFailed if fewer bytes are free."""
+        if (available := self.free_bytes(folder)) < needed:
+            lack = f"{self.path} has {available / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed"
+            raise RunFailed(f"{os.strerror(errno.ENOSPC)}: {lack}", "free space there", Code.DISK_FULL)
 
     def commit(
         self,
@@ -77,7 +114,7 @@ class CheckpointFolder:
     ) -> int:
         """Makes a partial checkpoint, whose shards are durable, that of a step; its bytes. One process calls it.
 
-        ``owners``: how many of the ranks have state of their own, if not all.
+        ``owners``: how many of the ranks have rank-local state, if not all.
 
         Raises DamagedCheckpoint if shards are not whole; or, if it ``looks_through`` them, do not make up all tensors.
 
@@ -91,7 +128,12 @@ class CheckpointFolder:
         data = manifest_file.encode(step, owners or ranks, meta, texts)
         if looks_through:
             manifest_file.parse(data, str(partial / MANIFEST_FILE))
-        write_durably(partial / MANIFEST_FILE, data)
+        self.seal(partial, step, MANIFEST_FILE, data)
+        return total
+
+    def seal(self, partial: Path, step: int, file: str, data: bytes) -> None:
+        """Adds the last file to a partial checkpoint, which then is that of a step. Raises as ``commit`` does."""
+        write_durably(partial / file, data, self.file_mode)
         sync_folder(partial)
         self.fence()
         target = self.folder(step)
@@ -108,7 +150,6 @@ class CheckpointFolder:
         sync_folder(self.path)
         if replaced.exists():
             self._delete(replaced)
-        return total
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint, after the fence."""
@@ -121,7 +162,7 @@ class CheckpointFolder:
             self._delete(partial)
 
     def put_aside(self, step: int, why: str) -> Path:
-        """Renames a checkpoint to ``<why>-step-...`` so that it is never chosen again; nothing of it is deleted."""
+        """Renames a checkpoint to ``<why>-step-...`` so that it is never chosen again; its files are kept."""
         self.fence()
         aside = self.path / f"{why}-{step_folder.name_of(step)}-{secrets.token_hex(4)}"
         os.rename(self.folder(step), aside)
@@ -129,7 +170,7 @@ class CheckpointFolder:
         return aside
 
     def sweep(self) -> list[str]:
-        """Clears what killed processes left; returns the names. One process calls it, before it lists checkpoints.
+        """Removes what killed processes left; returns the names. One process calls it, before it lists checkpoints.
 
         A process of an older attempt that still writes finds its folder gone and cannot commit. One that is to sweep
         itself must not: the fence is asked before each removal.

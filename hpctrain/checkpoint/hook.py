@@ -7,43 +7,62 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpctrain.checkpoint import reading
 from hpctrain.checkpoint.exports.weights import MODEL
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Source, listed
 from hpctrain.checkpoint.object_state import OBJECTS, ObjectState, require_equal, restore, state_of
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
+from hpctrain.checkpoint.remote import Remote, open_remote
 from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
-from hpctrain.checkpoint.resume_compat import config_hash, differences, identity_of, in_words
-from hpctrain.checkpoint.saver import Outcome, Saver
+from hpctrain.checkpoint.resume_compat import config_hash, differences, in_words
+from hpctrain.checkpoint.saver import Saver, SaveResult
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
+from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.sections import CheckpointConfig, Config
-from hpctrain.errors import UserError
-from hpctrain.run.attempts import Attempts
-from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, InitialWeights, Rejected, Resumed
+from hpctrain.config.sections import CheckpointConfig
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.run.attempts import Attempts, versions
+from hpctrain.run.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    InitialWeights,
+    Rejected,
+    Resumed,
+    SnapshotSaved,
+    StoreAway,
+)
 from hpctrain.run.folder import RunDir
-from hpctrain.run.provenance import versions
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
-from hpctrain.train.hooks import BaseHook, Hook, StopReason
+from hpctrain.train.hooks import BaseHook, Hook, StopReason, Training
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, Kept
-from hpctrain.train.training import Training
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
-"""What ranks agree on before the first agreement: nothing finished, nothing sound, nothing due by the clock."""
+"""The agreement before the first one: nothing finished, nothing sound, nothing due by the clock."""
 
+UNDECLARED = (
+    "warning: checkpoints leave out what changes here: {}; if it is state, give its owner state_dict and "
+    "load_state_dict, and list the owner in the task's state={{...}}"
+)
+STOP_S = 20.0
+"""Longest wait for the store of a run that was asked to stop: it is about to be killed."""
+MOST_NAMED = 5
+"""Of what is left out."""
 PREPARATIONS = 2
-"""First steps after which the state is listed though nothing is saved: the layout is ready when something is, and state
-that could not be saved, because it changes where nobody sees it, is reported before hours of training. The task's own
+"""First steps after which the state is listed though nothing is saved: the layout is ready by the first save, and
+state that could not be saved, because its changes cannot be seen, is reported before hours of training. The task's own
 state is compared between ranks then."""
 
 
@@ -66,6 +85,8 @@ class CheckpointHook(BaseHook):
         hooks: Sequence[Hook] = (),
         fresh: bool = False,
         state: Sequence[Kept] = (),
+        tiers: Tiers | None = None,
+        remote: Remote | None = None,
     ) -> None:
         """
         Args:
@@ -77,6 +98,8 @@ class CheckpointHook(BaseHook):
             hooks: whose state is saved and restored with the run's; they stand behind this one.
             fresh: do not resume.
             state: further objects whose state is saved and restored.
+            tiers: where snapshots are kept as well.
+            remote: where checkpoints are copied to.
         """
         self.store = store
         self.policy = policy
@@ -85,6 +108,8 @@ class CheckpointHook(BaseHook):
         self.report = report
         self.objects = [*state, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in (self, *hooks))]
         self.fresh = fresh
+        self.tiers = tiers
+        self.remote = remote
         self.saver: Saver | None = None
         self.agreement: Callable[[], Any] | None = None
         self.cost: Cost | None = None
@@ -98,27 +123,44 @@ class CheckpointHook(BaseHook):
         self.is_best = False
         self.best: float | None = None
         self.best_steps: set[int] = set()
+        self.best_saved: set[int] = set()
         self.failures = 0
 
     def before_fit(self, training: Training) -> None:
         """Resumes from the newest sound checkpoint, or takes over initial weights."""
-        leaves = training.framework.leaves
+        leaves = training.framework.facts.leaves
         state_of(self.objects, leaves)  # what cannot be saved is refused now
         self.constant = {
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
             "versions": versions(),
-            "other_names": dict(training.framework.other_names),
+            "other_names": dict(training.framework.facts.other_names),
         }
-        loaded = resume(self.store, training.framework, training.state, self.identity, self.fresh)
-        staging = training.framework.staging
+        snapshots = self.tiers.found() if self.tiers and not self.fresh else ()
+        run = (self.store, training.framework, training.state, self.identity, self.fresh)
+        remote = self.remote.found(self._has_any(snapshots)) if self.remote and not self.fresh else ()
+        loaded = resume(*run, snapshots, self._prepare, remote)
+        staging = training.framework.host.staging
         self.saver = open_saver(self.store, writers(self.config.writers, training.world), staging)
+        tier = self.tiers.tier_of(loaded.path) if self.tiers and loaded else None
+        path = str(loaded.path) if loaded else ""
+        if self.remote and loaded and self.remote.has(loaded.path):
+            tier, path = "store", self.remote.url_of(loaded.step)
+        lost = self.tiers.lost if self.tiers else []
+        if not loaded:
+            self._say(not_used(one) for one in lost)
+        if self.tiers:
+            self._say(self.tiers.take_over(loaded.path if loaded else None, staging))
         if loaded:
-            self.saved_step = loaded.step
-            self.saver.sound.add(loaded.step)
-            self.saver.protect(best_steps(self.store))
-            rejected = tuple(Rejected(one.step, one.reason) for one in loaded.rejected)
-            self._report(Resumed(step=loaded.step, path=str(loaded.path), ranks=loaded.ranks, rejected=rejected))
+            if tier:
+                self.due = True  # the run folder gets what so far only this node has
+            else:
+                self.saved_step = loaded.step
+                self.saver.sound.add(loaded.step)
+            self.best_saved = best_steps(self.store)
+            passed_over = [*(one for one in lost if one.step > loaded.step), *loaded.rejected]
+            rejected = tuple(Rejected(one.step, one.reason) for one in passed_over)
+            self._report(Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected))
             if accepted := differences(loaded.meta["identity"], self.identity):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
             self._say(restore(self.objects, loaded, leaves, self.store.peers, self.config.accept))
@@ -127,13 +169,34 @@ class CheckpointHook(BaseHook):
             world = training.world
             match = load_initial(source, training.framework, world.pipeline, world.everyone)
             self._report(InitialWeights(step=0, path=self.config.init_from, **dataclasses.asdict(match)))
-        elif training.framework.valueless:
+        elif left := training.framework.facts.meta_init:
             raise UserError(
-                f"{listed(sorted(training.framework.valueless))} of the model have no values: the task made them on "
+                f"{listed(sorted(left))} of the model have no values: the task made them on "
                 "the meta device, and there is no checkpoint to resume from",
                 "set checkpoint.init_from to their values, or make the model with values",
             )
+        if self.remote:
+            self.remote.take_over(loaded.step if loaded else None, self.fresh)
+            if loaded and not tier:
+                self.remote.offer(loaded.step, loaded.path)
+        self._protect()
         self.last_s = time.monotonic()
+
+    def _has_any(self, snapshots: Sequence[Path]) -> bool:
+        """Whether there is a checkpoint that is not in the store, as far as rank 0 can see."""
+        return bool(snapshots or (self.store.group.rank == 0 and self.store.steps()))
+
+    def _prepare(self, folder: Path) -> None:
+        """Before a checkpoint is read. Collective. Raises DamagedCheckpoint, UnreadableCheckpoint."""
+        if self.tiers:
+            self.tiers.complete(folder)
+        if self.remote:
+            self.remote.fetch(folder)
+
+    def _protect(self) -> None:
+        """Keeps the best checkpoint, and what the store is still to get."""
+        assert self.saver is not None, "before_fit opens the saver"
+        self.saver.protect(self.best_saved | (self.remote.protect(self.best_saved) if self.remote else set()))
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Makes a checkpoint due if the watched metric improved."""
@@ -147,15 +210,18 @@ class CheckpointHook(BaseHook):
             self.is_best = True
         return None
 
-    def end_step(self, training: Training) -> None:
+    def after_hooks(self, training: Training) -> None:
         """Advances the checkpoint in flight, and begins one that is due."""
         assert self.saver is not None, "before_fit opens the saver"
-        if self.compared < PREPARATIONS:
-            self.compared += 1
-            require_equal(self.store.group, self.objects, training.framework.leaves, training.state.step)
+        self._look_at_first_steps(training)
         least = self._agreed()
         self._settle(self.saver.advance(least[:2]))
         state = training.state
+        if self.remote:
+            least, flags = least[:-3], least[-3:]
+            self._report(*self.remote.advance(flags, state.step))
+            self._protect()
+        self._advance_tiers(least[3:])
         by_position = self.policy.due_at(state.step, state.epoch, state.batch == 0)
         self.due = self.due or by_position or not least[2]
         if self.is_best or (self.due and self.saver.idle):  # the best one cannot wait for a later step
@@ -164,12 +230,21 @@ class CheckpointHook(BaseHook):
                 self._finish()
         elif self.preparations < PREPARATIONS and self.saver.idle:
             self.preparations += 1
-            with suppress(MemoryError, OSError):  # the first save tries again, and says so
-                self.saver.prepare(state_to_save(training, state_of(self.objects, training.framework.leaves)))
+            tensors = state_to_save(training, state_of(self.objects, training.framework.facts.leaves))
+            with suppress(MemoryError, OSError, RunFailed):  # the first save tries again, and says so
+                self.saver.prepare(tensors)
+                if self.tiers:
+                    self.tiers.prepare(tensors)
+        if self.tiers and (savers := self.tiers.due(state.step)):
+            tensors, meta = self._content(training)
+            meta = self.tiers.shared(meta)
+            for saver in savers:
+                saver.begin(tensors, state.step, meta, training.framework.host.synchronize)
         training.clock.mark(Phase.CHECKPOINT)
         late = time.monotonic() - self.last_s >= self._interval_s()
         not_due = not (late and self.saver.idle and self.store.group.rank == 0)
-        flags = np.append(self.saver.flags(), np.int64(not_due))
+        others = [each.flags() for each in (self.tiers, self.remote) if each]
+        flags = np.concatenate([self.saver.flags(), [np.int64(not_due)], *others]).astype(np.int64)
         self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
@@ -185,6 +260,13 @@ class CheckpointHook(BaseHook):
         if self.saved_step != training.state.step:
             self._begin(training)
             self._settle(self.saver.finish()).path_or_raise()
+        if self.remote:
+            self.remote.offer(training.state.step, self.store.folder(training.state.step), is_last=True)
+            longest_s = self.config.tiers.store.wait_s
+            wait_s = min(longest_s, STOP_S) if reason is StopReason.REQUESTED else longest_s
+            self._report(*self.remote.finish(training.state.step, wait_s))
+        if self.tiers:
+            self.tiers.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The best value of the watched metric."""
@@ -200,10 +282,29 @@ class CheckpointHook(BaseHook):
     def close(self) -> None:
         if self.saver:
             self.saver.close()
+        if self.tiers:
+            self.tiers.close()
+        if self.remote:
+            self.remote.close()
+
+    def _look_at_first_steps(self, training: Training) -> None:
+        """Compares what must be equal on all ranks, and says what looks like state and is not saved. Collective."""
+        if self.compared == PREPARATIONS:
+            return
+        self.compared += 1
+        require_equal(self.store.group, self.objects, training.framework.facts.leaves, training.state.step)
+        training.framework.state()  # notes what changes from update to update
+        if self.compared == PREPARATIONS:
+            left_out = self.store.group.allgather(training.framework.facts.undeclared, "name what is not saved")
+            if names := dict.fromkeys(name for of_rank in left_out for name in of_rank):
+                self._say(
+                    [UNDECLARED.format(", ".join(list(names)[:MOST_NAMED]) + ", ..." * (len(names) > MOST_NAMED))]
+                )
 
     def _agreed(self) -> Any:
-        """int64[3]: the last agreement."""
-        taken = self.agreement() if self.agreement else NOTHING
+        """int64[3 + 3 * tiers]: the last agreement; the store's comes last."""
+        nothing = np.tile(NOTHING, 1 + (len(self.tiers.tiers) if self.tiers else 0) + bool(self.remote))
+        taken = self.agreement() if self.agreement else nothing
         self.agreement = None
         return taken
 
@@ -223,27 +324,44 @@ class CheckpointHook(BaseHook):
         assert self.saver is not None, "before_fit opens the saver"
         begin = time.monotonic()
         framework, step = training.framework, training.state.step
-        objects = state_of(self.objects, framework.leaves)
-        tensors = state_to_save(training, objects)
+        tensors, meta = self._content(training)
         if self.config.verify_replicated:
-            verify_replicated(self.store.group, tensors, framework.synchronize, step)
-        meta = {
-            "state": training.state.to_json(),
-            OBJECTS: objects.placements,
-            "framework": framework.name,
-            "best": self.is_best,
-            "time": time.time(),
-            "trained": trained_alone(tensors, training.world.pipeline),
-            **self.constant,
-        }
-        self.saver.begin(tensors, step, meta, framework.synchronize)
+            verify_replicated(self.store.group, tensors, framework.host.synchronize, step)
+        self.saver.begin(tensors, step, meta, framework.host.synchronize)
         if self.is_best:
             self.best_steps.add(step)
         self.due = self.is_best = False
         self.last_s = time.monotonic()
         self.stall_s = self.last_s - begin
 
-    def _settle(self, outcome: Outcome | None) -> Any:
+    def _content(self, training: Training) -> tuple[list[StateTensor], dict[str, Any]]:
+        """What is saved at this step: tensors and meta. Collective."""
+        framework = training.framework
+        objects = state_of(self.objects, framework.facts.leaves)
+        tensors = state_to_save(training, objects)
+        meta = {
+            "state": training.state.to_json(),
+            OBJECTS: objects.placements,
+            "framework": framework.facts.name,
+            "best": self.is_best,
+            "time": time.time(),
+            "trained": trained_alone(tensors, training.world.pipeline),
+            **self.constant,
+        }
+        return tensors, meta
+
+    def _advance_tiers(self, least: Any) -> None:
+        """Reports snapshots that ended; a tier that cannot be written is used no more in this attempt."""
+        for tier, outcome in self.tiers.advance(least) if self.tiers else ():
+            if outcome.is_final:
+                outcome.path_or_raise()
+            if outcome.error:
+                self._say([f"checkpoint.tiers.{tier} is not used any more: {outcome.error}"])
+                continue
+            bytes_, stall_s, write_s = outcome.num_bytes, outcome.stall_s, outcome.write_s
+            self._report(SnapshotSaved(step=outcome.step, tier=tier, bytes=bytes_, stall_s=stall_s, write_s=write_s))
+
+    def _settle(self, outcome: SaveResult | None) -> Any:
         """Reports how a save ended; after a failed one the run continues, unless it was replaced or is past help."""
         if outcome is None:
             return None
@@ -259,7 +377,7 @@ class CheckpointHook(BaseHook):
         self.failures = 0
         self.saved_step = outcome.step
         if outcome.step in self.best_steps and self.saver:
-            self.saver.protect({outcome.step})
+            self.best_saved = {outcome.step}
             self.best_steps = {step for step in self.best_steps if step > outcome.step}
         self.cost = Cost(outcome.write_s if self.config.mode == "sync" else self.stall_s, outcome.write_s)
         saved = CheckpointSaved(
@@ -270,11 +388,14 @@ class CheckpointHook(BaseHook):
             write_s=outcome.write_s,
         )
         self._report(saved)
+        if self.remote:
+            self.remote.offer(outcome.step, outcome.path)
+        self._protect()
         return outcome
 
-    def _report(self, event: Event) -> None:
+    def _report(self, *events: Event) -> None:
         """On rank 0."""
-        if self.store.group.rank == 0:
+        for event in events if self.store.group.rank == 0 else ():
             self._say(told(event))
             self.report(event)
 
@@ -294,7 +415,7 @@ def state_to_save(training: Training, objects: ObjectState) -> list[StateTensor]
 
 
 def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -> list[str] | None:
-    """Names of the weights that updates change, if there are frozen ones beside them: an adapter's. Collective."""
+    """Names of the trained weights if others are frozen, as with an adapter. Collective."""
     equal = (Placement.REPLICATED, Placement.CUT)
     own = {it.name: it.is_trained for it in tensors if it.name.startswith(MODEL) and it.placement in equal}
     everywhere = (stages or Group("alone")).allgather(own, "name the weights that are trained")
@@ -302,16 +423,23 @@ def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -
     return None if all(weights.values()) else [name for name, is_trained in weights.items() if is_trained]
 
 
+def not_used(one: Rejected | reading.Rejected) -> str:
+    """Says why a checkpoint was passed over."""
+    return f"checkpoint of step {one.step} is not used: {one.reason}"
+
+
 def told(event: Event) -> Iterator[str]:
-    """Lines for a person, of events that nobody should miss."""
+    """Lines for the user about events that must not be missed."""
     if isinstance(event, CheckpointFailed):
         yield f"checkpoint of step {event.step} FAILED: {event.error}; older checkpoints are whole"
         if (event.failures or 0) > 1:
             yield f"{event.failures} CHECKPOINTS IN A ROW FAILED: what was trained since the last is not saved"
     if isinstance(event, Resumed):
         for rejected in event.rejected:
-            yield f"checkpoint of step {rejected.step} is not used: {rejected.reason}"
-        yield f"resumed from step {event.step}: {event.path}"
+            yield not_used(rejected)
+        yield f"resumed from step {event.step}: {event.path}{f' ({event.tier})' if event.tier else ''}"
+    if isinstance(event, StoreAway):
+        yield f"checkpoints do not reach {event.path}: {event.error}; the run folder has them"
     if isinstance(event, InitialWeights):
         yield f"{len(event.taken)} weights were taken from {event.path}"
         for kind, names in (("missing", event.missing), ("unexpected", event.unexpected), ("reshaped", event.reshaped)):
@@ -320,11 +448,10 @@ def told(event: Event) -> Iterator[str]:
 
 
 def checkpoint_hook(
-    config: Config,
+    config: CheckpointConfig,
+    identity: Mapping[str, Any],
     world: World,
     run_dir: RunDir,
-    global_batch: int,
-    fingerprint: str,
     report: Callable[[Event], object],
     hooks: Sequence[Hook] = (),
     fresh: bool = False,
@@ -333,23 +460,23 @@ def checkpoint_hook(
     """The hook of a run.
 
     Args:
-        config: the run file.
+        config: when and how to save.
+        identity: what a resumed run must share; see ``resume_compat.identity_of``.
         world: the ranks.
         run_dir: has the checkpoints, and the fence between attempts.
-        global_batch: samples of one update, as resolved for this number of ranks.
-        fingerprint: of the training data.
         report: called with events, on rank 0; does not raise.
         hooks: whose state is saved and restored with the run's.
         fresh: begin again although there are checkpoints.
         state: further objects whose state is saved and restored.
     """
-    kept = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
+    kept = Retention(config.keep_last, config.keep_every_steps)
     attempt = current_attempt()
     fence = lambda: Attempts(run_dir).check_fence(attempt)  # noqa: E731
     store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, fence, world.data, world.tensor)
-    identity = identity_of(config, global_batch, fingerprint)
-    policy = policy_of(config.checkpoint)
-    return CheckpointHook(store, policy, config.checkpoint, identity, report, hooks, fresh, state)
+    tiers = open_tiers(config, world, Attempts(run_dir), attempt, fence)
+    policy = policy_of(config, Attempts(run_dir).all() if world.rank == 0 else ())
+    remote = open_remote(config.tiers.store, run_dir.checkpoints, world.everyone, kept, fence)
+    return CheckpointHook(store, policy, config, identity, report, hooks, fresh, state, tiers, remote)
 
 
 def writers(mode: str, world: World) -> list[int]:
@@ -375,6 +502,6 @@ def best_steps(store: CheckpointStore) -> set[int]:
 
 
 def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:
-    """The watched metric is none that the task reports."""
+    """An error: the task does not report the watched metric."""
     known = ", ".join(sorted(metrics))
     return UserError(f"checkpoint.best_metric is {name!r}, which the task does not report", f"name one of {known}")

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.conversion import converted
 from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.exports.weights import AVERAGE, MODEL
-from hpctrain.checkpoint.format import Reader
 from hpctrain.checkpoint.format.files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
-from hpctrain.checkpoint.format.strict_json import parse_json
+from hpctrain.checkpoint.format.strict_json import Reader, parse_json
 from hpctrain.checkpoint.initial_match import Match, Source, listed, of_stages, renamed, require_meant
+from hpctrain.checkpoint.mirror import locate
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
-from hpctrain.checkpoint.store import CheckpointStore, locate
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.train.framework import Framework
+from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays, lies_in, require_inside
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
@@ -40,7 +40,7 @@ OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetenso
 
 
 def load_initial(
-    source: Source, framework: Framework, stages: Group | None = None, everyone: Group | None = None
+    source: Source, framework: StateSource, stages: Group | None = None, everyone: Group | None = None
 ) -> Match:
     """Gives the model the weights of a source wherever name and shape agree; all else stays as it is.
 
@@ -60,9 +60,9 @@ def load_initial(
         DamagedCheckpoint: it is damaged.
         UnreadableCheckpoint: it cannot be read now.
     """
-    framework.synchronize()
+    framework.host.synchronize()
     if source.path.endswith(KERAS_FILE):
-        from hpctrain.checkpoint.tensorflow_initial import load_keras_file
+        from hpctrain.checkpoint.keras_initial import load_keras_file
 
         return load_keras_file(source, framework)
     present = PresentState(framework.state())
@@ -85,7 +85,7 @@ class Weights:
 
 
 def load_weights(
-    source: Source, weights: Weights, framework: Framework, wanted: Mapping[str, tuple[int, ...]]
+    source: Source, weights: Weights, framework: StateSource, wanted: Mapping[str, tuple[int, ...]]
 ) -> Match:
     """Gives the model what fits; ``wanted`` are the shapes of all of its weights, on whatever stage."""
     old_names = renamed({name: name for name in weights.arrays}, source.rename, source.path)
@@ -93,7 +93,7 @@ def load_weights(
     present = PresentState(state)
     shapes = {name: weights.arrays.shape_of(old) for name, old in old_names.items()}
     match = require_meant(source, wanted, shapes)
-    if lost := [name for name in (*match.missing, *match.reshaped) if name in framework.valueless]:
+    if lost := [name for name in (*match.missing, *match.reshaped) if name in framework.facts.meta_init]:
         raise UserError(
             f"{source.path} has no values for {listed(lost)}, and neither has the model: the task made them on the "
             "meta device",
@@ -111,7 +111,7 @@ def load_weights(
         where, old = places[name]
         return array if where is present else converted(array, weights.dtypes[old], dtypes[name])
 
-    framework.synchronize()
+    framework.host.synchronize()
     framework.load(DerivedArrays(places, fitting))
     return match
 
@@ -131,7 +131,7 @@ def with_weights(path: str, use: Callable[[Weights], T], group: Group) -> T:
         return {}
 
     store, step = locate(path)
-    own_of_nobody = Group("alone")  # of what ranks had of their own, a new run begins with the mean
+    own_of_nobody = Group("alone")  # of rank-local state, a new run begins with the mean
     CheckpointStore(store.path, group=group, peers=own_of_nobody).load_into(take, step)
     return found[-1]
 
@@ -154,12 +154,17 @@ def weights_of_file(path: Path) -> Weights:
     real = Path(os.path.realpath(path))  # the user's own path is followed; one from a checkpoint never is
     if path.name.endswith(TORCH_FILES):
         try:
-            from hpctrain.checkpoint.torch_initial import read_torch_file
+            from hpctrain.backends.torch.state.tensors import read_weights
         except ModuleNotFoundError:
             raise UserError(
                 f"{path} is read with PyTorch, which is not installed", "save the weights as .safetensors"
             ) from None
-        arrays, dtypes = patiently(lambda: read_torch_file(real))
+
+        def read() -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+            with reading(real) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                return read_weights(file, real, ITEM_TYPES)
+
+        arrays, dtypes = patiently(read)
         return Weights(HeldArrays(arrays), dtypes)
     return Weights(*patiently(lambda: safetensors.read(real)))
 
@@ -171,7 +176,7 @@ def files_of(folder: Path) -> list[Path]:
             index = Reader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))
         names = Reader(index.get("weight_map", dict, "an object"), index.where).value.values()
         if any(type(name) is not str or Path(name).name != name for name in names):
-            index.fail("weight_map names what is not a file beside it")
+            index.fail("weight_map names what is not a file in its folder")
         return [folder / name for name in sorted(set(names))]
     return next(([folder / name] for name in OF_FOLDERS if (folder / name).is_file()), [])
 
@@ -204,6 +209,9 @@ class PresentState(SavedArrays):
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
         return ITEM_TYPES[self.state[name].dtype]
+
+    def is_current(self, name: str) -> bool:
+        return True
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
         require_inside(name, begin, shape, self.shape_of(name))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
+from hpctrain.backends.named_state import plain_name
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.frameworks import plain_name
 
 T = TypeVar("T")
 SHOWN = 5

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import flat, is_accepted
 from hpctrain.comm.group import Group
 from hpctrain.errors import HpctrainError, UserError
-from hpctrain.tasks.blame import own_line, words
+from hpctrain.tasks.user_errors import own_line, words
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of
 from hpctrain.train.tree import Leaves, tree_value
@@ -43,7 +43,7 @@ def state_of(objects: Sequence[Kept], leaves: Leaves) -> ObjectState:
         with blamed(one, "its state_dict fails", "correct state_dict: it is called before the first step, too"):
             found = one.tensors(leaves)
         if found and one.name in placements:
-            raise UserError(f"two objects with state are called {one.spoken}", "give each a name of its own")
+            raise UserError(f"two objects with state are called {one.spoken}", "give each a unique name")
         placements |= {one.name: one.placement.value} if found else {}
         tensors += found
     check_tensors([TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, None) for tensor in tensors])
@@ -62,7 +62,7 @@ def require_equal(group: Group, objects: Sequence[Kept], leaves: Leaves, step: i
         if odd:
             raise UserError(
                 f"{one.spoken} of the task differs between ranks 0 and {odd[0]} after {step} steps",
-                "wrap it in hpctrain.PerRank(...) if each rank is to have its own; else change it alike on all",
+                "wrap it in hpctrain.PerRank(...) if each rank is to have its own; else change it identically on all",
             )
 
 
@@ -96,7 +96,7 @@ def restore(
 
 
 def gone(name: str, where: str, accepted: Sequence[str]) -> str:
-    """An object that the run no longer has: told, of state refused unless it is accepted."""
+    """An object that the run no longer has: reported; declared state is refused unless accepted."""
     kind, _, own = name.partition("/")
     if f"{kind}/" == HOOKS:
         return f"state of hook {own} is left out: this run has none"
@@ -154,7 +154,7 @@ def below(name: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[An
 
 
 def of_rank(name: str, loaded: Loaded, rank: int) -> dict[str, NDArray[Any]]:
-    """What a rank of another number of ranks had of its own."""
+    """Rank-local state of a rank of another number of ranks."""
     return below(name, {full: values[rank] for full, values in loaded.of_ranks.items() if rank in values})
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hpctrain.config.sections import CheckpointConfig, at_least
+from hpctrain.errors import ExitCode
+from hpctrain.run.attempt_record import Attempt
 
 FIRST_S = 60.0
 """Seconds to the first automatic checkpoint, which measures what one costs."""
@@ -47,7 +50,7 @@ class Policy:
         return bool(self.every_epochs and at_epoch_end and epoch % self.every_epochs == 0)
 
     def retry_s(self, failures: int, stall_s: float) -> float:
-        """Seconds from the last of so many failures in a row to the next attempt, which costs a stall as well."""
+        """Seconds from the last of this many failures in a row to the next attempt, which costs a stall as well."""
         return max(min(RETRY_S * 2.0 ** min(failures - 1, 10), LONGEST_RETRY_S), stall_s / self.overhead_budget)
 
     def interval_s(self, cost: Cost | None) -> float:
@@ -76,17 +79,37 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
 
 
-def policy_of(config: CheckpointConfig) -> Policy:
-    """The rules of a run file; ``interval: auto`` counts if no other rule is given."""
-    given = config.every_steps or config.every_epochs or config.every_minutes
-    automatic = config.interval == "auto" and not given
+def policy_of(config: CheckpointConfig, attempts: Sequence[Attempt] = ()) -> Policy:
+    """The rules of a run file; ``interval: auto`` counts if no other rule is given. ``attempts``: so far."""
+    tier = policy_of_tier(config.tiers.run_dir.every_steps, config, attempts)
+    given = tier or config.every_steps or config.every_epochs or config.every_minutes
     return Policy(
-        every_steps=config.every_steps,
+        every_steps=tier.every_steps if tier else config.every_steps,
         every_epochs=config.every_epochs,
         every_s=60 * config.every_minutes if config.every_minutes else None,
-        mtbf_s=3600 * config.mtbf_hours if automatic else None,
+        mtbf_s=tier.mtbf_s if tier else mtbf_s(config, attempts) if config.interval == "auto" and not given else None,
         overhead_budget=config.overhead_budget,
     )
+
+
+def policy_of_tier(
+    every_steps: int | Literal["auto"] | None, config: CheckpointConfig, attempts: Sequence[Attempt] = ()
+) -> Policy | None:
+    """The rules of a tier of the run file; None if it is not used."""
+    if every_steps == "auto":
+        return Policy(mtbf_s=mtbf_s(config, attempts), overhead_budget=config.overhead_budget)
+    return Policy(every_steps=every_steps) if every_steps else None
+
+
+def mtbf_s(config: CheckpointConfig, attempts: Sequence[Attempt]) -> float:
+    """Mean time between failures: the time of all attempts, and that which was expected, over failures and one more.
+
+    It begins as what is expected, and comes close to what is observed as failures add up.
+    """
+    ended = [it for it in attempts if it.verdict and it.started and it.ended]
+    failures = sum(it.verdict is not None and it.verdict.exit_code is ExitCode.FAILURE for it in ended)
+    trained_s = sum((it.ended or 0.0) - (it.started or 0.0) for it in ended)
+    return (3600 * config.mtbf_hours + trained_s) / (failures + 1)
 
 
 @dataclass(frozen=True)

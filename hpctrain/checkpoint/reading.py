@@ -29,7 +29,7 @@ from hpctrain.checkpoint.patience import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run import step_folder
-from hpctrain.tasks.blame import own_line, words
+from hpctrain.tasks.user_errors import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays
 from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
@@ -44,6 +44,8 @@ class Rejected:
 
     step: int
     reason: str
+    path: Path
+    """Its folder."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Loaded:
     """What was saved as ``meta``."""
     arrays: SavedArrays
     """By name; bfloat16 as uint16. If the number of ranks differs from the saved one: without random states of
-    ranks, and with the mean of what other floating-point state the ranks had of their own."""
+    ranks, and with the mean of other rank-local floating-point state."""
     dtypes: dict[str, str]
     """Logical types by name."""
     rejected: tuple[Rejected, ...] = ()
@@ -73,44 +75,51 @@ Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
 """Takes what it needs of a checkpoint whose arrays are read when they are asked for, and returns what is to be kept."""
 
 
-def load_newest(path: Path, steps: Sequence[int], group: Group, peers: Group, use: Use | None = None) -> Loaded:
-    """Loads the first sound checkpoint among these steps. Collective.
+def load_newest(
+    folders: Sequence[Path],
+    group: Group,
+    peers: Group,
+    use: Use | None = None,
+    prepare: Callable[[Path], None] = lambda folder: None,
+) -> Loaded:
+    """Loads the first sound checkpoint among these. Collective.
 
     Args:
-        path: folder of the checkpoints.
-        steps: candidates, in order.
+        folders: of candidates, in order, each named after its step.
         group: ranks that load together.
-        peers: those of them that have state of their own; see ``CheckpointStore``.
+        peers: those of them that have rank-local state; see ``CheckpointStore``.
         use: takes what it needs of arrays that each rank reads and verifies when they are asked for. It is called on
             all ranks, and called again if a rank could not read something, or found damage: with an older checkpoint,
             which then replaces all that was taken. By default all arrays are kept: each rank reads and verifies every
             group.size-th shard, and sends it to the others.
+        prepare: called on all ranks before a folder is read; raises DamagedCheckpoint, on all, to pass over it.
 
     Raises:
         DamagedCheckpoint: none is sound.
-        UnreadableCheckpoint: one cannot be read now, so that nobody knows whether it is sound.
+        UnreadableCheckpoint: one cannot be read now, so that it is not known to be sound.
     """
     rejected: list[Rejected] = []
     taken: Manifest | None = None
     """Of a damaged one, parts of which are in use."""
     fix = "restore the folder from a backup, or begin again with --fresh"
-    for step, older in zip_longest(steps, steps[1:]):
-        folder = path / step_folder.name_of(step)
+    for folder, older in zip_longest(folders, folders[1:]):
+        step = step_of(folder)
         try:
+            prepare(folder)
             manifest = read_manifest(folder, step, group)
             if taken and not replaces(manifest, taken):
                 fix = "rename the folders of the damaged ones, then run the same command again"
                 break
             if use is None:
                 return shared(folder, manifest, group, peers, tuple(rejected))
-            is_replaced = older is None or replaced_by(path, older, manifest, group)
+            is_replaced = older is None or replaced_by(older, manifest, group)
             own = own_state(folder, manifest, group, peers, check_rest if is_replaced else check_shard)
             taken = manifest
             return read_by_each(folder, manifest, group, peers, own, use, tuple(rejected))
         except DamagedCheckpoint as error:
-            rejected.append(Rejected(step, error.what))
+            rejected.append(Rejected(step, error.what, folder))
     reasons = "; ".join(found.reason for found in rejected)
-    raise DamagedCheckpoint(f"{path} has no sound checkpoint: {reasons}", fix)
+    raise DamagedCheckpoint(f"{folders[-1].parent} has no sound checkpoint: {reasons}", fix)
 
 
 Arrays = dict[str, NDArray[Any]]
@@ -119,12 +128,19 @@ OfRanks = dict[str, dict[int, NDArray[Any]]]
 """By name and rank."""
 
 
-def replaced_by(path: Path, older: int, manifest: Manifest, group: Group) -> bool:
+def step_of(folder: Path) -> int:
+    """Of a checkpoint's folder."""
+    step = step_folder.step_of(folder.name)
+    assert step is not None, "folders of checkpoints have their names"
+    return step
+
+
+def replaced_by(older: Path, manifest: Manifest, group: Group) -> bool:
     """Whether the next checkpoint would replace all that is taken of one that turns out damaged. Collective."""
     found = False
     if group.rank == 0:
         with suppress(DamagedCheckpoint, UnreadableCheckpoint, UserError):
-            found = replaces(manifest_file.read(path / step_folder.name_of(older), older), manifest)
+            found = replaces(manifest_file.read(older, step_of(older)), manifest)
     return bool(group.broadcast(found, "compare two checkpoints"))
 
 
@@ -135,7 +151,7 @@ def replaces(manifest: Manifest, other: Manifest) -> bool:
 
 @dataclass(frozen=True)
 class OwnState:
-    """What the ranks that saved had of their own, for another number of ranks."""
+    """Rank-local state of the ranks that saved, for another number of ranks."""
 
     merged: Arrays
     """One value by name."""
@@ -188,7 +204,7 @@ Check = Callable[[Path, Shard], None]
 
 
 def own_state(folder: Path, manifest: Manifest, group: Group, peers: Group, check: Check) -> OwnState:
-    """Checks each shard on one of the ranks, and gathers what the saved ranks had of their own. Collective.
+    """Checks each shard on one of the ranks, and gathers the saved ranks' local state. Collective.
 
     With as many ranks as saved it, each takes its own, and nothing is gathered. Raises as ``read_among`` does.
     """
@@ -212,7 +228,7 @@ def own_state(folder: Path, manifest: Manifest, group: Group, peers: Group, chec
 
 
 def own_pieces(shard: Shard) -> list[StoredPiece]:
-    """What single ranks had of their own, without their random states."""
+    """Rank-local pieces, without random states."""
     return [
         stored
         for stored in shard.pieces
@@ -231,7 +247,7 @@ def take_own(pieces: Sequence[StoredPiece], image: NDArray[np.uint8], of_ranks: 
 
 
 def own_state_of(of_ranks: OfRanks, rank: int) -> OwnState:
-    """What a rank of another number takes of what the ranks had of their own."""
+    """What a rank of another number takes of rank-local state."""
     merged: Arrays = {}
     for name, values in of_ranks.items():
         if not name.startswith(STATE):

@@ -1,4 +1,4 @@
-"""A check, for debugging, that what is declared equal on all ranks is."""
+"""A debugging check that state declared equal on all ranks is equal."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -11,21 +12,28 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.format.files import REFUSED, judged
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.patience import patiently
-from hpctrain.checkpoint.reading import Loaded
+from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
 from hpctrain.checkpoint.resume_compat import refuse_changes
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
-from hpctrain.train.framework import Framework
+from hpctrain.train.framework import StateSource
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import HOOKS, STATE, Kept
 
 
 def resume(
-    store: CheckpointStore, framework: Framework, state: TrainState, identity: Mapping[str, Any], fresh: bool = False
+    store: CheckpointStore,
+    framework: StateSource,
+    state: TrainState,
+    identity: Mapping[str, Any],
+    fresh: bool = False,
+    snapshots: Sequence[Path] = (),
+    prepare: Callable[[Path], None] = lambda folder: None,
+    remote: Sequence[Path] = (),
 ) -> Loaded | None:
     """Loads the newest sound checkpoint into framework and state; None if there is none. Collective.
 
-    Clears what killed attempts left behind, and puts aside what is damaged.
+    Removes what killed attempts left behind, and puts damaged checkpoints aside.
 
     Args:
         store: the run's checkpoints.
@@ -33,6 +41,9 @@ def resume(
         state: takes over the position.
         identity: what must not have changed; see ``resume_compat``.
         fresh: begin again: existing checkpoints are put aside, not used.
+        snapshots: folders of checkpoints elsewhere; of equal steps they are taken before those of the store.
+        prepare: see ``load_newest``.
+        remote: folders that ``prepare`` fetches; of equal steps they are taken last.
 
     Raises:
         UserError: the run file asks for another run than the checkpoint's.
@@ -40,8 +51,10 @@ def resume(
         UnreadableCheckpoint: one cannot be read now; it stays where it is.
     """
     steps = store.group.broadcast(tidy(store, fresh) if store.group.rank == 0 else None, "list the checkpoints")
-    if not steps:
+    candidates = [*snapshots, *map(store.folder, steps), *remote]
+    if not candidates:
         return None
+    candidates.sort(key=step_of, reverse=True)
 
     def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
         if "identity" not in loaded.meta or "state" not in loaded.meta:
@@ -50,19 +63,20 @@ def resume(
         refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
         return load_framework(framework, loaded)
 
-    loaded = store.load_into(take)
+    loaded = load_newest(candidates, store.group, store.peers, take, prepare)
     if store.group.rank == 0:
         for rejected in loaded.rejected:
             with suppress(OSError):  # it is passed over again at the next resume
-                store.put_aside(rejected.step, "damaged")
+                if rejected.path.parent == store.path:  # else it is removed with its tier
+                    store.put_aside(rejected.step, "damaged")
     if loaded.ranks != store.peers.size:  # streams as at the start would be those that the first steps have had
         framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
     return loaded
 
 
-def load_framework(framework: Framework, loaded: Loaded) -> dict[str, NDArray[Any]]:
-    """Gives a framework its arrays, one at a time in memory; those of objects are returned."""
+def load_framework(framework: StateSource, loaded: Loaded) -> dict[str, NDArray[Any]]:
+    """Loads a framework's arrays, one at a time in memory, and returns those of objects."""
     framework.load(loaded.arrays)
     return {name: loaded.arrays[name] for name in loaded.arrays if name.startswith((HOOKS, STATE))}
 
@@ -86,16 +100,16 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
 
 
 def load_weights(
-    framework: Framework, store: CheckpointStore, step: int | None = None, state: Sequence[Kept] = ()
+    framework: StateSource, store: CheckpointStore, step: int | None = None, state: Sequence[Kept] = ()
 ) -> Loaded:
     """Loads a checkpoint, by default the newest sound one, to evaluate or predict with. Collective; changes no file.
 
-    State that only the task or only the checkpoint has is left as it is.
+    State that only one of task and checkpoint has is ignored.
 
     Raises:
         UserError: there is none, or it is of another model.
         DamagedCheckpoint: it is damaged.
     """
     loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step)
-    restore(state, loaded, framework.leaves, store.peers, accepted=["state"])
+    restore(state, loaded, framework.facts.leaves, store.peers, accepted=["state"])
     return loaded

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that saved it: what a run file may change, and what would make it another run."""
+"""The identity of the run that saved a checkpoint: what a resumed run may change, and what it may not."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.sections import Config, ScheduleConfig
+from hpctrain.config.sections import OptimizerConfig, ScheduleConfig, SyncConfig
 from hpctrain.errors import UserError
 
 DECISIVE = (
@@ -22,8 +22,12 @@ DECISIVE = (
     "train.clip_norm",
     "train.ema_decay",
     "train.sync_batchnorm",
+    "optimizer",
     "schedule",
     "reduce.compression",
+    "reduce.compress_where",
+    "reduce.compress_after_steps",
+    "sync",
     "data.shuffle",
     "data.block_samples",
     "data.drop_last",
@@ -32,7 +36,7 @@ DECISIVE = (
 LENGTH = ("train.epochs", "train.steps")
 """Keys that a longer run changes; decisive only if the learning rate depends on the run's end."""
 DATA = ("global batch", "training data")
-"""What a position in the data means depends on; never accepted when changed."""
+"""Keys that determine what a position in the data means; a change is never accepted."""
 ENDLESS = ("constant", "step", "exponential", "restarts", "plateau")
 """Schedules that do not depend on the run's end."""
 
@@ -48,19 +52,35 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-EARLIER = {**flat(dataclasses.asdict(ScheduleConfig()), "schedule."), "train.sync_batchnorm": False}
-"""Keys that an earlier version may lack, and what it did."""
+EARLIER = {
+    **flat(dataclasses.asdict(ScheduleConfig()), "schedule."),
+    **flat(dataclasses.asdict(OptimizerConfig()), "optimizer."),
+    "train.sync_batchnorm": False,
+    **flat(dataclasses.asdict(SyncConfig()), "sync."),
+    "reduce.compress_where": "everywhere",
+    "reduce.compress_after_steps": 0,
+}
+"""Keys that an earlier version may lack, with its behaviour."""
 
 
-def identity_of(config: Config, global_batch: int, fingerprint: str) -> dict[str, Any]:
-    """What ``differences`` compares: run file, samples of one update, and training data, as JSON gives them back."""
-    identity = {"config": dataclasses.asdict(config), "global_batch": global_batch, "data": fingerprint}
+def identity_of(
+    run_file: Mapping[str, Any], global_batch: int, fingerprint: str, sources: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """What ``differences`` compares, as JSON gives it back.
+
+    Args:
+        run_file: all its values, nested by section.
+        global_batch: samples of one update, as resolved for this number of ranks.
+        fingerprint: of the training data.
+        sources: tables that the training data are, or are a copy of; named if the data differ, but not compared.
+    """
+    identity = {"config": run_file, "global_batch": global_batch, "data": fingerprint, "data_sources": list(sources)}
     plain: dict[str, Any] = json.loads(json.dumps(finite(identity, "not finite")))
     return plain
 
 
 def finite(value: Any, instead: Any) -> Any:
-    """A value without the numbers that JSON does not know."""
+    """A value without numbers that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: finite(item, instead) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -102,7 +122,7 @@ def in_words(found: Iterable[tuple[str, Any, Any]]) -> str:
 
 
 def length_as_one(key: str) -> str:
-    """Epochs and steps are two ways to say one thing."""
+    """Maps epochs and steps, two ways to give the run's length, to one key."""
     return LENGTH[0] if key in LENGTH else key
 
 
@@ -129,6 +149,13 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str)
     if any(key in LENGTH for key, _, _ in found):
         kind = now["config"]["schedule"]["kind"]
         shown += f" (schedule.kind {kind} ends with the run, so that a longer one would have had other rates all along)"
+    if any(key == "training data" for key, _, _ in found):
+        before, after = (
+            ", ".join(source["address"] for source in each.get("data_sources") or ()) for each in (saved, now)
+        )
+        shown += (
+            f" (made from {before or 'other data'}, and now from {after or 'other data'})" if before != after else ""
+        )
     if all(key not in DATA for key, _, _ in found):
         flags = " ".join(f"--accept {key}" for key in dict.fromkeys(length_as_one(key) for key, _, _ in found))
         fix += f"; to resume all the same, with what the run file says from here on: {flags}"

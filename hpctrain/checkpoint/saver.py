@@ -6,7 +6,6 @@ suits, and hands the result to ``advance()``: all ranks go from one stage to the
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,39 +22,38 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.checkpoint.folder import CheckpointFolder
-from hpctrain.checkpoint.format.boxes import Box, Coordinates
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec, check_tensors, named_apart, shard_file, whole
+from hpctrain.checkpoint.format.boxes import Coordinates
+from hpctrain.checkpoint.format.layout import named_apart, shard_file
 from hpctrain.checkpoint.format.paced_write import Dropped
-from hpctrain.checkpoint.format.partition import partition, tiles
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, skeleton
 from hpctrain.checkpoint.policy import Retention
+from hpctrain.checkpoint.shares import place_in, share_of
 from hpctrain.comm.group import Group
-from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, UserError, code_of
-from hpctrain.train.saved_arrays import lies_in
+from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, Tiling
 
 LEAST_SPARE_BYTES = 64 << 10
-"""Free space that the smallest checkpoint must leave, for its manifest and what else the run writes."""
+"""Free bytes that the smallest checkpoint must leave for its manifest and other files of the run."""
 MORE_SPARE_BYTES = 16 << 20
-"""What a large one must leave beyond that."""
+"""Additional free bytes that a large one must leave."""
 WRITE_TIMEOUT_S = 24 * 3600.0
 """Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
 LAYOUT = attrgetter("name", "shape", "dtype", "placement", "cut", "tiling")
-"""What decides where a tensor goes."""
+"""What determines where a tensor is stored."""
 FINAL = (Code.IN_USE, Code.NAN)
-"""Why no later save of an attempt can succeed either, the strongest reason first."""
+"""Codes after which no later save of the attempt can succeed, the strongest first."""
 
 
 class Stage(Enum):
     """What the checkpoint in flight waits for."""
 
     WRITING = "every rank's shard"
-    COMMITTING = "rank 0's commit"
-    ABANDONING = "rank 0's clearing away"
+    COMMITTING = "the commit by each folder's first rank"
+    ABANDONING = "its clearing away"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """How a save ended; the same on all ranks except for the times."""
 
     step: int
@@ -63,11 +61,11 @@ class Outcome:
     num_bytes: int
     """Of all shards; known to rank 0."""
     stall_s: float
-    """Seconds for which this rank did not train."""
+    """Seconds that this rank's training was interrupted."""
     write_s: float
     """Seconds from the snapshot to the commit, seen from this rank."""
     error: str | None = None
-    """Why there is no checkpoint, naming ranks."""
+    """Why there is no checkpoint; names the ranks."""
     code: Code | None = None
     """The same for programs."""
     is_dropped: bool = False
@@ -118,7 +116,7 @@ class Job:
     future: Future[Any] = field(default_factory=Future)
     """Of the background work of this stage on this rank."""
     dropped: Event = field(default_factory=Event)
-    """The file is to be written no further."""
+    """The file is no longer to be written."""
     failure: Failure | None = None
 
 
@@ -141,7 +139,7 @@ class Saver:
         writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
         token: distinguishes this saver's folders from those of others; equal on all ranks.
         allocate: gives staging memory of this many bytes, uint8, contiguous (pinned, for GPUs).
-        peers, copies: ranks of the group, see ``CheckpointStore``; by default all, and this one.
+        peers, copies, local: ranks of the group, see ``CheckpointStore``; by default all, this one, and all.
     """
 
     def __init__(
@@ -154,12 +152,14 @@ class Saver:
         allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
         peers: Group | None = None,
         copies: Group | None = None,
+        local: Group | None = None,
     ) -> None:
         self.folder = folder
         self.keep = keep
         self.group = group
         self.peers = peers or group
         self.copies = copies or Group("alone")
+        self.local = local or group
         self.writers = tuple(writers)
         self.token = token
         self.allocate = allocate
@@ -175,7 +175,9 @@ class Saver:
         self.plan: Skeleton | None = None
         """The shard file of this rank without its values."""
         self.images: list[ShardImage] = []
-        """Staging: one, or two once a snapshot had to wait for the one in flight."""
+        """Staging memory: one, or two once a snapshot had to wait for the one in flight, or is the memory itself."""
+        self.kept: ShardImage | None = None
+        """That which is the newest checkpoint's file."""
         self.job: Job | None = None
         """The checkpoint in flight."""
         self.waiting: Job | None = None
@@ -199,48 +201,24 @@ class Saver:
 
         Raises:
             UserError: names or types cannot be stored (the same on all ranks).
-            MemoryError, OSError: no memory.
+            MemoryError, OSError, RunFailed: no memory.
         """
         layout = list(map(LAYOUT, tensors))
         if self.plan is None or layout != self.layout:
             self.plan = None
             self.images.clear()  # frees the old staging before the new is taken
-            sources, self.total_bytes = self._plan(tensors)
+            sources, self.total_bytes = share_of(tensors, self.group, self.peers, self.copies, self.writers)
             sources.sort(key=lambda source: source[1].num_bytes)  # else libhdf5 searches the gaps for every small one
             self.sources = [(index, place_in(tensors[index].cut, piece)) for index, piece in sources]
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
             self.plan = skeleton(named_apart([piece for _, piece in sources]))
             self.layout = layout
-        in_flight = self.job.image if self.job else None
-        free = next((image for image in self.images if image is not in_flight), None)
+        used = (self.job.image if self.job else None, self.kept)
+        free = next((image for image in self.images if image not in used), None)
         if free is None:
-            free = ShardImage(self.plan, self.allocate)
+            free = self.folder.image(self.plan, self.allocate, len(self.images))
             self.images.append(free)
         return free
-
-    def _plan(self, tensors: Sequence[StateTensor]) -> tuple[list[tuple[int, Piece]], int]:
-        """This rank's pieces, each with the index of its tensor, and about how many bytes all ranks write."""
-        specs: dict[Placement, dict[int, TensorSpec]] = {placement: {} for placement in Placement}
-        for index, it in enumerate(tensors):
-            owner = self.peers.rank if it.placement is Placement.RANK else None
-            specs[it.placement][index] = TensorSpec(it.name, tuple(it.shape), it.dtype, owner)
-        cut_names = {spec.name: spec for spec in specs[Placement.CUT].values()}  # a rank may hold several parts of one
-        check_tensors([*cut_names.values(), *(spec for it in specs if it != "cut" for spec in specs[it].values())])
-        cut = [(index, spec, tensors[index].cut) for index, spec in specs[Placement.CUT].items()]
-        num_bytes = {placement: sum(spec.num_bytes for spec in each.values()) for placement, each in specs.items()}
-        num_bytes[Placement.RANK] *= self.peers.size
-        num_bytes[Placement.CUT] = sum(
-            spec.num_bytes * self.group.size // where.copies for _, spec, where in cut if where
-        )
-        own = specs[Placement.RANK] if self.copies.rank == 0 else {}
-        own |= specs[Placement.FIRST] if self.group.rank == 0 else {}
-        sources = [*pieces_of_cut(cut), *((index, whole(spec)) for index, spec in own.items())]
-        if self.group.rank in self.writers:
-            index_of = {spec.name: index for index, spec in specs[Placement.REPLICATED].items()}
-            parts = partition(list(specs[Placement.REPLICATED].values()), len(self.writers))
-            mine = parts[self.writers.index(self.group.rank)]
-            sources = [*((index_of[piece.tensor.name], piece) for piece in mine), *sources]
-        return [(at, tile) for at, piece in sources for tile in tiles_of(tensors[at], piece)], sum(num_bytes.values())
 
     def begin(
         self,
@@ -251,7 +229,7 @@ class Saver:
     ) -> None:
         """Takes a snapshot and starts to write it. Returns when ``tensors`` may change again; talks to no other rank.
 
-        While another is in flight, the snapshot waits for it, in memory of its own, and takes the place of one that
+        While another is in flight, the snapshot waits for it, in separate memory, and takes the place of one that
         has waited until now.
 
         Args:
@@ -272,7 +250,7 @@ class Saver:
             for (source, begin_there), view in zip(self.sources, image.views, strict=True):
                 tensors[source].copy_into(view, begin_there)
             synchronize()
-        except (MemoryError, OSError) as error:
+        except (MemoryError, OSError, RunFailed) as error:
             image, problem = None, error
         job = Job(step, meta, partial, begin, time.monotonic() - begin, image, problem)
         if self.job:
@@ -297,7 +275,7 @@ class Saver:
         sound = finished and self.job.future.exception() is None
         return np.array([finished, sound], dtype=np.int64)
 
-    def advance(self, least: NDArray[np.int64]) -> Outcome | None:
+    def advance(self, least: NDArray[np.int64]) -> SaveResult | None:
         """Moves on to the next stage if all ranks have finished theirs; the outcome after the last one.
 
         ``least`` is the elementwise minimum of all ranks' ``flags()``, taken since the last change of stage. Talks to
@@ -315,7 +293,7 @@ class Saver:
             return None
         return self._end(job)
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SaveResult:
         """Waits until the checkpoint in flight is committed or abandoned. Collective."""
         while True:
             assert self.job is not None, "a checkpoint is in flight"
@@ -346,22 +324,21 @@ class Saver:
             fix = "no checkpoint is made of weights that a run could not resume from"
             raise NoRequeue(f"{spoiled} is not finite", fix, Code.NAN)
         self.folder.prepare_folder(partial)
-        self._require_space(partial, image.buffer.size)
-        image.write(partial / shard_file(self.group.rank, self.group.size), is_dropped)
+        if not image.keeps:
+            self._require_space(partial, image.buffer.size)
+        shard = partial / shard_file(self.group.rank, self.group.size)
+        image.write(shard, is_dropped, self.folder.file_mode)
+        self.folder.copy(shard)
 
     def _require_space(self, partial: Path, own_bytes: int) -> None:
-        """Raises RunFailed without room: on rank 0 for what is missing of all shards, on others for theirs."""
-        missing = own_bytes
-        if self.group.rank == 0:  # others may have begun; one rank that asks for all sizes is enough for the server
-            missing = self.total_bytes - sum(entry.stat().st_size for entry in os.scandir(partial))
-        free = os.statvfs(partial)
-        available, needed = free.f_bavail * free.f_frsize, missing + spare_bytes(self.total_bytes)
-        if available < needed:
-            lack = f"{self.folder.path} has {available / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed"
-            raise RunFailed(f"{os.strerror(errno.ENOSPC)}: {lack}", "free space there", Code.DISK_FULL)
+        """Raises RunFailed without room: on a folder's first rank for what is missing of all shards, else for one."""
+        missing, here = own_bytes, self.total_bytes * self.local.size // self.group.size
+        if self.local.rank == 0:  # others may have begun; one rank that asks for all sizes is enough for the server
+            missing = max(own_bytes, here - sum(entry.stat().st_size for entry in os.scandir(partial)))
+        self.folder.require_room(partial, missing + spare_bytes(here))
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
-        """On rank 0, in the background; returns the bytes written by all ranks."""
+        """On a folder's first rank, in the background; returns the bytes written into it."""
         is_cut = any(placement is Placement.CUT for _, _, _, placement, *_ in self.layout)
         owners = self.peers.size
         num_bytes = self.folder.commit(partial, step, self.group.size, meta, looks_through=is_cut, owners=owners)
@@ -369,30 +346,34 @@ class Saver:
         return num_bytes
 
     def _clear(self) -> None:
-        """On rank 0, in the background: removes what is no longer kept, which takes longer than a commit."""
+        """On a folder's first rank, in the background: removes what is no longer kept."""
         protected = self.protected | {max(self.sound)}
         with suppress(OSError, HpctrainError):  # the next one tries again
             for old in self.keep.removable(self.folder.steps(), protected):
                 self.folder.remove(old)
 
     def _enter(self, job: Job, stage: Stage, work: Callable[..., Any], *arguments: Any) -> None:
-        """Starts the next stage's work on rank 0; the others have none."""
+        """Starts the next stage's work on a folder's first rank; the others have none."""
         job.stage = stage
-        job.future = self.thread.submit(work, *arguments) if self.group.rank == 0 else self.thread.submit(int)
+        job.future = self.thread.submit(work, *arguments) if self.local.rank == 0 else self.thread.submit(int)
 
-    def _end(self, job: Job) -> Outcome:
+    def _end(self, job: Job) -> SaveResult:
         """The job is over; the one that has waited begins."""
         num_bytes = job.future.result() if job.stage is Stage.COMMITTING else 0
-        if self.group.rank == 0 and not job.failure:
+        if not job.failure and job.image and job.image.keeps:
+            self.kept = job.image
+        if self.local.rank == 0 and not job.failure:
             self.thread.submit(self._clear)
-        outcome = Outcome(job.step, self.folder.folder(job.step), num_bytes, job.stall_s, time.monotonic() - job.begin)
+        outcome = SaveResult(
+            job.step, self.folder.folder(job.step), num_bytes, job.stall_s, time.monotonic() - job.begin
+        )
         self.job, waiting, self.waiting = None, self.waiting, None
         if waiting:
             self._start(replace(waiting, begin=time.monotonic() - waiting.stall_s))
         return replace(outcome, **vars(job.failure)) if job.failure else outcome
 
     def _reasons(self, job: Job) -> Failure:
-        """What went wrong on which ranks, and the code that says most about what follows. Collective."""
+        """What went wrong on which ranks, and the most informative code. Collective."""
         error = self._replacement() or job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
         told = [mine, code_of(error), isinstance(error, Dropped)] if error else None
@@ -415,44 +396,6 @@ class Saver:
         except OSError:  # that cannot be seen now
             pass
         return None
-
-
-def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list[tuple[int, Piece]]:
-    """What this rank writes of tensors that are cut, by their numbers: ranks that hold the same part share its rows.
-
-    Args:
-        tensors: number of each, what it is on this rank, and where that lies in the whole tensor.
-
-    Raises:
-        UserError: one does not say where, or does not lie in the whole tensor.
-    """
-    of_copy: dict[tuple[int, int], list[tuple[int, TensorSpec, Cut]]] = {}
-    for index, spec, cut in tensors:
-        if cut is None or not lies_in(cut.begin, spec.shape, cut.shape) or not 0 <= cut.copy < cut.copies:
-            raise UserError(
-                f"{spec.name}, of shape {list(spec.shape)}, is no part of a tensor as its cut says: {cut}",
-                "give the shape of the whole tensor, and the index of the part's first value in every axis",
-            )
-        of_copy.setdefault((cut.copy, cut.copies), []).append((index, spec, cut))
-    pieces = []
-    for (copy, copies), same in of_copy.items():
-        place_of = {id(spec): (index, cut) for index, spec, cut in same}  # several may have one name
-        for piece in partition([spec for _, spec, _ in same], copies)[copy]:
-            index, where = place_of[id(piece.tensor)]
-            tensor = replace(piece.tensor, shape=where.shape)
-            begin = tuple(map(int.__add__, piece.box.begin, where.begin))
-            pieces.append((index, Piece(tensor, Box(begin, piece.shape))))
-    return pieces
-
-
-def tiles_of(tensor: StateTensor, piece: Piece) -> list[Piece]:
-    """The pieces in which a piece of a tensor is written."""
-    return tiles(piece, tensor.tiling.axis, tensor.tiling.parts) if tensor.tiling else [piece]
-
-
-def place_in(cut: Cut | None, piece: Piece) -> Coordinates:
-    """Where a piece begins in its tensor as this rank holds it."""
-    return piece.box.seen_from(cut.begin).begin if cut else piece.box.begin
 
 
 def spare_bytes(num_bytes: int) -> int:

@@ -1,11 +1,11 @@
-"""Checkpoints of one process or of the ranks of a group: saved and loaded."""
+"""Saves and loads checkpoints of one process or of the ranks of a group."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.run import which
 
 
 class CheckpointStore(CheckpointFolder):
@@ -36,10 +35,11 @@ class CheckpointStore(CheckpointFolder):
         keep: what to remove after a save; nothing by default.
         group: ranks that save and load together, each of which then calls ``save`` and ``load``.
         fence: called before each commit and each removal; raises Replaced if this process may no longer write.
-        peers: data-parallel ranks (``World.data``), if several ranks of the group share out a model: state of a rank's
-            own is that of its rank there. By default the group.
-        copies: ranks that give the same state of their own (``World.tensor``), of which the first writes it. By default
+        peers: data-parallel ranks (``World.data``), if models are partitioned over ranks of the group: rank-local state
+            is that of its rank there. By default the group.
+        copies: ranks with the same rank-local state (``World.tensor``), of which the first writes it. By default
             this rank alone.
+        local: ranks whose files lie in the same folder, if those of the group lie on several nodes.
     """
 
     def __init__(
@@ -50,12 +50,14 @@ class CheckpointStore(CheckpointFolder):
         fence: Callable[[], None] = no_fence,
         peers: Group | None = None,
         copies: Group | None = None,
+        local: Group | None = None,
     ) -> None:
         super().__init__(path, fence)
         self.keep = keep
         self.group = group or Group("alone")
         self.peers = peers or self.group
         self.copies = copies
+        self.local = local
         self.saver: Saver | None = None
 
     def save(
@@ -89,7 +91,7 @@ class CheckpointStore(CheckpointFolder):
         return path
 
     def load(self, step: int | None = None) -> Loaded:
-        """The newest sound checkpoint, or that of a step, in memory. Collective over the store's group.
+        """Loads the newest sound checkpoint, or that of a step, into memory. Collective over the store's group.
 
         All bytes are verified before any is used.
 
@@ -98,10 +100,10 @@ class CheckpointStore(CheckpointFolder):
             DamagedCheckpoint: none is sound; says why for each.
             UnreadableCheckpoint: one cannot be read now; nothing older is taken in its place.
         """
-        return load_newest(self.path, self._candidates(step), self.group, self.peers)
+        return load_newest(self._candidates(step), self.group, self.peers)
 
     def load_into(self, use: Use, step: int | None = None) -> Loaded:
-        """The same for a program that has memory for its state already. Collective over the store's group.
+        """Loads a checkpoint into memory that the caller already has. Collective over the store's group.
 
         Args:
             use: called with the checkpoint, on all ranks. Each of its arrays is read, and verified, when it is asked
@@ -113,24 +115,26 @@ class CheckpointStore(CheckpointFolder):
         Raises:
             UserError, DamagedCheckpoint, UnreadableCheckpoint: as ``load``, and what ``use`` raises.
         """
-        return load_newest(self.path, self._candidates(step), self.group, self.peers, use)
+        return load_newest(self._candidates(step), self.group, self.peers, use)
 
-    def opened(self, step: int) -> AbstractContextManager[Loaded]:
-        """A step's checkpoint for one process to look into: each array is read and verified when it is asked for.
+    @contextmanager
+    def opened(self, step: int) -> Iterator[Loaded]:
+        """Opens a step's checkpoint for one process: each array is read and verified on demand.
 
         Raises:
             DamagedCheckpoint, UnreadableCheckpoint, UserError: it cannot be read; also when arrays are read.
         """
-        return opened(self.path, step)
+        with self.whole(step), opened(self.path, step) as loaded:
+            yield loaded
 
-    def _candidates(self, step: int | None) -> list[int]:
-        """Steps to try. Collective."""
+    def _candidates(self, step: int | None) -> list[Path]:
+        """Folders to try. Collective."""
         steps: list[int] = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if step is not None and step not in steps:
             raise UserError(f"{self.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
         if not steps:
             raise UserError(f"{self.path} has no checkpoint", "save one first, or check the path")
-        return [step] if step is not None else steps[::-1]
+        return [self.folder(each) for each in ([step] if step is not None else steps[::-1])]
 
     def close(self) -> None:
         """Releases staging memory and the thread of ``save``; the store stays usable."""
@@ -153,20 +157,4 @@ def open_saver(
     """
     token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
     among = range(store.group.size) if writers is None else writers
-    return Saver(store, store.keep, store.group, among, token, allocate, store.peers, store.copies)
-
-
-def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:
-    """The store, and the step if one is meant, of what a person types, see ``which.checkpoints``.
-
-    Raises:
-        UserError: there is no such folder, or no checkpoint in it.
-    """
-    path, named = which.checkpoints(text)
-    store, step = CheckpointStore(path), step if named is None else named
-    steps = store.steps()
-    if step is not None and step not in steps:
-        raise UserError(f"{store.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
-    if not steps:
-        raise UserError(f"{text} has no checkpoint", "give a run folder, its checkpoints folder, or one checkpoint")
-    return store, step
+    return Saver(store, store.keep, store.group, among, token, allocate, store.peers, store.copies, store.local)

@@ -1,7 +1,7 @@
-"""Is a checkpoint what was once written? One process reads all of it, and holds a block.
+"""Verifies a checkpoint: one process reads all of it, a block at a time.
 
 A checksum says that bytes are those that were written, not that they make sense: a file made by another program, or by
-an attacker, can hang or crash libhdf5. So another process lets it look, for a limited time.
+an attacker, can hang or crash libhdf5. So libhdf5 reads it in a separate process, with a time limit.
 """
 
 from __future__ import annotations
@@ -34,48 +34,52 @@ from hpctrain.errors import UserError
 from hpctrain.system import foreign_text, python
 
 LOOK_S = 30.0
-"""How long libhdf5 may look at the names in a checkpoint, beside DATASET_S for each."""
+"""Seconds that libhdf5 may take to list a checkpoint, plus DATASET_S for each dataset."""
 DATASET_S = 0.01
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found."""
+class VerifyResult:
+    """What ``verify`` found."""
 
     step: int
-    path: Path
+    path: str
     num_bytes: int
     problems: tuple[str, ...]
     """None if it is sound."""
     readable: bool = True
-    """Whether it could be read; if it could not, nobody knows whether it is sound."""
+    """Whether it could be read; if it could not, it is not known to be sound."""
 
 
-def verify_checkpoint(store: CheckpointStore, step: int) -> Verdict:
+def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
     """Checks manifest, sizes and checksums; then, on shards that are sound, that HDF5 sees what the manifest says."""
     folder, num_bytes = store.folder(step), 0
     problems: list[str] = []
+    readable = True
     try:
-        manifest = patiently(lambda: store.manifest(step))
-        num_bytes = manifest.num_bytes
-        sound = []
-        for index, shard in enumerate(manifest.shards):
-            try:
-                patiently(partial(check_shard, folder, shard))
-                sound.append(index)
-            except DamagedCheckpoint as error:
-                problems.append(error.what)
-        if sound:
-            problems += hdf5_problems(folder, manifest, sound)
+        with store.whole(step):
+            manifest = patiently(lambda: store.manifest(step))
+            num_bytes = manifest.num_bytes
+            sound = []
+            for index, shard in enumerate(manifest.shards):
+                try:
+                    patiently(partial(check_shard, folder, shard))
+                    sound.append(index)
+                except DamagedCheckpoint as error:
+                    problems.append(error.what)
+            if sound:
+                problems += hdf5_problems(folder, manifest, sound)
     except DamagedCheckpoint as error:
         problems.append(error.what)
     except (UnreadableCheckpoint, UserError) as error:
-        return Verdict(step, folder, num_bytes, (*problems, error.what), readable=False)
-    return Verdict(step, folder, num_bytes, tuple(problems))
+        problems.append(error.what)
+        readable = False
+    said = (problem.replace(str(folder), store.where(step)) for problem in problems)
+    return VerifyResult(step, store.where(step), num_bytes, tuple(said), readable)
 
 
 def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> list[str]:
-    """What another process finds wrong with these shards, whose checksums must be right."""
+    """Problems that a separate process finds in these shards, whose checksums must be correct."""
     limit_s = LOOK_S + DATASET_S * sum(len(manifest.shards[index].pieces) for index in indices)
     words = [str(folder.absolute()), str(manifest.step), *map(str, indices)]
     try:
@@ -97,7 +101,7 @@ def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> l
 
 
 def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str:
-    """Why a look has no result."""
+    """Why the separate process gave no result."""
     if done.returncode < 0:
         return f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
     return f"it could not be examined: {(done.stderr.decode(errors='replace').strip() or 'no reason given')[-300:]}"
@@ -126,7 +130,7 @@ def dataset_problem(file: h5py.File, stored: StoredPiece) -> str | None:
     piece = stored.piece
     dataset = own_dataset(file, piece.path)
     if dataset is None:
-        return f"has no dataset {piece.path} of its own"
+        return f"has no separate dataset {piece.path}"
     properties = dataset.id.get_create_plist()
     if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
         return f"does not hold the bytes of {piece.path} itself, in one piece"

@@ -47,7 +47,7 @@ class Group:
         self.rank: int = comm.Get_rank() if comm else 0
         self.size: int = comm.Get_size() if comm else 1
 
-    def barrier(self, what: str, timeout_s: float = TIMEOUT_S) -> None:
+    def barrier(self, what: str = "come to a barrier", timeout_s: float = TIMEOUT_S) -> None:
         """Returns when every rank has arrived.
 
         Args:
@@ -57,7 +57,7 @@ class Group:
         if self.comm:
             self._wait(self.comm.Ibarrier(), what, timeout_s)
 
-    def meet(self, what: str, timeout_s: float = TIMEOUT_S) -> None:
+    def meet(self, what: str = "come to a barrier", timeout_s: float = TIMEOUT_S) -> None:
         """A barrier that ends within microseconds of the last arrival. It does not sleep, but soon leaves its core to
         whoever can use it: loaders and writers, or a rank that has not arrived yet.
 
@@ -68,7 +68,7 @@ class Group:
         if self.comm:
             self._wait_awake(self.comm.Ibarrier(), what, timeout_s)
 
-    def same(self, number: int, what: str, timeout_s: float = TIMEOUT_S) -> bool:
+    def same(self, number: int, what: str = "compare a number", timeout_s: float = TIMEOUT_S) -> bool:
         """Whether all ranks gave the same number. It waits as ``meet`` does.
 
         Args:
@@ -84,7 +84,7 @@ class Group:
         self._wait_awake(self.comm.Iallreduce(MPI.IN_PLACE, extremes, MPI.MIN), what, timeout_s)
         return bool(extremes[0] == -extremes[1])
 
-    def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def allgather(self, value: Any, what: str = "gather values", timeout_s: float = TIMEOUT_S) -> list[Any]:
         """The values of all ranks, in rank order.
 
         Args:
@@ -102,7 +102,9 @@ class Group:
         ends = np.cumsum(sizes)
         return [json.loads(everything[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
 
-    def allgather_array(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+    def allgather_array(
+        self, values: NDArray[Any], what: str = "gather arrays", timeout_s: float = TIMEOUT_S
+    ) -> NDArray[Any]:
         """The arrays of all ranks, joined along their first axis in rank order.
 
         Args:
@@ -132,7 +134,9 @@ class Group:
         self._wait(self.comm.Iallgatherv(mine, (out.reshape(-1).view(np.uint8), sizes)), what, timeout_s)
         return out
 
-    def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
+    def broadcast(
+        self, value: Any, what: str = "broadcast a value", root: int = 0, timeout_s: float = TIMEOUT_S
+    ) -> Any:
         """The root's value, on every rank.
 
         Args:
@@ -150,7 +154,7 @@ class Group:
         self._wait(self.comm.Ibcast(buffer, root), what, timeout_s)
         return json.loads(buffer.tobytes())
 
-    def sum(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+    def sum(self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
         """Elementwise sum over the ranks.
 
         Args:
@@ -168,7 +172,7 @@ class Group:
             self._wait(self.comm.Iallreduce(MPI.IN_PLACE, total), what, timeout_s)
         return total
 
-    def gather(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+    def gather(self, values: NDArray[Any], what: str = "gather arrays", timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
         """The arrays of all ranks. It does not sleep, but leaves its core to whoever can use it; see ``meet``.
 
         Args:
@@ -187,7 +191,7 @@ class Group:
         return everything
 
     def join(
-        self, values: NDArray[Any], lengths: Sequence[int], what: str, timeout_s: float = TIMEOUT_S
+        self, values: NDArray[Any], lengths: Sequence[int], what: str = "gather arrays", timeout_s: float = TIMEOUT_S
     ) -> NDArray[Any]:
         """The arrays of all ranks, one behind the other in rank order. Waits as ``meet`` does.
 
@@ -204,8 +208,24 @@ class Group:
             everything[:] = values
         return everything
 
+    def swap(
+        self, going: NDArray[Any], coming: NDArray[Any], what: str = "swap arrays", timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Row i of ``going`` goes to rank i; row i of ``coming`` is filled by rank i. Waits as ``meet`` does.
+
+        Args:
+            going: a row for each rank, C-contiguous, of the same shape and dtype on every rank.
+            coming: of the same shape and dtype, overwritten.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which it raises RunFailed.
+        """
+        if self.comm:
+            self._wait_awake(self.comm.Ialltoall(going, coming), what, timeout_s)
+        else:
+            coming[:] = going
+
     def part(self, name: str, takes_part: bool) -> Group | None:
-        """The ranks that take part, in the same order, on a communicator of their own; None on the others. Collective.
+        """The ranks that take part, in the same order, on a separate communicator; None on the others. Collective.
 
         Args:
             name: of the new group, for people.
@@ -219,7 +239,7 @@ class Group:
         return Group(name, comm) if takes_part else None
 
     def split(self, name: str, part: int) -> Group:
-        """The ranks that name the same part, in the same order, on a communicator of their own. Collective.
+        """The ranks that name the same part, in the same order, on a separate communicator. Collective.
 
         Args:
             name: of the new groups, for people.
@@ -227,7 +247,7 @@ class Group:
         """
         return Group(name, self.comm.Split(part, self.rank) if self.comm else None)
 
-    def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    def add(self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S) -> None:
         """Replaces an array by its elementwise sum over the ranks, with the same bits on all. Waits as ``meet`` does.
 
         Args:
@@ -243,7 +263,39 @@ class Group:
                 part = everything[begin : begin + count]
                 self._wait_awake(self.comm.Iallreduce(MPI.IN_PLACE, part), what, timeout_s)
 
-    def broadcast_array(self, values: NDArray[Any], what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+    def begin_add(
+        self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S
+    ) -> Callable[[bool], bool]:
+        """Starts what ``add`` does. The array is to be left alone until it is done.
+
+        Args:
+            values: as for ``add``.
+            what: completes "waited for the other ranks to ..." in an error.
+            timeout_s: seconds after which waiting raises RunFailed.
+
+        Returns:
+            A function that says whether it is done, after it has waited for that if its argument is true.
+        """
+        if not self.comm:
+            return lambda wait: True
+        from mpi4py import MPI
+
+        everything, count = values.reshape(-1), LARGEST_BYTES // values.itemsize
+        parts = [everything[begin : begin + count] for begin in range(0, everything.size, count)]
+        left = [self.comm.Iallreduce(MPI.IN_PLACE, part) for part in parts]
+
+        def is_done(wait: bool) -> bool:
+            while left and (wait or left[0].Test()):
+                if wait:
+                    self._wait_awake(left[0], what, timeout_s)
+                left.pop(0)
+            return not left
+
+        return is_done
+
+    def broadcast_array(
+        self, values: NDArray[Any], what: str = "broadcast an array", root: int = 0, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Overwrites an array with the root's, in place.
 
         Args:

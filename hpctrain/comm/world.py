@@ -19,17 +19,19 @@ T = TypeVar("T")
 EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
 """Open MPI's one-sided transport over libfabric: no use on one machine, and it sleeps for a second to find that out."""
+ALONE_START = {"OMPI_MCA_btl": "^ofi,sm,vader"}
+"""For a process without peers: Open MPI 5 would leave a file in /dev/shm behind each time."""
 LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-"""Variables by which a launcher gives a process its rank."""
+"""Variables by which launchers give a process its rank. Under mpirun SLURM_PROCID is the daemon's, so it comes last."""
 
 
 @dataclass(frozen=True)
 class World:
     """The ranks of this run and this process's place among them.
 
-    ``data`` holds the ranks that see different samples and average their gradients, ``tensor`` those that share out
-    each layer of one model, and ``pipeline`` those that have different layers of it; the latter two see the same
-    samples. Ask the group that is meant, not the world.
+    ``data`` holds the ranks that see different samples and average their gradients, ``tensor`` those that hold parts
+    of each layer of one model, and ``pipeline`` those that hold different layers of it; the latter two see the same
+    samples. Use the group that is meant, not the world.
     """
 
     everyone: Group
@@ -74,11 +76,11 @@ class World:
         """The first of the ranks whose index in their data groups this is: they do the same with the same samples."""
         return data_rank * self.tensor.size
 
-    def same(self, value: T, what: str) -> T:
-        """What rank 0 has, on all ranks, of what groups of ranks have computed apart: they may differ in a last bit.
+    def same(self, value: T, what: str = "agree on a value") -> T:
+        """Rank 0's value on all ranks, for values that groups computed separately: they may differ in the last bit.
 
-        Collective if ranks share out models; else ranks have the same already. ``what`` completes "waited for the other
-        ranks to ...".
+        Collective if models are partitioned over ranks; otherwise ranks have the same value already. ``what`` completes
+        "waited for the other ranks to ...".
         """
         return value if self.data.size == self.size else self.everyone.broadcast(value, what)
 
@@ -172,7 +174,7 @@ def sizes_over_one(tensor: int, pipeline: int) -> dict[str, int]:
 
 
 def undivided(ranks: int, tensor: int, pipeline: int) -> str:
-    """Says that so many ranks do not make whole models."""
+    """Says that this many ranks do not make whole models."""
     keys = sizes_over_one(tensor, pipeline)
     given = " and ".join(f"{key} is {size}" for key, size in keys.items())
     groups = "that size" if len(keys) == 1 else f"{tensor * pipeline} for each model"
@@ -182,7 +184,7 @@ def undivided(ranks: int, tensor: int, pipeline: int) -> str:
 @contextlib.contextmanager
 def _quick_start() -> Iterator[None]:
     """Sets what MPI reads when it starts, for a process that no launcher has started."""
-    added = {} if any(name in os.environ for name in (*LAUNCHED, *QUICK_START)) else QUICK_START
+    added = {} if any(name in os.environ for name in (*LAUNCHED, *ALONE_START)) else ALONE_START
     os.environ.update(added)
     try:
         yield

@@ -6,16 +6,16 @@ import argparse
 import importlib
 from types import ModuleType
 
+from hpctrain.errors import UserError
+
 BENCHMARKS = {
-    "step": "one training step: our reducers beside no exchange, DDP, plain Horovod and MultiWorkerMirroredStrategy",
-    "reduce": "the exchange of gradients alone, by size and reducer",
+    "step": "one training step with each way of exchanging gradients, compared with no exchange",
     "data": "samples per second, and whether prefetch hides the reading",
-    "checkpoint": "stall, write and read of a checkpoint beside raw writes, torch.save and DCP",
-    "parallel": "plans that share out a model beside one process, DTensor, torch's pipelining, ZeRO and FSDP2",
+    "checkpoint": "stall, write and read of a checkpoint compared with copies in memory and raw writes",
     "scaling": "a run at several sizes: efficiency, where time goes, how many nodes are worth it",
-    "simulate": "what very many ranks cost the processes that deal with all of them, and how that grows",
-    "straggler": "recall, precision and latency of the monitor on replayed slow-downs",
 }
+MOVED = ("parallel", "reduce", "simulate", "straggler")
+"""Benchmarks of earlier versions that only developers need: they are in ``benchmarks/`` of a checkout."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in BENCHMARKS.items():
         module = benchmark(name)
         module.add_arguments(commands.add_parser(name, help=text, description=text))
+    for name in MOVED:
+        commands.add_parser(name, add_help=False, prefix_chars="\0").add_argument("words", nargs="*")
 
 
 def benchmark(name: str) -> ModuleType:
     """The module behind a benchmark."""
-    room = f"{name}.{name}_command" if name in ("scaling", "straggler") else name
-    return importlib.import_module(f"hpctrain.bench.{room}")
+    return importlib.import_module(f"hpctrain.bench.{'scaling.scaling_command' if name == 'scaling' else name}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen one; an exit code."""
+    if args.benchmark in MOVED:
+        fix = f"in a checkout of hpctrain, run python -m benchmarks.{args.benchmark}"
+        raise UserError(f"hpctrain bench {args.benchmark} is no longer part of the package", fix)
     return int(benchmark(args.benchmark).run(args))

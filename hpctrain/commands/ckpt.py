@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.system import foreign_text
+from hpctrain.system.quantities import size
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint import CheckpointStore, Loaded
-    from hpctrain.checkpoint.exports import Selection
+    from hpctrain.checkpoint.exports.weights import Selection
+    from hpctrain.checkpoint.reading import Loaded
+    from hpctrain.checkpoint.store import CheckpointStore
 
-PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder"
+PATH_HELP = "run folder, its checkpoints folder, or one checkpoint's folder; or the URL of checkpoints in a store"
 SUFFIXES = (".safetensors", ".pt", ".weights.h5")
 
 
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def ls(args: argparse.Namespace) -> int:
     """Lists checkpoints by their manifests."""
-    from hpctrain.checkpoint import locate
+    from hpctrain.checkpoint.mirror import locate
 
     store, only = locate(args.path)
     rows = [describe(store, step) for step in store.steps() if only in (None, step)]
@@ -78,9 +80,9 @@ def ls(args: argparse.Namespace) -> int:
 
 def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
     """One row of ``ls``."""
-    from hpctrain.checkpoint import DamagedCheckpoint, UnreadableCheckpoint
+    from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 
-    row: dict[str, Any] = {"step": step, "path": str(store.folder(step))}
+    row: dict[str, Any] = {"step": step, "path": store.where(step)}
     try:
         manifest = store.manifest(step)
     except (DamagedCheckpoint, UnreadableCheckpoint, UserError) as error:
@@ -98,9 +100,7 @@ def row_text(row: dict[str, Any]) -> str:
         return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
     when = local_time(row["time"])
     best = "  best" if row["best"] else ""
-    return (
-        f"step {row['step']:>9}  {when:19}  {row['bytes'] / 1e6:10.1f} MB  {row['ranks']:>4} ranks  {row['path']}{best}"
-    )
+    return f"step {row['step']:>9}  {when:19}  {size(row['bytes']):>10}  {row['ranks']:>4} ranks  {row['path']}{best}"
 
 
 def local_time(seconds: Any) -> str:
@@ -113,18 +113,19 @@ def local_time(seconds: Any) -> str:
 
 def verify(args: argparse.Namespace) -> int:
     """Reads everything and compares checksums."""
-    from hpctrain.checkpoint import locate, verify_checkpoint
+    from hpctrain.checkpoint.mirror import locate
+    from hpctrain.checkpoint.verify import verify_checkpoint
 
     store, only = locate(args.path, args.step)
     verdicts = [verify_checkpoint(store, step) for step in store.steps() if only in (None, step)]
-    rows = [{**dataclasses.asdict(one), "path": str(one.path), "sound": not one.problems} for one in verdicts]
+    rows = [{**dataclasses.asdict(one), "sound": not one.problems} for one in verdicts]
     emit(args, rows, (f"{one.path}: {'; '.join(one.problems) or 'sound'}" for one in verdicts))
     return ExitCode.FAILURE if any(one.problems for one in verdicts) else ExitCode.DONE
 
 
 def inspect(args: argparse.Namespace) -> int:
     """Shows the tensors of a checkpoint as a tree."""
-    from hpctrain.checkpoint import summary_tree, tensor_summaries
+    from hpctrain.checkpoint.inspect import summary_tree, tensor_summaries
 
     with opened(args.path, args.step) as loaded:
         found = tensor_summaries(loaded, args.name)
@@ -138,7 +139,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Compares two checkpoints."""
-    from hpctrain.checkpoint import everything, tensor_differences
+    from hpctrain.checkpoint.inspect import everything, tensor_differences
 
     with opened(args.first) as first, opened(args.second) as second:
         found = tensor_differences(first, second)
@@ -154,7 +155,8 @@ def diff(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes weights in another format."""
-    from hpctrain.checkpoint.exports import export_folder, export_safetensors
+    from hpctrain.checkpoint.exports.hugging_face import export_folder
+    from hpctrain.checkpoint.exports.weights import export_safetensors
 
     output, selection = Path(args.output), selection_of(args)
     if not args.like and not args.output.endswith(SUFFIXES):
@@ -165,7 +167,7 @@ def export(args: argparse.Namespace) -> int:
         elif args.output.endswith(".safetensors"):
             export_safetensors(loaded, output, selection)
         elif args.output.endswith(".pt"):
-            from hpctrain.checkpoint.exports import export_state_dict
+            from hpctrain.checkpoint.exports.torch_state_dict import export_state_dict
 
             export_state_dict(loaded, output, selection)
         else:
@@ -177,7 +179,7 @@ def export(args: argparse.Namespace) -> int:
 
 def selection_of(args: argparse.Namespace) -> Selection:
     """What the options of ``export`` mean together. Raises UserError."""
-    from hpctrain.checkpoint.exports import Selection
+    from hpctrain.checkpoint.exports.weights import Selection
 
     pairs = [pair.partition("=") for pair in args.rename]
     if any(not equals for _, equals, _ in pairs):
@@ -196,10 +198,10 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
     import numpy as np
 
-    from hpctrain.checkpoint.exports import Selection, model_weights, replace_whole
-    from hpctrain.checkpoint.format import Reader
+    from hpctrain.backends.seeding import seed_task
+    from hpctrain.checkpoint.exports.weights import Selection, model_weights, replace_whole
+    from hpctrain.checkpoint.format.strict_json import Reader
     from hpctrain.comm.world import alone
-    from hpctrain.frameworks.seeding import seed_task
     from hpctrain.rank.problem import examples_of, make_weights, open_training_data
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
@@ -221,7 +223,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
     make_weights(task, lambda: examples_of(open_training_data(task)), seed)
-    from hpctrain.checkpoint.exports import export_keras
+    from hpctrain.backends.tensorflow.state.weights import export_keras
 
     weights, _ = model_weights(loaded, selection)
     places: dict[str, Place] = {f"model/{name}": (weights, name) for name in weights}
@@ -235,8 +237,8 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
 
 
 def opened(path: str, step: int | None = None) -> AbstractContextManager[Loaded]:
-    """A checkpoint by what the user typed; the newest must be sound, no older one is taken in its place."""
-    from hpctrain.checkpoint import locate
+    """A checkpoint from the user's argument; the newest must be sound, no older one is taken in its place."""
+    from hpctrain.checkpoint.mirror import locate
 
     store, found = locate(path, step)
     return store.opened(store.steps()[-1] if found is None else found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.data.packing.read import NAMES
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.system import foreign_text
+from hpctrain.system.quantities import size
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hpctrain.data.packing import Source
+    from hpctrain.data.packing.ranks import Ranks
+    from hpctrain.data.packing.source import Source
 
 MOST_CHARACTERS = 80
 """Of a note of a file."""
@@ -28,15 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The group's own commands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="pack|info")
     pack = actions.add_parser(
-        "pack", help="make an HDF5 file for training from .npz, .npy, CSV, images, Parquet or text"
+        "pack", help="make an HDF5 file for training from .npz, .npy, tables (CSV, Parquet, ORC), images or text"
     )
     pack.add_argument(
         "sources",
         nargs="+",
-        type=Path,
         metavar="SRC",
         help="files of one kind, whose samples are put one after the other; .npy files, which each give an array of "
-        "their name; a folder of images, or of one folder of images for each class; with --kind text a folder of texts",
+        "their name; a folder of images, or of one folder of images for each class; with --kind text a folder of "
+        "texts, with --kind parquet, csv, json or orc one of such files; tables may be URIs (s3://bucket/folder)",
     )
     pack.add_argument("-o", "--output", required=True, type=Path, metavar="OUT.h5", help="the file to make")
     pack.add_argument("--kind", choices=NAMES, help="by default taken from the suffix")
@@ -45,8 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=COLUMN,...]",
-        help="take this column or array; CSV, Parquet: make one array of several columns (* is all others); by default "
+        help="take this column or array; tables: make one array of several columns (* is all others); by default "
         "everything is taken and each column is an array",
+    )
+    pack.add_argument("--version", type=int, metavar="N", help="Delta: the table's version; by default the newest")
+    pack.add_argument("--snapshot", type=int, metavar="ID", help="Iceberg: the table's snapshot; by default the newest")
+    pack.add_argument(
+        "--catalog", metavar="NAME", help="Iceberg: where SRC (namespace.table) is, as pyiceberg names it"
+    )
+    pack.add_argument("--columns", metavar="A,B", help="take these columns, an array each: as --field A --field B")
+    pack.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="tables: leave out rows that do not meet this, such as 'age >= 30', 'split == train' or 'day in 3,4'; "
+        "several must all be met",
     )
     pack.add_argument(
         "--dtype",
@@ -96,15 +113,46 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_pack(args: argparse.Namespace) -> int:
-    """Makes a file."""
-    from hpctrain.data.packing import write_hdf5
+    """Makes a file, with the other ranks if a launcher has started some."""
+    from hpctrain.comm.world import LAUNCHED
+    from hpctrain.data.packing.ranks import ALONE
+
+    if not any(os.environ.get(name) for name in LAUNCHED):
+        return pack(args, ALONE)
+    from hpctrain.rank.session import RankResult, Session, run_rank
+    from hpctrain.train.hooks import StopReason
+
+    def body(session: Session) -> RankResult:
+        pack(args, session.world.everyone)
+        return RankResult(StopReason.COMPLETED, 0, "")
+
+    return run_rank(body)
+
+
+def pack(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Makes a file. Ranks share tables out; of other kinds, rank 0 does all. Collective."""
+    from hpctrain.data.packing.ranks import ALONE, PATIENCE_S
+    from hpctrain.data.packing.read import TABLES, kind_of
+    from hpctrain.data.packing.write import write_hdf5
 
     if args.chunks is not None and args.chunks < 1:
         raise UserError(f"--chunks is {args.chunks}", "give at least 1 sample a chunk")
-    with opened_source(args) as source:
-        dtypes = parse_dtypes(args.dtype, source)
-        with progress_bar("packing", source.length, "samples", quiet=args.json) as advance:
-            write_hdf5(args.output, source, dtypes, args.chunks, args.compression, args.force, advance)
+    together = kind_of(args.sources, args.kind) in TABLES
+    if together or ranks.rank == 0:
+        group = ranks if together else ALONE
+        with opened_source(args, group) as source:
+            dtypes = parse_dtypes(args.dtype, source)
+            quiet = args.json or ranks.rank > 0
+            with progress_bar("packing", source.length // group.size, "samples", quiet) as advance:
+                write_hdf5(args.output, source, dtypes, args.chunks, args.compression, args.force, advance, group)
+            if ranks.rank == 0:
+                show_packed(args, source, dtypes)
+    ranks.allgather(None, "pack", PATIENCE_S)
+    return ExitCode.DONE
+
+
+def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+    """What was made."""
     arrays = [
         {"name": name, "dtype": dtypes.get(name, field.dtype).name, "shape": list(field.shape)}
         for name, field in source.fields.items()
@@ -116,45 +164,53 @@ def run_pack(args: argparse.Namespace) -> int:
         )
     else:
         listed = ", ".join(f"{array['name']} {array['dtype']}{array['shape'] or ''}" for array in arrays)
-        foreign_text.show(f"{args.output}: {source.length} samples of {listed}; {num_bytes / 1e6:.1f} MB")
-    return ExitCode.DONE
+        foreign_text.show(f"{args.output}: {source.length} samples of {listed}; {size(num_bytes)}")
 
 
 @contextlib.contextmanager
-def opened_source(args: argparse.Namespace) -> Iterator[Source]:
+def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
     """What is to be packed."""
-    from hpctrain.data.packing import (
-        TextForm,
-        files_of,
-        kind_of,
-        open_source,
-        open_tokenizer,
-        parse_fields,
-        prepare,
-        text_source,
-    )
+    from hpctrain.data.packing.columns import parse_fields
+    from hpctrain.data.packing.read import kind_of, open_source
+    from hpctrain.data.packing.text import TextForm, files_of, text_source
+    from hpctrain.data.packing.tokenizer import open_tokenizer
+    from hpctrain.data.packing.write import prepare
 
     kind = kind_of(args.sources, args.kind)
     of_text = {"context": args.context, "tokenizer": args.tokenizer, "end-of-text": args.end_of_text}
     of_text["text-field"] = args.text_field
-    of_others = {"field": args.field, "size": args.size}
+    of_others = {"field": args.field, "columns": args.columns, "filter": args.filter, "size": args.size}
     wrong = [name for name, value in (of_others if kind == "text" else of_text).items() if value]
     if wrong:
         raise UserError(f"--{wrong[0]} is given for {kind}", f"leave out --{wrong[0]}: it is for other kinds of files")
     if kind != "text":
-        yield open_source(args.sources, kind, parse_fields(args.field), parse_size(args.size), args.allow_outside)
+        columns = parse_fields([*args.field, *(args.columns.split(",") if args.columns else [])])
+        size = parse_size(args.size)
+        yield open_source(addresses(args, kind), kind, columns, size, args.allow_outside, args.filter, ranks)
         return
     if args.context is not None and args.context < 1:
         raise UserError(f"--context is {args.context}", "give the number of tokens that a model sees at once")
     form = TextForm(open_tokenizer(args.tokenizer, args.end_of_text), args.context or 1024, args.text_field or "text")
     prepare(args.output, args.force)  # before time is spent
-    files = files_of(args.sources)
+    files = files_of([Path(source) for source in args.sources])
     num_bytes = sum(path.stat().st_size for path in files)
     with contextlib.ExitStack() as reading:
         advance = reading.enter_context(progress_bar("tokenizing", num_bytes, "bytes", quiet=args.json))
         with text_source(files, form, args.output.parent, advance) as source:
             reading.close()
             yield source
+
+
+def addresses(args: argparse.Namespace, kind: str) -> list[str]:
+    """The sources as ``open_source`` takes them: of versioned tables with catalog and version."""
+    given = {"version": args.version, "snapshot": args.snapshot, "catalog": args.catalog}
+    mine = {"delta": {"version"}, "iceberg": {"snapshot", "catalog"}}.get(kind, set())
+    wrong = [name for name, value in given.items() if value is not None and name not in mine]
+    if wrong:
+        raise UserError(f"--{wrong[0]} is given for {kind}", f"leave out --{wrong[0]}: it is for other kinds of tables")
+    catalog = f"{args.catalog}/" if args.catalog else ""
+    version = next((f"@{given[name]}" for name in ("version", "snapshot") if given[name] is not None), "")
+    return [f"{catalog}{source}{version}" for source in args.sources]
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -189,7 +245,7 @@ def print_info(about: Mapping[str, Any]) -> None:
         console.print(f"{foreign_text.line(name):<12} {foreign_text.line(shortened(value))}")
     for way in ("random", "sequential"):
         speed = about[way]
-        console.print(f"{way:<12} {speed['samples_per_s']:,.0f} samples/s, {speed['bytes_per_s'] / 1e6:,.0f} MB/s")
+        console.print(f"{way:<12} {speed['samples_per_s']:,.0f} samples/s, {size(speed['bytes_per_s'])}/s")
     for hint in about["hints"]:
         console.print(f"hint: {foreign_text.line(hint)}")
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         from hpctrain.run.folder import RunDir
 
         config, more = task.findings(args.run_file)
-        folder = RunDir.for_config(config).path if config else folder
+        folder = RunDir.of(config.name, config.run_dir).path if config else folder
     found = [*software.findings(), *machine.findings(folder), *slurm.findings(args.run_file), *more]
     if config and config.task and more[-1].status is not Status.PROBLEM:
         found.append(trial(config))  # last: a task that is loaded may change what the others would find

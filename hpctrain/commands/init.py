@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 
 from hpctrain.errors import ExitCode, UserError
@@ -34,9 +35,7 @@ checkpoint:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="of the run: NAME.py and NAME.yaml are written")
     parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="torch", help="by default torch")
-    kinds = (
-        "what a sample is, by default a row of a table; steps: two networks that a step of their own trains in turns"
-    )
+    kinds = "what a sample is, by default a row of a table; steps: two networks trained in turns by a custom step"
     parser.add_argument("--kind", choices=KINDS, default="table", help=kinds)
     parser.add_argument("--folder", default=".", help="where; by default here")
 
@@ -44,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes both files, unless one of them is there."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,80}", args.name):
-        raise UserError(f"{args.name!r} cannot be the name of a Python file", "use letters, digits and underscores")
+        fix = "use letters, digits and underscores, beginning with a letter"
+        raise UserError(f"{args.name!r} cannot be the name of a Python file", fix)
     folder = Path(args.folder)
     starter = Path(__file__).parents[1] / "tasks" / "starters" / f"{FRAMEWORKS[args.framework]}_{args.kind}.py"
     metric, mode = ("error", "min") if args.kind in ("table", "steps") else ("accuracy", "max")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     }
     there = [path for path in texts if path.exists()]
     if there:
-        raise UserError(f"{there[0]} is there already", "choose another name")
+        raise UserError(f"{there[0]} exists already", "choose another name or --folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
@@ -62,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
                 file.write(text)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}", "choose another --folder") from error
-    where = "" if args.folder == "." else f" in {folder}, where you start it"
-    foreign_text.show(f"wrote {args.name}.py and {args.name}.yaml{where}; try: hpctrain run -n 2 {args.name}.yaml")
+    there_first = "" if args.folder == "." else f"cd {shlex.quote(args.folder)}; "
+    foreign_text.show(
+        f"wrote {folder / args.name}.py (the task) and {folder / args.name}.yaml (the run file); next:\n"
+        f"  {there_first}hpctrain doctor {args.name}.yaml      # tries the task on one batch\n"
+        f"  {there_first}hpctrain run -n 2 {args.name}.yaml    # trains it on two ranks"
+    )
     return ExitCode.DONE

@@ -22,7 +22,7 @@ from pathlib import Path
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.horovod_wheel import cache, patch
 from hpctrain.horovod_wheel.build import PIP, Build, Say
-from hpctrain.horovod_wheel.recipe import WheelRecipe
+from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import (
     Mpi,
     check_compiler,
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             wheel = None if args.force else _cached_wheel((room, folder), recipe)
             if wheel is None:
                 wheel, built = Build(room, recipe, mpi, cuda, args.sdist).run(edits, say), True
-                cache.keep(wheel)
+                wheel.chmod(0o644)
         if built and folder != room:
             wheel = _share(wheel, folder, say)
     if built or _version_of("horovod") != recipe.version:

@@ -1,4 +1,4 @@
-"""``hpctrain report``, ``explain`` and ``compare``."""
+"""``hpctrain report``, ``explain``, ``compare`` and ``watch``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.run import RunView, which
+from hpctrain.run import resolve_run
+from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.files import write_atomically
 
 if TYPE_CHECKING:
-    from hpctrain.run import RunHistory
+    from hpctrain.run.history import RunHistory
 
 MOST_CHARACTERS = 20_000
 """Of an explanation."""
@@ -27,8 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = parser.get_default("command")
     many = command == "compare"
     parser.add_argument("runs" if many else "run", nargs="+" if many else None, help="run folder or run file")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    if command != "explain":
+    parser.add_argument("--json", action="store_true", help="print JSON, of watch one snapshot")
+    if command == "watch":
+        parser.add_argument(
+            "--once", action="store_true", help="print one snapshot and end; so it is without a terminal"
+        )
+    if command in ("report", "compare"):
         parser.add_argument(
             "-o", "--output", help="HTML file; by default report.html in the run folder" if not many else "HTML file"
         )
@@ -38,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; an exit code."""
-    return {"report": report, "explain": explain, "compare": compare}[args.command](args)
+    return {"report": report, "explain": explain, "compare": compare, "watch": watch}[args.command](args)
 
 
 def report(args: argparse.Namespace) -> int:
@@ -60,6 +65,7 @@ def report(args: argparse.Namespace) -> int:
     sections = page.make_sections(data, plots.heat_maps(excess), view.figures(), excess, view.plans())
     write_atomically(path, page.render(data, explain_run(data), sections, view.pictures()).encode())
     foreign_text.show(str(path))
+    tell_charts_missing()
     if args.svg:
         for picture in page.save_pictures(sections, Path(args.svg)):
             foreign_text.show(str(picture))
@@ -70,17 +76,17 @@ def explain(args: argparse.Namespace) -> int:
     """One paragraph; of an array one for all elements that have come to the same."""
     from rich.console import Console
 
-    from hpctrain.launch.engines.slurm import status
+    from hpctrain.launch.engines import status
     from hpctrain.report.explain import explain as explain_run
 
-    runs = which.runs(args.run)
+    runs = resolve_run.runs(args.run)
     jobs = status.ask(runs)
     answers = {}
     for run in runs:
         data = RunView(run.path).history()
         tell_notes(data)
         answers[run.path] = explain_run(data, data.run.state(time.time(), jobs.job_of(run)))
-    of_array = bool(runs) and runs[0].path != which.existing(args.run).path
+    of_array = bool(runs) and runs[0].path != resolve_run.existing(args.run).path
     if args.json:
         said = [{"run": str(path), **asdict(answer)} for path, answer in answers.items()]
         foreign_text.show(json.dumps(said if of_array else asdict(answers[runs[0].path]), indent=1))
@@ -110,6 +116,7 @@ def compare(args: argparse.Namespace) -> int:
     if args.output:
         write_atomically(Path(args.output), page.render_comparison(result, overlays(runs, result["runs"])).encode())
         foreign_text.show(args.output)
+        tell_charts_missing()
     return 0
 
 
@@ -126,8 +133,16 @@ def print_comparison(result: Mapping[str, Any]) -> None:
         for name in result["runs"]:
             table.add_column(foreign_text.line(name))
         for key, values in result[title].items():
-            table.add_row(foreign_text.line(key), *(foreign_text.line(number(value)) for value in values))
+            table.add_row(foreign_text.line(key), *(foreign_text.line(number(value, key)) for value in values))
         Console(highlight=False, markup=False, emoji=False).print(table)
+
+
+def tell_charts_missing() -> None:
+    """Says that a page has tables only, and what to install."""
+    from hpctrain.report.drawing import INSTALL, can_draw
+
+    if not can_draw():
+        foreign_text.show(f"hpctrain: the page has no charts, which need matplotlib\n  fix: {INSTALL}", sys.stderr)
 
 
 def tell_notes(*runs: RunHistory) -> None:
@@ -138,5 +153,23 @@ def tell_notes(*runs: RunHistory) -> None:
 
 def find_run(name: str) -> RunView:
     """The run that is meant. Raises UserError if it is not there, or an array."""
-    which.existing(name)
-    return RunView(which.single(name).path)
+    resolve_run.existing(name)
+    return RunView(resolve_run.single(name).path)
+
+
+def watch(args: argparse.Namespace) -> int:
+    """The live view of a run, from any machine that sees its folder. It never writes there."""
+    from rich.console import Console
+
+    from hpctrain.watch import terminal
+    from hpctrain.watch.source import Source
+
+    source = Source(RunView(resolve_run.single(args.run).path))
+    console = Console(highlight=False, emoji=False)
+    if args.json:
+        foreign_text.show(json.dumps(source.look(whole=True).plain()))
+    elif args.once or not sys.stdout.isatty():
+        terminal.print_once(source.look(whole=True), console)
+    else:
+        terminal.show(source.look, console)
+    return 0

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from hpctrain.run.verdict import RunVerdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--fresh", action="store_true", help="put aside what is there and begin again")
         parser.add_argument("--doctor", action="store_true", help="examine MPI between the ranks instead of training")
         parser.set_defaults(program=())
-        parser.epilog = "hpctrain run -n 4 --name NAME -- PROGRAM ...: any program, without a run file"
+        parser.epilog = "hpctrain run -n 4 -- PROGRAM ...: any program, without a run file; --name NAME names the run"
         parser.add_argument("--json", action="store_true", help="with --doctor: JSON")
     add_run_file(parser)
     next(action for action in parser._actions if action.dest == "run_file").nargs = "?"  # --doctor needs none
@@ -32,27 +42,68 @@ def run(args: argparse.Namespace) -> int:
 
         return on_ranks(args.ranks or 2, args.json)
     if args.run_file is None and not args.program:
-        raise UserError(f"hpctrain {args.command}: no run file given", f"hpctrain {args.command} run.yaml")
+        raise UserError(f"{args.command}: no run file given", f"hpctrain {args.command} run.yaml")
     if args.command == "supervise":
         from hpctrain.launch.engines.slurm.supervise import supervise_job
 
         return int(supervise_job(args.run_file, args.overrides, args.verbose))
-    return run_locally(args)
+    return run_here(args)
 
 
-def run_locally(args: argparse.Namespace) -> int:
-    """Ranks on this machine."""
+def run_here(args: argparse.Namespace) -> int:
+    """Ranks on this machine, or on those that the run file names."""
     from hpctrain.config.loading import load
-    from hpctrain.launch.engines import local
     from hpctrain.launch.supervisor import report
     from hpctrain.run.folder import RunDir
+    from hpctrain.run.rank_environment import JOB
+    from hpctrain.run.verdict import Action
+    from hpctrain.system.output import say
 
     program = ["--launch.command", json.dumps(args.program)] if args.program else []
-    config = load(args.run_file or None, [*args.overrides, *program])
-    ranks = config.launch.ranks_per_node or 1 if args.ranks is None else args.ranks
-    if ranks < 1:
-        raise UserError(f"-n {ranks}", "start 1 rank or more")
-    flags = [f"--{name}" for name in ("verbose", "fresh") if getattr(args, name)]
-    verdict = local.run(config, ranks, ["train", str(args.run_file), *args.overrides, *flags], args.verbose)
-    report(verdict, RunDir.for_config(config))
+    name = ["--name", name_of(args.program)] if args.program and not args.run_file else []
+    config = load(args.run_file or None, [*name, *args.overrides, *program], say)
+    words = [*([str(args.run_file)] if args.run_file else []), *args.overrides]
+    words += ["--verbose"] if args.verbose else []
+    verdict, number = start(config, args.ranks, ["train", *words], args.verbose, args.fresh)
+    command = ["hpctrain", "run", *number, *words, *(["--", *args.program] if args.program else [])]
+    report(verdict, RunDir.of(config.name, config.run_dir), command, saves=not config.launch.command)
+    if verdict.action is Action.STOP and JOB in os.environ:  # the job is not to start again
+        return ExitCode.DO_NOT_REQUEUE
     return ExitCode(verdict.exit_code)
+
+
+def start(
+    config: Config, asked: int | None, rank_words: Sequence[str], verbose: bool, fresh: bool = False
+) -> tuple[RunVerdict, list[str]]:
+    """Starts ranks here, or on ``launch.hosts``: the verdict, and the option that says how many for another start.
+
+    Raises:
+        UserError: fewer than one rank is asked for, or what the engines raise.
+    """
+    from hpctrain.launch.engines import batch_systems, hosts, local, ray_cluster, runners, spark_cluster
+
+    if asked is not None and asked < 1:
+        raise UserError(f"-n {asked}", "start 1 rank or more")
+    number = [] if asked is None else ["-n", str(asked)]
+    dialling = {"runners": runners.run, "ray": ray_cluster.run, "spark": spark_cluster.run}
+    if config.launch.engine in dialling:
+        return dialling[config.launch.engine](config, asked, rank_words, verbose, fresh), number
+    if config.launch.engine == "kubernetes":
+        raise UserError("launch.engine is kubernetes: pods run it", "hpctrain submit starts them")
+    config = dataclasses.replace(config, launch=batch_systems.on_hosts_of_the_job(config.launch, os.environ))
+    if config.launch.hosts:
+        return hosts.run(config, asked, rank_words, verbose, fresh), number
+    ranks = asked or config.launch.ranks_per_node or 1
+    return local.run(config, ranks, rank_words, verbose, fresh), ["-n", str(ranks)]
+
+
+def name_of(program: Sequence[str]) -> str:
+    """A name for the run of a program: that of its Python file or module, else that of the program itself."""
+    words = list(program)
+    if re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+        given = next((word for word in words[1:] if word.endswith(".py")), "")
+        if "-m" in words[1:-1]:
+            given = words[words.index("-m") + 1].removesuffix(".__main__").rpartition(".")[2]
+        words[0] = given or words[0]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(words[0]).name.removesuffix(".py")).strip("._-")
+    return name[:100] or "program"

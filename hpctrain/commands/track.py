@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 
 from hpctrain.errors import ExitCode, MissingExtra, RunFailed, UserError
@@ -13,7 +14,7 @@ from hpctrain.system import foreign_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One subcommand for each."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    sync = commands.add_parser("sync", help="send MLflow what its server missed while it was down")
+    sync = commands.add_parser("sync", help="send MLflow and Weights & Biases what they missed while they were down")
     register = commands.add_parser("register", help="register a checkpoint's model in MLflow, with its provenance")
     card = commands.add_parser("card", help="print a model card in Markdown")
     for each in (sync, register, card):
@@ -34,22 +35,29 @@ def run(args: argparse.Namespace) -> int:
 def sync(args: argparse.Namespace) -> int:
     """Sends every event that has not been sent."""
     from hpctrain.commands.report import find_run
-    from hpctrain.track.mlflow_follower import follow, make
+    from hpctrain.config.sections import TrackConfig
+    from hpctrain.track.follower import follow
+    from hpctrain.track.sinks import TRACKERS
 
     view = find_run(args.run)
     track = view.look(within_s=0.0).config.get("track") or {}
-    uri = args.uri or track.get("mlflow")
-    if not uri:
+    given = {key: track.get(key) for key in TRACKERS} | ({"mlflow": args.uri} if args.uri else {})
+    if not any(given.values()):
         raise UserError(f"{view.path} was not tracked with MLflow", "name a server or folder with --uri")
-    try:
-        follower = make(RunDir(view.path), uri, track.get("mlflow_experiment") or "hpctrain")
-    except ImportError as error:
-        raise MissingExtra("mlflow", "mlflow") from error
-    if not follow(follower, lambda seconds: True):
-        raise RunFailed(
-            f"MLflow at {uri} does not take the metrics: {follower.problem}", "start the server, then try again"
-        )
-    foreign_text.show(f"MLflow run {follower.run_id} at {uri} is complete")
+    for key, uri in given.items():
+        if not uri:
+            continue
+        title, more = TRACKERS[key].title, TRACKERS[key].more
+        try:
+            make = importlib.import_module(f"hpctrain.track.{key}").make
+            follower = make(RunDir(view.path), uri, track.get(more) or getattr(TrackConfig(), more, ""))
+        except ImportError as error:
+            raise MissingExtra(key, key) from error
+        if not follow(follower, lambda seconds: True):
+            raise RunFailed(
+                f"{title} at {uri} does not take the metrics: {follower.problem}", "start the server, then try again"
+            )
+        foreign_text.show(f"{title} run {follower.run_id} at {uri} is complete")
     return ExitCode.DONE
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.config.loading import add_run_file, dump, load
 from hpctrain.system import foreign_text
+from hpctrain.system.output import say
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
-    from hpctrain.rank.session import Outcome, Session
+    from hpctrain.rank.session import RankResult, Session
     from hpctrain.train.framework import Framework
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; an exit code."""
     if args.command == "train" and args.print_config:
-        foreign_text.show(dump(load(args.run_file, args.overrides)), end="")
+        foreign_text.show(dump(load(args.run_file, args.overrides, say)), end="")
         return 0
     from hpctrain.rank.session import run_rank
 
@@ -45,21 +46,22 @@ def run(args: argparse.Namespace) -> int:
     return run_rank(lambda session: body(args, session), args.verbose)
 
 
-def train(args: argparse.Namespace, session: Session) -> Outcome:
+def train(args: argparse.Namespace, session: Session) -> RankResult:
     """From the run file to the end of the loop."""
     from hpctrain.rank.fit import train as train_rank
 
+    alone = session.world.rank == 0 and not session.supervised  # else the supervisor has said it
     with session.phase("read the run file"):
-        config = load(args.run_file, args.overrides)
+        config = load(args.run_file, args.overrides, *[say] * alone)
     _, outcome = train_rank(session, config, fresh=args.fresh)
     return outcome
 
 
-def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
+def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
     """Loss and metrics of a checkpoint over the validation data, printed by rank 0."""
     from hpctrain.errors import UserError
-    from hpctrain.rank import wiring
-    from hpctrain.rank.session import Outcome
+    from hpctrain.rank.batches import make_validation_sets
+    from hpctrain.rank.session import RankResult
     from hpctrain.run.figures import as_json
     from hpctrain.train.evaluation import evaluate as evaluate_over_ranks
     from hpctrain.train.hooks import StopReason
@@ -67,7 +69,7 @@ def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
     with load_trained(args, session) as (config, framework, problem, step):
         if not problem.validation:
             raise UserError(f"task {config.task} has no validation data", "return TorchTask(..., validation=...)")
-        sets = wiring.make_validation_sets(config, session.world, problem)
+        sets = make_validation_sets(problem, session.world)
         found = evaluate_over_ranks(framework, sets, session.world.data)
         if session.world.rank == 0:
             metrics = found.metrics
@@ -76,16 +78,16 @@ def evaluate(args: argparse.Namespace, session: Session) -> Outcome:
                 values["figures"] = {name: as_json(figure) for name, figure in found.figures.items()}
             plain = "\n".join([f"step {step}", *(f"{name} {value:.6g}" for name, value in metrics.items())])
             foreign_text.show(json.dumps(values) if args.json else plain)
-        return Outcome(StopReason.COMPLETED, step)
+        return RankResult(StopReason.COMPLETED, step)
 
 
-def predict(args: argparse.Namespace, session: Session) -> Outcome:
+def predict(args: argparse.Namespace, session: Session) -> RankResult:
     """Outputs of a checkpoint for every sample, in the order in which they are stored, to one HDF5 file."""
-    from hpctrain.data import open_dataset
+    from hpctrain.data.formats.sources import open_dataset
     from hpctrain.errors import UserError
-    from hpctrain.rank import wiring
+    from hpctrain.rank.batches import make_validation
     from hpctrain.rank.predictions import write_predictions
-    from hpctrain.rank.session import Outcome
+    from hpctrain.rank.session import RankResult
     from hpctrain.run.folder import RunDir
     from hpctrain.train.hooks import StopReason
 
@@ -100,13 +102,13 @@ def predict(args: argparse.Namespace, session: Session) -> Outcome:
                 dataset = open_dataset(args.data, shared, allow_outside=outside) if shared else dataset
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
-        data = wiring.make_validation(config, session.world, dataset, problem.task.collate)
-        path = Path(args.output or RunDir.for_config(config).path / "predictions.h5")
+        data = make_validation(problem, session.world, dataset)
+        path = Path(args.output or RunDir.of(config.name, config.run_dir).path / "predictions.h5")
         writes = session.world.tensor.rank == 0 and session.world.pipeline.rank == 0
         write_predictions(framework, data, session.world.data, path, writes)
         if session.world.rank == 0:
             foreign_text.show(f"{len(dataset)} predictions of step {step} in {path}")
-        return Outcome(StopReason.COMPLETED, step)
+        return RankResult(StopReason.COMPLETED, step)
 
 
 @contextmanager
@@ -114,7 +116,8 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
     """Config, framework with a checkpoint's weights, problem, and the checkpoint's step. Writes nothing."""
     import dataclasses
 
-    from hpctrain.checkpoint import CheckpointStore, load_weights
+    from hpctrain.checkpoint.resume import load_weights
+    from hpctrain.checkpoint.store import CheckpointStore
     from hpctrain.rank import wiring
     from hpctrain.rank.problem import make_problem
     from hpctrain.run.folder import RunDir
@@ -125,12 +128,13 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
         config = load(args.run_file, args.overrides)
         # No gradients are exchanged here, so no reducer has to be there.
         config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="auto", compression="none"))
-    session.arrange(config)
+    session.arrange(config.parallel.tensor, config.parallel.pipeline)
     with session.phase("make the task"):
-        problem = make_problem(config, session.world)
+        problem = make_problem(config, session.world, session.verbose)
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
         world = session.world
-        store = CheckpointStore(RunDir.for_config(config).checkpoints, group=world.everyone, peers=world.data)
+        folder = RunDir.of(config.name, config.run_dir).checkpoints
+        store = CheckpointStore(folder, group=world.everyone, peers=world.data)
         loaded = load_weights(framework, store, args.step, kept_state(problem.task.state))
         yield config, framework, problem, loaded.step

@@ -2,5 +2,5 @@
 
 ``sections`` holds the keys as frozen dataclasses, the only place of defaults; ``loading`` reads and writes run files,
 ``values`` converts what YAML says, ``reference`` tells the keys for error messages, ``--help`` and the docs.
-``combinations`` is the table of what does not go together, in run files, tasks and models.
+``combinations`` gathers what does not go together, in run files, tasks and models, from the rooms' ``refusals``.
 """

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 
 from hpctrain.config.combinations import Refused
 from hpctrain.config.reference import keys, sections
-from hpctrain.config.sections import Config, WrongValue
+from hpctrain.config.sections import ONE_OF, Config, WrongValue, is_given
 from hpctrain.config.values import Misfit, RunFileDumper, RunFileLoader, converted, in_words, of_word, unquoted
 from hpctrain.errors import UserError
 from hpctrain.system import bounded_yaml, safe_read
@@ -24,17 +24,22 @@ ACCEPT = "accept"
 """An option that adds to checkpoint.accept: ``--accept train.epochs``."""
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+def load(
+    path: str | Path | None, overrides: Sequence[str] = (), tell: Callable[[str], object] = lambda text: None
+) -> Config:
     """Reads a run file.
 
     Args:
         path: YAML file with the sections of ``Config``; none if the overrides say everything.
-        overrides: command-line words such as ``["--train.epochs", "3", "--name=long"]``; they win over the file.
+        overrides: command-line words such as ``["--train.epochs", "3", "--name=long"]``; they win over the file, also
+            over a key of it that excludes theirs.
+        tell: gets a sentence for each key of the file that gives way in that manner.
 
     Raises:
         UserError: no such file, not YAML, an unknown key, a wrong type or a value out of range.
     """
     values, lines = _read_file(Path(path)) if path is not None else ({}, {})
+    in_file = dict(values)
     arguments: dict[str, Any] = {}
     accepted: list[str] = []
     for key, value in _read_words(overrides):
@@ -48,7 +53,11 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             arguments |= value
         else:
             values[key] = value
+            in_file.pop(key, None)
             lines.pop(key, None)
+    for key, winner in giving_way(in_file, values):
+        del values[key]
+        tell(f"--{winner} takes the place of {key} in {path}")
     if accepted:
         values["checkpoint.accept"] = accepted
     try:
@@ -60,10 +69,24 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     return dataclasses.replace(config, task_args=config.task_args | arguments) if arguments else config
 
 
+def giving_way(in_file: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys that only the file gives, each with the key of the command line that excludes it."""
+    for pair in ONE_OF:
+        for key, winner in ((pair.first, pair.second), (pair.second, pair.first)):
+            if is_given(in_file.get(key)) and winner not in in_file and is_given(values.get(winner)):
+                yield key, winner
+
+
 def dump(config: Config) -> str:
     """The YAML text that ``load`` reads back to an equal Config."""
     values = _plain(dataclasses.asdict(config))
     return yaml.dump(values, Dumper=RunFileDumper, sort_keys=False, width=100)
+
+
+def absolute_task(task: str) -> str:
+    """The task by a name that means the same in every folder."""
+    module, colon, function = task.partition(":")
+    return f"{Path(module).absolute()}{colon}{function}" if module.endswith(".py") else task
 
 
 def add_run_file(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +98,9 @@ def add_run_file(parser: argparse.ArgumentParser) -> None:
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The values and lines, from 1, of all keys, dotted; raises on unknown ones and on those that stand twice."""
     lines: dict[str, int] = {}
+    if path.suffix == ".py":
+        fix = f"run a program with hpctrain run -- python {path}; hpctrain init NAME writes a task with its run file"
+        raise UserError(f"{path} is a Python program, and a run file is YAML", fix)
     try:
         loader = RunFileLoader(safe_read.read(path, bounded_yaml.MOST_BYTES).decode())
         root = loader.get_single_node()
@@ -85,7 +111,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except FileNotFoundError as error:
         raise UserError(f"run file {path} does not exist", "give the path of a YAML run file") from error
     except safe_read.TooLarge as error:
-        fix = "put what is large into a file of its own, and its name into task_args"
+        fix = "put large values into a separate file, and its name into task_args"
         raise UserError(f"run file {path} is too large: {error.strerror}", fix) from error
     except OSError as error:
         raise UserError(f"run file {path} cannot be read: {error.strerror}", "give a readable YAML file") from error
@@ -141,9 +167,9 @@ def _read_words(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def _make(section: type, prefix: str, given: Mapping[str, Any]) -> Any:
     """The section, of what is given in it; its own defaults fill the rest."""
-    values = {}
-    for name, kind in typing.get_type_hints(section).items():
-        key = prefix + name
+    values, kinds = {}, typing.get_type_hints(section)
+    for name in (entry.name for entry in dataclasses.fields(section)):
+        key, kind = prefix + name, kinds[name]
         if dataclasses.is_dataclass(kind):
             values[name] = _make(typing.cast(type, kind), f"{key}.", given)
         elif key in given:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from hpctrain.config.combinations import Feature, values_of
 from hpctrain.config.sections import Config
 from hpctrain.config.values import in_words
 from hpctrain.system import foreign_text
@@ -46,9 +47,17 @@ def sections() -> list[str]:
 
 
 def meanings() -> list[str]:
-    """The docstring of each key's field, from the source: Python does not keep it."""
+    """The docstring of each key's field, and of features that it can have as values, from the source: Python does not
+    keep them."""
+    of_features = _docstrings(Feature)
     by_section = {section: _docstrings(section) for section in {key.section for key in keys().values()}}
-    return [by_section[key.section][name.rpartition(".")[2]] for name, key in keys().items()]
+    found = []
+    for name, key in keys().items():
+        values = [
+            f"{word}: {of_features[one.name]}" for word, one in values_of(name).items() if one.name in of_features
+        ]
+        found.append(" ".join([by_section[key.section][name.rpartition(".")[2]], *values]))
+    return found
 
 
 def reference() -> str:
@@ -86,9 +95,11 @@ def _docstrings(section: type) -> dict[str, str]:
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     return {
-        field.target.id: " ".join(text.value.value.split())
+        target.id: " ".join(text.value.value.split())
         for field, text in itertools.pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(field, (ast.Assign, ast.AnnAssign))
+        for target in [field.target if isinstance(field, ast.AnnAssign) else field.targets[0]]
+        if isinstance(target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
 

@@ -1,16 +1,20 @@
 """The run file: one frozen dataclass a section, and the only place where defaults live.
 
 Units are part of the names (``_steps``, ``_s``, ``_bytes``). Every field has a docstring: they make ``--help`` and the
-reference page. Checks of values are in ``__post_init__``; what does not go together stands in ``combinations``.
+reference page. Ranges of numbers are part of their types, other checks in ``__post_init__``; features that do not go
+together are in ``combinations``.
 """
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
-from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.combinations import Feature, refuse, used, values_of
 from hpctrain.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -33,49 +37,98 @@ class WrongValue(UserError):
 
 
 @dataclass(frozen=True)
-class EarlyStopConfig:
+class Range:
+    """Numbers that a key takes, as part of its type."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+
+    def check(self, key: str, value: float) -> None:
+        """Raises WrongValue for a number that is out of range, or none (NaN)."""
+        fix = None
+        if self.least is not None and not value >= self.least:
+            fix = f"give {self.least} or more"
+        elif self.above is not None and not value > self.above:
+            fix = f"give a number above {self.above}"
+        elif self.most is not None and value > self.most:
+            fix = f"give {self.most} or less"
+        if fix is not None:
+            raise WrongValue(key, f"{key} is {value}", fix)
+
+
+STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
+"""Schemes of the URLs of object stores that checkpoints are copied to."""
+
+Positive = Annotated[int, Range(least=1)]
+Natural = Annotated[int, Range(least=0)]
+AboveZero = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(least=0)]
+Share = Annotated[float, Range(above=0, most=1)]
+
+
+class Section:
+    """A part of the run file, whose numbers are in the ranges that their types name."""
+
+    _key: ClassVar[str]
+    """Of the section in the run file; empty for the whole file."""
+    _ranges: ClassVar[Mapping[str, Range]]
+    """By field: of its type, or of the items of a tuple."""
+
+    def __init_subclass__(cls, key: str) -> None:
+        cls._key = key
+        hints = get_type_hints(cls, include_extras=True).items()
+        parts = [(name, part) for name, hint in hints for part in (hint, *get_args(hint))]
+        cls._ranges = {name: part.__metadata__[0] for name, part in parts if get_origin(part) is Annotated}
+
+    def __post_init__(self) -> None:
+        for name, allowed in self._ranges.items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None:
+                    allowed.check(f"{self._key}.{name}".lstrip("."), number)
+
+
+@dataclass(frozen=True)
+class EarlyStopConfig(Section, key="train.early_stop"):
     """Stop when a validation metric no longer improves."""
 
     metric: str | None = None
     """Validation metric that is watched, such as loss; none: no early stopping."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
-    patience: int = 3
+    patience: Positive = 3
     """Evaluations without improvement before the run ends."""
-    min_delta: float = 0.0
+    min_delta: NotNegative = 0.0
     """Smallest change that counts as an improvement."""
-
-    def __post_init__(self) -> None:
-        at_least("train.early_stop.patience", self.patience, 1)
-        at_least("train.early_stop.min_delta", self.min_delta, 0)
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section, key="train"):
     """How long, how large, and in which precision."""
 
-    epochs: int | None = None
+    epochs: Positive | None = None
     """Passes over the training data. Exactly one of epochs and steps."""
-    steps: int | None = None
+    steps: Positive | None = None
     """Optimizer updates. Exactly one of epochs and steps."""
-    global_batch: int | None = None
+    global_batch: Positive | None = None
     """Samples of one update over all ranks. Exactly one of global_batch and batch_per_rank."""
-    batch_per_rank: int | None = None
+    batch_per_rank: Positive | None = None
     """Samples of one update on each rank: the global batch grows with the number of ranks."""
-    accumulate: int = 1
+    accumulate: Positive = 1
     """Micro-batches that one update is computed in; gradients are exchanged once an update."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward; parameters and gradients stay fp32 (fp16 with loss scaling)."""
-    clip_norm: float | None = None
+    clip_norm: AboveZero | None = None
     """Largest global L2 norm of the averaged gradient; larger ones are scaled down to it."""
     ema_decay: float | None = None
     """Decay of the exponential moving average of the weights; none if not given. Evaluation then uses the average."""
-    eval_every_epochs: int | None = 1
+    eval_every_epochs: Positive | None = 1
     """Evaluate every N epochs."""
-    eval_every_steps: int | None = None
+    eval_every_steps: Positive | None = None
     """Evaluate every N steps, too."""
-    eval_batch_per_rank: int | None = None
-    """Samples of one validation batch on each rank; by default as many as in a training micro-batch."""
+    eval_batch_per_rank: Positive | None = None
+    """Samples of one validation batch on each rank; by default the size of a training micro-batch."""
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """Stop when a validation metric no longer improves."""
     compile: bool = False
@@ -87,48 +140,96 @@ class TrainConfig:
     but computed again in it: less memory, more time, the same numbers."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
-    threads: int | None = None
+    threads: Positive | None = None
     """Compute threads of each rank; by default the launcher's share of the node's cores."""
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "steps", "global_batch", "batch_per_rank", "accumulate", "eval_every_epochs"):
-            at_least(f"train.{key}", getattr(self, key), 1)
-        at_least("train.eval_batch_per_rank", self.eval_batch_per_rank, 1)
-        at_least("train.eval_every_steps", self.eval_every_steps, 1)
-        at_least("train.threads", self.threads, 1)
-        above("train.clip_norm", self.clip_norm, 0)
+        super().__post_init__()
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             key = "train.ema_decay"
             raise WrongValue(key, f"{key} is {self.ema_decay}", "give a number between 0 and 1, such as 0.999")
 
 
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "nesterov"),
+    "adam": ("betas", "eps", "amsgrad"),
+    "adamw": ("betas", "eps", "amsgrad"),
+    "nadam": ("betas", "eps"),
+    "adamax": ("betas", "eps"),
+    "rmsprop": ("rho", "momentum", "eps"),
+    "adagrad": ("eps",),
+    "adadelta": ("rho", "eps"),
+}
+"""The optimizers of both frameworks that a run file can name, and what each takes besides lr and weight_decay."""
+
+
 @dataclass(frozen=True)
-class PlateauConfig:
+class OptimizerConfig(Section, key="optimizer"):
+    """The optimizer of a task that brings none. Options that are not given are those of the framework."""
+
+    name: Literal["sgd", "adam", "adamw", "nadam", "adamax", "rmsprop", "adagrad", "adadelta"] | None = None
+    """Which one of torch.optim or keras.optimizers; none: the task brings its own."""
+    lr: NotNegative | None = None
+    """Learning rate."""
+    weight_decay: NotNegative | None = None
+    """Weight decay as the framework's class applies it: decoupled by adamw and all of Keras, else an L2 penalty."""
+    momentum: NotNegative | None = None
+    """sgd, rmsprop: momentum."""
+    nesterov: bool | None = None
+    """sgd: Nesterov's momentum."""
+    betas: tuple[float, ...] = ()
+    """The adam family: decay of the averages of gradients and of their squares, such as [0.9, 0.95]."""
+    rho: NotNegative | None = None
+    """rmsprop, adadelta: decay of the average of squared gradients (alpha of PyTorch's RMSprop)."""
+    eps: NotNegative | None = None
+    """Added to the denominator, all but sgd."""
+    amsgrad: bool | None = None
+    """adam, adamw: the AMSGrad variant."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        takes = ("lr", "weight_decay", *OPTIMIZERS.get(self.name or "", ()))
+        for option in self.options:
+            if self.name is None:
+                what = f"optimizer.{option} is given without optimizer.name"
+                raise WrongValue(f"optimizer.{option}", what, f"name one of {', '.join(OPTIMIZERS)}")
+            if option not in takes:
+                fix = f"leave it out; {self.name} takes {', '.join(takes)}"
+                raise WrongValue(f"optimizer.{option}", f"optimizer {self.name} has no {option}", fix)
+        if self.betas and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
+            fix = "give two numbers from 0 to below 1, such as [0.9, 0.999]"
+            raise WrongValue("optimizer.betas", f"optimizer.betas is {list(self.betas)}", fix)
+        if self.nesterov and not self.momentum:
+            what = "optimizer.nesterov is given without optimizer.momentum"
+            raise WrongValue("optimizer.nesterov", what, "give a momentum, such as 0.9")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is given besides the name."""
+        given = {key: value for key, value in vars(self).items() if key != "name"}
+        return {key: value for key, value in given.items() if is_given(value)}
+
+
+@dataclass(frozen=True)
+class PlateauConfig(Section, key="schedule.plateau"):
     """Lower the learning rate when a validation metric no longer improves."""
 
     metric: str = "loss"
     """Validation metric that schedule.kind: plateau watches."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
-    patience: int = 3
+    patience: Positive = 3
     """Evaluations without improvement before the rate is lowered."""
-    min_delta: float = 0.0
+    min_delta: NotNegative = 0.0
     """Smallest change that counts as an improvement."""
-    factor: float = 0.1
+    factor: Share = 0.1
     """What the rate is multiplied by each time, down to final_factor at the least."""
-    cooldown: int = 0
+    cooldown: Natural = 0
     """Evaluations after a lowering that are not counted."""
-
-    def __post_init__(self) -> None:
-        at_least("schedule.plateau.patience", self.patience, 1)
-        at_least("schedule.plateau.min_delta", self.min_delta, 0)
-        above("schedule.plateau.factor", self.factor, 0)
-        at_most("schedule.plateau.factor", self.factor, 1)
-        at_least("schedule.plateau.cooldown", self.cooldown, 0)
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section, key="schedule"):
     """The learning rate as a factor on the optimizer's own."""
 
     kind: Literal[
@@ -147,105 +248,89 @@ class ScheduleConfig:
     final_factor at the last step; the others do not depend on the run's length."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """Growth of the learning rate with the number of ranks (Goyal et al. 2017: linear)."""
-    base_batch: int | None = None
+    base_batch: Positive | None = None
     """Global batch for which the optimizer's learning rate is meant; by default one rank's batch."""
-    warmup_steps: int | None = None
+    warmup_steps: Natural | None = None
     """Steps over which the rate climbs to the full one, from the unscaled one or, if none is scaled, from 0. At most
     one of the two warm-ups."""
-    warmup_epochs: float | None = None
+    warmup_epochs: Annotated[float, Range(least=0, most=MOST_EPOCHS)] | None = None
     """The same, in epochs."""
-    final_factor: float = 0.0
+    final_factor: NotNegative = 0.0
     """Where the falling kinds end (what a step after the last one would have), each cycle of restarts, and plateau."""
-    power: float = 2.0
+    power: AboveZero = 2.0
     """Exponent of polynomial."""
     step_epochs: tuple[int, ...] = ()
     """Epochs after which a step schedule multiplies the rate by step_factor."""
-    step_factor: float = 0.1
+    step_factor: AboveZero = 0.1
     """What step multiplies the rate by at each of step_epochs."""
-    decay_factor: float = 0.95
+    decay_factor: AboveZero = 0.95
     """What exponential multiplies the rate by in each epoch, in equal parts each step."""
-    cycle_epochs: float | None = None
+    cycle_epochs: Annotated[float, Range(above=0, most=MOST_EPOCHS)] | None = None
     """Length of the first cycle of restarts, each of which falls as a cosine (Loshchilov and Hutter 2017)."""
-    cycle_growth: float = 1.0
+    cycle_growth: Annotated[float, Range(least=1)] = 1.0
     """Each cycle of restarts is this many times as long as the one before."""
-    start_factor: float = 0.04
+    start_factor: NotNegative = 0.04
     """Where one_cycle begins (Smith and Topin 2018)."""
-    climb_share: float = 0.3
+    climb_share: Share = 0.3
     """Share of all steps in which one_cycle climbs to the full rate."""
-    decay_share: float = 0.2
+    decay_share: Share = 0.2
     """Share of all steps, the last ones, in which wsd falls, by equal steps."""
     plateau: PlateauConfig = field(default_factory=PlateauConfig)
     """Lower the rate when a validation metric no longer improves."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps is not None and self.warmup_epochs is not None:
-            both = "both schedule.warmup_steps and schedule.warmup_epochs are given"
-            raise WrongValue("schedule.warmup_steps", both, "keep one of them")
-        at_least("schedule.warmup_steps", self.warmup_steps, 0)
-        at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
-        at_most("schedule.warmup_epochs", self.warmup_epochs, MOST_EPOCHS)
-        at_least("schedule.base_batch", self.base_batch, 1)
-        at_least("schedule.final_factor", self.final_factor, 0)
-        above("schedule.power", self.power, 0)
-        above("schedule.step_factor", self.step_factor, 0)
+        super().__post_init__()
         if self.kind == "step" and not self.step_epochs:
             empty = "schedule.kind is step but schedule.step_epochs is empty"
             raise WrongValue("schedule.kind", empty, "name epochs, such as [30, 60]")
-        above("schedule.decay_factor", self.decay_factor, 0)
-        above("schedule.cycle_epochs", self.cycle_epochs, 0)
-        at_most("schedule.cycle_epochs", self.cycle_epochs, MOST_EPOCHS)
-        at_least("schedule.cycle_growth", self.cycle_growth, 1)
-        at_least("schedule.start_factor", self.start_factor, 0)
-        for key in ("climb_share", "decay_share"):
-            above(f"schedule.{key}", getattr(self, key), 0)
-            at_most(f"schedule.{key}", getattr(self, key), 1)
         if self.kind == "restarts" and self.cycle_epochs is None:
             empty = "schedule.kind is restarts but schedule.cycle_epochs is missing"
             raise WrongValue("schedule.kind", empty, "give the length of the first cycle, such as 10")
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How a model is shared out among ranks, beside the data."""
+SHARDS = values_of("parallel.shard")
+if TYPE_CHECKING:
+    Shard: TypeAlias = str
+else:
+    Shard = Literal["none", *SHARDS]
 
-    tensor: int = 1
-    """PyTorch: ranks, on one node, that share out the layers which the task names in tensor=. Each such group trains on
+
+@dataclass(frozen=True)
+class ParallelConfig(Section, key="parallel"):
+    """How a model is partitioned over ranks."""
+
+    tensor: Positive = 1
+    """PyTorch: ranks, on one node, that split the layers which the task names in tensor=. Each such group trains on
     its own samples."""
-    pipeline: int = 1
-    """PyTorch: stages that the layers of the model are shared out among, one after the other: of layers= of the task,
+    pipeline: Positive = 1
+    """PyTorch: stages into which the layers of the model are divided, in order: those of layers= of the task,
     or of nn.Sequential. The micro-batches of train.accumulate follow each other through them."""
-    shard: Literal["none", "optimizer", "parameters", "tables"] = "none"
-    """What each rank holds only a part of. optimizer: the optimizer's state (ZeRO-1); each rank updates its rows of
-    the parameters, and all get them. parameters (PyTorch): the parameters, too, and their gradients (FSDP2); a layer
-    is whole while it computes. tables (PyTorch): the rows of the tables that the task marks in tensor= by vocabulary,
-    and their state; vectors and gradients go from rank to rank. The numbers and checkpoints are the same."""
-
-    def __post_init__(self) -> None:
-        at_least("parallel.tensor", self.tensor, 1)
-        at_least("parallel.pipeline", self.pipeline, 1)
+    shard: Shard = "none"
+    """What each rank holds only a part of; the numbers and checkpoints are the same."""
 
 
 @dataclass(frozen=True)
-class ReduceConfig:
+class ReduceConfig(Section, key="reduce"):
     """How gradients are averaged over the ranks."""
 
     kind: Literal["auto", "horovod", "mpi", "none"] = "auto"
     """The reducer; auto measures the candidates before the first update and keeps the fastest."""
-    compression: Literal["none", "fp16", "bf16", "auto"] = "none"
-    """What travels in place of fp32; auto lets the measurement choose between none and fp16."""
+    compression: Literal["none", "fp16", "bf16", "int8", "auto"] = "none"
+    """What travels in place of fp32; auto lets the measurement choose between none and fp16. int8 keeps what it rounds
+    off for the next update."""
+    compress_where: Literal["everywhere", "between_nodes"] = "everywhere"
+    """What int8 compresses: all messages, or those between nodes, each of which forms its own sum in fp32 first."""
+    compress_after_steps: Natural = 0
+    """Updates at the beginning of a run that int8 leaves exact."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
-    bucket_bytes: int = 8 * 2**20
+    bucket_bytes: Annotated[int, Range(least=1024)] = 8 * 2**20
     """Size of a bucket if buckets are sent during backward."""
     sparse: Literal["auto", "densify", "refuse"] = "auto"
     """Sparse gradients of embeddings: auto lets rows travel alone where that changes no number, densify makes them
     dense, refuse names them and ends the run."""
-    verify_every_steps: int | None = None
+    verify_every_steps: Positive | None = None
     """Compare a hash of the weights over all ranks every N steps, and fail on a difference."""
-
-    def __post_init__(self) -> None:
-        at_least("reduce.bucket_bytes", self.bucket_bytes, 1024)
-        at_least("reduce.verify_every_steps", self.verify_every_steps, 1)
 
     def features(self) -> dict[Feature, Any]:
         """What of this section does not go with everything."""
@@ -254,6 +339,7 @@ class ReduceConfig:
             Feature.FP16_SUMS: self.compression == "fp16",
             Feature.DENSIFY: self.sparse == "densify",
             Feature.HOROVOD: self.kind == "horovod",
+            Feature.INT8_SUMS: self.compression == "int8",
             Feature.NO_REDUCER: self.kind == "none",
             Feature.OVERLAP: self.overlap == "on",
             Feature.VERIFY: self.verify_every_steps,
@@ -262,55 +348,154 @@ class ReduceConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class SyncConfig(Section, key="sync"):
+    """When ranks exchange what they have learned."""
+
+    kind: Literal["every_step", "local"] = "every_step"
+    """every_step: gradients, in each update; local: ranks train apart and meet for an outer step every few updates."""
+    every_steps: Positive = 32
+    """Updates of a round, after which an outer step is made."""
+    after_steps: Natural = 0
+    """Updates at the beginning of a run in which gradients are exchanged all the same."""
+    outer_lr: AboveZero = 1.0
+    """Rate of outer steps; 1 without momentum gives the mean of the weights. DiLoCo: 0.7, and a momentum of 0.9."""
+    outer_momentum: Annotated[float, Range(least=0, most=0.999)] = 0.5
+    """Nesterov's momentum of outer steps."""
+    within: Literal["none", "node"] = "none"
+    """node: the ranks of a node exchange gradients in each update, and nodes train apart."""
+    overlap: bool = False
+    """Let a round's exchange travel during the next round, at the end of which it takes effect."""
+    by_speed: bool = False
+    """Let slow ranks (or nodes) make fewer updates of each round; how many is measured in the first round, and kept."""
+
+
+@dataclass(frozen=True)
+class DataConfig(Section, key="data"):
     """How samples are ordered and brought to the ranks."""
 
     shuffle: Literal["full", "block", "none"] = "full"
     """full: a permutation of all samples each epoch; block: of blocks, and within groups of them, for data that does
     not fit into memory."""
-    block_samples: int = 1024
+    block_samples: Positive = 1024
     """Samples in a block, for shuffle: block."""
     drop_last: bool = False
     """Leave out the last, smaller global batch of an epoch."""
-    prefetch_batches: int = 2
+    prefetch_batches: Natural = 2
     """Batches that each rank keeps ready; 0 reads within the step."""
-    workers: int = 0
+    workers: Natural = 0
     """Worker processes for heavy transforms; 0 uses one thread."""
     allow_outside: tuple[str, ...] = ()
     """Folders that links, virtual sources and external storage of HDF5 files may lead to, besides the data's own."""
 
-    def __post_init__(self) -> None:
-        at_least("data.block_samples", self.block_samples, 1)
-        at_least("data.prefetch_batches", self.prefetch_batches, 0)
-        at_least("data.workers", self.workers, 0)
+
+@dataclass(frozen=True)
+class TierConfig:
+    """Snapshots on the nodes themselves, the newest of which a restart reads first."""
+
+    every_steps: int | Literal["auto"] | None = None
+    """Take a snapshot every N steps, which replaces the one before; auto: by the clock, as checkpoint.interval does."""
+    path: str | None = None
+    """Folder on the node, for memory /dev/shm by default; $NAME in it is read on the node."""
+    copies: int = 0
+    """1: each node sends its part of a snapshot to the next one, so that a lost node costs no snapshot."""
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class RunDirTierConfig:
+    """The run folder as the last tier."""
+
+    every_steps: int | Literal["auto"] | None = None
+    """The same as checkpoint.every_steps; auto: the same as checkpoint.interval."""
+
+
+@dataclass(frozen=True)
+class StoreTierConfig(Section, key="checkpoint.tiers.store"):
+    """Copies of the run folder's checkpoints in an object store, from which a resume takes what it has no more."""
+
+    url: str | None = None
+    """Folder of this run there: s3://bucket/folder, gs://, az:// or file:///path. Credentials: from the environment."""
+    every_steps: Positive | None = None
+    """Copy the first checkpoint at or after every N steps; by default each."""
+    wait_s: AboveZero = 120.0
+    """Longest wait for the last copy at the end of a run; 20 seconds if it was asked to stop."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.url is None:
+            if self.every_steps:
+                raise UserError("checkpoint.tiers.store has no url", "set it to a folder such as s3://bucket/folder")
+            return
+        require_store(self.url, "checkpoint.tiers.store.url")
+
+
+def require_store(url: str, what: str) -> None:
+    """Raises UserError unless this is the URL of an object store without credentials, which are not repeated."""
+    parts = urlsplit(url)
+    before, at, _ = parts.netloc.rpartition("@")
+    if parts.query or (at and (":" in before or parts.scheme not in ("abfs", "abfss"))):  # Azure: container@account
+        raise UserError(
+            f"{what} holds credentials",
+            "leave them out, and give them as the store's library takes them, such as AWS_PROFILE",
+        )
+    if parts.scheme not in STORES or not (parts.netloc or parts.path):
+        raise UserError(f"{what} is {url}", f"begin it with {', '.join(f'{each}://' for each in STORES)}")
+
+
+@dataclass(frozen=True)
+class TiersConfig:
+    """Where the newest state is kept, and how often."""
+
+    memory: TierConfig = field(default_factory=TierConfig)
+    """The node's memory."""
+    scratch: TierConfig = field(default_factory=TierConfig)
+    """A disk of the node."""
+    run_dir: RunDirTierConfig = field(default_factory=RunDirTierConfig)
+    """The run folder."""
+    store: StoreTierConfig = field(default_factory=StoreTierConfig)
+    """An object store."""
+
+    def __post_init__(self) -> None:
+        for name, steps in (
+            ("memory", self.memory.every_steps),
+            ("scratch", self.scratch.every_steps),
+            ("run_dir", self.run_dir.every_steps),
+        ):
+            at_least(f"checkpoint.tiers.{name}.every_steps", None if steps == "auto" else steps, 1)
+        for name, tier in (("memory", self.memory), ("scratch", self.scratch)):
+            if tier.copies not in (0, 1):
+                raise UserError(f"checkpoint.tiers.{name}.copies is {tier.copies}", "set it to 0 or 1")
+        if self.scratch.every_steps and not self.scratch.path:
+            raise UserError("checkpoint.tiers.scratch has no path", "set it to a folder on a disk of the node")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Section, key="checkpoint"):
     """When checkpoints are written, how, and which are kept."""
 
     enabled: bool = True
     """Write checkpoints at all."""
-    every_steps: int | None = None
+    every_steps: Positive | None = None
     """Save every N steps."""
-    every_minutes: float | None = None
+    every_minutes: AboveZero | None = None
     """Save every N minutes."""
-    every_epochs: int | None = None
+    every_epochs: Positive | None = None
     """Save every N epochs."""
     interval: Literal["auto", "none"] = "auto"
-    """auto: if nothing above is given, Young/Daly's interval from the measured cost and mtbf_hours."""
-    mtbf_hours: float = 24.0
-    """Mean time between failures of the whole job, for interval: auto."""
-    overhead_budget: float = 0.035
+    """auto: if nothing above is given, Young/Daly's interval from the measured cost and the time between failures."""
+    mtbf_hours: AboveZero = 24.0
+    """Mean time between failures of the whole job, as expected before the run had any; those that it had count too."""
+    overhead_budget: AboveZero = 0.035
     """Largest share of the run's time that automatic checkpoints may cost."""
     best_metric: str | None = None
     """Save whenever this validation metric improves, and keep that checkpoint."""
     best_mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
-    keep_last: int = 3
+    keep_last: Positive = 3
     """Newest checkpoints that are kept."""
-    keep_every_steps: int | None = None
+    keep_every_steps: Positive | None = None
     """Keep for ever the first checkpoint at or after each multiple of this many steps."""
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    """Snapshots on the nodes themselves."""
     mode: Literal["async", "sync"] = "async"
     """async: write in the background while training continues."""
     writers: Literal["all", "node", "one"] = "all"
@@ -331,64 +516,55 @@ class CheckpointConfig:
     KEY."""
 
     def __post_init__(self) -> None:
-        for key in ("every_steps", "every_epochs", "keep_last", "keep_every_steps"):
-            at_least(f"checkpoint.{key}", getattr(self, key), 1)
-        above("checkpoint.every_minutes", self.every_minutes, 0)
-        above("checkpoint.mtbf_hours", self.mtbf_hours, 0)
-        above("checkpoint.overhead_budget", self.overhead_budget, 0)
+        super().__post_init__()
+        if self.tiers.run_dir.every_steps and (self.every_steps or self.every_minutes or self.every_epochs):
+            what = "checkpoint.tiers.run_dir.every_steps and another checkpoint.every_... are both given"
+            raise UserError(what, "keep one of them")
 
 
 @dataclass(frozen=True)
-class MonitorConfig:
+class MonitorConfig(Section, key="monitor"):
     """What is watched during the run."""
 
     enabled: bool = True
     """Watch for stragglers and hangs."""
-    window_steps: int = 32
+    window_steps: Annotated[int, Range(least=4)] = 32
     """Steps whose medians are compared."""
-    hang_s: float | None = None
+    hang_s: AboveZero | None = None
     """Seconds without a finished step that count as a hang (first step: at least 900); by default as measured."""
     on_hang: Literal["report", "abort"] = "abort"
     """abort ends the attempt so that it can be resumed from the last checkpoint."""
     action: Literal["report", "exclude_on_requeue"] = "report"
     """exclude_on_requeue leaves out a host whose slowness is confirmed as its own at the next requeue."""
-    exclude_hours: float = 24.0
+    exclude_hours: AboveZero = 24.0
     """How long an excluded host, or one that breaks attempts, stays excluded."""
-    host_interval_s: float = 5.0
+    host_interval_s: AboveZero = 5.0
     """Seconds between readings of the hosts' counters."""
-
-    def __post_init__(self) -> None:
-        at_least("monitor.window_steps", self.window_steps, 4)
-        above("monitor.hang_s", self.hang_s, 0)
-        above("monitor.exclude_hours", self.exclude_hours, 0)
-        above("monitor.host_interval_s", self.host_interval_s, 0)
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(Section, key="track.profile"):
     """Record what the framework does in some steps: torch.profiler or tf.profiler."""
 
-    first_step: int | None = None
+    first_step: Positive | None = None
     """First step that is profiled; none: no profile. Traces go to <run folder>/profile."""
     last_step: int | None = None
     """Last step that is profiled; by default four after the first."""
-    ranks: tuple[int, ...] = (0,)
+    ranks: tuple[Natural, ...] = (0,)
     """Ranks that are profiled."""
 
     def __post_init__(self) -> None:
-        at_least("track.profile.first_step", self.first_step, 1)
+        super().__post_init__()
         if self.last_step is not None and self.last_step < (self.first_step or self.last_step + 1):
             what = f"track.profile.last_step is {self.last_step} and first_step {self.first_step}"
             raise WrongValue("track.profile.last_step", what, "give first_step, and a last_step that is not before it")
-        for rank in self.ranks:
-            at_least("track.profile.ranks", rank, 0)
 
 
 @dataclass(frozen=True)
-class TrackConfig:
+class TrackConfig(Section, key="track"):
     """Where progress is reported."""
 
-    every_steps: int = 10
+    every_steps: Positive = 10
     """Steps of one reported interval."""
     tensorboard: bool = False
     """Write TensorBoard scalars to <run folder>/tensorboard."""
@@ -396,17 +572,16 @@ class TrackConfig:
     """MLflow tracking URI (a folder or a server)."""
     mlflow_experiment: str = "hpctrain"
     """MLflow experiment that the run belongs to."""
+    wandb: str | None = None
+    """Project of Weights & Biases that the run belongs to; WANDB_MODE=offline keeps it in the run folder."""
     prometheus: str | None = None
     """Text file for a node exporter's textfile collector."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Record what the framework does in some steps."""
 
-    def __post_init__(self) -> None:
-        at_least("track.every_steps", self.every_steps, 1)
-
 
 @dataclass(frozen=True)
-class SlurmConfig:
+class SlurmConfig(Section, key="launch.slurm"):
     """What the job asks of Slurm. Empty fields are left to the site profile, then to the site."""
 
     profile: str = "generic"
@@ -439,13 +614,13 @@ class SlurmConfig:
     """Memory: '4G' for each node, '2G/cpu' for each core, '16G/gpu' for each GPU, '0' for all of the node."""
     exclusive: bool | None = None
     """Share the nodes with no other job."""
-    gpus_per_node: int | None = None
+    gpus_per_node: Positive | None = None
     """GPUs of each node; one rank each unless launch.ranks_per_node says otherwise."""
     gpu_type: str | None = None
     """GPU model if the site wants it named."""
     gpu_request: Literal["gres", "gpus-per-node", "gpus-per-task"] | None = None
     """How the site wants GPUs asked for."""
-    cpus_per_rank: int | None = None
+    cpus_per_rank: Positive | None = None
     """Cores of each rank."""
     cpu_bind: str | None = None
     """Value of srun's --cpu-bind: cores, none, or masks of the site."""
@@ -465,9 +640,9 @@ class SlurmConfig:
     """Leave out nodes that break attempts: found by this run, by any of your runs that say shared, or none."""
     requeue: bool | None = None
     """Requeue the job when it was stopped before its end; false if the site forbids it (see submit --chain)."""
-    max_requeues: int = 20
+    max_requeues: Natural = 20
     """Starts of the job beyond the first, whoever requeued it, after which the run ends; resume resets the count."""
-    signal_s: int | None = None
+    signal_s: Positive | None = None
     """Seconds before the time limit at which the job is asked to stop; by default from measured steps and saves."""
     extra: tuple[str, ...] = ()
     """More directives, as written in a script: --nice=100."""
@@ -476,20 +651,66 @@ class SlurmConfig:
     replace: dict[str, str] = field(default_factory=dict)
     """Lines that replace directives, by name: {--gres: --gres=gpu:v100:4}."""
 
-    def __post_init__(self) -> None:
-        at_least("launch.slurm.gpus_per_node", self.gpus_per_node, 1)
-        at_least("launch.slurm.cpus_per_rank", self.cpus_per_rank, 1)
-        at_least("launch.slurm.max_requeues", self.max_requeues, 0)
-        at_least("launch.slurm.signal_s", self.signal_s, 1)
+
+@dataclass(frozen=True)
+class KubernetesConfig(Section, key="launch.kubernetes"):
+    """The pods of a run on Kubernetes, one on each of launch.nodes."""
+
+    image: str | None = None
+    """Image with hpctrain, its ``runners`` extra and the task."""
+    namespace: str | None = None
+    """Namespace; by default that of kubectl's context."""
+    volumes: dict[str, str] = field(default_factory=dict)
+    """Claims of volumes that all pods see, by the folder that each is mounted at; the first one gets the run folder."""
+    user: Natural = 1000
+    """User and group that the pods run as; not 0, unless the namespace allows it."""
+    cpus: str | None = None
+    """Cores of a pod, as Kubernetes writes it: 8, 500m; by default one for each thread of its ranks."""
+    memory: str | None = None
+    """Memory of a pod: 32Gi. Shared memory counts in it."""
+    gpus: Natural = 0
+    """GPUs of a pod."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What the cluster calls them."""
+    shared_memory: str = "8Gi"
+    """Size of /dev/shm."""
+    scratch: str | None = None
+    """Size of a folder of the node at /scratch, empty at first; TMPDIR is there."""
+    queue: str | None = None
+    """Kueue's local queue."""
+    grace_s: Positive = 300
+    """Seconds between a pod's eviction and its end: enough for a step and a save."""
+    restarts: Natural = 20
+    """Failed pods after which the run ends. Evicted ones do not count."""
+    port: Positive = 7777
+    """Port of pod 0 that the others dial."""
+    pod: dict[str, Any] = field(default_factory=dict)
+    """Further fields of a pod's spec, as Kubernetes names them: {nodeSelector: {...}, tolerations: [...]}."""
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(Section, key="launch"):
     """How ranks are started."""
 
-    nodes: int = 1
+    nodes: Positive = 1
     """Nodes."""
-    ranks_per_node: int | None = None
+    min_nodes: Positive | None = None
+    """Nodes that suffice to continue in the same Slurm job if others are lost; by default all: else it is requeued."""
+    spare_nodes: Natural = 0
+    """Further nodes of the Slurm job, or the last of ``hosts``, that wait to take the place of lost ones."""
+    engine: Literal["pbs", "lsf", "gridengine", "flux", "kubernetes", "runners", "ray", "spark"] | None = None
+    """Batch system in whose job hpctrain run is started: the ranks run on all hosts of the job. With runners, on the
+    first ``nodes`` on which hpctrain node runs; with ray or spark, on that many nodes of such a cluster."""
+    ticket: str | None = None
+    """For runners: file by which hpctrain node finds this run; by default HPCTRAIN_NODE_KEY and _ADDRESS say it."""
+    node_wait_s: float = 600.0
+    """For runners: longest wait for them, in seconds."""
+    hosts: tuple[str, ...] = ()
+    """Machines on which hpctrain run starts the ranks, where no scheduler allocates any; by default this one."""
+    remote_shell: str = "ssh -o BatchMode=yes {host}"
+    """What runs a command line on one of ``hosts``. It gets that as one more argument; or, in place of {command}, as
+    words that need no quotes, for what starts programs without a shell, or with one more."""
+    ranks_per_node: Positive | None = None
     """Ranks on each node; by default launch.slurm.gpus_per_node, else one."""
     launcher: Literal["auto", "srun", "mpirun"] = "auto"
     """What starts the ranks inside a Slurm job."""
@@ -511,22 +732,35 @@ class LaunchConfig:
     """Copy the Python environment there, too; by default on 32 nodes or more: imports from a shared disk are slow."""
     preflight: bool = True
     """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
-    max_failures: int = 3
-    """Failures in a row without a new checkpoint after which the run ends; lost nodes and preemption do not count."""
-    stop_grace_s: float = 60.0
+    max_failures: Natural | None = None
+    """Failures in a row without a new checkpoint after which a run is not started again; lost nodes do not count. By
+    default 3; under hpctrain run, 0 for a plain command: its first failure ends it."""
+    stop_grace_s: AboveZero = 60.0
     """Seconds from a stop request, and from the last growth of the final checkpoint, until ranks are ended."""
+    directives: tuple[str, ...] = ()
+    """Further directives of the job's script under pbs, lsf, gridengine and flux, as written there: '-pe mpi 8'."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """What the job asks of Slurm."""
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    """What the job asks of Kubernetes."""
+
+    def failures_allowed(self, in_job: bool) -> int:
+        """``max_failures``, or its default: outside a job, a plain command may not be meant to run twice."""
+        default = 0 if self.command and not in_job else 3
+        return default if self.max_failures is None else self.max_failures
 
     def __post_init__(self) -> None:
-        at_least("launch.nodes", self.nodes, 1)
-        at_least("launch.ranks_per_node", self.ranks_per_node, 1)
-        at_least("launch.max_failures", self.max_failures, 1)
-        above("launch.stop_grace_s", self.stop_grace_s, 0)
+        super().__post_init__()
+        if self.hosts and (len(set(self.hosts)) < len(self.hosts) or self.spare_nodes >= len(self.hosts)):
+            raise UserError("launch.hosts names a host twice, or only spare ones", "name each host once")
+        if self.engine and self.hosts:
+            raise UserError("launch.engine and launch.hosts both say where to start ranks", "give one of them")
+        if "{host}" not in self.remote_shell:
+            raise UserError("launch.remote_shell does not say where", "write {host} where the name of a host belongs")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section, key=""):
     """One run."""
 
     name: str
@@ -537,16 +771,20 @@ class Config:
     """How long, how large, and in which precision."""
     run_dir: str | None = None
     """Run folder; by default runs/<name>."""
-    seed: int = 0
+    seed: Annotated[int, Range(least=0, most=LARGEST_SEED)] = 0
     """Seed of everything random in the run."""
     task_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task function."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer of a task that brings none."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the model is shared out."""
+    """How the model is partitioned over ranks."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     """How gradients are averaged."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """When ranks exchange what they have learned."""
     data: DataConfig = field(default_factory=DataConfig)
     """How samples are ordered and brought."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -559,24 +797,15 @@ class Config:
     """How ranks are started."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not NAME.fullmatch(self.name):
             fix = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
             raise WrongValue("name", f"name is {self.name!r}", fix)
-        if bool(self.task) == bool(self.launch.command):
-            raise WrongValue(
-                "task",
-                "task and launch.command are " + ("both given" if self.task else "both missing"),
-                "give task: package.module:function for a training run, or launch.command for a plain command",
-            )
+        for pair in ONE_OF if self.task else ONE_OF[:1]:
+            pair.check(self)
         if self.task and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", self.task):
             fix = "write package.module:function or path/file.py:function"
             raise WrongValue("task", f"task is {self.task!r}", fix)
-        if self.task:
-            train = self.train
-            exactly_one("train.epochs", train.epochs, "train.steps", train.steps)
-            exactly_one("train.global_batch", train.global_batch, "train.batch_per_rank", train.batch_per_rank)
-        at_least("seed", self.seed, 0)
-        at_most("seed", self.seed, LARGEST_SEED)
         require_whole_groups(self.parallel.tensor, self.launch.ranks_per_node)
         refuse(self.features())
 
@@ -597,6 +826,7 @@ class Config:
             Feature.EXPONENTIAL: schedule.kind == "exponential",
             Feature.FP16: train.precision == "fp16",
             Feature.INITIAL_WEIGHTS: checkpoint.init_from,
+            Feature.LOCAL_SYNC: self.sync.kind == "local",
             Feature.NO_CHECKPOINTS: not checkpoint.enabled,
             Feature.NO_EVALUATIONS: train.eval_every_epochs is None and train.eval_every_steps is None,
             Feature.ONE_CYCLE: schedule.kind == "one_cycle",
@@ -604,9 +834,6 @@ class Config:
             Feature.PLATEAU: schedule.kind == "plateau" and schedule.plateau.metric,
             Feature.RECOMPUTE: train.recompute,
             Feature.SCHEDULE: schedule != ScheduleConfig(),
-            Feature.SHARD: self.parallel.shard == "optimizer",
-            Feature.SHARD_PARAMETERS: self.parallel.shard == "parameters",
-            Feature.SHARD_TABLES: self.parallel.shard == "tables",
             Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,
             Feature.SYNC_BATCHNORM: train.sync_batchnorm,
@@ -615,8 +842,47 @@ class Config:
             Feature.WARMUP_EPOCHS: schedule.warmup_epochs,
             Feature.WORKERS: self.data.workers,
             Feature.WRAP: launch.slurm.wrap,
+            **{feature: self.parallel.shard == word for word, feature in SHARDS.items()},
         }
         return used(given) | self.reduce.features()
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Two keys that exclude each other. If the command line gives one of them, the run file's other one gives way."""
+
+    first: str
+    second: str
+    required: bool = True
+    """Whether one of them must be given."""
+    fix: str = ""
+    """By default that one of them is to be given."""
+
+    def check(self, config: Config) -> None:
+        """Raises WrongValue if both are given, or neither and one is required."""
+        given = [is_given(operator.attrgetter(key)(config)) for key in (self.first, self.second)]
+        if all(given) or (self.required and not any(given)):
+            what = f"{self.first} and {self.second} are both {'given' if all(given) else 'missing'}"
+            fix = self.fix or f"give {'exactly ' if self.required else ''}one of {self.first} and {self.second}"
+            raise WrongValue(self.first, what, fix)
+
+
+def is_given(value: object) -> bool:
+    """Whether a key has a value: 0 is one."""
+    return value not in (None, "", (), [])
+
+
+ONE_OF = (
+    OneOf(
+        "task",
+        "launch.command",
+        fix="give task: package.module:function for a training run, or launch.command for a plain command",
+    ),
+    OneOf("train.epochs", "train.steps"),
+    OneOf("train.global_batch", "train.batch_per_rank"),
+    OneOf("schedule.warmup_steps", "schedule.warmup_epochs", required=False),
+)
+"""All pairs of keys that exclude each other; of a plain command the first one only."""
 
 
 def require_whole_groups(tensor: int, ranks_per_node: int | None) -> None:
@@ -630,26 +896,7 @@ def require_whole_groups(tensor: int, ranks_per_node: int | None) -> None:
         )
 
 
-def exactly_one(first: str, first_value: object, second: str, second_value: object) -> None:
-    """Raises WrongValue unless one of two values is given."""
-    if (first_value is None) == (second_value is None):
-        both = "both given" if first_value is not None else "both missing"
-        raise WrongValue(first, f"{first} and {second} are {both}", f"give exactly one of {first} and {second}")
-
-
 def at_least(key: str, value: float | None, least: float) -> None:
     """Raises WrongValue if a given value is below the least one, or not a number (NaN)."""
     if value is not None and not value >= least:
         raise WrongValue(key, f"{key} is {value}", f"give {least} or more")
-
-
-def above(key: str, value: float | None, bound: float) -> None:
-    """Raises WrongValue if a given value is not above the bound, or not a number (NaN)."""
-    if value is not None and not value > bound:
-        raise WrongValue(key, f"{key} is {value}", f"give a number above {bound}")
-
-
-def at_most(key: str, value: float | None, most: float) -> None:
-    """Raises WrongValue if a given value is above the largest one."""
-    if value is not None and value > most:
-        raise WrongValue(key, f"{key} is {value}", f"give {most} or less")

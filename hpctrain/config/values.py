@@ -85,7 +85,7 @@ def converted(value: Any, kind: Any) -> Any:
     Args:
         value: plain values, as YAML and TOML give them.
         kind: the type of a field: str, int, float, bool, a Literal of texts, ``tuple[T, ...]``, ``dict[str, T]`` or
-            Any; all but Any may be optional.
+            Any; all but Any may be optional, or a Literal as well.
 
     Raises:
         Misfit: it cannot be one; of a list or mapping, the first item that is wrong.
@@ -94,7 +94,8 @@ def converted(value: Any, kind: Any) -> Any:
     if kind is Any:
         return value
     if origin in UNIONS:
-        return None if value is None else converted(value, inner[0])
+        choices = (one for one in inner if typing.get_origin(one) is typing.Literal and value in typing.get_args(one))
+        return None if value is None else converted(value, next(choices, inner[0]))
     if origin is tuple and isinstance(value, list | None):
         return tuple(converted(item, inner[0]) for item in value or ())
     if origin is dict and isinstance(value, dict | None):
@@ -110,7 +111,7 @@ def in_words(kind: Any) -> str:
     """The type of a field for people: ``list of integer``; choices by name."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in UNIONS:
-        return in_words(inner[0])
+        return " or ".join(in_words(one) for one in inner if one is not type(None))
     if origin is typing.Literal:
         return ", ".join(inner)
     if origin is tuple:

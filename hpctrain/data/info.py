@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset
+from hpctrain.data.formats.concatenation import ConcatDataset
 from hpctrain.data.formats.hdf5 import Hdf5Dataset
-from hpctrain.data.formats.sources import CACHE_BYTES, ConcatDataset, open_dataset
+from hpctrain.data.formats.sources import CACHE_BYTES, open_dataset
 from hpctrain.data.packing.notes import packed_notes
 
 BATCH = 256
@@ -23,8 +24,8 @@ def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[s
 
     Args:
         source: a path or a pattern.
-        seconds: to measure each way of reading for, at most; as many as there are samples at most.
-        outside: folders that the files may lead to beside their own.
+        seconds: to measure each way of reading for, at most; all samples at most.
+        outside: further folders that the files may lead to.
     """
     dataset = open_dataset(source, allow_outside=outside)
     files = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
@@ -49,7 +50,7 @@ def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[s
 
 
 def common_notes(paths: Sequence[Path]) -> dict[str, Any]:
-    """What all files say alike about themselves."""
+    """The notes that all files share."""
     first, *others = [packed_notes(path) for path in paths] or [{}]
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
@@ -57,7 +58,7 @@ def common_notes(paths: Sequence[Path]) -> dict[str, Any]:
 def layout(files: list[Dataset] | Any, name: str) -> str:
     """How an array is stored in all files."""
     layouts = {file.readers[name].layout for file in files if isinstance(file, Hdf5Dataset)}
-    return layouts.pop() if len(layouts) == 1 else "mixed"
+    return layouts.pop() if len(layouts) == 1 else "mixed" if layouts else "table"
 
 
 def speed(

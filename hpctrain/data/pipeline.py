@@ -63,7 +63,7 @@ class BatchSource(Protocol):
         """Batches from this one on, without end; an earlier iterator of this object is closed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``starting_at`` needs beside epoch and batch, behind the batch that was taken last."""
+        """What ``starting_at`` needs besides epoch and batch, after the batch that was taken last."""
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` gave, before ``starting_at``."""

@@ -22,9 +22,9 @@ class WeightedSampler:
     weights: Numbers
     """Of each sample, at least 0."""
     num_samples: int | None = None
-    """Samples of an epoch; by default as many as the dataset has."""
+    """Samples of an epoch; by default the length of the dataset."""
     replacement: bool = True
-    """Whether a sample may be drawn several times in an epoch. Each time has random transforms of its own."""
+    """Whether a sample may be drawn several times in an epoch. Each draw has separate random transforms."""
 
     def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
         """int64[num_samples]: the samples of an epoch.

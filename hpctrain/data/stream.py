@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -156,9 +157,7 @@ def open_stream(
     if "torch.DataLoader" in bases_of(source):
         raise UserError(f"{kind} gives batches, not samples", "give its .dataset: hpctrain batches and prefetches")
     if has_skip(source):
-        from hpctrain.data.formats.tensorflow_dataset import in_order
-
-        pipeline = in_order(source)
+        pipeline = importlib.import_module("hpctrain.backends.tensorflow.task.dataset").in_order(source)
 
         def without(count: int) -> Iterable[Any]:
             elements: Iterable[Any] = pipeline.skip(count).as_numpy_iterator()
@@ -228,7 +227,7 @@ class StreamOrder:
     drop_last: bool = False
     """Leave out the last global batch of an epoch if it is smaller."""
     batches_per_epoch: int = UNKNOWN_LENGTH
-    """Nobody knows."""
+    """Not known."""
 
     def fingerprint(self) -> str:
         """A stream has one order only."""

@@ -28,7 +28,7 @@ def main(channel: int, payload: int, results: list[int]) -> None:
         payload: descriptor of the memory that holds the dataset's arrays, if it has any.
         results: descriptors of the memories that results go to, in turns.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # schedulers and terminals signal every process: the parent decides
     with socket.socket(fileno=channel) as parent, parent.makefile("rb") as lines:
         try:
@@ -36,7 +36,7 @@ def main(channel: int, payload: int, results: list[int]) -> None:
                 parent.sendall(json.dumps(answer).encode() + b"\n")
             lines.read()  # until the parent, which has yet to read the last answer, closes
         except OSError:
-            pass  # nobody waits for it
+            pass  # no reader waits for it
 
 
 def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMemory]) -> Iterator[dict[str, Any]]:

@@ -147,8 +147,8 @@ def start_workers(num_workers: int, dataset: Dataset, recipe: Recipe) -> WorkerP
     """
     if os.environ.get(IN_WORKER):
         raise UserError(
-            "a data worker tried to start data workers of its own: it imported the main program to find the transform",
-            'put what the program does under `if __name__ == "__main__":`, or the transform into a module of its own',
+            "a data worker tried to start data workers: it imported the main program to find the transform",
+            'put what the program does under `if __name__ == "__main__":`, or the transform into a separate module',
         )
     pool = WorkerPool([], AnonymousMemory.create())
     try:

@@ -1,4 +1,4 @@
-"""What worker processes are told: which data to open and which transform to import, as values that JSON holds.
+"""The set-up of worker processes: which data to open and which transform to import, as values that JSON holds.
 
 Nothing is pickled. What a worker needs is found by name (files, functions and their plain arguments) or lies in memory
 that it shares with its parent (arrays).
@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows
+from hpctrain.data.formats.concatenation import ConcatDataset
 from hpctrain.data.formats.records import RecordDataset
-from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
+from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, open_dataset
+from hpctrain.data.formats.table_dataset import TableDataset
 from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 from hpctrain.system.shared_memory import AnonymousMemory
@@ -48,6 +50,15 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
             "cache": dataset.cache_bytes,
             "outside": dataset.outside,
             "ragged": dataset.ragged,
+            "fingerprint": dataset.fingerprint(),
+        }
+    tables = [dataset] if isinstance(dataset, TableDataset) else getattr(dataset, "parts", [])
+    if tables and all(isinstance(each, TableDataset) for each in tables):
+        return {
+            "files": [each.table.address for each in tables],
+            "fields": list(dataset.fields),
+            "cache": CACHE_BYTES,
+            "outside": [],
             "fingerprint": dataset.fingerprint(),
         }
     from hpctrain.data.formats.hdf5 import Hdf5Dataset
@@ -85,12 +96,13 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
     how = reference["fields"], reference["cache"], reference["outside"]
     if "files" in reference:
         decode = reference.get("decode") and import_function(reference["decode"])
-        return open_dataset(reference["files"], *how, ragged=reference.get("ragged", False), decode=decode)
-    dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
-    if dataset.fingerprint() != reference["fingerprint"]:
+        dataset = open_dataset(reference["files"], *how, ragged=reference.get("ragged", False), decode=decode)
+    else:
+        dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
+    if dataset.fingerprint() != reference.get("fingerprint", dataset.fingerprint()):
         raise UserError(
-            "the data function gave a worker process other data than the rank",
-            "make it depend on its arguments only: seed a Generator inside it",
+            "a worker process reads other data than the rank",
+            "make a data function depend on its arguments only: seed a Generator inside it; leave files alone",
         )
     return dataset
 

@@ -1,12 +1,14 @@
-"""Looks at libraries in processes of their own: what crashes or hangs there does not end the doctor."""
+"""Probes libraries in separate processes: a crash or hang there does not end the doctor."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.comm.world import ALONE_START
 from hpctrain.system import python
 
 TIMEOUT_S = 120.0
@@ -26,7 +28,15 @@ def probe(code: str) -> Probe:
     """Runs Python statements that leave their findings in a dict named ``facts``."""
     words = python.code(f"import json, os\nfacts = {{}}\n{code}\n{TELL}")
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            words,
+            env={**ALONE_START, **os.environ},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Probe({}, f"no answer within {TIMEOUT_S:.0f} s")
     for line in done.stdout.splitlines():

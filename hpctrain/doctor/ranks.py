@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import statistics
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.doctor.finding import Finding, note, problem
-from hpctrain.doctor.link import MARK
 from hpctrain.errors import RunFailed
-from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
-from hpctrain.system import processes, python
+from hpctrain.launch.mpi_library import probe
+from hpctrain.launch.program import on_ranks
+from hpctrain.system import python
 from hpctrain.system.cores import usable_cores
-from hpctrain.system.processes import own_session
 
 TIMEOUT_S = 120.0
-POLL_S = 0.05
-ENDED_S = 5.0
-"""Seconds that mpirun has to end after all its ranks have. One whose ranks fail while MPI starts may wait for ever."""
 SLOW_LATENCY_US = 20.0
 """Above this, ranks on one node go through the network stack or share a core."""
 
@@ -41,21 +40,16 @@ def findings(ranks: int) -> list[Finding]:
         RunFailed: the ranks do not start, or do not find each other.
     """
     library = probe()
-    mpirun = MpiRun(find_mpirun(library), library.flavour)
-    cores = usable_cores()
     ours = {EXPECTED_RANKS: str(ranks), "OMP_NUM_THREADS": "1", **SAY_TRANSPORT}
-    environment = {**os.environ, **launcher_environment(mpirun.flavour, ranks > cores, os.environ), **ours}
-    words = [*mpirun.argv(ranks, {}, cores), *python.module("hpctrain.doctor.link")]
     try:
-        with own_session(environment) as session:
-            output, messages = answer(words, session)
+        ended = on_ranks(python.module(__name__), ranks, library, {**os.environ, **ours}, TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         fix = "a firewall or a broken network interface: try OMPI_MCA_btl=self,sm, or name the interface to use"
         raise RunFailed(f"{ranks} ranks did not answer within {TIMEOUT_S:.0f} s", fix) from error
-    text = output + messages
-    line = next((line for line in output.splitlines() if line.startswith(MARK)), None)
+    text = ended.output + ended.messages
+    line = next((line for line in ended.output.splitlines() if line.startswith(MARK)), None)
     if line is None:
-        said = [line for line in text.splitlines() if line.strip(" -")]
+        said = [line for line in text.splitlines() if line.strip(" -\0")]
         what = said[-1][:300] if said else "they print nothing"
         raise RunFailed(f"{ranks} ranks do not run: {what}", "hpctrain doctor looks at MPI")
     facts = json.loads(line.removeprefix(MARK))
@@ -63,43 +57,12 @@ def findings(ranks: int) -> list[Finding]:
     return [who, *judge(facts, transport(text, library.version))]
 
 
-def answer(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """What a launcher and its ranks print, on standard output and on standard error.
-
-    Raises:
-        subprocess.TimeoutExpired: they do not end in time.
-    """
-    with tempfile.TemporaryFile("w+", errors="replace") as output, tempfile.TemporaryFile("w+") as messages:
-        launcher = subprocess.Popen(
-            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=messages, text=True
-        )
-        begin = alone_since = time.monotonic()
-        has_started = False
-        try:
-            while launcher.poll() is None and (now := time.monotonic()) < alone_since + ENDED_S:
-                if now > begin + TIMEOUT_S:
-                    raise subprocess.TimeoutExpired(words, TIMEOUT_S)
-                is_alone = not processes.has_children(launcher.pid)
-                has_started |= not is_alone
-                if not (has_started and is_alone):
-                    alone_since = now
-                time.sleep(POLL_S)
-        finally:
-            launcher.kill()
-            launcher.wait()
-        texts = []
-        for file in (output, messages):
-            file.seek(0)
-            texts.append(file.read())
-    return texts[0], texts[1]
-
-
 def transport(text: str, version: str) -> str:
     """What carries messages between ranks, from what the library says at its end; Open MPI only."""
     on_host = re.search(r"on-host:\s+all connections are (\S+)", text)
     off_host = re.search(r"off-host:\s+all connections are (\S+)", text)
     places = ((on_host, "within a node"), (off_host, "between nodes"))
-    parts = [f"{told[1]} {where}" for told, where in places if told and told[1] != "n/a"]
+    parts = [f"{found[1]} {where}" for found, where in places if found and found[1] != "n/a"]
     return ", ".join(parts) or f"not known from {version}"
 
 
@@ -123,3 +86,65 @@ def judge(facts: dict[str, Any], carried_by: str) -> Iterator[Finding]:
     if min(facts["cores"]) == 1 and max(facts["cores"]) < usable_cores():
         fix = "mpirun --bind-to none: loaders and helpers need cores too"
         yield note("binding", "each rank is bound to one core", fix)
+
+
+MARK = "hpctrain-link:"
+LATENCY_BYTES = 8
+BANDWIDTH_BYTES = 4 * 2**20
+
+
+def main() -> None:
+    """Measures between rank 0 and the last rank, which is on another node if there is one, and prints one JSON line."""
+    from mpi4py import MPI
+
+    from hpctrain.comm.world import connect
+
+    world = connect()
+    comm = MPI.COMM_WORLD
+    peer = world.size - 1
+    facts: dict[str, Any] = {
+        "ranks": world.size,
+        "nodes": world.nodes,
+        "hosts": sorted(set(world.everyone.allgather(socket.gethostname(), "name the hosts"))),
+        "cores": world.everyone.allgather(len(os.sched_getaffinity(0)), "count the cores"),
+        "threads": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+    }
+    if world.size > 1:
+        facts["latency_us"] = 1e6 * ping_pong(comm, world.rank, peer, LATENCY_BYTES, rounds=1000)
+        facts["bandwidth_gb_s"] = BANDWIDTH_BYTES / ping_pong(comm, world.rank, peer, BANDWIDTH_BYTES, rounds=30) / 1e9
+        facts["allreduce_4mb_ms"] = 1e3 * allreduce(comm, BANDWIDTH_BYTES, rounds=20)
+    if world.rank == 0:
+        print(MARK + json.dumps(facts), flush=True)
+
+
+def ping_pong(comm: Any, rank: int, peer: int, size: int, rounds: int) -> float:
+    """Median seconds of one way, after a warm-up; the other ranks wait."""
+    buffer = np.zeros(size, dtype=np.uint8)
+    times = []
+    comm.Barrier()
+    for _ in range(rounds + rounds // 5):
+        begin = time.perf_counter()
+        if rank == 0:
+            comm.Send(buffer, peer)
+            comm.Recv(buffer, peer)
+        elif rank == peer:
+            comm.Recv(buffer, 0)
+            comm.Send(buffer, 0)
+        times.append((time.perf_counter() - begin) / 2)
+    comm.Barrier()
+    return statistics.median(times[rounds // 5 :])
+
+
+def allreduce(comm: Any, size: int, rounds: int) -> float:
+    """Median seconds of a float32 sum over all ranks."""
+    values, total = np.ones(size // 4, dtype=np.float32), np.empty(size // 4, dtype=np.float32)
+    times = []
+    for _ in range(rounds + 3):
+        begin = time.perf_counter()
+        comm.Allreduce(values, total)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[3:])
+
+
+if __name__ == "__main__":
+    main()

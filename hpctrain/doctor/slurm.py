@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from hpctrain.doctor.finding import Finding, note, problem
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
-from hpctrain.run import which
+from hpctrain.run import resolve_run
 
 
 def findings(run_file: str | None) -> list[Finding]:
@@ -83,7 +83,7 @@ def script(run_file: str) -> Iterator[Finding]:
     from hpctrain.launch.engines.slurm import submission
 
     try:
-        text = submission.plan(*which.configured(run_file)).script
+        text = submission.plan(*resolve_run.configured(run_file)).script
         words = [client.find("sbatch"), "--test-only"]
         done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60, check=False)
     except HpctrainError as error:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.config.loading import load
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, TrackConfig
 from hpctrain.doctor.finding import Finding, problem
 from hpctrain.errors import UserError
 from hpctrain.system import python
+from hpctrain.track.sinks import missing_extras
 
 
 def findings(path: str) -> tuple[Config | None, list[Finding]]:
@@ -18,7 +19,12 @@ def findings(path: str) -> tuple[Config | None, list[Finding]]:
         config = load(path)
     except UserError as error:
         return None, [problem("run file", error.what, error.fix)]
-    return config, [Finding("run file", path), *task(config.task)]
+    return config, [Finding("run file", path), *sinks(config.track), *task(config.task)]
+
+
+def sinks(track: TrackConfig) -> list[Finding]:
+    """Packages of sinks that the run file names and that are not installed."""
+    return [problem("track", error.what, error.fix) for error in missing_extras(track)]
 
 
 def task(name: str) -> Iterator[Finding]:

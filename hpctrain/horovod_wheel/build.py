@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.horovod_wheel import patch
-from hpctrain.horovod_wheel.recipe import WheelRecipe
+from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
 from hpctrain.system import python
 
@@ -43,7 +43,7 @@ PIP = tuple(python.module("pip", "--disable-pip-version-check", "--no-input"))
 
 
 class Build:
-    """One build in a folder of its own, which survives an interruption and lets the next attempt resume."""
+    """One build in a separate folder, which survives an interruption and lets the next attempt resume."""
 
     def __init__(self, cache: Path, recipe: WheelRecipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
         self.cache = cache
@@ -84,7 +84,7 @@ class Build:
             )
 
     def _get_tools(self) -> None:
-        """Brings what setup.py needs and this environment lacks into a folder beside the build, not into the user's."""
+        """Installs what setup.py needs and this environment lacks next to the build, not into the environment."""
         missing = [name for module, name in _BUILD_TOOLS.items() if importlib.util.find_spec(module) is None]
         if cmake_version(shutil.which("cmake", path=self._path())) < (3, 18):
             missing.append("cmake>=3.18,<5")

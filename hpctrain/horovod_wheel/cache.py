@@ -1,22 +1,17 @@
-"""Wheels that wait to be installed: whose they are, and whether they are what was built.
+"""Wheels that wait to be installed: where they lie, and whose they are.
 
-A wheel runs with the rights of whoever installs it. One from a folder that others can write to is taken only from its
-user or root, and if its content is what this user's own builds have left, or else what its own record says.
+A wheel runs with the rights of whoever installs it. From a folder that others can write to, one is taken only if no
+one but this user and root can have written the file.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import csv
-import hashlib
-import io
 import os
 import pwd
 import shutil
 import stat
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,12 +25,12 @@ BUILD_OWN = "run hpctrain install-horovod without --wheel-dir: it builds your ow
 
 
 def own_folder() -> Path:
-    """This user's cache: builds, their wheels unless another folder is named, and the sums of all of them."""
+    """This user's cache: builds, and their wheels unless another folder is named."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpctrain" / "horovod"
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that nobody else can write to.
+    """Makes a folder that no other user can write to.
 
     Raises:
         UserError: it belongs to another user.
@@ -49,17 +44,9 @@ def make_private(folder: Path) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder is this user's, and nobody else can write to it."""
+    """Whether a folder is this user's, and no other user can write to it."""
     status = folder.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & BY_OTHERS
-
-
-def keep(wheel: Path) -> None:
-    """Notes the sum of a wheel that was built here."""
-    wheel.chmod(0o644)
-    with contextlib.suppress(OSError, UserError):  # a full home: its own record then speaks for the wheel
-        make_private(own_folder())
-        _sum_file(wheel.name).write_text(hashlib.sha256(wheel.read_bytes()).hexdigest() + "\n")
 
 
 def share(wheel: Path, folder: Path) -> Path:
@@ -72,10 +59,10 @@ def share(wheel: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def checked(wheel: Path) -> Iterator[Path]:
-    """A copy of a wheel that nobody can change any more.
+    """A private copy of a wheel, which no other user can change.
 
     Raises:
-        UserError: it is not of this user or root, others can write to it, or its content is not what was built.
+        UserError: it is not of this user or root, or others can write to it.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-wheel-") as room:
         copy = Path(room, wheel.name)
@@ -85,13 +72,6 @@ def checked(wheel: Path) -> Iterator[Path]:
                 shutil.copyfileobj(source, target, BLOCK_BYTES)
         except OSError as error:
             raise UserError(f"{wheel} cannot be used: {error.strerror}", BUILD_OWN) from error
-        built = built_sum(wheel.name)
-        with open(copy, "rb") as file:
-            if built is not None and hashlib.file_digest(file, "sha256").hexdigest() != built:
-                fix = "hpctrain install-horovod --force builds it again"
-                raise UserError(f"{wheel} is not the wheel that was built: its SHA-256 differs", fix)
-        if built is None and (problem := record_problem(copy)):
-            raise UserError(f"{wheel} is damaged: {problem}", "hpctrain install-horovod --force builds it again")
         yield copy
 
 
@@ -102,43 +82,6 @@ def require_trusted(wheel: Path, status: os.stat_result, user: int) -> None:
     if status.st_mode & BY_OTHERS:
         fix = f"if you know that it is sound: chmod go-w {wheel}; else {BUILD_OWN}"
         raise UserError(f"{wheel} may be written by others", fix)
-
-
-def built_sum(name: str) -> str | None:
-    """The SHA-256 of the wheel of a name that this user has built; None if there was none."""
-    try:
-        return safe_read.read(_sum_file(name), 100).decode().strip() or None
-    except (OSError, ValueError):
-        return None
-
-
-def record_problem(wheel: Path) -> str | None:
-    """Why the files in a wheel are not what its RECORD (PEP 427) says; None if they are."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if not name.endswith("/")]
-            (record,) = [name for name in names if name.endswith(".dist-info/RECORD") and name.count("/") == 1]
-            listed = {row[0]: row[1] for row in csv.reader(io.StringIO(archive.read(record).decode())) if row}
-            if sorted(names) != sorted(listed):
-                return "it holds other files than it lists"
-            for name in names:
-                if name != record and listed[name] != _digest(archive, name):
-                    return f"{name} is not what it lists"
-    except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
-        return f"it is not a whole wheel ({error})"
-    return None
-
-
-def _digest(archive: zipfile.ZipFile, name: str) -> str:
-    digest = hashlib.sha256()
-    with archive.open(name) as member:
-        while block := member.read(BLOCK_BYTES):
-            digest.update(block)
-    return "sha256=" + base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
-
-
-def _sum_file(name: str) -> Path:
-    return own_folder() / f"{name}.sha256"
 
 
 def _name(user: int) -> str:

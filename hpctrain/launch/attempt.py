@@ -1,4 +1,4 @@
-"""One attempt under watch: starts the launcher, passes requests on, sees to it that all ranks end together."""
+"""One attempt under watch: starts the launcher, forwards stop requests, makes all ranks end together."""
 
 from __future__ import annotations
 
@@ -10,47 +10,58 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import Code, Replaced, RunFailed
+from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed
 from hpctrain.launch import launcher_messages
-from hpctrain.launch.patience import PAUSES_S
-from hpctrain.launch.postmortem import all_ended_well, complete, died_first, hang, missing_ranks
-from hpctrain.launch.stdout_relay import Passing
-from hpctrain.run import step_folder
+from hpctrain.launch.launcher_messages import Passing
+from hpctrain.launch.patience import PAUSES_S, read_patiently
+from hpctrain.launch.postmortem import all_ended_well, complete, first_deaths, hang, lost, missing_ranks
+from hpctrain.run import last_words, step_folder
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
+from hpctrain.run.events import CUT_OFF, Hang, decode
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, collect, pieces
+from hpctrain.run.growing_file import Tail
+from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, WordReader, collect, pieces
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
-from hpctrain.run.verdict import Stop, Verdict, failed_with, replaced
-from hpctrain.run.word_reader import WordReader
+from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.files import open_log
 from hpctrain.system.output import say, tell
-from hpctrain.system.signals import StopSignals
+from hpctrain.system.signals import StopSignals, signal_name
 
 TICK_S = 0.05
-"""Seconds between two looks at everything."""
+"""Seconds between two checks."""
 WORDS_EVERY_S = 1.0
-"""Seconds between two readings of the ranks' words: they may lie on a shared file system."""
+"""Seconds between two reads of the ranks' words, which may be on a shared file system."""
 LOOKING = 0.05
-"""Largest share of the time that goes into reading them."""
+"""Largest share of the time spent reading them."""
 FAILURE_GRACE_S = 10.0
-"""Seconds that a launcher has to take the others down after one rank has failed or died."""
+"""Seconds a launcher gets to end the other ranks after one failed or died."""
 END_GRACE_S = 60.0
-"""Seconds that the other ranks have to end after the first one has ended well."""
+"""Seconds the other ranks get to end after the first one completed."""
 STOPPED_GRACE_S = 1.0
-"""Seconds that a launcher has to end once all ranks have stopped on request: a scheduler may take the nodes soon."""
+"""Seconds a launcher gets to end after all ranks stopped on request: a scheduler may take the nodes soon."""
 KILL_GRACE_S = 5.0
-"""Seconds between asking a launcher to end and killing it."""
+"""Seconds between terminating a launcher and killing it; its descendants get as long after its end."""
+KILLED_GRACE_S = 1.0
+"""Seconds that they get after it was killed: their tethers end them at once, and a shell to a lost host never ends."""
 
+NODE_SILENCE_S = 2.0
+"""Seconds without a word from a node, after those of all others, until it is asked itself."""
+LAST_PUMP_S = 10.0
+"""Seconds that a slow terminal has to take the rest of the ranks' output."""
+
+SEE_LOGS = "see the ranks' logs"
 PERSON_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""Signals that a person at a terminal sends; the others come from schedulers."""
+"""Signals from a person at a terminal; others come from schedulers."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +75,27 @@ class Launch:
     ranks: int
     """Expected number."""
     saves: bool = True
-    """Whether the ranks save checkpoints; of a plain command nobody knows."""
+    """Whether the ranks save checkpoints of ours; a plain command may or may not save something."""
     hosts: Mapping[int, str] = field(default_factory=dict)
-    """Hosts of ranks, as far as they are known before the start."""
+    """Hosts of ranks, where known before the start."""
     unheard: Callable[[str], bool] = lambda text: False
-    """Whether a launcher that said this started nothing, since the scheduler's controller was away."""
+    """Whether a launcher with this output started nothing because the scheduler's controller was away."""
+    answers: Callable[[str], bool] = lambda host: True
+    """Whether a node of which the launcher hears nothing more can be reached; seconds at most."""
+    away: Callable[[], Collection[str]] = tuple
+    """Hosts that are known to be lost."""
+    can_lose: Callable[[str], bool] = lambda host: False
+    """Whether to continue without a host that the monitor cannot reach; otherwise it is waited for."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take, and how often they may fail."""
+    """Timeouts, and how often attempts may fail."""
 
     stop_grace_s: float = 60.0
-    """From a stop request to the end of the ranks, and from each sign that their last checkpoint grows."""
+    """From a stop request, and from each growth of the last checkpoint, to the end of the ranks."""
     max_failures: int = 3
-    """Failed attempts in a row without a new checkpoint."""
+    """Failed attempts in a row without a new checkpoint; 0 if none is started again."""
 
 
 @dataclass
@@ -96,46 +113,82 @@ class WatchedAttempt:
     """Tells signals of people from those of the scheduler."""
     process: subprocess.Popen[bytes] | None = None
     passing: Passing | None = None
-    failure: Verdict | None = None
+    failure: RunVerdict | None = None
     """Set when the supervisor itself ends the attempt."""
     stop: Stop | None = None
     stop_deadline: float = float("inf")
     saved_bytes: int = 0
     """Of the checkpoint in flight, at the last look after a stop request."""
     kill_at: float = float("inf")
+    has_killed: bool = False
+    """Whether the launcher was killed by us."""
     suspicion: dict[str, float] = field(default_factory=dict)
-    """Since when something is seen that may not last."""
+    """When each condition that may be transient was first seen."""
     words: WordReader | None = None
     """From the first look on."""
+    monitor: Tail | None = None
+    """What the monitor tells, from the first look on."""
     next_look: float = 0.0
     shown_bytes: int = 0
 
-    def run(self) -> tuple[Verdict, list[LastWord]]:
+    def run(self) -> tuple[RunVerdict, list[LastWord]]:
         """Starts the ranks, watches until all are gone, and decides."""
         environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         with processes.own_session(environment) as session:
             self.watch_until_heard(session)
+        self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
         text = self.launcher_text()
         banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
         told = collect(self.run_dir, self.number)
-        untold = [word.rank for word in told if word.ended is None and word.rank is not None]
-        bereaved = launcher_messages.bereaved(text + banner)
-        # By the notes, its victim on another node could be the first: the two nodes' processors are not equally busy.
-        first = launcher_messages.left(text, untold) or died_first(self.run_dir, self.number, told, bereaved)
-        deaths = launcher_messages.deaths(text + banner, first) if self.failure is None else []
+        # Ranks die with a launcher that is killed, one of them first.
+        alone = self.launcher_signal and not launcher_messages.reported(text + banner)
+        explained = self.failure is not None or alone
+        deaths = [] if explained else first_deaths(self.run_dir, self.number, told, text, banner)
         words = [complete(word, deaths, told) for word in told]
-        attempts = [attempt for attempt in Attempts(self.run_dir).all() if attempt.number <= self.number]
-        if attempts:
-            attempts[-1] = dataclasses.replace(attempts[-1], to_step=self.run_dir.newest_checkpoint_step())
+        try:
+            attempts = read_patiently(self.attempts_so_far)
+        except RunFailed as error:
+            say(f"the verdict does not count earlier attempts: {error.what}")
+            attempts = []
         failure = self.failure
         if not all_ended_well(words, self.launch.ranks):
             log = self.run_dir.log("launcher", self.number)
             missing = missing_ranks(words, self.launch.ranks, text, banner, log, self.launch.hosts)
             failure = hang(self.run_dir, self.number) or failure or missing
-        return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves), words
+            failure = failure or self.launcher_death(words)
+        before = last_words.read(self.run_dir, self.number - 1)
+        earlier = before.ranks if before else ()
+        return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, earlier), words
+
+    def launcher_death(self, words: Sequence[LastWord]) -> RunVerdict | None:
+        """A killed launcher takes the ranks that still run with it, which then leave no word."""
+        silent = [word for word in words if word.ending in (Ending.VANISHED, Ending.RUNNING)]
+        explained = any(word.ending not in GOOD_ENDINGS for word in words if word not in silent)
+        if not self.launcher_signal or not silent or explained or len(words) < self.launch.ranks:
+            return None
+        how = f"was killed by {signal_name(self.launcher_signal)}"
+        alone = next((word for word in silent if self.process is not None and word.pid == self.process.pid), None)
+        if alone is not None:  # without a launcher
+            what = f"rank {alone.rank} on {alone.host} {how}"
+            return failed_with(Code.KILLED, what, SEE_LOGS, alone.rank, alone.host)
+        name = Path(self.launch.argv[0]).name
+        ranks = "all" if len(silent) == len(words) else f"{len(silent)} of {len(words)}"
+        return failed_with(Code.KILLED, f"{name} {how}, and {ranks} ranks with it", SEE_LOGS)
+
+    @property
+    def launcher_signal(self) -> int:
+        """Signal that somebody else killed the launcher with, 0 if none did."""
+        code = self.process.returncode if self.process is not None and not self.has_killed else 0
+        return max(0, -(code or 0))
+
+    def attempts_so_far(self) -> list[Attempt]:
+        """The attempts up to this one, which has just ended. Raises OSError."""
+        attempts = [attempt for attempt in Attempts(self.run_dir).all() if attempt.number <= self.number]
+        newest = self.run_dir.newest_checkpoint_step()
+        return [*attempts[:-1], *(dataclasses.replace(each, to_step=newest) for each in attempts[-1:])]
 
     def watch_until_heard(self, environment: Mapping[str, str]) -> None:
-        """Runs the launcher, again where the scheduler's controller was away."""
+        """Runs the launcher, again if the scheduler's controller was away."""
         self.watch(environment)
         for pause_s in PAUSES_S:
             if self.failure or collect(self.run_dir, self.number) or not self.launch.unheard(self.launcher_text()):
@@ -147,7 +200,7 @@ class WatchedAttempt:
             self.watch(environment)
 
     def waits(self, pause_s: float) -> bool:
-        """Waits while nothing runs; False where the attempt is to end."""
+        """Waits while nothing runs; False if the attempt is to end."""
         end = time.monotonic() + pause_s
         while (now := time.monotonic()) < end:
             try:
@@ -162,8 +215,9 @@ class WatchedAttempt:
         return True
 
     def watch(self, environment: Mapping[str, str]) -> None:
-        """Runs the launcher to its end. Its exit code says little: launchers lose those of ranks."""
+        """Runs the launcher to its end. Its exit code is not trusted: launchers lose those of ranks."""
         log = self.open_log()
+        others = processes.descendants()  # of the shell that this process has replaced
         processes.adopt_orphans()
         with log:
             self.process = subprocess.Popen(
@@ -186,13 +240,13 @@ class WatchedAttempt:
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
-            processes.end_descendants(KILL_GRACE_S)
-            self.passing.pump()
+            processes.end_descendants(KILLED_GRACE_S if self.has_killed else KILL_GRACE_S, others)
+            self.passing.pump(LAST_PUMP_S)
             self.process.stdout.close()
             self.show_launcher_text()
 
     def tick(self, now: float) -> None:
-        """One look at signals, the STOP file, the ranks and the clock."""
+        """Checks signals, the STOP file, the ranks and the clock."""
         try:
             self.lock.beat()
         except Replaced as error:
@@ -217,24 +271,24 @@ class WatchedAttempt:
             self.kill()
 
     def take_signals(self, now: float) -> None:
-        """The first signal asks the ranks to stop; a second Ctrl-C ends them."""
+        """The first signal asks the ranks to stop; a second Ctrl-C ends them. A closing terminal sends SIGHUP twice."""
         received = self.signals.received
         if received and self.stop is None:
             request = StopRequest.of_signal(received[0])
             with contextlib.suppress(RunFailed):
                 request_stop(self.run_dir, request)
             self.begin_stop(now, request)
-        if len(received) > 1 and received[-1] in PERSON_SIGNALS and self.failure is None:
+        if signal.SIGINT in received[1:] and self.failure is None:
             what = "ended at once by a second Ctrl-C"
             self.end(now, failed_with(Code.STOP, what, "the same command resumes it"))
 
     def take_stop_file(self, now: float) -> None:
-        """A person, or hpctrain stop, has made the STOP file."""
+        """Takes a STOP file made by a person or hpctrain stop."""
         if self.stop is None and (request := requested_stop(self.run_dir)) is not None:
             self.begin_stop(now, request)
 
     def begin_stop(self, now: float, request: StopRequest) -> None:
-        """Ranks see the STOP file themselves; from here on the clock runs."""
+        """Starts the grace period; ranks see the STOP file themselves."""
         by_person = request.signal is None or self.by_person(request.signal)
         self.stop = Stop(request.by, by_person, request.code)
         self.stop_deadline = now + self.limits.stop_grace_s
@@ -243,12 +297,13 @@ class WatchedAttempt:
         say(f"{request.by}: stopping {how}{again}")
 
     def look_at_ranks(self, now: float) -> None:
-        """Ends an attempt that the launcher does not end by itself although a rank has failed, died or left."""
+        """Ends an attempt whose launcher does not end although a rank failed, died or left."""
         if self.failure is not None:
             return
         if self.words is None:
             self.words = WordReader(pieces(self.run_dir, self.number))
         words = self.words.look()
+        self.look_at_nodes(now, words)
         if failed := [word for word in words if word.ending is Ending.FAILED]:
             self.suspect("failed", now, FAILURE_GRACE_S, f"rank {failed[0].rank} failed", words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
@@ -264,8 +319,34 @@ class WatchedAttempt:
         if len(ended) == self.launch.ranks:
             self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
 
+    def look_at_nodes(self, now: float, words: Sequence[LastWord]) -> None:
+        """Ends an attempt whose launcher waits in vain for a node: Slurm's takes half a minute to say so."""
+        hosts = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+        away, cut_off = self.launch.away(), self.cut_off()
+        if gone := next((host for host in hosts.values() if host in away or host in cut_off), None):
+            self.end(now, lost([rank for rank, other in hosts.items() if other == gone], gone, by_slurm=False))
+            self.kill_at = now if gone in cut_off else self.kill_at  # mpirun waits for it
+            return
+        host = launcher_messages.silent_host(self.launcher_text(), hosts)
+        if host is None or now - self.suspicion.setdefault(f"silent {host}", now) < NODE_SILENCE_S:
+            return
+        if not self.launch.answers(host):
+            self.end(now, lost([rank for rank, other in hosts.items() if other == host], host))
+            self.kill_at = now
+
+    def cut_off(self) -> set[str | None]:
+        """Hosts of which the monitor has said since the last look that they cannot be reached, if we can do without."""
+        self.monitor = self.monitor or Tail(self.run_dir.monitor_events)
+        try:
+            told = decode(self.monitor.lines())
+        except HpctrainError:
+            return set()
+        cut = [each for each in told if isinstance(each, Hang) and (each.kind, each.attempt) == (CUT_OFF, self.number)]
+        hosts = {rank.host for event in cut for rank in event.ranks}
+        return {host for host in hosts if host and self.launch.can_lose(host)}
+
     def look_at_save(self, now: float) -> None:
-        """After a stop request: as long as the ranks' checkpoint grows, they have their whole grace before them."""
+        """After a stop request: each growth of the ranks' checkpoint renews their grace period."""
         if self.stop is None or self.stop_deadline == float("inf"):
             return
         saved_bytes = step_folder.bytes_in_flight(self.run_dir.checkpoints)
@@ -274,18 +355,18 @@ class WatchedAttempt:
         self.saved_bytes = saved_bytes
 
     def suspect(self, key: str, now: float, patience_s: float, what: str, words: Sequence[LastWord]) -> None:
-        """Ends the attempt once this has lasted too long. A rank's own error stays the reason.
+        """Ends the attempt if this persists. A rank's own error stays the reason.
 
-        A launcher that is ending the ranks itself has the time that it names for it: then it knows which node is gone.
+        A launcher that is ending the ranks gets the time it announces: afterwards it knows which node is gone.
         """
         lasted_s = now - self.suspicion.setdefault(key, now)
         if lasted_s > patience_s and lasted_s > patience_s + launcher_messages.waits_s(self.launcher_text()):
             own_error = any(word.ending is Ending.FAILED for word in words)
             code = Code.KILLED if key == "died" else Code.HANG
-            self.end(now, None if own_error else failed_with(code, what, "see the rank's log"))
+            self.end(now, None if own_error else failed_with(code, what, SEE_LOGS))
 
     def end_launcher(self, now: float, patience_s: float) -> None:
-        """Does not wait for ever for what comes after the last words: MPI's end, and that of Slurm's step."""
+        """Limits the wait for MPI and Slurm's step to end after the last words."""
         if now - self.suspicion.setdefault("over", now) > patience_s:
             self.kill_at = min(self.kill_at, now)
 
@@ -294,7 +375,7 @@ class WatchedAttempt:
         here = word.host == socket.gethostname() and word.machine == processes.machine()
         return not here or processes.is_alive(word.pid, word.birth)
 
-    def end(self, now: float, failure: Verdict | None) -> None:
+    def end(self, now: float, failure: RunVerdict | None) -> None:
         """Has the launcher end all ranks, and kills what remains some seconds later. ``failure`` is the reason."""
         self.failure = failure or self.failure
         if self.process is not None and self.kill_at == float("inf"):
@@ -303,7 +384,8 @@ class WatchedAttempt:
                 self.process.terminate()
 
     def kill(self) -> None:
-        """The launcher's whole session; ranks in sessions of their own are tethered to it, or swept up afterwards."""
+        """The launcher's whole session; ranks in separate sessions are tethered to it, or swept up afterwards."""
+        self.has_killed = True
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,11 +1,15 @@
-"""What mpirun and srun say when a rank dies, read back into facts. Pure."""
+"""What mpirun and srun print: passed on to the user, and, when a rank dies, read back into facts by pure functions."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import IO
 
 from hpctrain.errors import Code
 from hpctrain.system.signals import signal_name
@@ -31,6 +35,8 @@ class Death:
             return "was killed by the kernel: out of memory"
         if self.signal is not None:
             return f"was killed by {signal_name(self.signal)}"
+        if self.exit_code == MPI_ERR_UNKNOWN:
+            return f"exited with code {self.exit_code}, as MPI does where another rank is lost"
         if self.exit_code is not None:
             return f"exited with code {self.exit_code}"
         return "left in mid-run without an error"
@@ -57,6 +63,8 @@ HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d
 SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
 MPI_ERR_UNKNOWN = 14
 """Open MPI 4 and 5 leave with this number when their runtime tells them that another rank is lost."""
+CLOSED = re.compile(r"An error occurred in Socket closed\s+.*reported by process \[\d+,(\d+)\]")
+"""What ranks say, over TCP, whose connection to another one has ended."""
 GAVE_UP = "Timed out waiting for job step to complete"
 WAITS = re.compile(r"Waiting up to (\d+) seconds for job step to finish")
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
@@ -65,35 +73,47 @@ LOST_NODE = re.compile(
     r"|has\s+lost\s+communication\s+with\s+a\s+remote\s+daemon|daemon\s+has\s+(?:died|failed)"
     r"|Remote daemon\s*:\s*\[\S+\]\s+on\s+node\s+(?P<remote>\S+)"
 )
+NO_DAEMON = re.compile(r"daemon failed to report back after being spawned[\s\S]{0,900}?Remote host:\s+(\S+)")
+"""Open MPI 5, on standard output."""
 
 
-def deaths(text: str, died_first: Collection[int] = ()) -> list[Death]:
+def deaths(text: str, died_first: Collection[int] = (), codes: Mapping[int, int | None] | None = None) -> list[Death]:
     """Processes that the launcher saw end badly by themselves, first ones first.
 
     Text of Open MPI 4 and 5, MPICH's hydra and srun is understood. Ranks that called MPI_Abort are not deaths: they
     left a word. srun reports deaths in any order, and those of its victims too: if it is known from elsewhere which
-    ranks ``died_first``, all others are their victims.
+    ranks ``died_first``, all others are their victims. Otherwise those are that MPI ended after another one.
+    ``codes`` has what is known from elsewhere of ranks of which the launcher does not tell: exit code, or minus signal.
     """
     # Those that srun reports after it has begun to end the step are victims of that, if nothing else is known.
     found = _reported(text, text if died_first else text.partition("Terminating StepId")[0])
     if not died_first:
-        return found
+        return [death for death in found if death.exit_code != MPI_ERR_UNKNOWN] or found
     first = [replace(death, maybe_victim=False) for death in found if death.rank in died_first]
     unranked = [death for death in found if death.rank is None]
     # A rank that exits with 0 is one that no launcher reports.
-    return first or unranked or [Death(rank) for rank in sorted(died_first)]
+    return first or unranked or [_noted(rank, (codes or {}).get(rank) or 0) for rank in sorted(died_first)]
 
 
 def bereaved(text: str) -> set[int]:
     """Ranks that MPI ended because it had lost another one."""
     found = _reported(text, text)
-    return {death.rank for death in found if death.rank is not None and death.exit_code == MPI_ERR_UNKNOWN}
+    gone = {death.rank for death in found if death.rank is not None and death.exit_code == MPI_ERR_UNKNOWN}
+    return gone | {int(rank) for rank in CLOSED.findall(text)}
 
 
-def lost_node(text: str) -> str | None:
-    """The node that the launcher says is gone, or its daemon; empty where it names none, None where none is gone."""
+def reported(text: str) -> list[int]:
+    """Ranks of whose deaths the launcher tells, those that it ended itself included, in its order."""
+    return [death.rank for death in _reported(text, text) if death.rank is not None]
+
+
+def lost_node(text: str, output: str = "") -> str | None:
+    """The node that the launcher says is gone, or its daemon; empty where it names none, None where none is gone.
+
+    ``output`` is what came on standard output, where ranks may have written, too.
+    """
     hosts = [found["host"] or found["remote"] or "" for found in LOST_NODE.finditer(text)]
-    return max(hosts, default=None)
+    return max([*hosts, *NO_DAEMON.findall(output)], default=None)
 
 
 def waits_s(text: str) -> float:
@@ -111,6 +131,16 @@ def silent(text: str, ranks: Iterable[int]) -> list[int]:
     """Ranks whose end srun had not heard of when it gave up waiting: their node, or Slurm's daemon on it, is gone."""
     heard = _heard(text)
     return [rank for rank in ranks if rank not in heard] if GAVE_UP in text else []
+
+
+def silent_host(text: str, hosts: Mapping[int, str]) -> str | None:
+    """While srun waits for a step to end: the one host of whose ranks it has heard none, if of all the others.
+
+    ``hosts`` are those of ranks that left no last word.
+    """
+    heard = _heard(text) & hosts.keys()
+    silent, told = ({host for rank, host in hosts.items() if (rank in heard) == is_told} for is_told in (False, True))
+    return silent.pop() if waits_s(text) and told and len(silent) == 1 and not silent & told else None
 
 
 def left(text: str, ranks: Iterable[int]) -> list[int]:
@@ -163,7 +193,59 @@ def _srun(rank: int, host: str, how: str) -> Death:
     return Death(rank, host=host, signal=number, maybe_victim=number in (signal.SIGKILL, signal.SIGTERM))
 
 
+def _noted(rank: int, code: int) -> Death:
+    return Death(rank, signal=-code if code < 0 else None, exit_code=code if code > 0 else None)
+
+
 def _hydra(pid: int, host: str, code: int) -> Death:
     """hydra gives a wait status: a signal in the low bits, or an exit code."""
     is_signal = 0 < code < 32
     return Death(pid=pid, host=host, signal=code if is_signal else None, exit_code=None if is_signal else code)
+
+
+KEPT_BYTES = 65536
+CHUNK_BYTES = 16384
+PUMP_S = 0.2
+"""Seconds after which ``pump`` returns although there is more: its caller has signals to look at."""
+
+
+class Passing:
+    """Reads without waiting; call ``pump`` often, and once more at the end, with more patience.
+
+    Args:
+        source: the launcher's standard output, a pipe.
+        target: descriptor of the user's standard output.
+    """
+
+    def __init__(self, source: IO[bytes], target: int) -> None:
+        self.source = source.fileno()
+        self.target = target
+        self.tail = b""
+        self.in_banner = False
+        os.set_blocking(self.source, False)
+
+    def pump(self, most_s: float = PUMP_S) -> None:
+        """Passes on what is there, for a limited time: ranks may print faster than a terminal shows."""
+        end = time.monotonic() + most_s
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.source, CHUNK_BYTES):
+                self.take(chunk)
+                if time.monotonic() >= end:
+                    return
+
+    def take(self, chunk: bytes) -> None:
+        """Keeps the end of the output, which may hold the launcher's report, and shows all but that report."""
+        self.tail = (self.tail + chunk)[-KEPT_BYTES:]
+        if self.in_banner:
+            return
+        banner = BANNER.search(chunk)
+        self.in_banner = banner is not None
+        shown = chunk[: banner.start()].removesuffix(b"\n") if banner else chunk
+        with contextlib.suppress(OSError):
+            while shown:
+                shown = shown[os.write(self.target, shown) :]
+
+    @property
+    def text(self) -> str:
+        """The end of the output."""
+        return self.tail.decode(errors="replace")

@@ -51,7 +51,7 @@ except OSError:
     paths = []
 print(json.dumps([MPI.Get_library_version().rstrip(chr(0)), paths[0] if paths else ""]))
 """
-"""Run in a process of its own: the supervisor itself must not load MPI."""
+"""Run in a separate process: the supervisor itself must not load MPI."""
 
 
 def probe() -> MpiLibrary:
@@ -101,7 +101,7 @@ def flavour_of(version: str) -> Flavour:
 def find_mpirun(library: MpiLibrary) -> str:
     """Path of an mpirun that can start ranks of this library.
 
-    Looked for beside the library, in this Python's environment, then on PATH.
+    Looked up next to the library, in this Python's environment, then on PATH.
 
     Raises:
         UserError: none of those found belongs to the library.
@@ -141,6 +141,12 @@ class MpiRun:
         """
         build = _hydra if self.flavour is Flavour.HYDRA else _open_mpi
         return [self.path, *build(self.flavour, ranks, sorted(env), cores, local)]
+
+    def on(self, hosts: Sequence[str], ranks_per_node: int) -> list[str]:
+        """Words that choose nodes of a batch job's allocation."""
+        if self.flavour is Flavour.HYDRA:
+            return ["-hosts", ",".join(hosts), "-ppn", str(ranks_per_node)]
+        return ["--host", ",".join(f"{host}:{ranks_per_node}" for host in hosts)]
 
 
 def launcher_environment(

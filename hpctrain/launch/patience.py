@@ -1,35 +1,41 @@
-"""Waiting for a scheduler whose controller is away: a run must not end because that is restarted."""
+"""Waiting for a scheduler's controller or a file server that is away: a run must not end because one restarts."""
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpctrain.errors import Code, ExitCode, HpctrainError
+from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.system.output import say
 
 T = TypeVar("T")
 PAUSES_S = (5.0, 10.0, *[20.0] * 44)
-"""Between questions to a controller that does not hear: a quarter of an hour, and as long as its time-outs take."""
+"""Seconds between requests to a controller that does not answer: a quarter of an hour, plus its own timeouts."""
 LOOK_S = 1.0
-"""Seconds between two looks for the STOP file."""
+"""Seconds between two checks for the STOP file."""
+
+FILE_PAUSES_S = (0.1, 0.5, 2.0, 5.0)
+"""Between attempts to use a file whose server does not answer."""
+AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+"""Errors of file servers that fail over."""
 
 
 class Stopped(HpctrainError):
-    """A person wants the run to stop, and nothing of it runs."""
+    """A person asked the run to stop while none of its ranks ran."""
 
     exit_code = ExitCode.STOPPED
     code = Code.STOPPED
 
 
 def patiently(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> T:
-    """What ``ask`` returns, which is called again after each error of this kind until PAUSES_S are over.
+    """What ``ask`` returns; it is called again after each error of this kind until PAUSES_S are used up.
 
     Raises:
-        Stopped: a person has made the STOP file meanwhile; what a signal left of one does not count.
+        Stopped: a person created the STOP file meanwhile; one left by a signal does not count.
     """
     for pause_s in PAUSES_S:
         try:
@@ -38,6 +44,27 @@ def patiently(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> 
             say(f"{error.what}; asking again in {pause_s:.0f} s")
             _pause(run, pause_s, error)
     return ask()
+
+
+def read_patiently(use: Callable[[], T]) -> T:
+    """What ``use`` returns, which is called again while a file server is away, until FILE_PAUSES_S are over.
+
+    Raises:
+        RunFailed: a file cannot be used, or ``use`` raised it.
+    """
+    for pause_s in (*FILE_PAUSES_S, None):
+        try:
+            return use()
+        except (OSError, RunFailed) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(cause, OSError) and cause.errno in AWAY and pause_s is not None:
+                time.sleep(pause_s)
+            elif isinstance(error, RunFailed):
+                raise
+            else:
+                what = f"{error.filename or 'the run folder'} cannot be used: {error.strerror or error}"
+                raise RunFailed(what, "see whether its file system answers, then start the run again") from error
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _pause(run: RunDir, pause_s: float, error: HpctrainError) -> None:

@@ -1,6 +1,6 @@
 """The memory that a node's ranks write and its agent reads: a heartbeat and a ring of rows for each rank.
 
-Each rank writes its own slot and nothing else; the agent only reads, so nobody ever waits for anybody. All numbers are
+Each rank writes its own slot and nothing else; the agent only reads, so neither waits for the other. All numbers are
 float64. A reader takes rows up to the published count only, and checks afterwards that the ring has not caught up.
 """
 
@@ -74,7 +74,7 @@ class Slot:
 
 
 def own_slot() -> Slot:
-    """A slot in private memory, for a clock that nobody reads."""
+    """A slot in private memory, for a clock without a reader."""
     layout = Layout(ranks=1, rows=1)
     return Slot(mmap.mmap(-1, layout.size), layout, 0)
 

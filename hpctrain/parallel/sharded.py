@@ -10,13 +10,15 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from hpctrain.reduce.layout import Layout
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """A parameter, as far as it is shared out."""
+class ShardedParameter:
+    """A parameter, as far as it is partitioned."""
 
     rows: int
     """Rows between which it may be cut; 1: it has one owner."""
@@ -25,7 +27,7 @@ class Weighed:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """Rows of a parameter that one rank updates."""
 
     parameter: int
@@ -39,6 +41,10 @@ class Piece:
     rows: int
     """Of the parameter; 1 if this is all of it."""
 
+    def of(self, whole: Any) -> Any:
+        """These rows of a tensor or an array."""
+        return whole if self.rows == 1 else whole[self.begin : self.end]
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -46,11 +52,44 @@ class Shares:
 
     ranges: tuple[slice, ...]
     """Of the flat buffer, by rank: neighbours, which cover all gradients with their padding."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowRange, ...]
     """In the order of the buffer; together they are all rows of all parameters."""
 
 
-def share_out(layout: Layout, parameters: Sequence[Weighed], ranks: int) -> Shares:
+@dataclass(frozen=True)
+class Span:
+    """What a window of the flat buffer has of a parameter."""
+
+    index: int
+    """Of the parameter."""
+    part: slice
+    """Of its elements, in the order of their memory."""
+    place: slice
+    """In the window."""
+    is_end: bool
+    """Whether later windows have nothing of it."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Neighbouring elements of the flat buffer."""
+
+    begin: int
+    end: int
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def indices(self) -> frozenset[int]:
+        """Of the parameters that have a part in it."""
+        return frozenset(one.index for one in self.spans)
+
+    def parts(self, ranges: Sequence[slice]) -> list[slice]:
+        """What of it lies in each range of the buffer, from its own first element on."""
+        ends = ((min(max(end, self.begin), self.end) - self.begin for end in (one.start, one.stop)) for one in ranges)
+        return [slice(*each) for each in ends]
+
+
+def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int) -> Shares:
     """Shares of nearly equal bytes: each cut is at the row, or the tensor, that is nearest to the ideal place.
 
     Args:
@@ -72,9 +111,25 @@ def share_out(layout: Layout, parameters: Sequence[Weighed], ranks: int) -> Shar
             rows = parameters[index].rows
             begin, end = row if place == first else 0, end_row if place == last else rows
             if begin < end:
-                pieces.append(Piece(index, owner, begin, end, rows))
+                pieces.append(RowRange(index, owner, begin, end, rows))
     positions = [_position(layout, order, parameters, cut) for cut in cuts]
     return Shares(tuple(itertools.starmap(slice, itertools.pairwise(positions))), tuple(pieces))
+
+
+def windows_of(layout: Layout, begin: int, end: int, size: int) -> list[Window]:
+    """A range of the flat buffer in windows of this size, the last of them shorter."""
+    found = []
+    order = sorted(range(len(layout.offsets)), key=lambda index: layout.offsets[index])
+    for low in range(begin, end, size):
+        high, spans = min(low + size, end), []
+        for index in order:
+            offset, length = layout.offsets[index], layout.sizes[index]
+            first, last = max(low, offset), min(high, offset + length)
+            if first < last:
+                part = slice(first - offset, last - offset)
+                spans.append(Span(index, part, slice(first - low, last - low), part.stop == length))
+        found.append(Window(low, high, tuple(spans)))
+    return found
 
 
 def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -84,7 +139,7 @@ def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def _nearest(
-    order: Sequence[int], parameters: Sequence[Weighed], ends: Sequence[int], number: int, ranks: int
+    order: Sequence[int], parameters: Sequence[ShardedParameter], ends: Sequence[int], number: int, ranks: int
 ) -> tuple[int, int]:
     """The (place, row) before which the bytes are nearest to number/ranks of all; whole numbers, so that ranks agree.
 
@@ -100,10 +155,37 @@ def _nearest(
     return (place, row) if row < rows else (place + 1, 0)
 
 
-def _position(layout: Layout, order: Sequence[int], parameters: Sequence[Weighed], cut: tuple[int, int]) -> int:
+def _position(
+    layout: Layout, order: Sequence[int], parameters: Sequence[ShardedParameter], cut: tuple[int, int]
+) -> int:
     """Of a cut, in the flat buffer."""
     place, row = cut
     if place == len(order):
         return layout.gradients
     index = order[place]
     return layout.offsets[index] + row * (layout.sizes[index] // parameters[index].rows)
+
+
+STEPS = 3
+LARGEST_SIZE = 160
+"""Of an axis that is tried: beyond 128, where some optimizers begin to treat tensors in another way."""
+LARGEST_TENSOR = 3 << 13
+"""Elements of a tensor that is tried, and so milliseconds."""
+LEAST_RATE = 1e-3
+"""In place of a learning rate of 0, with which nothing would happen."""
+
+
+def small(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape like it, of no more than some thousand elements."""
+    inner, elements = [], 1
+    for size in shape[1:]:
+        inner.append(max(1, min(size, LARGEST_SIZE, LARGEST_TENSOR // elements // 2)))
+        elements *= inner[-1]
+    return (min(shape[0], max(2, LARGEST_TENSOR // elements)), *inner) if shape else ()
+
+
+def uneven_rows(shape: tuple[int, ...]) -> list[slice]:
+    """Uneven parts of the first axis, the first of them one row; one part of what has no two rows."""
+    rows = shape[0] if shape else 1
+    ends = sorted({0, min(1, rows), rows // 2, rows})
+    return [slice(begin, end) for begin, end in itertools.pairwise(ends)] if rows > 1 else [slice(None)]

@@ -1,10 +1,11 @@
-"""Gradients to the rank that updates, parameters back to all: reduce-scatter and allgather of a flat host buffer."""
+"""Gradients to the rank that updates, parameters back to all: reduce-scatter and allgather of a flat host buffer, as a
+whole (``ShmSharded``, ``MpiSharded``) or through small windows (``ShmWindows``, ``MpiWindows``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -13,47 +14,18 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, chunks, share_arrays
+from hpctrain.train.clock import Waiting
 
-UPDATE = "update their parameters"
+SLICES, UPDATE = "add up slices of gradients", "update their parameters"
 """What a rank waits for."""
 
 
-class ShardedExchange(Protocol):
-    """Every rank makes the same calls in the same order."""
-
-    @property
-    def buffer(self) -> NDArray[Any]:
-        """This rank's gradients, slots at the end; after ``scatter`` its range holds sums."""
-
-    @property
-    def slots(self) -> NDArray[Any]:
-        """The sums of the slots, after ``scatter``."""
-
-    @property
-    def leaving(self) -> Sequence[NDArray[Any]]:
-        """Laid out as the gradients: this rank writes its range of the parameters to each of them before ``gather``,
-        which leaves those of other ranks in ``buffer``."""
-
-    def scatter(self, needs_norm: bool) -> None:
-        """Sums all ranks' gradients, each rank its own range, and the slots.
-
-        If the norm is needed, SQUARE is the square of that of the whole sum. If it is not, ``gather`` comes before this
-        rank's gradients are written again: until then others may read them.
-        """
-
-    def gather(self) -> None:
-        """Returns when ``buffer`` has the parameters of all other ranks, in their ranges."""
-
-    def close(self) -> None:
-        """Releases communicators."""
-
-
 class ShmSharded:
-    """Ranks of one node, through memory that they share.
+    """Ranks of one node, through memory that they share. Every rank makes the same calls in the same order.
 
     A rank reads and writes its own range in the buffers of all ranks: first their gradients, then what it has made of
-    the parameters. Nobody waits for the end of a sum, or for others to have read: what is written next is read by
-    nobody until all ranks have met once more.
+    the parameters. No rank waits for the end of a sum, or for others to have read: what is written next is not read
+    before all ranks have met once more.
     """
 
     def __init__(self, shared: SharedArrays, length: int, gradients: int, ranges: Sequence[slice]) -> None:
@@ -67,14 +39,23 @@ class ShmSharded:
         self.shared, self.node = shared, shared.node
         self.buffers = [array[:length] for array in shared.arrays]
         self.squares = [array[length:] for array in shared.arrays]
-        """Of each rank's range. No slots: those are written anew while others may still read these."""
+        """Of each rank's range. No slots: those are overwritten while others may still read these."""
         self.buffer = self.buffers[self.node.rank]
+        """This rank's gradients, slots at the end; after ``scatter`` its range holds sums."""
         self.leaving = [buffer for rank, buffer in enumerate(self.buffers) if rank != self.node.rank]
+        """Laid out as the gradients: this rank writes its range of the parameters to each of them before ``gather``,
+        which leaves those of other ranks in ``buffer``."""
         self.mine = ranges[self.node.rank]
         self.gradients = gradients
         self.slots = self.buffer[gradients:].copy()
+        """The sums of the slots, after ``scatter``."""
 
     def scatter(self, needs_norm: bool) -> None:
+        """Sums all ranks' gradients, each rank its own range, and the slots.
+
+        If the norm is needed, SQUARE is the square of that of the whole sum. If it is not, ``gather`` comes before this
+        rank's gradients are written again: until then others may read them.
+        """
         self.node.meet(ARRIVE)
         own = self.buffer
         total = own if self.node.rank < 2 else self.buffers[0]  # the first two terms are read before it is written
@@ -94,14 +75,16 @@ class ShmSharded:
         self.slots = slots[0]
 
     def gather(self) -> None:
+        """Returns when ``buffer`` has the parameters of all other ranks, in their ranges."""
         self.node.meet(UPDATE)
 
     def close(self) -> None:
+        """Releases communicators."""
         self.shared.free()
 
 
 class MpiSharded:
-    """Any ranks, by messages of MPI."""
+    """The same of any ranks, by messages of MPI."""
 
     def __init__(self, group: Group, length: int, gradients: int, dtype: DTypeLike, ranges: Sequence[slice]) -> None:
         self.comm = duplicate(group)
@@ -148,6 +131,9 @@ class MpiSharded:
         ]
 
 
+ShardedExchange: TypeAlias = ShmSharded | MpiSharded
+
+
 def open_sharded_exchange(
     group: Group, length: int, gradients: int, dtype: DTypeLike, ranges: Sequence[slice]
 ) -> ShardedExchange:
@@ -160,9 +146,109 @@ def open_sharded_exchange(
         dtype: of the buffer.
         ranges: of the gradients, by rank.
     """
-    shared = share_arrays(group, length + 1, dtype)
-    if shared is not None and shared.peers is None:
+    shared = share_on_node(group, length + 1, dtype)
+    if shared:
         return ShmSharded(shared, length, gradients, ranges)
-    if shared is not None:
-        shared.free()
     return MpiSharded(group, length, gradients, dtype, ranges)
+
+
+class ShmWindows:
+    """A buffer of each rank of one node, in memory that they share. Every rank makes the same calls in the same order.
+
+    There are two for each rank, in turn: who fills one has met the others since they read it.
+    """
+
+    def __init__(self, shared: SharedArrays, size: int, waiting: Waiting) -> None:
+        self.shared, self.node, self.waiting = shared, shared.node, waiting
+        self.turns = [[array[:size] for array in shared.arrays], [array[size:] for array in shared.arrays]]
+
+    @property
+    def own(self) -> NDArray[Any]:
+        """This rank's, to be filled before each call."""
+        return self.turns[0][self.node.rank]
+
+    def _met(self, what: str) -> list[NDArray[Any]]:
+        with self.waiting:
+            self.node.meet(what)
+        self.turns.reverse()
+        return self.turns[1]
+
+    def add(self, parts: Sequence[slice], total: NDArray[Any], adds: bool) -> None:
+        """Sums the windows of all ranks, each rank its own part. Collective.
+
+        Args:
+            parts: by rank, one behind the other from the window's first element on.
+            total: takes the sum of this rank's part.
+            adds: whether to add it to what is there.
+        """
+        windows, first = self._met(SLICES), parts[self.node.rank].start
+        for begin, end in chunks(first, parts[self.node.rank].stop):
+            terms, out = [window[begin:end] for window in windows], total[begin - first : end - first]
+            add_pairwise(terms, terms[0] if adds else out)
+            if adds:
+                np.add(out, terms[0], out=out)
+
+    def others(self, lengths: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(rank, window) of all other ranks, each to be read before the next one is asked for. Collective.
+
+        Args:
+            lengths: elements that each rank has filled.
+        """
+        windows = self._met(UPDATE)
+        yield from ((rank, window) for rank, window in enumerate(windows) if rank != self.node.rank)
+
+    def close(self) -> None:
+        """Releases communicators."""
+        self.shared.free()
+
+
+class MpiWindows:
+    """The same of any ranks, sent by MPI."""
+
+    def __init__(self, group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> None:
+        self.comm, self.waiting = duplicate(group), waiting
+        self.own, self.received = np.zeros(size, dtype), np.zeros(size, dtype)
+
+    def add(self, parts: Sequence[slice], total: NDArray[Any], adds: bool) -> None:
+        counts = [part.stop - part.start for part in parts]
+        found = self.received[: counts[self.comm.rank]] if adds else total
+        with self.waiting:
+            self.comm.Reduce_scatter(self.own[: sum(counts)], found, counts)
+        if adds:
+            np.add(total, found, out=total)
+
+    def others(self, lengths: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        for rank, length in enumerate(lengths):
+            window = self.own if rank == self.comm.rank else self.received
+            with self.waiting:
+                self.comm.Bcast(window[:length], root=rank)
+            if rank != self.comm.rank:
+                yield rank, window
+
+    def close(self) -> None:
+        self.comm.Free()
+
+
+Windows: TypeAlias = ShmWindows | MpiWindows
+
+
+def open_windows(group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> Windows:
+    """Through shared memory if the ranks are those of one node, else by MPI. Collective.
+
+    Args:
+        group: the ranks.
+        size: elements of a window.
+        dtype: of them.
+        waiting: records waits for other ranks.
+    """
+    shared = share_on_node(group, 2 * size, dtype)
+    return ShmWindows(shared, size, waiting) if shared else MpiWindows(group, size, dtype, waiting)
+
+
+def share_on_node(group: Group, length: int, dtype: DTypeLike) -> SharedArrays | None:
+    """Arrays for each rank; None, on all of them, if the ranks are on several nodes or share no memory. Collective."""
+    shared = share_arrays(group, length, dtype)
+    if shared is not None and shared.peers is not None:
+        shared.free()
+        return None
+    return shared

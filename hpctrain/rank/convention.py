@@ -1,5 +1,4 @@
-"""What programs of others want to know of their rank, as the launchers that they are written for would say it. Pure,
-but for the port."""
+"""The rank's variables for third-party programs, as their own launchers would set them. Pure, except for the port."""
 
 from __future__ import annotations
 
@@ -11,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """One rank among the others."""
+    """Place of a rank."""
 
     rank: int
     size: int
     local_rank: int
-    """Among those of its node."""
+    """Rank on its node."""
     local_size: int
     node: int
-    """Index of its node, in order of the lowest rank."""
+    """Index of its node; nodes are ordered by their lowest rank."""
     nodes: int
     host: str
 
@@ -67,8 +66,8 @@ def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]
 def reserve_port() -> socket.socket:
     """A free port of this host, kept as long as the socket is open.
 
-    It does not listen, and says SO_REUSEADDR, as servers do: so the program can listen there at any time, and nobody
-    else is given the port until then.
+    The socket does not listen and sets SO_REUSEADDR, as servers do, so the program can listen there at any time and no
+    other process gets the port until then.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.config.combinations import Feature, used
-from hpctrain.config.sections import Config
-from hpctrain.data import Order, StreamOrder
+from hpctrain.data.order import Order
+from hpctrain.data.stream import StreamOrder
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
 from hpctrain.train.hooks import Hook, rate_hook
 
@@ -17,20 +17,20 @@ def has_own_step(task: Task) -> bool:
     return isinstance(task, TorchTask) and task.step is not None
 
 
-def pieces_of(config: Config, task: Task) -> int:
-    """Micro-batches that the data come in: a step gets its batch whole, and cuts it by ``ctx.split``."""
-    return 1 if has_own_step(task) else config.train.accumulate
+def micro_batches_of(task: Task, accumulate: int) -> int:
+    """Micro-batches that the data come in: the task's own step gets its batch whole, and cuts it by ``ctx.split``."""
+    return 1 if has_own_step(task) else accumulate
 
 
-def task_features(config: Config, task: Task, order: Order | StreamOrder, ranks: int) -> dict[Feature, Any]:
-    """What the task and its data use, in a run on a number of ranks."""
+def task_features(name: str, task: Task, order: Order | StreamOrder, ranks: int) -> dict[Feature, Any]:
+    """What the task, which the run file calls ``name``, and its data use in a run on a number of ranks."""
     rest = order.epoch_samples % order.global_batch if isinstance(order, Order) and not order.drop_last else 0
     validates, own_step = task.validation is not None, has_own_step(task)
     given = {
         Feature.KERAS: isinstance(task, KerasTask),
         Feature.NO_FORWARD: task.forward is first_field,
-        Feature.NO_JUDGE: own_step and task.loss is None and not task.metrics,
-        Feature.NO_VALIDATION: not validates and config.task,
+        Feature.NO_EVAL_LOSS: own_step and task.loss is None and not task.metrics,
+        Feature.NO_VALIDATION: not validates and name,
         Feature.OWN_STEP: own_step,
         Feature.RANKS: ranks > 1 and ranks,
         Feature.NO_CUTS: isinstance(task, TorchTask) and not task.tensor,
@@ -38,7 +38,7 @@ def task_features(config: Config, task: Task, order: Order | StreamOrder, ranks:
         Feature.SEVERAL_MODELS: isinstance(task.model, Mapping),
         Feature.SEVERAL_OPTIMIZERS: isinstance(task.optimizer, Mapping),
         Feature.SHORT_BATCH: rest < ranks and rest,
-        Feature.STREAM: isinstance(order, StreamOrder) and config.task,
+        Feature.STREAM: isinstance(order, StreamOrder) and name,
         Feature.TASK_SCHEDULE: task.schedule is not None,
         Feature.VALIDATION: validates,
     }

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from hpctrain.comm.world import World
-from hpctrain.config.sections import Config, ReduceConfig
-from hpctrain.data import Samples
+from hpctrain.config.loading import dump
+from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
 from hpctrain.monitor.rank.session import start as start_monitor
-from hpctrain.parallel.stage_choice import BY_PARAMETERS, StageChoice
+from hpctrain.parallel.pipeline import BY_PARAMETERS
 from hpctrain.rank import wiring
-from hpctrain.rank.problem import Problem, first_batch, make_problem, require_same_data
-from hpctrain.rank.session import Outcome, PeerFailed, Session, attend
-from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.run.attempts import Attempts
+from hpctrain.rank.batches import first_batch, first_validation, make_data
+from hpctrain.rank.kept_choices import kept_reducer, note_data, stage_choice
+from hpctrain.rank.problem import make_problem, require_same_data
+from hpctrain.rank.session import Beginning, PeerFailed, RankResult, Session, attend
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
 from hpctrain.train.hooks import Hook
-from hpctrain.train.in_step import in_step
 from hpctrain.train.loop import RunSummary
+from hpctrain.train.uneven_batches import even_batches
 
 
 def fit(
@@ -43,10 +41,10 @@ def fit(
 
     Args:
         config: a run; see ``load_config``. Its task is imported from the module or file that it names.
-        hooks: attached to the loop behind hpctrain's own; see ``Hook``. Their state is part of checkpoints.
-        sinks: get the run's events; only rank 0's are used.
-        fresh: put existing checkpoints aside and begin again.
-        verbose: leave all output where it is, and let the libraries speak.
+        hooks: attached to the loop after hpctrain's own; see ``Hook``. Their state is part of checkpoints.
+        sinks: receive the run's events; only rank 0's are used.
+        fresh: put existing checkpoints aside and start from the beginning.
+        verbose: leave all output where it is, and show the libraries' messages.
 
     Returns:
         How the attempt ended, and the last validation metrics. After a stop request (``StopReason.REQUESTED``) the same
@@ -59,7 +57,7 @@ def fit(
     """
     summaries: list[RunSummary] = []
 
-    def body(session: Session) -> Outcome:
+    def body(session: Session) -> RankResult:
         summary, outcome = train(session, config, hooks, sinks, fresh)
         summaries.append(summary)
         return outcome
@@ -75,81 +73,34 @@ def fit(
 
 def train(
     session: Session, config: Config, hooks: Sequence[Hook] = (), sinks: Sequence[Sink] = (), fresh: bool = False
-) -> tuple[RunSummary, Outcome]:
-    """From the configuration to the end of the loop; collective."""
-    run_dir = session.join_run(config)
-    session.arrange(config)
+) -> tuple[RunSummary, RankResult]:
+    """Trains, from the configuration to the end of the loop. Collective."""
+    beginning = Beginning(RunDir.of(config.name, config.run_dir), config.parallel, partial(dump, config))
+    run_dir = session.join_run(beginning)
+    session.arrange(config.parallel.tensor, config.parallel.pipeline)
     with session.phase("make the task"):
-        problem = make_problem(config, session.world)
+        problem = make_problem(config, session.world, session.verbose)
     require_same_data(problem, session.world)
+    note_data(problem, session, run_dir)
     with ExitStack() as stack:
         monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
-        choice = reducer_choice(config.reduce, session.world, run_dir, session.warn)
-        stages = stage_choice(problem, config, session, run_dir) if config.parallel.pipeline > 1 else BY_PARAMETERS
-        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, choice, stages)
+        reducer = kept_reducer(session.world, run_dir, session.warn)
+        stages = stage_choice(problem, session, run_dir) if config.parallel.pipeline > 1 else BY_PARAMETERS
+        framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, reducer, stages)
         stack.enter_context(closing(framework))
         with session.phase("try the task on one batch"):
-            batch = first_batch(problem, config, session.world)
-            validation = wiring.first_validation(config, session.world, problem)
-            for one, _ in in_step([batch] if batch else [], framework.meeting):
+            batch = first_batch(problem, session.world)
+            validation = first_validation(problem)
+            for one, _ in even_batches([batch] if batch else [], framework.sync_group):
                 framework.dry_call(one, validation)
-        data = stack.enter_context(closing(wiring.make_data(config, session.world, problem, framework)))
+        data = stack.enter_context(closing(make_data(problem, session.world, framework.host.place)))
         attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
         for hook in attached:
             stack.enter_context(closing(hook))
         trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached, data)
-        summary = trainer.fit()
-        return summary, Outcome(summary.reason, summary.step, framework.weights_hash())
-
-
-def reducer_choice(config: ReduceConfig, world: World, run_dir: RunDir, warn: Callable[[str], object]) -> ReducerChoice:
-    """An automatic choice of the reducer is made once in a run, for the same grid of ranks, and kept. Collective."""
-    remembered = Remembered("reducer", "measures its reducers", world, run_dir, warn)
-    kept = remembered.choice().get("reducer")
-    return ReducerChoice(config, world, kept, lambda choice: remembered.note(choice.to_event()))
-
-
-def stage_choice(problem: Problem, config: Config, session: Session, run_dir: RunDir) -> StageChoice:
-    """The same for how layers are shared out among stages. Collective."""
-    remembered = Remembered("stages", "times its layers", session.world, run_dir, session.warn)
-
-    def batch() -> Samples:
-        with session.phase("read the batch that layers are timed on"):
-            return first_batch(problem, config, session.world)
-
-    def record(layers: Sequence[int], seconds: Sequence[float]) -> None:
-        remembered.note({"layers": list(layers), "seconds": [round(each, 6) for each in seconds]})
-
-    return StageChoice(batch, remembered.choice().get("layers", ()), record)
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """A choice that run.json keeps for later attempts."""
-
-    name: str
-    """Of its field there."""
-    does_again: str
-    """What a resumed run does if it is lost, for people."""
-    world: World
-    run_dir: RunDir
-    warn: Callable[[str], object]
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """That it was made for."""
-        return {"ranks": self.world.size, "tensor": self.world.tensor.size, "pipeline": self.world.pipeline.size}
-
-    def choice(self) -> dict[str, Any]:
-        """Of an earlier attempt with the same grid; empty if there is none. Collective."""
-        saved = (Attempts(self.run_dir).info().get(self.name) or {}) if self.world.rank == 0 else {}
-        saved = self.world.everyone.broadcast(saved, f"learn the {self.name} of the earlier attempt")
-        return saved if {"tensor": 1, "pipeline": 1, **saved}.items() >= self.grid.items() else {}
-
-    def note(self, choice: Mapping[str, Any]) -> None:
-        """On rank 0."""
-        if self.world.rank == 0:
-            try:
-                Attempts(self.run_dir).update(**{self.name: {**self.grid, **choice}})
-            except RunFailed as error:
-                self.warn(f"{error.what}; training continues, a resumed run {self.does_again} again")
+        try:
+            summary = trainer.fit()
+        except Exception:
+            session.reached(trainer.state.step)
+            raise
+        return summary, RankResult(summary.reason, summary.step, framework.weights_hash())

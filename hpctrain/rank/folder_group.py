@@ -1,4 +1,4 @@
-"""A few values between ranks that share nothing but their run folder: for programs that may not use MPI."""
+"""Exchanges small values between ranks through the run folder, for programs that may not use MPI."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hpctrain.run.last_words import pieces
 from hpctrain.system import files, safe_read
 
 LONGEST_PAUSE_S = 0.5
-"""Between two looks: the folder may lie on a shared file system."""
+"""Seconds between polls: the folder may be on a shared file system."""
 
 
 class MeetingStopped(HpctrainError):
-    """The wait was ended before the others came."""
+    """The wait was interrupted before the other ranks arrived."""
 
 
 class FolderGroup(Group):
-    """Ranks that leave values as files. Has ``allgather``, ``broadcast`` and ``barrier``; each takes milliseconds.
+    """Ranks that exchange values as files, by ``allgather``, ``broadcast`` and ``barrier``; each takes milliseconds.
 
-    Rank 0 reads what all leave and writes it into one file, which the others read. The files lie among the last words,
-    and are removed with them when the attempt is over.
+    Rank 0 reads the ranks' values and writes them to one file, which the others read. The files are stored with the
+    last words and removed with them when the attempt is over.
 
     Args:
         name: of the group; different from those of other groups of the attempt.
@@ -54,7 +54,7 @@ class FolderGroup(Group):
         self.folder, self.root, self.interrupted = pieces(run_dir, attempt), run_dir.path, interrupted
         self.number = 0
 
-    def allgather(self, value: Any, what: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def allgather(self, value: Any, what: str = "gather values", timeout_s: float = TIMEOUT_S) -> list[Any]:
         """See Group."""
         self.number += 1
         end = time.monotonic() + timeout_s
@@ -71,11 +71,11 @@ class FolderGroup(Group):
             self._leave("all", everything)
         return list(everything)
 
-    def broadcast(self, value: Any, what: str, root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
+    def broadcast(self, value: Any, what: str = "broadcast values", root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
         """See Group."""
         return self.allgather(value if self.rank == root else None, what, timeout_s)[root]
 
-    def barrier(self, what: str, timeout_s: float = TIMEOUT_S) -> None:
+    def barrier(self, what: str = "come to a barrier", timeout_s: float = TIMEOUT_S) -> None:
         """See Group."""
         self.allgather(None, what, timeout_s)
 
@@ -87,7 +87,7 @@ class FolderGroup(Group):
         files.write_atomically(self._path(who), content, self.root, mode=0o600)  # the monitor's token is among them
 
     def _take(self, missing: set[str], what: str, end: float) -> dict[str, Any]:
-        """Values by who left them, when all are there."""
+        """All ranks' values, once they are complete."""
         found: dict[str, Any] = {}
         pause_s = 0.01
         while True:

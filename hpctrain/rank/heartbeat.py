@@ -1,4 +1,4 @@
-"""``hpctrain.heartbeat()``: one call a step, by which programs of others are watched."""
+"""``hpctrain.heartbeat()``: one call per step that lets the monitor watch third-party programs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.config.loading import load
-from hpctrain.monitor.rank.session import Session, start
+from hpctrain.monitor.rank.session import MonitorSession, start
 from hpctrain.rank.convention import Place
 from hpctrain.rank.folder_group import folder_world
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import PLACE, WATCHED_DIR, current_attempt
 
 POLL_STEPS = 32
-"""Steps between looks at what the monitor has to say."""
+"""Steps between checks for messages from the monitor."""
 
 
 def heartbeat(samples: float = 1.0) -> None:
-    """Says that this rank has ended a step: the monitor then finds hangs, and keeps the stacks of those that hang.
+    """Reports that this rank has ended a step, so that the monitor detects hangs and keeps the stacks of hanging ranks.
 
-    Call it on every rank, once in each step, behind the exchange. The first call starts the monitor, for which the
-    ranks wait for each other; it takes about a second, later ones a microsecond. Without a supervisor
+    Call it on every rank, once per step, after the exchange. The first call starts the monitor: it synchronizes the
+    ranks and takes about a second; later calls take a microsecond. Without a supervisor
     (``hpctrain run``, a Slurm job of ``hpctrain submit``) it does nothing. It needs no MPI.
 
     Args:
-        samples: what the step had to do on this rank.
+        samples: samples of this rank in the step.
 
     Raises:
         RunFailed: the other ranks did not make their first call within 15 minutes.
@@ -39,7 +39,7 @@ def heartbeat(samples: float = 1.0) -> None:
 
 @functools.cache
 def beat() -> Callable[[float], None]:
-    """What a heartbeat does; made at the first one."""
+    """The function behind ``heartbeat``, made at the first call."""
     folder, place = os.environ.get(WATCHED_DIR), os.environ.get(PLACE)
     if not folder or not place:
         return lambda samples: None
@@ -52,14 +52,14 @@ def beat() -> Callable[[float], None]:
 
 
 class Heart:
-    """Ends of steps on a session's clock."""
+    """Records the ends of steps on a monitor session's clock."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: MonitorSession) -> None:
         self.session = session
         self.steps = 0
 
     def beat(self, samples: float) -> None:
-        """The end of one."""
+        """Records the end of a step."""
         self.session.clock.end_step(samples)
         self.steps += 1
         if self.steps % POLL_STEPS == 0:

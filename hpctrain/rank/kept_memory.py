@@ -1,4 +1,4 @@
-"""A rank whose steps spend their time on fresh memory keeps what they free."""
+"""A rank whose steps spend too much time on fresh memory keeps the memory that they free."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from time import monotonic
 from hpctrain.system import heap
 from hpctrain.system.heap import Usage
 from hpctrain.train.framework import StepResult
-from hpctrain.train.hooks import BaseHook
-from hpctrain.train.training import Training
+from hpctrain.train.hooks import BaseHook, Training
 
 FIRST_STEP = 2
-"""The first step of an attempt makes what stays: buffers, and the optimizer's state."""
+"""First steps are skipped: they allocate what stays, such as buffers and optimizer state."""
 LOOK_S = 1.0
-"""Least seconds between two looks."""
+"""Minimum seconds between two checks."""
 LOOKS = 2
-"""That find the same in a row: a data set that is read for the first time takes fresh memory, too."""
+"""Consecutive checks that must agree: reading a data set for the first time takes fresh memory, too."""
 
 
 class KeptMemory(BaseHook):
-    """Lets malloc keep freed memory once the kernel takes more than a small share of the steps to hand it out again, if
-    this node has room for as much again as its ranks have used at most.
+    """Makes malloc keep freed memory once providing fresh memory takes the kernel more than a small share of the steps,
+    if the node has as much memory left as its ranks have used at their peak.
 
-    Each rank decides for itself. Nothing is computed in another way.
+    Each rank decides for itself. Results do not change.
 
     Args:
         say: tells the user, on rank 0.
@@ -39,8 +38,8 @@ class KeptMemory(BaseHook):
         self.found = 0
 
     def before_fit(self, training: Training) -> None:
-        """Looks at frameworks only that leave it to malloc."""
-        self.looks &= training.framework.gives_back
+        """Checks only frameworks that leave memory to malloc."""
+        self.looks &= training.framework.facts.gives_back
 
     def after_step(self, training: Training, result: StepResult) -> None:
         self.steps += 1
@@ -56,7 +55,7 @@ class KeptMemory(BaseHook):
             self.keep(training, share, now)
 
     def keep(self, training: Training, share: float, now: Usage) -> None:
-        """Does so if there is room."""
+        """Keeps freed memory if there is room."""
         if heap.left_bytes() < training.world.local.size * now.peak_bytes or not heap.keep_freed():
             return
         if training.world.rank == 0:

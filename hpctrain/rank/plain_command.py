@@ -1,6 +1,7 @@
 """``python -m hpctrain.rank.plain_command program arguments``: one rank of a plain command.
 
-The program gets what our own ranks have: a log, a stop request as a signal, and a last word. It need not know us.
+The program gets what hpctrain's own ranks have: a log, a stop request as a signal, and a last word. It need not import
+hpctrain.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.comm.world import EXPECTED_RANKS
+from hpctrain.comm.world import EXPECTED_RANKS, LAUNCHED
 from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, UserError
 from hpctrain.rank.convention import place_of, reserve_port, variables
 from hpctrain.rank.folder_group import FolderGroup, MeetingStopped
@@ -30,16 +32,16 @@ from hpctrain.system import cgroups, processes
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals, signal_name
 
-RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-"""What launchers call a rank's number. Under mpirun SLURM_PROCID is the daemon's, so it comes last."""
 TICK_S = 0.1
 POLL_S = 2.0
-"""Seconds between two looks for the STOP file."""
+"""Seconds between checks for the STOP file."""
 LOOKED_AT_BYTES = 4096
+TRACEBACK = re.compile(r"^(.*)Traceback \(most recent call last\):\n(?:\1[ \t].*\n)*\1(\S.*)", re.MULTILINE)
+"""Torch begins each line with the rank."""
 LONGEST_LINE = 300
-"""Of what a program said last."""
+"""Characters of a program's last line that are quoted."""
 KILL_GRACE_S = 5.0
-"""Seconds between asking the program to end and killing it, when the run has moved elsewhere."""
+"""Seconds between asking the program to end and killing it, if a newer attempt has replaced this one."""
 
 
 def main() -> int:
@@ -60,16 +62,16 @@ def main() -> int:
         file.end(dataclasses.replace(word, ending=Ending.STOPPED, ended=time.time(), exit_code=ExitCode.STOPPED))
         return ExitCode.DONE
     except HpctrainError as error:
-        file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, "", error.code), error.exit_code))
+        file.end(failed(word, error))
         return error.exit_code
     try:
         asked = watch(child, run_dir, attempt, word.rank, signals)
     except Replaced as error:
         end(child)
-        file.end(failed(word, ErrorWord(error.what, error.fix, type(error).__name__, "", error.code), error.exit_code))
+        file.end(failed(word, error))
         return error.exit_code
     port.close()
-    last = ending(word, sys.argv[1], child.returncode, asked, last_line(log))
+    last = ending(word, sys.argv[1], child.returncode, asked, said_last(log))
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
 
@@ -80,7 +82,7 @@ def start_program(
     """The program, which gets the signals that all processes of this rank get from now on.
 
     Raises:
-        MeetingStopped: one came before.
+        MeetingStopped: one arrived before.
         UserError: there is no such program.
     """
 
@@ -100,13 +102,13 @@ def start_program(
 def program_environment(
     run_dir: RunDir, attempt: int, word: LastWord, signals: StopSignals
 ) -> tuple[socket.socket, dict[str, str]]:
-    """A port that is kept for the program, and its variables. Collective, if this rank knows its number.
+    """A port reserved for the program, and its variables. Collective, if this rank knows its number.
 
     Raises:
-        MeetingStopped: somebody asked the run to stop.
-        RunFailed: the other ranks did not come.
+        MeetingStopped: the run was asked to stop.
+        RunFailed: the other ranks did not arrive.
     """
-    # The program may be one of ours with a run folder of its own.
+    # The program may be hpctrain's own, with a separate run folder.
     environment = {name: value for name, value in os.environ.items() if name not in (RUN_DIR, CONVENTION)}
     convention, *given = os.environ.get(CONVENTION, "mpi").split()
     port, size = reserve_port(), int(os.environ.get(EXPECTED_RANKS) or 1)
@@ -120,9 +122,10 @@ def program_environment(
     return port, environment | {PLACE: json.dumps(dataclasses.asdict(place)), WATCHED_DIR: str(run_dir.path)}
 
 
-def failed(word: LastWord, why: ErrorWord, code: ExitCode) -> LastWord:
-    """The word of a rank that ends now, by an error of ours."""
-    return dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=code, error=why)
+def failed(word: LastWord, error: HpctrainError) -> LastWord:
+    """The last word of a rank that ends because of an error in hpctrain."""
+    why = ErrorWord(error.what, error.fix, type(error).__name__, "", error.code)
+    return dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=error.exit_code, error=why)
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
@@ -164,12 +167,13 @@ def watch(
                     child.send_signal(number_of_stop)
 
 
-def last_line(log: Path) -> str:
-    """What a log ends with: of Python's tracebacks it is the error."""
+def said_last(log: Path) -> str:
+    """The error of the last traceback at the end of a log (libraries print more as they close), or its last line."""
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOOKED_AT_BYTES))
-        lines = file.read().decode(errors="replace").split("\n")
-        return next((line.strip()[:LONGEST_LINE] for line in reversed(lines) if line.strip()), "")
+        end = file.read().decode(errors="replace")
+        lines = [error for _, error in TRACEBACK.findall(end)] or [line for line in end.split("\n") if line.strip()]
+        return lines[-1].strip()[:LONGEST_LINE] if lines else ""
     return ""
 
 
@@ -183,17 +187,16 @@ def ending(word: LastWord, program: str, code: int, asked: bool, said: str = "")
         return dataclasses.replace(word, ending=Ending.STOPPED, exit_code=ExitCode.STOPPED)
     if code == ExitCode.DONE:
         return dataclasses.replace(word, ending=Ending.COMPLETED, exit_code=ExitCode.DONE)
-    if code < 0:
-        how = f"{program} was killed by {signal_name(-code)}"
-    else:
-        how = f"{program} ended with exit code {code}" + (f" ({said})" if said else "")
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    by_itself = code > 0 or code == -signal.SIGABRT  # a program that fails may abort while its libraries close
+    how = f"{program} {how}" + (f" ({said})" if said and by_itself else "")
     error = ErrorWord(how, "see the rank's log", "exit", "", Code.EXCEPTION)
     return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
 
 
 def rank(environ: Mapping[str, str]) -> int | None:
-    """This process's number, from its launcher's variables; 0 without a launcher."""
-    found = next((environ[name] for name in RANK_VARIABLES if environ.get(name)), "0")
+    """This process's rank, from its launcher's variables; 0 without a launcher."""
+    found = next((environ[name] for name in LAUNCHED if environ.get(name)), "0")
     return int(found) if found.isdigit() else None
 
 

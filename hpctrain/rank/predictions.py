@@ -10,27 +10,28 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.comm.group import Group
-from hpctrain.data import Field, Samples, ValidationData
+from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.formats.row_file import RowWriter, create_row_file
+from hpctrain.data.pipeline import ValidationData
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.train.framework import Framework
-from hpctrain.train.in_step import in_step
+from hpctrain.train.framework import Evaluator, samples_of
+from hpctrain.train.uneven_batches import even_batches
 
 
 def write_predictions(
-    framework: Framework, data: ValidationData, group: Group, path: Path, writes: bool = True
+    framework: Evaluator, data: ValidationData, group: Group, path: Path, writes: bool = True
 ) -> None:
     """Each rank predicts its contiguous part and writes it into its rows; the file appears when complete. Collective.
 
-    ``writes`` is False in groups that predict the same, beside another one: ranks share out the model.
+    ``writes`` is False for ranks whose outputs another group already writes, as with a partitioned model.
 
     Raises:
         UserError: outputs are not one row of a fixed shape for each sample, or the folder cannot be made.
         RunFailed: the ranks' outputs differ in shape or dtype, or the file cannot be written.
     """
     outputs = (
-        (framework.predict(batch), len(next(iter(batch.values()))) if is_own else 0)
-        for batch, is_own in in_step(data, framework.meeting)
+        (framework.predict(batch), samples_of(batch) if is_own else 0)
+        for batch, is_own in even_batches(data, framework.sync_group)
     )
     first = next(outputs, None)
     fields = agree_on_fields(first[0] if first else {}, group)
@@ -60,7 +61,7 @@ def write_predictions(
 
 
 def make_folder(path: Path) -> None:
-    """Of a file to be. Raises UserError."""
+    """The folder of a file to be written. Raises UserError."""
     if path.is_dir():
         raise UserError(f"{path} is a folder", "name a file with --output")
     try:

@@ -1,8 +1,10 @@
-"""What a task is made of, on this rank: its data, their order, its weights."""
+"""A task on this rank: its data, their order, and its weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,59 +14,102 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.backends.seeding import seed_task
+from hpctrain.backends.tensorflow import runtime
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import refuse
-from hpctrain.config.sections import Config
-from hpctrain.data import Dataset, Order, Samples, Stream, StreamOrder, open_dataset, open_stream, part_of
-from hpctrain.data.order import first_draw
+from hpctrain.config.sections import Config, DataConfig, OptimizerConfig
+from hpctrain.data.dataset import Dataset
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order, first_draw
+from hpctrain.data.origins import sources_of
 from hpctrain.data.samples import Recipe, make_batch
-from hpctrain.data.stream import is_stream
+from hpctrain.data.stream import Stream, StreamOrder, is_stream, open_stream
 from hpctrain.errors import UserError
-from hpctrain.frameworks.seeding import seed_task
-from hpctrain.frameworks.tensorflow import runtime
-from hpctrain.rank.features import has_own_step, pieces_of, task_features
-from hpctrain.rank.staged import staged_args
+from hpctrain.rank.features import has_own_step, micro_batches_of, task_features
+from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.checks import require_callables, require_fields, require_function, require_shares
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
 from hpctrain.tasks.loading import load_task
+from hpctrain.train.duration import global_batch, validation_batch
 from hpctrain.train.hooks import Hook
-from hpctrain.train.plan import global_batch
 from hpctrain.train.stateful import kept_state
 
+
+def staged_args(task_args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The task's arguments, each text that names a staged source replaced by its copy."""
+    copies = json.loads(environ.get(STAGED) or "{}")
+    return {key: _replaced(value, copies) for key, value in task_args.items()}
+
+
+def _replaced(value: Any, copies: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replaced(item, copies) for item in value]
+    return copies.get(value, value) if isinstance(value, str) else value
+
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-"""Of a set of validation data."""
+"""Name of a set of validation data."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How samples become this rank's batches."""
+
+    recipe: Recipe
+    """Of the training data."""
+    micro_batches: int
+    """Micro-batches in this rank's part of a global batch."""
+    validation_batch: int
+    """Samples."""
+    prefetch_batches: int
+    """Batches prepared ahead of use."""
+    workers: int
+    """Processes that read and transform training data; 0: a thread of this process does."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a task is made of, on this rank. Making it needs no other rank, so that each can fail by itself."""
+    """A task on this rank. Making it involves no other rank, so each rank can fail by itself."""
 
     task: Task
     train: Dataset | Stream
     validation: Mapping[str, Dataset]
-    """Sets by name; one without a name is called so itself."""
+    """Sets by name; a single unnamed set is called ``validation``."""
     order: Order | StreamOrder
     """Of the training samples, over all ranks."""
+    loading: Loading
 
     def fingerprint(self) -> str:
         """Of the training data, and of the sampler if there is one."""
         sampler = self.order.fingerprint()
         return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
 
+    def sources(self) -> list[dict[str, Any]]:
+        """Tables that the training data are, or are a copy of."""
+        return [] if isinstance(self.train, Stream) else sources_of(self.train)
 
-def make_problem(config: Config, world: World) -> Problem:
+
+def make_problem(config: Config, world: World, verbose: bool = False) -> Problem:
     """Calls the user's task function and opens its data.
+
+    Args:
+        verbose: show TensorFlow's start-up messages.
 
     Raises:
         UserError: the task or its data cannot be loaded.
     """
     seed = partial(seed_task, config.seed, config.train.precision, world.local_rank)
-    runtime.set_environment(config.train.threads)
-    with runtime.without_chatter():
+    runtime.set_environment(config.train.threads, verbose)
+    with runtime.without_chatter(verbose):
         task = load_task(config.task, staged_args(config.task_args), world, seed)
     require_fields(task)
     data = config.data
     batch = global_batch(config.train, world.data.size, world.size // world.data.size)
+    task = without_loaders(task, batch, batch // world.data.size, config.train.accumulate, data)
+    task = with_optimizer(task, config.optimizer)
     order: Order | StreamOrder
     train = open_training_data(task, data.allow_outside)
     if isinstance(train, Stream):
@@ -80,26 +125,63 @@ def make_problem(config: Config, world: World) -> Problem:
             sampler=task.sampler,
         )
     task = with_its_loss(task, tuple(examples_of(train).fields))
-    refuse(config.features() | task_features(config, task, order, world.data.size))
-    validation = {name: open_validation(config, task, name, given) for name, given in validation_sets(task).items()}
+    refuse(config.features() | task_features(config.task, task, order, world.data.size))
+    sets = validation_sets(task)
+    validation = {name: open_validation(task, name, given, data.allow_outside) for name, given in sets.items()}
     make_weights(task, lambda: examples_of(train), config.seed)
-    return Problem(task, train, validation, order)
+    loading = Loading(
+        Recipe(task.transform, task.collate, config.seed),
+        micro_batches_of(task, config.train.accumulate),
+        validation_batch(config.train, world.data.size),
+        data.prefetch_batches,
+        data.workers,
+    )
+    return Problem(task, train, validation, order, loading)
+
+
+def without_loaders(task: Task, batch: int, share: int, accumulate: int, data: DataConfig) -> Task:
+    """The task with datasets in place of torch DataLoaders; raises UserError if they mean something else here."""
+    if not isinstance(task, TorchTask):
+        return task
+    from hpctrain.backends.torch.task.data_loader import Batches, without_loaders
+
+    sizes = (batch, share, share // accumulate)
+    return without_loaders(task, Batches(sizes, data.shuffle, data.drop_last))
+
+
+def with_optimizer(task: Task, asked: OptimizerConfig) -> Task:
+    """The task with the run file's optimizer, if it asks for one; raises UserError if the task brings its own."""
+    if asked.name is None or task.model is None:
+        return task
+    own = task.optimizer
+    if isinstance(task, TorchTask):
+        from hpctrain.backends.torch.task.by_name import make_optimizer
+    else:
+        from hpctrain.backends.tensorflow.task.by_name import make_optimizer
+
+        own = getattr(task.model, "optimizer", None) if own is None else own  # compile() makes one
+    if own is not None or isinstance(task.model, Mapping):
+        what = f"its own, {type(own).__name__}" if own is not None else "several models"
+        fix = "leave optimizer= and compile() out of the task, or optimizer: out of the run file"
+        raise UserError(f"the run file asks for optimizer {asked.name}, and the task brings {what}", fix)
+    return dataclasses.replace(task, optimizer=make_optimizer(asked.name, asked.options, task.model))
 
 
 def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     """The task with a function in place of a loss that is a name, or one of its framework's own."""
+    require_hooks(task)
     if isinstance(task, KerasTask):
-        from hpctrain.frameworks.tensorflow import adopted, trains_itself
+        from hpctrain.backends.tensorflow.steps.compiled import adopted
+        from hpctrain.backends.tensorflow.task.overrides import trains_itself
 
         task = adopted(task, fields)
         require_callables(task, "Keras", trains_itself(task.model))
         return task
-    from hpctrain.frameworks.torch.losses import as_loss
-    from hpctrain.frameworks.torch.optimizer import joined
+    from hpctrain.backends.torch.state.optimizer import joined
+    from hpctrain.backends.torch.task.by_name import as_loss
 
     task = dataclasses.replace(task, optimizer=joined(task.optimizer))
     own = has_own_step(task)
-    require_hooks(task)
     kept_state(task.state)  # what cannot be kept is refused before anything else is made
     if task.loss is not None or not own:
         task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
@@ -111,19 +193,8 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     return task
 
 
-def first_batch(problem: Problem, config: Config, world: World, most: int | None = None) -> Samples:
-    """This rank's first micro-batch, ``most`` samples of it at most; empty if it has no part in the first batch."""
-    recipe = Recipe(problem.task.transform, problem.task.collate, config.seed)
-    if not isinstance(problem.order, Order):
-        return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
-    ids = problem.order.batch_indices(0, 0)
-    mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
-    mine = mine[part_of(len(mine), 0, min(pieces_of(config, problem.task), max(len(mine), 1)))][:most]
-    return make_batch(examples_of(problem.train), recipe, first_draw(mine))
-
-
 def validation_sets(task: Task) -> dict[str, Any]:
-    """Of a task, by name. Raises UserError for names that cannot stand before those of metrics."""
+    """A task's sets of validation data by name. Raises UserError for names that cannot prefix metrics."""
     given = task.validation
     if given is None:
         return {}
@@ -140,39 +211,39 @@ def validation_sets(task: Task) -> dict[str, Any]:
 
 
 def is_source(value: Any) -> bool:
-    """Whether a value is data of its own, not one array of a set."""
+    """Whether a value is a set of data rather than one array of a set."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(item, (str, Path)) for item in value)
     return not isinstance(value, np.ndarray) and "__array__" not in dir(value)
 
 
-def open_validation(config: Config, task: Task, name: str, given: Any) -> Dataset:
-    """One set; raises UserError."""
+def open_validation(task: Task, name: str, given: Any, allow_outside: Sequence[str] = ()) -> Dataset:
+    """Opens one set. Raises UserError."""
     if is_stream(given):
         which = "" if name == "validation" else f" {name!r}"
         raise UserError(
-            f"the validation data{which} of task {config.task} is a stream",
+            f"the validation data{which} of the task is a stream",
             "give data of known length: take its first samples into arrays, or write them to HDF5",
         )
-    return open_dataset(given, allow_outside=config.data.allow_outside, ragged=task.collate is not None)
+    return open_dataset(given, allow_outside=allow_outside, ragged=task.collate is not None)
 
 
 def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:
-    """Whatever the task trains on."""
+    """The training data."""
     if is_stream(task.train):
         return open_stream(task.train)
     return open_dataset(task.train, allow_outside=allow_outside, ragged=task.collate is not None)
 
 
 def examples_of(train: Dataset | Stream) -> Dataset:
-    """Samples such as those that are trained on: of a stream the first one."""
+    """Samples like the training samples: the first one of a stream."""
     return train.example() if isinstance(train, Stream) else train
 
 
 def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
     """Makes the weights of a Keras model that waits for its first batch, by a dry call on one sample of its data."""
     if isinstance(task, KerasTask):
-        from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
+        from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
 
         if lacks_weights(task.model):
             recipe = Recipe(task.transform, task.collate, seed)
@@ -180,7 +251,7 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
 
 
 def require_same_data(problem: Problem, world: World) -> None:
-    """Raises UserError, on all ranks, if some of them read other training data than the rest. Collective."""
+    """Raises UserError, on all ranks, if ranks read different training data. Collective."""
     prints = world.everyone.allgather(problem.fingerprint(), "compare their training data")
     others = [rank for rank, each in enumerate(prints) if each != prints[0]]
     if others:

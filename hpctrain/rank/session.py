@@ -15,8 +15,7 @@ from typing import Any
 
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone, connect, in_grid
-from hpctrain.config.loading import dump
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
 from hpctrain.rank.set_up_watch import SetUpWatch
 from hpctrain.run.attempt_record import Attempt
@@ -28,28 +27,29 @@ from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, colle
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
 from hpctrain.run.stop_request import StopRequest, requested_stop
+from hpctrain.run.verdict import FIXES
 from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively
-from hpctrain.system.output import quiet_environment, redirect
+from hpctrain.system.output import LOGGER, quiet_environment, redirect
 from hpctrain.system.signals import Interrupted, InterruptibleStopSignals, StopSignals
-from hpctrain.tasks.blame import advised, own_line, words
+from hpctrain.tasks.user_errors import advised, own_line, words
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
-"""Seconds that a failing rank waits to learn whether all others fail too, before it takes them down."""
+"""Seconds that a failing rank waits to learn whether all others fail too before it aborts them."""
 EXIT_CODES = {StopReason.REQUESTED: ExitCode.STOPPED}
 
 
 class StoppedInSetUp(HpctrainError):
-    """Somebody asked the run to stop before it had anything to save."""
+    """The run was asked to stop before it had anything to save."""
 
     exit_code = ExitCode.STOPPED
     code = Code.STOPPED
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a rank's work ended well."""
+class RankResult:
+    """How a rank's work ended without an error."""
 
     reason: StopReason
     step: int | None = None
@@ -57,8 +57,20 @@ class Outcome:
     """Equal on all ranks after a correct run."""
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What ranks without a supervisor need to begin an attempt."""
+
+    run_dir: RunDir
+    """The folder that the run file names."""
+    parallel: ParallelConfig
+    """How the attempt partitions the model."""
+    run_file: Callable[[], str]
+    """Gives the text of the resolved run file."""
+
+
 class PeerFailed(Exception):
-    """All ranks have agreed that another one has failed; this one ends with it, silently."""
+    """All ranks agreed that another one failed; this one ends silently."""
 
     def __init__(self, rank: int, what: str, exit_code: int) -> None:
         super().__init__(f"rank {rank} failed: {what}")
@@ -67,7 +79,7 @@ class PeerFailed(Exception):
 
 
 class Agreed(Exception):
-    """All ranks know of this rank's error, its ``__cause__``; ``first`` is the lowest rank that failed."""
+    """All ranks know this rank's error, its ``__cause__``; ``first`` is the lowest rank that failed."""
 
     def __init__(self, first: int) -> None:
         super().__init__(f"the error of rank {first} is the one that is shown")
@@ -80,12 +92,12 @@ class Session:
 
     world: World
     errors: Group
-    """All ranks, on a communicator of its own: an error can be reported whatever else is happening."""
+    """All ranks, on a separate communicator, so that an error can be reported at any time."""
     signals: StopSignals
     verbose: bool = False
     supervised: bool = False
     raises: bool = False
-    """Whether this process is a program that gets the error, rather than ours that shows it."""
+    """Whether the caller gets the error raised, rather than shown."""
     run_dir: RunDir | None = None
     holding: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """The run folder's lock, if there is no supervisor to hold it."""
@@ -102,9 +114,9 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """A part of the start that each rank does by itself; if it fails on one, it fails on all.
+        """A part of the start-up that each rank does by itself; if it fails on one rank, it fails on all.
 
-        The body must not communicate with other ranks. A request to stop ends it: it may read endless data.
+        The body must not communicate with other ranks. A request to stop ends it: it may read an endless stream.
         """
         error: Exception | None = None
         try:
@@ -124,21 +136,21 @@ class Session:
             raise error
 
     def check_peers(self, what: str) -> None:
-        """Waits for all ranks; raises PeerFailed if another one comes with an error."""
+        """Waits for all ranks; raises PeerFailed if another one reports an error."""
         told = self.exchange(None, what, TIMEOUT_S) or []
         if any(told):
             first = lowest_failing(told)
             raise PeerFailed(first, *told[first])
 
     def exchange(self, error: BaseException | None, what: str, timeout_s: float) -> list[Any] | None:
-        """What each rank has to report, (message, exit code) or None; None if the others do not come."""
+        """Each rank's report, (message, exit code) or None; None if the other ranks do not arrive."""
         mine = None if error is None else [message(error)[0], exit_code(error)]
         try:
             return self.errors.allgather(mine, what, timeout_s)
         except RunFailed:
             return None
 
-    def join_run(self, config: Config) -> RunDir:
+    def join_run(self, beginning: Beginning) -> RunDir:
         """Opens the run folder, and begins an attempt if no supervisor has; collective.
 
         Raises:
@@ -146,25 +158,25 @@ class Session:
         """
         if self.run_dir is not None:
             return self.run_dir
-        run_dir = RunDir.for_config(config)
         with self.phase("open the run folder"):
-            attempt = self.begin_attempt(run_dir, config) if self.world.rank == 0 else 0
+            attempt = self.begin_attempt(beginning) if self.world.rank == 0 else 0
         os.environ[ATTEMPT] = str(self.errors.broadcast(attempt, "learn the attempt's number"))
-        self.open(run_dir)
-        return run_dir
+        self.open(beginning.run_dir)
+        return beginning.run_dir
 
-    def arrange(self, config: Config) -> None:
-        """Puts the ranks into the groups that the run file asks for; collective. Raises UserError, on all ranks."""
-        self.world = in_grid(self.world, config.parallel.tensor, config.parallel.pipeline)
+    def arrange(self, tensor: int, pipeline: int) -> None:
+        """Puts the ranks into groups of these sizes; collective. Raises UserError, on all ranks."""
+        self.world = in_grid(self.world, tensor, pipeline)
 
-    def begin_attempt(self, run_dir: RunDir, config: Config) -> int:
+    def begin_attempt(self, beginning: Beginning) -> int:
         """What a supervisor does at the start, for ranks that have none."""
+        run_dir, attempt = beginning.run_dir, Attempt(ranks=self.world.size).under(beginning.parallel)
         run_dir.create()
         self.holding.enter_context(LiveLock(run_dir, myself()).held())
-        return Attempts(run_dir).begin(Attempt(ranks=self.world.size).under(config.parallel), dump(config))
+        return Attempts(run_dir).begin(attempt, beginning.run_file())
 
     def open(self, run_dir: RunDir) -> None:
-        """Leaves the first word and sends output to its place."""
+        """Writes the first word and redirects output."""
         self.run_dir = run_dir
         self.word = first_word(self.world.rank, cgroups.oom_kills())
         with self.phase("write into the run folder"):
@@ -178,17 +190,21 @@ class Session:
         return self.run_dir.log("x" if self.word.rank is None else self.word.rank, current_attempt())
 
     def word_file(self) -> WordFile:
-        """This rank's."""
+        """The file of this rank's last word."""
         assert self.run_dir is not None
         return WordFile.of(self.run_dir, current_attempt(), self.word)
 
     def end(self, ending: Ending, code: int, **fields: Any) -> None:
-        """The last word."""
+        """Writes the last word."""
         self.word = dataclasses.replace(self.word, ending=ending, exit_code=code, ended=time.time(), **fields)
         if self.run_dir is not None:
             self.word_file().end(self.word)
 
-    def finish(self, outcome: Outcome) -> int:
+    def reached(self, step: int) -> None:
+        """Records the number of updates for the last word."""
+        self.word = dataclasses.replace(self.word, step=step)
+
+    def finish(self, outcome: RankResult) -> int:
         """An orderly end, on all ranks."""
         code = EXIT_CODES.get(outcome.reason, ExitCode.DONE)
         self.check_peers("end")
@@ -200,7 +216,7 @@ class Session:
         return code
 
     def fail(self, error: BaseException, first: int | None) -> int:
-        """The end of a rank with an error. Takes the others down unless they have failed too.
+        """The end of a rank with an error. Aborts the other ranks unless they have failed too.
 
         Args:
             error: what happened.
@@ -239,24 +255,26 @@ class Session:
             return True
 
     def tell(self, what: str, fix: str) -> None:
-        """The one message."""
+        """Shows the one message to the user."""
         place = Grid(self.world.size, self.world.tensor.size, self.world.pipeline.size).told(self.world.rank)
         where = f"rank {self.world.rank}{place} on {self.world.host}: " if self.world.size > 1 else ""
+        LOGGER.error("%s%s; fix: %s", where, what, fix)
         logged = self.user_stderr != 2 and self.run_dir is not None
         trace = f"\n  traceback: {self.log()}" if logged else ""
         self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}{trace}")
 
     def warn(self, text: str) -> None:
-        """To the user, from rank 0 while the run lasts; under a supervisor only its standard output gets there."""
+        """Shows a warning to the user, from rank 0; under a supervisor only standard output reaches the user."""
+        LOGGER.warning("%s", text)
         self.write(1 if self.supervised else self.user_stderr, text)
 
     def write(self, descriptor: int, text: str) -> None:
-        """An error that cannot be reported does not end anything."""
+        """Writes a message; failing to write it is not an error."""
         with contextlib.suppress(OSError):
             os.write(descriptor, f"hpctrain: {foreign_text.plain(text)}\n".encode())
 
     def leave(self) -> None:
-        """What a later call of the same program must not find."""
+        """Removes what a later call of the same program must not find."""
         if not self.supervised:
             os.environ.pop(ATTEMPT, None)
         if self.user_stderr != 2:
@@ -284,21 +302,21 @@ class End:
     error: BaseException | None = None
 
 
-def run_rank(body: Callable[[Session], Outcome], verbose: bool = False) -> int:
+def run_rank(body: Callable[[Session], RankResult], verbose: bool = False) -> int:
     """Runs one rank's work; the process's exit code. See ``attend``."""
     return attend(body, verbose).exit_code
 
 
-def attend(body: Callable[[Session], Outcome], verbose: bool = False, raises: bool = False) -> End:
+def attend(body: Callable[[Session], RankResult], verbose: bool = False, raises: bool = False) -> End:
     """Runs one rank's work.
 
-    Connects to the other ranks, calls ``body`` and leaves a last word. Start-up parts inside ``body`` stand in
-    ``session.phase``; an error there, or one that all ranks share, ends all ranks alike, and is shown once. An error
+    Connects to the other ranks, calls ``body`` and leaves a last word. Parts of the start-up in ``body`` run within
+    ``session.phase``; an error there, or one that all ranks share, ends all ranks and is shown once. An error
     on some ranks only is shown by one of them, which ends the others through MPI within seconds.
 
     Args:
         body: the work; returns how it ended well.
-        verbose: leave output where it goes.
+        verbose: do not redirect output.
         raises: the caller will raise the error: a single rank does not show it.
     """
     os.environ.update(quiet_environment(verbose, os.environ))
@@ -327,12 +345,12 @@ def attend(body: Callable[[Session], Outcome], verbose: bool = False, raises: bo
 
 
 def lowest_failing(told: Sequence[Any]) -> int:
-    """The first rank that reports something; one does."""
+    """The lowest rank that reports something; at least one does."""
     return next(rank for rank, entry in enumerate(told) if entry is not None)
 
 
 def message(error: BaseException) -> tuple[str, str]:
-    """What to say about an error, and what to do: its own words if it is ours, else its type, text and place."""
+    """What to say about an error, and the fix: an hpctrain error's own text, else the type, text and place."""
     if isinstance(error, HpctrainError):
         return error.what, error.fix
     if isinstance(error, KeyboardInterrupt):
@@ -340,7 +358,7 @@ def message(error: BaseException) -> tuple[str, str]:
     if isinstance(error, SystemExit):
         return f"the program called sys.exit({error.code!r}) in mid-run{own_line(error)}", "remove that call"
     said = words(error)
-    fix = advised("the traceback in the rank's log shows where it comes from", said)
+    fix = FIXES.get(code_of(error)) or advised("the traceback in the rank's log shows where it comes from", said)
     return f"{type(error).__name__}: {said}{own_line(error)}", fix
 
 

@@ -1,4 +1,4 @@
-"""What happens beside a part of the start that takes long: it is told of, and a request to stop ends it."""
+"""Watches a long part of the start-up: reports that it is still running, and ends it on a request to stop."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from hpctrain.run.folder import RunDir
 
 POLL_S = 1.0
-"""Seconds between two looks for the STOP file."""
+"""Seconds between checks for the STOP file."""
 TELL_S = 30.0
-"""Seconds between two messages that a part still goes on."""
+"""Seconds between messages that a part is still running."""
 
 
 class SetUpWatch:
@@ -22,8 +21,8 @@ class SetUpWatch:
 
     Args:
         what: the part, as a verb: "make the task".
-        run_dir: where somebody may make the STOP file; None before it is known.
-        tell: gets a sentence now and then.
+        run_dir: where a STOP file may appear; None before the folder is known.
+        tell: shows a message to the user.
     """
 
     def __init__(self, what: str, run_dir: RunDir | None, tell: Callable[[str], object]) -> None:
@@ -34,9 +33,7 @@ class SetUpWatch:
     def __enter__(self) -> None:
         self.thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.over.set()
         self.thread.join()
 

@@ -1,4 +1,4 @@
-"""The ranks agree at a step boundary that they are to stop, at no cost to the step."""
+"""The ranks agree to stop at a step boundary, at no cost to the step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
     from hpctrain.train.framework import StepResult
-    from hpctrain.train.training import Training
+    from hpctrain.train.hooks import Training
 
 STOP_FILE = 128
 """What rank 0 sends the others in place of a signal number when it found the STOP file."""
 REPLACED = 256
 """The same if rank 0 found that a newer attempt has begun."""
 POLL_S = 1.0
-"""Seconds between two looks for the STOP file: a look may be a round trip to a metadata server."""
+"""Seconds between checks for the STOP file: each may be a round trip to a metadata server."""
 
 
 class StopRequests(BaseHook):
@@ -107,7 +107,7 @@ class StopRequests(BaseHook):
         return os.path.exists(self.stop_path)
 
     def finds_replacement(self) -> bool:
-        """Looks whether a newer attempt has begun, as often as a holder of the run folder gives a sign of life."""
+        """Checks whether a newer attempt has begun, as often as the holder of the run folder renews its lock."""
         now = time.monotonic()
         if now < self.next_look_at_fence:
             return False

@@ -1,4 +1,4 @@
-"""Tries a run's task on one batch, without a run, for ``hpctrain doctor``; and what a failing task is told."""
+"""Tries a task on one batch, without a run, for ``hpctrain doctor``, and turns the task's errors into advice."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, UserError
 from hpctrain.rank import wiring
-from hpctrain.rank.problem import first_batch, make_problem
+from hpctrain.rank.batches import first_batch, first_validation
+from hpctrain.rank.problem import make_problem
 from hpctrain.rank.session import message
-from hpctrain.tasks.blame import advised
+from hpctrain.tasks.user_errors import advised
 from hpctrain.train.clock import IntervalClock
 
 MOST_SAMPLES = 32
-"""Of the batch: here one process would hold the batch of all ranks."""
+"""Samples of the batch at most: this one process would otherwise hold the batch of all ranks."""
 
 
 def try_task(config: Config) -> None:
@@ -30,8 +31,8 @@ def try_task(config: Config) -> None:
     with told_shortly():
         problem = make_problem(config, world)
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
-            validation = wiring.first_validation(config, world, problem)
-            framework.dry_call(first_batch(problem, config, world, MOST_SAMPLES), validation)
+            validation = first_validation(problem)
+            framework.dry_call(first_batch(problem, world, MOST_SAMPLES), validation)
 
 
 @contextmanager

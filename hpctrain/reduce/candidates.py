@@ -12,7 +12,7 @@ from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.system.shared_memory import FOLDER
 
-Way = Literal["node", "ring", "flat", "overlap", "sharded"]
+Way = Literal["node", "ring", "flat", "overlap", "sharded", "sliced"]
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Candidate:
 
     kind: Literal["none", "mpi", "horovod", "gloo", "nccl"]
     way: Way = "flat"
-    """node: through shared memory; ring: the same, and between nodes by a ring of our own; flat: one message after
-    backward; overlap: buckets during backward; sharded: sums to who updates, parameters back (parallel.shard)."""
-    compression: Literal["none", "fp16", "bf16"] = "none"
+    """node: through shared memory; ring: the same, and between nodes by hpctrain's ring; flat: one message after
+    backward; overlap: buckets during backward; sharded: each rank gets the sums it updates with (parallel.shard)."""
+    compression: Literal["none", "fp16", "bf16", "int8"] = "none"
 
     @property
     def name(self) -> str:
@@ -49,9 +49,10 @@ EVERY_CANDIDATE = (
         for way in ("node", "ring", "flat", "overlap")
         for compression in ("none", "fp16", "bf16")
         if (way not in ("node", "ring") or (kind, compression) == ("mpi", "none"))
-        and (kind, way, compression) not in {("mpi", "overlap", "fp16"), ("mpi", "overlap", "bf16")}
         and (kind, compression) != ("horovod", "bf16")
     ),
+    Candidate("mpi", "flat", "int8"),
+    Candidate("mpi", "node", "int8"),
 )  # fmt: skip
 
 
@@ -70,9 +71,9 @@ class Surroundings:
 
 
 def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Callable[[], bool]) -> Surroundings:
-    """What all ranks have; equal on them, also if nodes differ, or they would make different calls. Collective.
+    """What all ranks have: the same on all, even if nodes differ, so that all make the same calls. Collective.
 
-    Also data groups beside each other have the same: what is equal in them stays so only if it is summed alike.
+    Data groups agree too: values that are equal in them stay equal only if all sum them in the same way.
 
     Args:
         config: the run file's section.
@@ -100,6 +101,8 @@ def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     if around.ranks == 1:
         return [Candidate("none")]
     refuse({**config.features(), Feature.RANKS: around.ranks})
+    if config.compression == "int8":
+        return [Candidate("mpi", "node" if config.compress_where == "between_nodes" else "flat", "int8")]
     ways = [_horovod(config, around)] if config.kind == "horovod" else [_mpi(config, around)]
     if config.kind == "auto":
         ways = _every_way(config, around)
@@ -135,7 +138,7 @@ def _every_way(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
 
 
 def _feasible(candidate: Candidate) -> Candidate:
-    """Compressed sums over MPI are formed after backward, from messages between all ranks."""
-    if candidate.kind == "mpi" and candidate.compression != "none":
+    """Compressed sums over MPI after backward are of messages between all ranks."""
+    if candidate.kind == "mpi" and candidate.way != "overlap" and candidate.compression != "none":
         return Candidate("mpi", "flat", candidate.compression)
     return candidate

@@ -116,10 +116,10 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> Lease:
 
 
 def _init(module: ModuleType, group: Group, on_gpu: bool) -> None:
-    part = group.comm if is_part(group) else None  # each data group is a Horovod world of its own
+    part = group.comm if is_part(group) else None  # each data group is a separate Horovod world
     if part is not None and not module.mpi_built():
         raise UserError(
-            "Horovod was built without MPI, and does not know the ranks that share out a model", f"{BUILD} --force"
+            "Horovod was built without MPI and cannot form the groups of a partitioned model", f"{BUILD} --force"
         )
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)

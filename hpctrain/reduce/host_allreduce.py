@@ -12,16 +12,23 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import Codec
 from hpctrain.reduce.exchange_slots import SLOTS
+from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
 from hpctrain.reduce.layout import Layout
-from hpctrain.reduce.mpi_allreduce import CompressedAllreduce, FlatAllreduce, HostAllreduce, OverlappedAllreduce
+from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce, duplicate
 from hpctrain.reduce.ring_allreduce import RingAllreduce
-from hpctrain.reduce.shm_allreduce import open_shm_allreduce
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce, share_arrays
 from hpctrain.reduce.shm_pieces import open_shm_pieces, with_square
 from hpctrain.reduce.shm_small import open_shm_small
+from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 
 
 def open_host_allreduce(
-    candidate: Candidate, group: Group, length: int, dtype: DTypeLike, codecs: Mapping[str, Codec]
+    candidate: Candidate,
+    group: Group,
+    length: int,
+    dtype: DTypeLike,
+    codecs: Mapping[str, Codec],
+    residue: Residue | None = None,
 ) -> tuple[Candidate, HostAllreduce]:
     """The sum that a candidate of kind mpi names, and what it is: one flat message if ranks cannot share memory.
 
@@ -33,11 +40,15 @@ def open_host_allreduce(
         length: elements of the buffer, the slots of exchange_slots.py at its end.
         dtype: of the buffer.
         codecs: 16-bit forms by the name of a compression.
+        residue: of int8, if that is the compression.
     """
-    if candidate.compression != "none":
-        return candidate, CompressedAllreduce(group, length, SLOTS, codecs[candidate.compression])
-    if candidate.way == "overlap":
-        return candidate, OverlappedAllreduce(group, length, dtype)
+    if residue is not None:
+        if candidate.way == "node" and (between := open_shm_allreduce(group, length, residue=residue)) is not None:
+            return candidate, between
+        return Candidate("mpi", "flat", "int8"), Int8Allreduce(group, length, residue)
+    if candidate.way == "overlap" or candidate.compression != "none":
+        codec = codecs.get(candidate.compression)
+        return candidate, open_streamed_allreduce(group, length, dtype, codec, node_first=candidate.way == "overlap")
     ring = candidate.way == "ring"
     shared: HostAllreduce | None = None
     if candidate.way in ("node", "ring"):
@@ -45,6 +56,18 @@ def open_host_allreduce(
     if shared or ring:
         return candidate, shared or RingAllreduce(group, length, dtype)
     return Candidate("mpi", "flat"), FlatAllreduce(group, length, dtype)
+
+
+def open_streamed_allreduce(
+    group: Group, length: int, dtype: DTypeLike, codec: Codec | None = None, node_first: bool = True
+) -> StreamedAllreduce:
+    """Sums in pieces, of a node's ranks first if they share memory. Collective over the group."""
+    dtype = dtype if codec is None else np.float32
+    shared = share_arrays(group, length, dtype) if node_first else None
+    if shared is None:
+        all_ranks = Group(group.name, duplicate(group))
+        return StreamedAllreduce(all_ranks, [np.zeros(length, dtype)], codec, length - SLOTS)
+    return StreamedAllreduce(Group("peers", shared.peers), shared.arrays, codec, length - SLOTS, shared.node)
 
 
 class PieceAllreduce(Protocol):
@@ -69,10 +92,7 @@ class BufferedPieces:
     def __init__(self, host: HostAllreduce, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
         self.host = host
         self.dtype = host.buffer.dtype
-        self.views = [
-            host.buffer[begin : begin + size].reshape(shape)
-            for begin, size, shape in zip(layout.offsets, layout.sizes, shapes, strict=True)
-        ]
+        self.views = views(host.buffer, layout, shapes)
         self.slots = host.buffer[layout.gradients :]
         self.close = host.close
 
@@ -85,6 +105,12 @@ class BufferedPieces:
         return [*self.views, with_square(self.slots, sum(float(np.dot(part, part)) for part in flat))]
 
 
+def views(flat_buffer: NDArray[Any], layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    """Of a flat buffer, one for each of what lies in it."""
+    places = zip(layout.offsets, layout.sizes, shapes, strict=True)
+    return [flat_buffer[offset : offset + size].reshape(shape) for offset, size, shape in places]
+
+
 def open_piece_allreduce(
     candidate: Candidate,
     group: Group,
@@ -92,6 +118,7 @@ def open_piece_allreduce(
     shapes: Sequence[tuple[int, ...]],
     dtype: DTypeLike,
     codecs: Mapping[str, Codec],
+    residue: Residue | None = None,
 ) -> tuple[Candidate, PieceAllreduce]:
     """The same for several arrays.
 
@@ -102,12 +129,13 @@ def open_piece_allreduce(
         shapes: of the other pieces.
         dtype: of the pieces.
         codecs: 16-bit forms by the name of a compression.
+        residue: of int8, if that is the compression.
     """
-    if candidate.way in ("node", "ring"):
+    if candidate.way in ("node", "ring") and residue is None:
         if (small := open_shm_small(group, layout.length, dtype)) is not None:
             return candidate, BufferedPieces(small, layout, shapes)
         shared = open_shm_pieces(group, layout, shapes, dtype, ring=candidate.way == "ring")
         if shared is not None:
             return candidate, shared
-    candidate, host = open_host_allreduce(candidate, group, layout.length, dtype, codecs)
+    candidate, host = open_host_allreduce(candidate, group, layout.length, dtype, codecs, residue)
     return candidate, BufferedPieces(host, layout, shapes)

@@ -9,12 +9,14 @@ with Open MPI 5 that takes 1.5 to 3.3 times as long on two to four hosts.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
+from hpctrain.comm.switches import in_order, switches
 from hpctrain.reduce.layout import slices
 from hpctrain.reduce.mpi_allreduce import duplicate
 
@@ -26,13 +28,17 @@ PIECE_BYTES = 60 * 1024
 
 
 class Ring:
-    """Sums a buffer over the ranks of a communicator, in place and in the same order in every run."""
+    """Sums a buffer over the ranks of a communicator, in place and in the same order in every run.
+
+    The ring goes over switches one after the other, if Slurm tells which there are.
+    """
 
     def __init__(self, comm: MPI.Comm, buffer: NDArray[Any]) -> None:
         self.comm = comm
         self.buffer = buffer
-        size, rank = comm.Get_size(), comm.Get_rank()
-        self.left, self.right = (rank - 1) % size, (rank + 1) % size
+        self.order = order = in_order(Group("ring", comm).allgather(switches(os.environ), "find the switches"))
+        size, place = comm.Get_size(), order.index(comm.Get_rank())
+        self.left, self.right = order[(place - 1) % size], order[(place + 1) % size]
         self.steps = 2 * (size - 1)
         parts = slices(len(buffer), size)
         length = PIECE_BYTES // buffer.itemsize
@@ -40,7 +46,7 @@ class Ring:
             [buffer[begin : min(begin + length, part.stop)] for begin in range(part.start, part.stop, length)]
             for part in parts
         ]
-        self.blocks = [pieces[(rank - step) % size] for step in range(self.steps + 1)]
+        self.blocks = [pieces[(place - step) % size] for step in range(self.steps + 1)]
         """Pieces that are sent at each step: those that arrived in the one before, at first this rank's own."""
         self.arrivals = [np.empty_like(piece) for piece in max(pieces, key=len)] if size > 1 else []
         """Where pieces wait to be added."""

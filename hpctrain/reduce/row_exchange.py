@@ -115,7 +115,7 @@ def in_messages(items: Mapping[int, int], largest: int) -> list[list[int]]:
 
     Args:
         items: of each table.
-        largest: message, in items; a table that is larger has one of its own.
+        largest: message, in items; a larger table has a separate message.
     """
     messages: list[list[int]] = []
     filled = 0

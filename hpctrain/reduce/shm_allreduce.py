@@ -3,7 +3,7 @@
 The ranks of a node keep their buffers in one shared file in memory. Once all have arrived, each adds up its own slice
 of all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at
 the speed of memory, with the same bits on every rank and in every run. Across nodes, ranks of equal local index add up
-their slices in between: by MPI's Allreduce or by a ring of our own.
+their slices in between: by MPI's Allreduce or by hpctrain's ring.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
+from hpctrain.reduce.int8_sum import Int8Sum, Residue
 from hpctrain.reduce.layout import slices
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE
 from hpctrain.reduce.ring_allreduce import Ring
@@ -55,13 +56,13 @@ class SharedArrays:
 class ShmAllreduce:
     """Sums a flat buffer over the ranks of a group; see ``open_shm_allreduce``."""
 
-    def __init__(self, shared: SharedArrays, ring: bool = False) -> None:
+    def __init__(self, shared: SharedArrays, ring: bool = False, residue: Residue | None = None) -> None:
         self.node = shared.node
         self.parts = shared.arrays
         self.slice = slices(len(self.parts[0]), len(self.parts))[self.node.rank]
         self.buffer = self.parts[self.node.rank]
         """This rank's values, then the sums; in shared memory."""
-        self.between = BetweenNodes(shared.peers, self.parts[0][self.slice], ring) if shared.peers else None
+        self.between = self._between(shared.peers, ring, residue) if shared.peers else None
         self.close = shared.free
 
     def start(self, begin: int, end: int) -> None:
@@ -79,6 +80,13 @@ class ShmAllreduce:
             self._sum_slice(write_back=True)
         self.node.meet(ADD)
 
+    def _between(self, peers: MPI.Comm, ring: bool, residue: Residue | None) -> BetweenNodes | Int8Sum:
+        values = self.parts[0][self.slice]
+        if residue is None:
+            return BetweenNodes(peers, values, ring)
+        compressed = max(0, min(self.slice.stop, len(residue.error)) - self.slice.start)
+        return Int8Sum(Group("peers", peers), values, compressed, residue, self.slice.start)
+
     def _sum_slice(self, write_back: bool) -> None:
         for begin, end in chunks(self.slice.start, self.slice.stop):
             add_pairwise([part[begin:end] for part in self.parts], self.parts[0][begin:end])
@@ -88,7 +96,7 @@ class ShmAllreduce:
 
 
 class BetweenNodes:
-    """Sums an array in place over the ranks of equal place on all nodes, by MPI's Allreduce or by a ring of our own."""
+    """Sums an array in place over ranks of equal local rank on all nodes: MPI's Allreduce or hpctrain's ring."""
 
     def __init__(self, peers: MPI.Comm, values: NDArray[Any], ring: bool) -> None:
         self.peers = peers
@@ -135,11 +143,16 @@ def sum_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
 
 
 def open_shm_allreduce(
-    group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False
+    group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False, residue: Residue | None = None
 ) -> ShmAllreduce | None:
-    """Shared buffers of ``length`` elements for each rank of a group; None, on all of them, if that is impossible."""
+    """Shared buffers of ``length`` elements for each rank of a group; None, on all of them, if that is impossible.
+
+    With a residue sums between nodes are compressed.
+    """
     shared = share_arrays(group, length, dtype)
-    return ShmAllreduce(shared, ring) if shared else None
+    if shared and residue:
+        residue.sharers[:] = group.size, group.size // shared.node.size
+    return ShmAllreduce(shared, ring, residue) if shared else None
 
 
 def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:
@@ -170,7 +183,7 @@ def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -
 def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:
     """Memory that all ranks of a node map. Each allocates its own part: it lies near its core, and lack of space shows.
 
-    A file of our own rather than an MPI window: every MPI can do it, and a full /dev/shm is an error here instead of a
+    A plain file rather than an MPI window: every MPI can do it, and a full /dev/shm is an error here instead of a
     bus error later.
     """
     begins = [node.rank, *(range(node.size, node.size + common) if node.rank == 0 else ())]

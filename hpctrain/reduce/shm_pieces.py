@@ -54,7 +54,7 @@ class ShmPieces:
         Args:
             shared: an array for each rank of the node and one for the sums, each longer by one than the layout.
             layout, shapes: of the pieces except the slots, which are the last one.
-            ring: whether nodes add up by a ring of our own.
+            ring: whether nodes add up by hpctrain's ring.
         """
         self.node, self.close = shared.node, shared.free
         *boxes, total = shared.arrays

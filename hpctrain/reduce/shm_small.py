@@ -23,7 +23,7 @@ class SmallShmAllreduce:
         """
         Args:
             shared: an array for each rank, of twice the buffer's length: for exchanges of even and of odd number.
-                Nobody writes what another rank still reads, for it comes to the next meeting only afterwards.
+                No rank overwrites what another still reads: that one enters the next exchange only afterwards.
         """
         self.node, self.close = shared.node, shared.free
         length = len(shared.arrays[0]) // 2

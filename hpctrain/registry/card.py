@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
+from typing import Any
 
 import jinja2
 
-from hpctrain.checkpoint import CheckpointStore, DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError
 from hpctrain.report.summary import summarize
-from hpctrain.run import Attempt, RunHistory
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
+from hpctrain.run.history import RunHistory
 
 
 def model_card(data: RunHistory, step: int | None = None) -> str:
@@ -42,21 +45,23 @@ def model_card(data: RunHistory, step: int | None = None) -> str:
         summary=summary,
         config=run.config,
         step=step,
-        fingerprint=fingerprint(data, step),
+        fingerprint=trained_on(data, step).get("data"),
+        sources=trained_on(data, step).get("data_sources") or (),
         git_commit=newest.git_commit,
         finished=_date(newest.ended),
         task_args=json.dumps(run.config.get("task_args") or {}),
     )
 
 
-def fingerprint(data: RunHistory, step: int | None) -> str | None:
-    """Of the training data, as a checkpoint's manifest has it."""
+def trained_on(data: RunHistory, step: int | None) -> dict[str, Any]:
+    """``data`` (fingerprint) and ``data_sources`` (tables), as a checkpoint's manifest has them; empty if unknown."""
     try:
         meta = _store(data).manifest(step).meta if step is not None else {}
     except (DamagedCheckpoint, UnreadableCheckpoint, UserError):
-        return None
+        return {}
     identity = meta.get("identity")
-    return str(identity["data"]) if isinstance(identity, dict) and identity.get("data") else None
+    known = identity if isinstance(identity, dict) else {}
+    return {key: known[key] for key in ("data", "data_sources") if known.get(key)}
 
 
 def _store(data: RunHistory) -> CheckpointStore:

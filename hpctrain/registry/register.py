@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import tempfile
@@ -12,27 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint import CheckpointStore, Source, load_initial
-from hpctrain.checkpoint.exports import Selection, export_safetensors
-from hpctrain.comm.world import alone
+from hpctrain.checkpoint.exports.weights import Selection, export_safetensors
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.config.combinations import Feature, refusal
 from hpctrain.config.loading import load
-from hpctrain.config.sections import Config
-from hpctrain.data import Samples
+from hpctrain.data.dataset import Samples
 from hpctrain.errors import MissingExtra, UserError
-from hpctrain.rank.problem import Problem, examples_of, make_problem
-from hpctrain.rank.wiring import make_framework
-from hpctrain.registry.card import fingerprint, model_card
-from hpctrain.run import RunView
+from hpctrain.rank.problem import Problem, examples_of
+from hpctrain.rank.with_weights import with_weights
+from hpctrain.registry.card import model_card, trained_on
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
 from hpctrain.tasks.definition import first_field
-from hpctrain.track.mlflow import position
-from hpctrain.track.mlflow_follower import QUIET, artifact_location, tracking_uri
-from hpctrain.train.clock import IntervalClock
-from hpctrain.train.framework import Framework
+from hpctrain.track.follower import position
+from hpctrain.track.mlflow import QUIET, artifact_location, tracking_uri
 
 EXAMPLE_SAMPLES = 2
+
+restore = with_weights
+"""Models that were registered by earlier versions call it by this name."""
 
 
 def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str | None) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.safetensors"
         export_safetensors(loaded, weights, Selection(averaged=config.train.ema_decay is not None))
-        framework, problem = restore(config, str(weights))
+        framework, problem = with_weights(config, str(weights))
         if isinstance(problem.task.model, Mapping):
             raise refusal({Feature.REGISTRY: True, Feature.SEVERAL_MODELS: ", ".join(problem.task.model)})
         batch = example(problem)
@@ -72,33 +70,23 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
         started = data.last(RunStarted)
         card = Path(folder) / "model_card.md"
         card.write_text(model_card(data, loaded.step), encoding="utf-8")
-        with mlflow.start_run(run_id=open_run(mlflow, run_dir, uri, config)):
+        with mlflow.start_run(run_id=open_run(mlflow, run_dir, uri, config.track.mlflow_experiment, config.name)):
             mlflow.log_artifact(str(card))
             info = mlflow.pyfunc.log_model(
                 name="model",
                 python_model=str(Path(__file__).with_name("served_model.py")),
-                artifacts={"weights": str(weights), "run_file": str(run_dir.run_yaml)},
+                artifacts={
+                    "weights": str(weights),
+                    "run_file": str(run_dir.run_yaml),
+                    "run_record": str(run_dir.run_json),
+                },
                 code_paths=code_of(config.task),
                 signature=mlflow.models.infer_signature(batch, framework.predict(batch)),
                 pip_requirements=requirements(started.versions if started else {}),
                 registered_model_name=name or config.name,
-                metadata={"step": loaded.step, "data": fingerprint(data, loaded.step), "run_id": data.run.id},
+                metadata={"step": loaded.step, "run_id": data.run.id, **trained_on(data, loaded.step)},
             )
     return {"name": name or config.name, "version": info.registered_model_version, "uri": info.model_uri}
-
-
-def restore(config: Config, weights: str) -> tuple[Framework, Problem]:
-    """The model of a run file with weights from a safetensors file, on this process alone."""
-    where, _, function = config.task.rpartition(":")
-    task = config.task
-    if where.endswith(".py") and not Path(where).is_file():  # it has travelled with the model, and is on the path
-        task = f"{Path(where).stem}:{function}"
-    train = dataclasses.replace(config.train, ema_decay=None, compile=False)
-    plain = dataclasses.replace(config, task=task, train=train)
-    problem = make_problem(plain, alone())
-    framework = make_framework(plain, alone(), problem.task, IntervalClock())
-    load_initial(Source(weights), framework)
-    return framework, problem
 
 
 def example(problem: Problem) -> Samples:
@@ -111,16 +99,16 @@ def example(problem: Problem) -> Samples:
     return batch
 
 
-def open_run(mlflow: Any, run_dir: RunDir, uri: str, config: Config) -> str:
+def open_run(mlflow: Any, run_dir: RunDir, uri: str, experiment_name: str, run_name: str) -> str:
     """The run that the training was tracked as; a new one if it was not tracked there."""
-    saved = position(run_dir)
+    saved = position(run_dir, "mlflow")
     if saved.get("uri") == uri and saved.get("run_id"):
         return str(saved["run_id"])
     client = mlflow.MlflowClient()
-    found = client.get_experiment_by_name(config.track.mlflow_experiment)
+    found = client.get_experiment_by_name(experiment_name)
     place = artifact_location(uri)
-    experiment = found.experiment_id if found else client.create_experiment(config.track.mlflow_experiment, place)
-    return str(client.create_run(experiment, run_name=config.name).info.run_id)
+    experiment = found.experiment_id if found else client.create_experiment(experiment_name, place)
+    return str(client.create_run(experiment, run_name=run_name).info.run_id)
 
 
 def code_of(task: str) -> list[str]:

@@ -22,9 +22,9 @@ class ServedModel(mlflow.pyfunc.PythonModel):
     def load_context(self, context: Any) -> None:
         """Makes the model as the run file says, and gives it the saved weights."""
         from hpctrain.config.loading import load
-        from hpctrain.registry.register import restore
+        from hpctrain.rank.with_weights import with_weights
 
-        self.framework, problem = restore(load(context.artifacts["run_file"]), context.artifacts["weights"])
+        self.framework, problem = with_weights(load(context.artifacts["run_file"]), context.artifacts["weights"])
         self.fields = problem.train.fields
 
     def predict(self, context: Any, model_input: Any, params: Any = None) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Several runs beside each other: what differs in their run files, and in what came out."""
+"""Several runs side by side: differences in their run files and results; those of a sweep ranked. Pure functions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.report.plots import LinePlot, curve
+from hpctrain.report.plots import Section, line_of, line_section
 from hpctrain.report.summary import summarize
-from hpctrain.run import RunHistory
+from hpctrain.run.history import RunHistory
 
 RESULTS = (
     "state",
@@ -21,6 +22,10 @@ RESULTS = (
     "rank_hours",
     "seconds",
 )
+OWN = ("name", "run_dir")
+"""Keys that differ between all runs of a sweep."""
+SHOWN = ("state", "steps", "final_loss", "seconds")
+"""Results besides the validation metrics."""
 
 
 def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
     }
 
 
-def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[LinePlot]:
+def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[Section]:
     """Each curve of all runs in one plot."""
     kinds = [
         ("loss", "Loss", [run.train for run in runs]),
@@ -46,9 +51,9 @@ def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[LinePlot]
     kinds += [(name, f"Validation {name}", [run.metrics for run in runs]) for name in metrics]
     plots = []
     for key, title, sources in kinds:
-        curves = [curve(name, source[key]) for name, source in zip(names, sources, strict=True) if key in source]
-        if any(each.x for each in curves):
-            plots.append(LinePlot(title.replace(" ", "_").lower(), title, "step", tuple(curves)))
+        lines = [line_of(name, source[key]) for name, source in zip(names, sources, strict=True) if key in source]
+        if any(line.x for line in lines):
+            plots.append(line_section(title.replace(" ", "_").lower(), title, lines))
     return plots
 
 
@@ -70,3 +75,33 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def distinct_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Names, or paths if two names are the same."""
     return list(names) if len(set(names)) == len(names) else list(paths)
+
+
+def sweep_table(runs: Sequence[RunHistory], metric: str | None = None, mode: str = "min") -> dict[str, Any]:
+    """JSON-able: what the points are ranked by, and the points, the best first, those without a result last.
+
+    Args:
+        runs: the points.
+        metric: validation metric that ranks them; by default ``loss``, or the training loss where none is validated.
+        mode: ``min`` or ``max``: which of its values are better.
+    """
+    found = compare(runs)
+    results, configuration = found["results"], found["configuration"]
+    metrics = [name for name in results if any(name in run.metrics for run in runs)]
+    ranked_by = next((name for name in (metric, "loss") if name in metrics), "final_loss")
+    points = [
+        {
+            "point": run.run.path.name,
+            "folder": str(run.run.path),
+            "configuration": {key: values[row] for key, values in configuration.items() if key not in OWN},
+            "results": {key: results[key][row] for key in dict.fromkeys((*SHOWN[:2], *metrics, *SHOWN[2:]))},
+        }
+        for row, run in enumerate(runs)
+    ]
+    sign = -1 if mode == "max" and ranked_by == metric else 1
+
+    def place(point: dict[str, Any]) -> float:
+        value = point["results"][ranked_by]
+        return math.inf if value is None or math.isnan(value) else sign * value
+
+    return {"ranked_by": ranked_by, "points": sorted(points, key=place)}

@@ -11,10 +11,21 @@ from dataclasses import dataclass, field, replace
 
 from hpctrain.errors import Code
 from hpctrain.report.summary import phase_share
-from hpctrain.run import AttemptWords, Outcome, RunHistory, State, Verdict, Word
 from hpctrain.run.decision import blame
-from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Hang, RunFinished, StopRequested, Straggler
+from hpctrain.run.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Hang,
+    Recovered,
+    RunFinished,
+    StopRequested,
+    Straggler,
+)
 from hpctrain.run.grid import Grid
+from hpctrain.run.history import RunHistory
+from hpctrain.run.last_words import AttemptWords
+from hpctrain.run.run_status import Outcome, State, Word
+from hpctrain.run.verdict import RunVerdict
 
 DATA_BOUND = 0.2
 """Share of the time that waits for data beyond which a run is called data-bound."""
@@ -22,6 +33,8 @@ MEASURED_S = 10.0
 """Seconds of training below which shares say nothing."""
 EXCHANGE_BOUND = 0.3
 """The same for the exchange of gradients."""
+SHOWN = 4
+"""Recoveries that are shown one by one."""
 COSTLY = 0.05
 """Share of the run that a straggler must cost to be named."""
 
@@ -53,7 +66,7 @@ def explain(data: RunHistory, state: State | None = None) -> Explanation:
 
     Args:
         data: the run.
-        state: how it stands by what Slurm and living processes say, too; by default its folder alone is asked.
+        state: its state, from Slurm and living processes too; by default from its folder alone.
     """
     found = next((answer for rule in RULES if (answer := rule(data)) is not None), None)
     if found is not None and found.cause is Code.COMPLETED:
@@ -61,15 +74,15 @@ def explain(data: RunHistory, state: State | None = None) -> Explanation:
     if found is None:
         found = (by_standing(state) if state else by_life(data)) or unknown(data, state)
     elif state is not None and state.word is Word.PENDING:
-        return replace(found, findings=(f"it is to go on: {state.why}", *([state.fix] if state.fix else [])))
-    slow = [finding for rule in SLOW for finding in rule(data)]
+        return replace(found, findings=(f"it is to resume: {state.why}", *([state.fix] if state.fix else [])))
+    slow, recovered = [finding for rule in SLOW for finding in rule(data)], recoveries(data)
     if found.cause in (Code.COMPLETED, Code.RUNNING) and slow:
         first = slow[0]
         title = found.title.rstrip(".") + "; " + first.title[0].lower() + first.title[1:]
         cause = first.cause if found.cause is Code.RUNNING else found.cause
-        rest = tuple(finding.title for finding in slow[1:])
+        rest = (*(finding.title for finding in slow[1:]), *recovered)
         return Explanation(cause, title, (*found.evidence, *first.evidence), first.advice or found.advice, rest)
-    findings = tuple(finding.title for finding in slow)
+    findings = (*(finding.title for finding in slow), *recovered)
     return Explanation(found.cause, found.title, found.evidence, found.advice, findings)
 
 
@@ -95,15 +108,15 @@ TITLES: Mapping[Code, str] = {
     Code.TIME_LIMIT: "The run stopped because its time limit was near",
     Code.STOPPED: "The run was asked to stop",
     Code.USER_ERROR: "The run file, its data or its environment is wrong",
-    Code.NO_PROGRESS: "Attempts came no further",
+    Code.NO_PROGRESS: "Attempts made no progress",
     Code.EXCEPTION: "A rank failed with an error",
 }
 """What each code of a failure says to people."""
 GENERAL = (Code.USER_ERROR, Code.EXCEPTION, Code.NO_PROGRESS, Code.UNKNOWN)
-"""Codes of failures than which a hang that the monitor saw is more precise."""
+"""Failure codes that are less specific than a hang seen by the monitor."""
 
 
-def newest_failure(data: RunHistory) -> Verdict | None:
+def newest_failure(data: RunHistory) -> RunVerdict | None:
     """The verdict on the newest attempt if it failed; none if it ended well or has not ended."""
     newest = data.run.newest
     if newest is None:
@@ -113,8 +126,8 @@ def newest_failure(data: RunHistory) -> Verdict | None:
     return verdict if verdict and verdict.is_failure else None
 
 
-def _own_verdict(words: AttemptWords, grid: Grid) -> Verdict | None:
-    """What the first failed rank said, if no supervisor lived to conclude anything from it."""
+def _own_verdict(words: AttemptWords, grid: Grid) -> RunVerdict | None:
+    """What the first failed rank said, if no supervisor survived to write a verdict."""
     failed = [word for word in words.ranks if word.error]
     return blame(failed, grid) if failed else None
 
@@ -147,7 +160,7 @@ def by_hang(data: RunHistory) -> Explanation | None:
 
 
 def by_failure(data: RunHistory) -> Explanation | None:
-    """Any other failure: the user's mistake, an exception, or what nobody has given a code."""
+    """Any other failure: the user's mistake, an exception, or a cause without a code."""
     failure = newest_failure(data)
     return _of_failure(data, failure) if failure else None
 
@@ -194,17 +207,17 @@ def by_life(data: RunHistory) -> Explanation | None:
 
 
 STANDING = {
-    Word.RUNNING: "The run goes on",
+    Word.RUNNING: "The run continues",
     Word.PENDING: "The run has not begun",
     Word.CANCELLED: "The run's job was cancelled",
     Word.FAILED: "The run's job failed",
     Word.NOT_STARTED: "The run was not started",
 }
-"""Titles for runs of which more is known than their folders tell."""
+"""Titles for runs about which more is known than their folders say."""
 FIXES = {
     Word.CANCELLED: "hpctrain resume submits it again",
     Word.FAILED: "look at the job's own log: hpctrain logs RUN --rank job",
-    Word.NOT_STARTED: "hpctrain submit",
+    Word.NOT_STARTED: "start it with hpctrain run or hpctrain submit",
 }
 
 
@@ -255,7 +268,7 @@ def stragglers(data: RunHistory) -> list[Explanation]:
 
 
 def phases(data: RunHistory) -> list[Explanation]:
-    """Time that does not compute."""
+    """Time not spent computing."""
     share = phase_share(data) or {}
     if sum(float(series.value.sum()) for series in data.phases.values()) < MEASURED_S:
         return []
@@ -294,7 +307,17 @@ RULES: tuple[Rule, ...] = (by_cause, by_hang, by_failure, by_stop, by_completion
 SLOW = (stragglers, failed_checkpoints, phases)
 
 
-def _of_failure(data: RunHistory, failure: Verdict, more: Sequence[str] = ()) -> Explanation:
+def recoveries(data: RunHistory) -> list[str]:
+    """Failures the run survived, the newest last, and where its time went; empty without any."""
+    events, account = data.all(Recovered), data.run.account
+    if not events:
+        return []
+    first = [f"recovered {len(events)} times; the last {SHOWN}"] if len(events) > SHOWN else []
+    goodput = [f"goodput {account.text}"] if account.text else []
+    return [*first, *(event.text for event in events[-SHOWN:]), *goodput]
+
+
+def _of_failure(data: RunHistory, failure: RunVerdict, more: Sequence[str] = ()) -> Explanation:
     said = failure.reason
     if failure.rank is not None and data.run.newest and f"rank {failure.rank}" not in said:
         host = f" on {failure.host}" if failure.host else ""

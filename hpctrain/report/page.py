@@ -1,4 +1,4 @@
-"""The HTML report: one file, no network, charts inline, a table behind each."""
+"""The HTML report: one file, no network, charts inline, a table behind each; without matplotlib, tables only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
-from hpctrain.report import grid_plot, plan_plot, svg
-from hpctrain.report.axes import time_unit
-from hpctrain.report.chart import DARK, LIGHT, Chart, picture, style
+from hpctrain.report import charts
+from hpctrain.report.charts import Line
+from hpctrain.report.drawing import DARK, INSTALL, LIGHT, can_draw, inline, picture, require
 from hpctrain.report.explain import Explanation
-from hpctrain.report.plots import LinePlot, StackPlot, line_plots, phase_plot
+from hpctrain.report.plots import Section, line_sections, phase_section, time_unit
 from hpctrain.report.summary import Span, make_spans, summarize
-from hpctrain.run import RunHistory
-from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Straggler
-from hpctrain.run.figures import Curve, Figure, Figures
-from hpctrain.run.pictures import Picture
-from hpctrain.run.plans import Plans
-
-
-@dataclass(frozen=True)
-class Section:
-    """A chart and the table behind it."""
-
-    key: str
-    """Anchor, and name of the picture's file."""
-    chart: Chart
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
+from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Recovered, Straggler
+from hpctrain.run.figures import Curve, Figure, Figures, Picture, Plans
+from hpctrain.run.history import RunHistory
+from hpctrain.system.quantities import quantity
 
 
 def make_sections(
@@ -52,16 +39,14 @@ def make_sections(
         data: what the run folder holds.
         heat: per-rank maps by title, float64[ranks, windows] in percent.
         figures: curves and matrices of the newest evaluation.
-        excess: float64[ranks, windows] as the monitor left it, for the picture of ranks that share out a model.
+        excess: float64[ranks, windows] as the monitor left it, for the picture of the grid of ranks.
         plans: what ``hpctrain plan`` found for the run.
     """
     attempts = make_spans(data)
-    sections = [_lines(plot) for plot in line_plots(data, attempts)]
+    sections = line_sections(data, attempts)
     if figures is not None:
         sections += [_figure(name, figure, figures.step) for name, figure in figures.figures.items()]
-    stack = phase_plot(data)
-    if stack:
-        sections.append(_stack(stack))
+    sections += [phases] if (phases := phase_section(data)) else []
     sections += _places(data, excess)
     sections += [_plans(data, plans)] if plans else []
     sections += [_heat(title, values) for title, values in heat.items()]
@@ -84,23 +69,25 @@ def render(
             failures=[_row(event, ("step", "path", "error")) for event in data.all(CheckpointFailed)],
             stragglers=[_row(event, STRAGGLER) for event in data.all(Straggler)],
             hangs=[_row(event, HANG) for event in data.all(Hang)],
+            recoveries=[_row(event, RECOVERY) for event in data.all(Recovered)],
             config=json.dumps(data.run.config, indent=2),
         )
     )
 
 
-def render_comparison(result: Mapping[str, Any], plots: Sequence[LinePlot]) -> str:
+def render_comparison(result: Mapping[str, Any], sections: Sequence[Section]) -> str:
     """The page of several runs: tables of differences and results, curves over each other."""
     template = _environment().get_template("compare.html.j2")
-    return template.render(result=result, sections=[_lines(plot) for plot in plots])
+    return template.render(result=result, sections=sections)
 
 
 def save_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Writes each chart into a folder, as an SVG file of its own; their paths.
+    """Writes each chart into a folder as an SVG file; their paths.
 
     Raises:
-        UserError: the folder cannot be made or written.
+        UserError: matplotlib is missing, or the folder cannot be made or written.
     """
+    require()
     paths = [folder / f"{section.key}.svg" for section in sections]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +100,7 @@ def save_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
 
 CHECKPOINT = ("step", "bytes", "stall_s", "write_s", "path")
 STRAGGLER = ("step", "rank", "host", "cause", "slowdown", "cost", "state", "sentence")
+RECOVERY = ("attempt", "step", "rank", "host", "code", "seconds", "repeated_steps", "reason")
 HANG = ("attempt", "step", "kind", "silence_s", "sentence")
 
 
@@ -124,18 +112,20 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    by_variable = {name: f"var(--{name})" for name in LIGHT}
-    environment.globals |= {"light": LIGHT, "dark": DARK, "chart_style": style(by_variable)}
+    environment.globals |= {"light": LIGHT, "dark": DARK, "install": "" if can_draw() else INSTALL}
+    environment.filters["drawn"] = inline
     environment.filters["number"] = number
     environment.filters["exact"] = exact
     environment.filters["moment"] = moment
     return environment
 
 
-def number(value: Any) -> str:
-    """A value in a table: at most four significant digits, a dash for what is not known."""
+def number(value: Any, key: str = "") -> str:
+    """A value in a table: at most four significant digits, or with the unit that its key says; a dash for nothing."""
     if value is None:
         return "–"
+    if (told := quantity(key, value)) is not None:
+        return told
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return str(value) if isinstance(value, int) else f"{value:.4g}"
@@ -153,46 +143,34 @@ def moment(seconds: float | None) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _lines(plot: LinePlot) -> Section:
-    chart = svg.lines(plot.title, plot.curves, plot.x_label, plot.marks, plot.from_zero)
-    rows = [(curve.name, x, y) for curve in plot.curves for x, y in zip(curve.x, curve.y, strict=True)]
-    return Section(plot.key, chart, ("curve", plot.x_label, "value"), rows)
-
-
 def _figure(name: str, figure: Figure, step: int) -> Section:
     key, title = re.sub(r"[^\w-]+", "_", f"metric_{name}"), f"Validation {name} at step {step}"
     if isinstance(figure, Curve):
-        drawn = svg.Curve(name, figure.x, figure.y)
-        chart = svg.lines(title, [drawn], f"across: {figure.x_label}; up: {figure.y_label}", from_zero=True)
+        axes = f"across: {figure.x_label}; up: {figure.y_label}"
+        chart = charts.line_chart(title, [Line(name, figure.x, figure.y)], axes, from_zero=True)
         rows: list[Sequence[Any]] = list(zip(figure.x, figure.y, strict=True))
         return Section(key, chart, (figure.x_label, figure.y_label), rows)
-    chart = svg.confusion(title, figure.labels, figure.counts)
+    chart = charts.confusion_chart(title, figure.labels, figure.counts)
     rows = [(label, *counts) for label, counts in zip(figure.labels, figure.counts, strict=True)]
     return Section(key, chart, ("true class", *(f"taken for {label}" for label in figure.labels)), rows)
-
-
-def _stack(plot: StackPlot) -> Section:
-    chart = svg.stacked(plot.title, plot.x, plot.layers, plot.x_label)
-    rows = [(x, *(layer.y[index] for layer in plot.layers)) for index, x in enumerate(plot.x)]
-    return Section(plot.key, chart, (plot.x_label, *(f"{layer.name} (%)" for layer in plot.layers)), rows)
 
 
 def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[Section]:
     """The grid of the newest attempt; nothing if each rank has the whole model."""
     newest = data.run.newest
-    if newest is None or not grid_plot.is_drawn(newest.grid):
+    if newest is None or not charts.is_drawn(newest.grid):
         return []
     grid, words = newest.grid, data.run.words.get(newest.number)
     hosts = {word.rank: word.host for word in words.ranks if word.rank is not None} if words else {}
     hosts |= {each.rank: each.host for each in data.run.live.ranks} if data.run.live else {}
-    slowness = grid_plot.typical(excess, grid.ranks).tolist()
+    slowness = charts.typical(excess, grid.ranks).tolist()
     rows = []
     for rank, value in enumerate(slowness):
         place = grid.place(rank)
         told = value if np.isfinite(value) else None
         rows.append((rank, place.stage, place.data, place.tensor, hosts.get(rank), told))
     header = ("rank", "stage", "data", "tensor", "host", "busy beyond the peers (%)")
-    return [Section("grid", grid_plot.draw(grid, hosts, slowness), header, rows)]
+    return [Section("grid", charts.grid_chart(grid, hosts, slowness), header, rows)]
 
 
 def _plans(data: RunHistory, plans: Plans) -> Section:
@@ -200,16 +178,15 @@ def _plans(data: RunHistory, plans: Plans) -> Section:
     newest = data.run.newest
     own = (newest.plan or f"data {newest.grid.data}") if newest else None
     kinds = list(plans.plans[0].parts)
-    rows = [(one.name, *(one.parts[kind] for kind in kinds), one.total, one.step_s) for one in plans.plans]
-    header = ("plan", *(f"{kind} (bytes)" for kind in kinds), "total (bytes)", "expected step (s)")
-    return Section("plans", plan_plot.draw(plans, own), header, rows)
+    rows = [(one.name, *(one.parts[kind] for kind in kinds), one.total) for one in plans.plans]
+    header = ("plan", *(f"{kind} (bytes)" for kind in kinds), "total (bytes)")
+    return Section("plans", charts.plan_chart(plans, own), header, rows)
 
 
 def _heat(title: str, values: NDArray[np.float64]) -> Section:
-    chart = svg.heat_map(title, values, "window", "rank", "%")
-    with np.errstate(all="ignore"):
-        rows = [(rank, *_spread(row)) for rank, row in enumerate(values)]
-    return Section("heat", chart, ("row", "median (%)", "max (%)"), rows)
+    chart, scale = charts.heat_chart(title, values, "window", "rank", "%"), charts.scale_of(values)
+    rows = [(rank, *_spread(row), charts.strip(row, scale)) for rank, row in enumerate(values)]
+    return Section("heat", chart, ("row", "median (%)", "max (%)", "windows"), rows)
 
 
 def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
@@ -220,18 +197,18 @@ def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
 def _attempts(attempts: Sequence[Span]) -> Section:
     first = attempts[0].begin
     unit, unit_name = time_unit(attempts[-1].end - first)
-    spans = [
-        svg.Span(
+    bars = [
+        charts.Bar(
             f"attempt {attempt.number}, from step {attempt.from_step}: {attempt.ending}",
             (attempt.begin - first) / unit,
             (attempt.end - first) / unit,
-            "good" if attempt.orderly else "other",
+            attempt.orderly,
         )
         for attempt in attempts
     ]
     rows = [(a.number, moment(a.begin), moment(a.end), a.from_step, a.to_step, a.ending) for a in attempts]
     header = ("attempt", "began", "ended", "from step", "newest checkpoint", "how it ended")
-    return Section("attempts", svg.time_line("Attempts", spans, unit_name), header, rows)
+    return Section("attempts", charts.time_chart("Attempts", bars, unit_name), header, rows)
 
 
 def _row(event: Event, keys: Sequence[str]) -> dict[str, Any]:

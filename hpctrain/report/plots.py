@@ -1,59 +1,60 @@
-"""What a report plots: curves and maps with few enough points to be seen."""
+"""What a report plots: lines and maps with few enough points to be seen."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.report.axes import time_unit
+from hpctrain.report import charts
+from hpctrain.report.charts import Line
+from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
-from hpctrain.report.svg import Curve, Mark
-from hpctrain.run import RunHistory, Series
+from hpctrain.run.history import RunHistory, Series
 
 POINTS = 400
 """Most points of one curve."""
 MOST_ROWS, MOST_COLUMNS = 64, 120
 """Of a map."""
 STACK_COLUMNS = 200
-"""Intervals that the phase breakdown is drawn in."""
+"""Intervals in the phase breakdown."""
 
 
 @dataclass(frozen=True)
-class LinePlot:
-    """One line chart with the values that it draws."""
+class Section:
+    """A chart and the table behind it."""
 
     key: str
-    """File name and anchor."""
-    title: str
-    x_label: str
-    curves: tuple[Curve, ...]
-    marks: tuple[Mark, ...] = ()
-    from_zero: bool = False
+    """Anchor, and name of the picture's file."""
+    chart: Chart
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
 
 
-@dataclass(frozen=True)
-class StackPlot:
-    """The phase breakdown."""
+def line_section(
+    key: str,
+    title: str,
+    lines: Sequence[Line],
+    x_label: str = "step",
+    marks: Mapping[float, str] | None = None,
+    from_zero: bool = False,
+) -> Section:
+    """One line chart; see ``charts.line_chart``."""
+    rows = [(line.name, x, y) for line in lines for x, y in zip(line.x, line.y, strict=True)]
+    chart = charts.line_chart(title, lines, x_label, marks, from_zero)
+    return Section(key, chart, ("curve", x_label, "value"), rows)
 
-    key: str
-    title: str
-    x_label: str
-    x: tuple[float, ...]
-    layers: tuple[Curve, ...]
 
-
-def line_plots(data: RunHistory, attempts: Sequence[Span]) -> list[LinePlot]:
+def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[Section]:
     """Loss and metrics against steps and against time, learning rate, throughput."""
     begin = attempts[0].begin if attempts else 0.0
     unit, unit_name = time_unit(attempts[-1].end - begin if attempts else 0.0)
-    resumes = [
-        Mark(attempt.from_step, f"attempt {attempt.number} from step {attempt.from_step}") for attempt in attempts[1:]
-    ]
-    restarts = [Mark((attempt.begin - begin) / unit, f"attempt {attempt.number}") for attempt in attempts[1:]]
+    resumes: dict[float, str] = dict.fromkeys((attempt.from_step for attempt in attempts[1:]), "resumed")
+    restarts = dict.fromkeys(((attempt.begin - begin) / unit for attempt in attempts[1:]), "next attempt")
     losses = {name: data.train[name] for name in ("loss",) if name in data.train}
     if "loss" in data.metrics:
         losses["validation loss"] = data.metrics["loss"]
@@ -66,21 +67,21 @@ def line_plots(data: RunHistory, attempts: Sequence[Span]) -> list[LinePlot]:
         ("mfu", "Model FLOPs utilisation", {k: v for k, v in data.train.items() if k == "mfu"}, True),
         ("throughput", "Samples per second", {k: v for k, v in data.train.items() if k == "samples_per_s"}, True),
     ]
-    plots = []
+    sections = []
     for key, title, named, from_zero in wanted:
-        if not named:
+        lines = [line_of(name, series) for name, series in named.items()]
+        if not any(line.x for line in lines):
             continue
-        curves = tuple(curve(name, series) for name, series in named.items())
-        plots.append(LinePlot(key, title, "step", curves, tuple(resumes), from_zero))
+        sections.append(line_section(key, title, lines, marks=resumes, from_zero=from_zero))
         if key in ("loss", "metrics"):
-            timed = tuple(curve(name, series, begin, unit) for name, series in named.items())
+            timed = [line_of(name, series, begin, unit) for name, series in named.items()]
             label = f"{unit_name} since the start"
-            plots.append(LinePlot(f"{key}_time", f"{title} against time", label, timed, tuple(restarts)))
-    return [plot for plot in plots if any(curve.x for curve in plot.curves)]
+            sections.append(line_section(f"{key}_time", f"{title} against time", timed, label, restarts))
+    return sections
 
 
-def phase_plot(data: RunHistory) -> StackPlot | None:
-    """Each phase's share of the measured time, by interval; intervals are joined if there are too many to see."""
+def phase_section(data: RunHistory) -> Section | None:
+    """Each phase's share of the measured time, by interval; intervals are merged if there are too many to see."""
     if not data.phases:
         return None
     steps = next(iter(data.phases.values())).step
@@ -92,10 +93,12 @@ def phase_plot(data: RunHistory) -> StackPlot | None:
     for name, values in sorted(seconds.items(), key=lambda item: -float(item[1].sum())):
         if values.any():
             shares = [100 * float(values[group].sum()) / total for group, total in zip(groups, whole, strict=True)]
-            layers.append(Curve(name, ends, shares))
-    return (
-        StackPlot("phases", "Where the time goes, % of each interval", "step", ends, tuple(layers)) if layers else None
-    )
+            layers.append(Line(name, ends, shares))
+    if not layers:
+        return None
+    chart = charts.stack_chart("Where the time goes, % of each interval", ends, layers, "step")
+    rows = [(x, *(layer.y[index] for layer in layers)) for index, x in enumerate(ends)]
+    return Section("phases", chart, ("step", *(f"{layer.name} (%)" for layer in layers)), rows)
 
 
 def heat_maps(excess: NDArray[np.float64] | None) -> dict[str, NDArray[np.float64]]:
@@ -103,11 +106,19 @@ def heat_maps(excess: NDArray[np.float64] | None) -> dict[str, NDArray[np.float6
     return {} if excess is None else {"Busy time beyond the peers', by rank": shrink(100 * excess)}
 
 
-def curve(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> Curve:
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Seconds of a unit in which a span of time is a handy number, and the unit's name."""
+    for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds > 2 * size:
+            return size, name
+    return 1.0, "seconds"
+
+
+def line_of(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> Line:
     """A series against its steps, or against the time since ``begin`` in units of ``unit`` seconds; thinned."""
     chosen = thin(series.value)
     x = series.step if begin is None else (series.time - begin) / unit
-    return Curve(name, x[chosen].tolist(), series.value[chosen].tolist())
+    return Line(name, x[chosen].tolist(), series.value[chosen].tolist())
 
 
 def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The numbers of a run that fit into a table. Pure functions of what was read."""
+"""The numbers of a run that fit into a table. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.run import ORDERLY, RunHistory, Series
-from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, RunFinished, RunStarted, Straggler
-
-USEFUL = ("data", "to_device", "forward", "backward", "exchange", "optimizer")
-"""Phases that advance the weights; callbacks and checkpoints do not."""
+from hpctrain.run.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    Hang,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    Straggler,
+)
+from hpctrain.run.history import RunHistory, Series
+from hpctrain.run.run_status import ORDERLY
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Span:
 
 
 def summarize(data: RunHistory) -> dict[str, Any]:
-    """Everything ``report --json`` gives; None if the run folder does not say."""
+    """Everything ``report --json`` prints; None for what the run folder does not say."""
     started, finished = data.last(RunStarted), data.last(RunFinished)
     spans = make_spans(data)
     told = started.to_json() if started else {}
@@ -54,11 +61,13 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "mfu_median": median(data.train.get("mfu")),
         "flops_per_sample": told.get("flops_per_sample"),
         "phase_share": phase_share(data),
-        "goodput": goodput(data, spans),
+        "goodput": run.account.goodput,
+        "account": vars(run.account),
         "rank_hours": rank_hours(data, spans),
         "seconds": sum(span.end - span.begin for span in spans) or (finished.seconds if finished else None),
         "attempts": [vars(span) for span in spans],
         "checkpoints": checkpoints(data),
+        "recoveries": [without_name(event) for event in data.all(Recovered)],
         "stragglers": [without_name(event) for event in data.all(Straggler)],
         "hangs": [without_name(event) for event in data.all(Hang)],
         "events": data.counts,
@@ -116,13 +125,6 @@ def phase_share(data: RunHistory) -> dict[str, float] | None:
     totals = {name: float(series.value.sum()) for name, series in data.phases.items()}
     whole = sum(totals.values())
     return {name: total / whole for name, total in totals.items()} if whole > 0 else None
-
-
-def goodput(data: RunHistory, spans: list[Span]) -> float | None:
-    """Time in steps that count, each once, over the time in which ranks were allocated."""
-    allocated = sum(span.end - span.begin for span in spans)
-    useful = sum(float(series.value.sum()) for name, series in data.phases.items() if name in USEFUL)
-    return min(useful / allocated, 1.0) if allocated > 0 and useful > 0 else None
 
 
 def rank_hours(data: RunHistory, spans: list[Span]) -> float | None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.run.grid import Grid, grid_of
-from hpctrain.run.verdict import Verdict
+from hpctrain.run.verdict import RunVerdict
+from hpctrain.system.json_shape import fields_of, is_count, is_time, maker, sound, without_misfits
 
 ALWAYS = ("from_step", "job_id", "git_commit")
 """Fields that an entry of run.json has even if there is nothing to say."""
@@ -17,7 +18,7 @@ ALWAYS = ("from_step", "job_id", "git_commit")
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is known of an attempt; None for what nobody has written."""
+    """The record of an attempt; None for what was not written."""
 
     number: int = 0
     """From 1; 0 for one that has not begun."""
@@ -36,7 +37,7 @@ class Attempt:
     job: str | None = None
     """What scontrol takes: 123, or 120_4 for an element of an array."""
     job_id: str | None = None
-    """SLURM_JOB_ID."""
+    """SLURM_JOB_ID, or the job of another scheduler."""
     restarts: int | None = None
     """Times that Slurm had requeued the job."""
     ranks: int | None = None
@@ -46,11 +47,11 @@ class Attempt:
     pipeline: int | None = None
     """Stages that have different layers; None if each rank has all."""
     shard: str | None = None
-    """What ranks share out beside layers; None if it is nothing."""
+    """What is sharded besides layers; None for nothing."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     """Of packages that shape results."""
     git_commit: str | None = None
-    verdict: Verdict | None = None
+    verdict: RunVerdict | None = None
 
     @property
     def grid(self) -> Grid:
@@ -59,7 +60,7 @@ class Attempt:
 
     @property
     def plan(self) -> str:
-        """How the ranks share out the model, for people: "tensor 2 x data 4"; empty if each has it whole."""
+        """The plan, for people: "tensor 2 x data 4"; empty if each has it whole."""
         return ", ".join([part for part in (str(self.grid), f"shard {self.shard}" if self.shard else "") if part])
 
     @property
@@ -83,12 +84,29 @@ class Attempt:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Attempt:
-        """An entry of run.json whose fields are of the types that they should have; unknown ones are ignored."""
-        names = {each.name for each in dataclasses.fields(cls)} - {"number", "verdict", "hosts", "versions"}
-        return cls(
-            saved["attempt"],
-            hosts=tuple(saved.get("hosts") or ()),
-            versions=saved.get("versions") or {},
-            verdict=Verdict.from_json(saved.get("verdict") or {}),
-            **{name: value for name, value in saved.items() if name in names},
-        )
+        """An entry of run.json; unknown fields are ignored. Raises ValueError for one of a wrong type."""
+        return _attempt_of({**saved, "number": saved["attempt"]})
+
+
+_OWN = {"started": sound(is_time), "ended": sound(is_time), "verdict": RunVerdict.from_json}
+_attempt_of = maker(Attempt, **_OWN)
+_sound_entry = without_misfits(fields_of(Attempt, **_OWN))
+_info = sound({"fence": int, "attempts": [dict]})
+_sound_info = without_misfits(
+    {
+        "id": sound(str),
+        "created": sound(is_time),
+        "trained": sound(is_count),
+        "reducer": sound(dict),
+        "stages": sound({"layers": [is_count]}),
+    }
+)
+
+
+def info_of(value: Any) -> dict[str, Any]:
+    """The content of run.json, without what is not of its type. Raises ValueError if it cannot be such content."""
+    info = _info(value)
+    if not all(is_count(entry.get("attempt")) for entry in info.get("attempts", ())):
+        raise ValueError("an attempt has no number")
+    entries = {"attempts": [_sound_entry(entry) for entry in info["attempts"]]} if "attempts" in info else {}
+    return {**_sound_info(info), **entries}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import importlib.metadata
 import json
-import os
+import platform
 import socket
+import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hpctrain
 from hpctrain.errors import Replaced, UserError
-from hpctrain.run import last_words, provenance
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.documents import info_of
+from hpctrain.run import last_words
+from hpctrain.run.attempt_record import Attempt, info_of
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord
-from hpctrain.run.rank_environment import current_attempt
-from hpctrain.run.tickets import Tickets
-from hpctrain.run.verdict import Verdict
+from hpctrain.run.rank_environment import current_attempt, current_job
+from hpctrain.run.unique_ids import UniqueIds
+from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
 from hpctrain.system.files import cannot_write, write_atomically
 
@@ -32,14 +35,14 @@ NEW = Attempt()
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts of a run. Each has files of its own, attempts/<number>...; run.json is put together from them."""
+    """The attempts of a run. Each has separate files, attempts/<number>...; run.json is assembled from them."""
 
     run_dir: RunDir
 
     @property
-    def tickets(self) -> Tickets:
+    def ids(self) -> UniqueIds:
         """One number for each attempt."""
-        return Tickets(self.run_dir.attempts, self.run_dir.path)
+        return UniqueIds(self.run_dir.attempts, self.run_dir.path)
 
     def info(self) -> dict[str, Any]:
         """Content of run.json; empty if there is none yet.
@@ -49,13 +52,11 @@ class Attempts:
         """
         try:
             info = info_of(safe_read.read_json(self.run_dir.run_json))
-            if info is None:
-                raise ValueError("its fields are not of the types that they should be")
         except FileNotFoundError:
             return {}
         except (ValueError, safe_read.NotPlain, safe_read.TooLarge) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            fix = f"remove it: the next attempt writes it again from what {self.tickets.folder} holds"
+            fix = f"remove it: the next attempt writes it again from what {self.ids.folder} holds"
             raise UserError(f"{self.run_dir.run_json} is damaged: {why}", fix) from error
         return info
 
@@ -63,40 +64,43 @@ class Attempts:
         """Sets fields of run.json that this process's attempt has found out; the new content of run.json."""
         return self._note(current_attempt(), "fields", fields)
 
-    def begin(self, attempt: Attempt = NEW, run_yaml: str | None = None) -> int:
-        """Counts a new attempt, which fences off all earlier ones, and forgets an old stop request.
+    def begin(self, attempt: Attempt = NEW, run_yaml: str | None = None, forget_stop: bool = True) -> int:
+        """Counts a new attempt, which fences off all earlier ones.
 
         Call it with the run folder's lock. What this process is, and from what it is made, is added.
 
         Args:
             attempt: what else is known of it.
             run_yaml: the resolved run file, kept in the folder.
+            forget_stop: an old stop request does not hold for it. A restart in place keeps one that comes meanwhile.
 
         Returns:
             Its number, from 1.
 
         Raises:
+            UserError: STOP is a folder with something in it.
             RunFailed: the folder cannot be written.
         """
+        if forget_stop:
+            self._forget_stop()
         info = self.info()
         begun = dataclasses.replace(
             attempt,
             started=time.time(),
             from_step=self.run_dir.newest_checkpoint_step(),
             host=attempt.host or socket.gethostname(),
-            job_id=os.environ.get("SLURM_JOB_ID"),
-            versions=provenance.versions(),
-            git_commit=provenance.git_commit(),
+            job_id=current_job()[0],
+            versions=versions(),
+            git_commit=git_commit(),
         )
         identity = {"id": info.get("id") or uuid.uuid4().hex, "created": info.get("created") or time.time()}
-        number = self.tickets.take(_json({"run": identity, "attempt": begun.to_json()}), above=info.get("fence", 0))
+        number = self.ids.take(_json({"run": identity, "attempt": begun.to_json()}), above=info.get("fence", 0))
         self._summarise()
-        self.run_dir.stop_file.unlink(missing_ok=True)
         if run_yaml is not None:
             write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path)
         return number
 
-    def end(self, number: int, verdict: Verdict, words: Sequence[LastWord], all_told: bool = True) -> None:
+    def end(self, number: int, verdict: RunVerdict, words: Sequence[LastWord], all_told: bool = True) -> None:
         """Writes down how an attempt ended.
 
         Args:
@@ -113,7 +117,7 @@ class Attempts:
         entry = {"ended": time.time(), "to_step": self.run_dir.newest_checkpoint_step(), "verdict": verdict.to_json()}
         self._note(number, "ended", {**entry, "hosts": sorted({word.host for word in words})})
 
-    def amend(self, number: int, verdict: Verdict) -> None:
+    def amend(self, number: int, verdict: RunVerdict) -> None:
         """Replaces the verdict on an attempt that has ended. Raises RunFailed if the folder cannot be written."""
         self._note(number, "ended", {"verdict": verdict.to_json()})
         if self.run_dir.words(number).exists() and (words := last_words.read(self.run_dir, number)):
@@ -128,7 +132,7 @@ class Attempts:
         written = 0
         with contextlib.suppress(UserError):  # damaged; the attempts of this version have their own files
             written = self.info().get("fence", 0)
-        return max(written, self.tickets.newest())
+        return max(written, self.ids.newest())
 
     def check_fence(self, attempt: int) -> None:
         """Raises an error if an attempt may not write any more.
@@ -140,10 +144,23 @@ class Attempts:
         if (fence := self.fence()) > attempt:
             raise Replaced(f"attempt {attempt} of {self.run_dir.path} has been replaced by attempt {fence}")
 
+    def _forget_stop(self) -> None:
+        """Removes what asked the last attempt to stop; a folder asks, too."""
+        stop = self.run_dir.stop_file
+        try:
+            if stop.is_dir() and not stop.is_symlink():
+                stop.rmdir()
+            else:
+                stop.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                raise UserError(f"{stop} is a folder that is not empty", "remove it, then start again") from error
+            raise cannot_write(stop, error) from error
+
     def _note(self, attempt: int, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Adds fields to one of an attempt's own files, which no other attempt writes; the new content of run.json."""
-        path = self.tickets.path(attempt, what)
-        self.tickets.make_folder()
+        path = self.ids.path(attempt, what)
+        self.ids.make_folder()
         try:
             before = _read_object(path)
         except OSError as error:
@@ -154,7 +171,7 @@ class Attempts:
     def _summarise(self) -> dict[str, Any]:
         """Writes run.json; its content.
 
-        Nobody is locked out: a writer that sleeps, in an fsync perhaps, holds up nobody. What it replaces too late it
+        No writer is locked out: one that sleeps, in an fsync perhaps, holds up no other. What it replaces too late it
         puts right by itself, since each writer looks again until run.json is what the attempts' own files say.
         """
         written = b""
@@ -170,11 +187,11 @@ class Attempts:
         """run.json by the attempts' own files; what an older version wrote into it alone stays."""
         info = self.info()
         entries = {entry["attempt"]: entry for entry in info.get("attempts", [])}
-        taken = self.tickets.taken()
+        taken = self.ids.taken()
         identity: dict[str, Any] = {}
         fields: dict[str, Any] = {}
         for number in sorted({*entries, *taken}):
-            begun, added, ended = (_read_object(self.tickets.path(number, what)) for what in ("", "fields", "ended"))
+            begun, added, ended = (_read_object(self.ids.path(number, what)) for what in ("", "fields", "ended"))
             entries[number] = {"attempt": number, **entries.get(number, {}), **_object(begun.get("attempt")), **ended}
             identity = identity or _object(begun.get("run"))
             fields |= added
@@ -196,3 +213,33 @@ def _read_object(path: Path) -> dict[str, Any]:
         return _object(safe_read.read_json(path))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
         return {}
+
+
+PACKAGES = ("numpy", "h5py", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", "keras", "horovod")
+
+
+def versions() -> dict[str, str]:
+    """Version by name of Python, hpctrain and what is installed of the packages that shape results."""
+    found = {"python": platform.python_version(), "hpctrain": hpctrain.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the repository that the working directory lies in, with '+changes' if files differ from it."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return None
+    return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

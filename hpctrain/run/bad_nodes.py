@@ -17,10 +17,10 @@ from pathlib import Path
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
-from hpctrain.run.verdict import Verdict
+from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes, cannot_write, make_private
-from hpctrain.system.json_shape import fits, is_count, is_time
+from hpctrain.system.json_shape import is_time, maker, sound
 
 FILE = "bad-nodes.jsonl"
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -89,7 +89,7 @@ def of_run(run: RunDir) -> BadNodes:
 
 
 def shared() -> BadNodes:
-    """The list of all runs of this user, in a folder that nobody else can write: $XDG_STATE_HOME/hpctrain."""
+    """The list of all runs of this user, in a folder that no other user can write: $XDG_STATE_HOME/hpctrain."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(state) / "hpctrain"
     return BadNodes(folder, folder)
@@ -114,7 +114,7 @@ def breaks_again(attempts: Sequence[Attempt], words: Sequence[LastWord]) -> str 
     return last.host
 
 
-def _elsewhere(verdict: Verdict, words: Sequence[LastWord]) -> bool:
+def _elsewhere(verdict: RunVerdict, words: Sequence[LastWord]) -> bool:
     """Whether a rank on another host ended as the one did that the verdict names."""
     own = {_how(word) for word in words if word.host == verdict.host and word.ending in (Ending.FAILED, Ending.KILLED)}
     return any(_how(word) in own for word in words if word.host != verdict.host)
@@ -126,9 +126,8 @@ def _how(word: LastWord) -> tuple[Ending, str | None]:
 
 def _entry(line: bytes) -> BadNode | None:
     try:
-        saved = safe_read.parse_json(line)
-        return BadNode(**saved) if _is_entry(saved) else None
-    except (ValueError, TypeError):
+        return _entry_of(safe_read.parse_json(line))
+    except ValueError:
         return None
 
 
@@ -136,4 +135,4 @@ def _is_host(value: object) -> bool:
     return isinstance(value, str) and HOST.fullmatch(value) is not None
 
 
-_is_entry = fits({"host": _is_host, "until": is_time, "attempt": is_count, "reason": str, "run": str})
+_entry_of = maker(BadNode, host=sound(_is_host), until=sound(is_time))

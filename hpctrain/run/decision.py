@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+import signal
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +13,18 @@ from hpctrain.errors import GENERAL, Code, ExitCode, Replaced
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.grid import Grid
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
-from hpctrain.run.verdict import Action, Stop, Verdict, failed_with, replaced
+from hpctrain.run.verdict import FIXES, Action, RunVerdict, Stop, failed_with, replaced
+
+TOGETHER_S = 15.0
+"""Seconds within which one rank's failure makes others fail: libraries give up when a connection closes."""
+VICTIM_EXITS = (14, *(128 + number for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)))
+"""Exit codes of processes whose peer is gone: Open MPI leaves with 14, Gloo and NCCL abort, launchers send SIGTERM."""
+LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|closed by peer|remote peer|lost peer"
+    r"|remote process|DistNetworkError|DistStoreError|for the other ranks to|NCCL error|socket closed",
+    re.IGNORECASE,
+)
+"""What errors say whose cause lies in another process."""
 
 
 def decide(
@@ -18,18 +32,21 @@ def decide(
     attempts: Sequence[Attempt],
     max_failures: int,
     stop: Stop | None = None,
-    failure: Verdict | None = None,
+    failure: RunVerdict | None = None,
     saves: bool = True,
-) -> Verdict:
+    before: Sequence[LastWord] = (),
+) -> RunVerdict:
     """What the end of the newest attempt means.
 
     Args:
         words: last word of every expected rank, those that the supervisor wrote included.
         attempts: of the run, oldest first, the one that has just ended last.
-        max_failures: failed attempts in a row without a new checkpoint after which the run ends.
+        max_failures: failed attempts in a row without a new checkpoint after which the run ends; 0: the first one ends
+            it, with the exit code of its failure.
         stop: the stop request of this attempt, if there was one.
         failure: what the supervisor itself ended the attempt for (a hang, ranks that never appeared), if it did.
         saves: whether the run saves checkpoints. If it does not, progress is unknown.
+        before: last words of the attempt before, whose error this one may repeat.
 
     Returns:
         DONE or STOP or REQUEUE for orderly ends; for others REQUEUE while trying again makes sense.
@@ -42,30 +59,37 @@ def decide(
     if stop is not None and stop.by_person:
         reason = f"{found.reason}, after {stop.by} had asked it to stop"
         return dataclasses.replace(found, action=Action.STOP, reason=reason)
+    if found.code is Code.NODE:
+        return found
+    if max_failures == 0:
+        return dataclasses.replace(found, action=Action.DO_NOT_REQUEUE)
     failures = trailing_failures(attempts)
-    if found.code is not Code.NODE and failures >= max_failures:
+    code = Code.NO_PROGRESS if found.code in (*GENERAL, Code.UNKNOWN) else found.code
+    where = repeats(words, before) if failure is None else ""
+    if failures >= max_failures:
         several = f"{failures} attempts in a row failed without a new checkpoint; the last one: {found.reason}"
         reason = several if failures > 1 else f"{found.reason}, without a new checkpoint; launch.max_failures is 1"
-        code = Code.NO_PROGRESS if found.code in (*GENERAL, Code.UNKNOWN) else found.code
-        final = Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE
-        return dataclasses.replace(found, action=final[0], exit_code=final[1], reason=reason, code=code)
-    return found
+    elif where:
+        reason = f"{found.reason}, for the second time {where}"
+    else:
+        return found
+    return dataclasses.replace(
+        found, action=Action.DO_NOT_REQUEUE, exit_code=ExitCode.DO_NOT_REQUEUE, reason=reason, code=code
+    )
 
 
-def blame(words: Sequence[LastWord], grid: Grid | None = None) -> Verdict:
+def blame(words: Sequence[LastWord], grid: Grid | None = None) -> RunVerdict:
     """The first cause of a failed attempt, with the action REQUEUE if trying again may help.
 
-    A rank that died without an error of its own comes first, for the errors of others are then its consequences
-    (broken connections); among errors the earliest is the cause. ``grid`` has the places
-    of the ranks, which are told if they share out a model.
+    See ``first_cause``. ``grid`` has the places of the ranks, which are named if they share a model.
     """
     grid = grid or Grid(1)
-    killed = [word for word in words if word.ending is Ending.KILLED]
-    if killed:
-        return _blame_death(killed[0], grid)
-    failed = sorted((word for word in words if word.ending is Ending.FAILED), key=lambda word: word.ended or 0)
-    if failed:
-        return _blame_error(failed, grid)
+    first = first_cause(words)
+    if first is not None and first.ending is Ending.KILLED:
+        return _blame_death(first, grid)
+    if first is not None:
+        failed = [word for word in words if word.ending is Ending.FAILED]
+        return _blame_error(first, failed, grid)
     missing = [word for word in words if word.ending not in GOOD_ENDINGS]
     if not missing:
         return failed_with(Code.VANISHED, "no rank left a last word: the ranks never started", "see the launcher's log")
@@ -78,6 +102,59 @@ def blame(words: Sequence[LastWord], grid: Grid | None = None) -> Verdict:
         missing[0].rank,
         missing[0].host,
     )
+
+
+def first_cause(words: Sequence[LastWord]) -> LastWord | None:
+    """The rank whose end explains those of the others; None if no rank failed or was killed.
+
+    A rank that only followed another one is never the cause while any rank said why or was killed from outside:
+    one that aborted because its peer was gone, or that complains of a lost connection. Otherwise a killed rank comes
+    before errors, which it causes, and the earliest error comes first.
+    """
+    killed = [word for word in words if word.ending is Ending.KILLED]
+    failed = sorted((word for word in words if word.ending is Ending.FAILED), key=_ended)
+    if own := [word for word in killed if not is_victim(word)]:
+        return own[0]
+    final = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
+    if said := [word for word in failed if word.exit_code in final]:
+        return said[0]  # every attempt would end so
+    reasons = [word for word in failed if not is_victim(word) and _ended(word) <= _ended(failed[0]) + TOGETHER_S]
+    return next(iter([*reasons, *killed, *failed]), None)
+
+
+def _ended(word: LastWord) -> float:
+    """Before all others if it is not known when."""
+    return -math.inf if word.ended is None else word.ended
+
+
+def repeats(words: Sequence[LastWord], before: Sequence[LastWord]) -> str:
+    """Where the task's own error ended both attempts in the same words, for a sentence; empty if it did not.
+
+    The last output of a plain command is not such an error, nor are those of disks and file systems, which may be over.
+    """
+    now, earlier = first_cause(words), first_cause(before)
+    if now is None or earlier is None or now.error is None or earlier.error is None or is_victim(now):
+        return ""
+    same = (now.error.what, now.error.type, now.step) == (earlier.error.what, earlier.error.type, earlier.step)
+    if not same or now.error.code is not Code.EXCEPTION or now.error.type == "exit":
+        return ""
+    return "before the first step" if now.step is None else f"at step {now.step}"
+
+
+def starts_again(verdict: RunVerdict, asked: bool) -> bool:
+    """Whether another attempt in the same place makes sense; ``asked``: a stop was requested meanwhile.
+
+    An orderly end gives the place back; a failure before the ranks started would repeat.
+    """
+    failed = verdict.action is Action.REQUEUE and verdict.exit_code is ExitCode.FAILURE
+    return failed and not verdict.before_ranks and not asked
+
+
+def is_victim(word: LastWord) -> bool:
+    """Whether a rank ended as those do that lose a peer."""
+    if word.exit_code in VICTIM_EXITS and (word.error is None or word.error.type == "exit"):
+        return True
+    return word.error is not None and LOST_PEER.search(word.error.what) is not None
 
 
 def trailing_failures(attempts: Sequence[Attempt]) -> int:
@@ -98,40 +175,40 @@ def trailing_failures(attempts: Sequence[Attempt]) -> int:
     return count
 
 
-def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop | None, saves: bool) -> Verdict:
+def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop | None, saves: bool) -> RunVerdict:
     step = max((word.step or 0 for word in words), default=0)
     if not any(word.ending is Ending.STOPPED for word in words):
         early = any(word.ending is Ending.EARLY for word in words)
         when = f" after step {step}" if saves else ""
-        return Verdict(Action.DONE, ExitCode.DONE, ("stopped early" if early else "done") + when, code=Code.COMPLETED)
+        return RunVerdict(
+            Action.DONE, ExitCode.DONE, ("stopped early" if early else "done") + when, code=Code.COMPLETED
+        )
     by, again = stop.by if stop else "a request", "the same command resumes it"
     code = stop.code if stop else Code.STOPPED
     if not saves and not (stop and stop.by_person):
         reason = f"stopped by {by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
-        return Verdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)
+        return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)
     if stop is None or stop.by_person:
-        return Verdict(Action.STOP, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
+        return RunVerdict(Action.STOP, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
     if attempts and not attempts[-1].has_progressed:
-        return Verdict(
+        return RunVerdict(
             Action.DO_NOT_REQUEUE,
             ExitCode.DO_NOT_REQUEUE,
             f"stopped by {by} at step {step} without a new checkpoint: another attempt would get no further",
             "give the job more time, or let it signal its end earlier",
             code=Code.NO_PROGRESS,
         )
-    return Verdict(Action.REQUEUE, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
+    return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
 
 
-def _blame_death(word: LastWord, grid: Grid) -> Verdict:
+def _blame_death(word: LastWord, grid: Grid) -> RunVerdict:
     code = word.code or Code.VANISHED
-    memory = "ask for more memory, or lower the batch, the prefetch or the workers"
-    fix = memory if code is Code.OUT_OF_MEMORY else "see the rank's log"
     what = f"rank {word.rank}{_place(word, grid)} on {word.host} {word.note or 'died'}"
-    return failed_with(code, what, fix, word.rank, word.host)
+    return failed_with(code, what, FIXES.get(code, "see the rank's log"), word.rank, word.host)
 
 
-def _blame_error(failed: Sequence[LastWord], grid: Grid) -> Verdict:
-    first, error = failed[0], failed[0].error
+def _blame_error(first: LastWord, failed: Sequence[LastWord], grid: Grid) -> RunVerdict:
+    error = first.error
     assert error is not None, "a FAILED word holds its error"
     everywhere = len(failed) > 1 and Counter(word.error.what for word in failed if word.error)[error.what] > 1
     where = "" if everywhere or first.rank is None else f"rank {first.rank}{_place(first, grid)} on {first.host}: "
@@ -139,7 +216,7 @@ def _blame_error(failed: Sequence[LastWord], grid: Grid) -> Verdict:
         return replaced(Replaced(error.what, error.fix))
     code = ExitCode(first.exit_code) if first.exit_code in set(ExitCode) else ExitCode.FAILURE
     action = Action.FAIL if code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE) else Action.REQUEUE
-    return Verdict(action, code, where + error.what, error.fix, first.rank, first.host, error.code)
+    return RunVerdict(action, code, where + error.what, error.fix, first.rank, first.host, error.code)
 
 
 def _place(word: LastWord, grid: Grid) -> str:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hpctrain.run.events import Decoder, Event, encode, resolve
+from hpctrain.run.events import Decoder, Event, decode, encode, resolve
 from hpctrain.run.folder import RunDir
 from hpctrain.run.growing_file import Tail
 from hpctrain.run.progress import Progress
@@ -79,6 +79,17 @@ def stored_events(path: Path, decoder: Decoder | None = None, marked: Sequence[b
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
         lines = (line for line in safe_read.lines(path) if any(mark in line for mark in marked))
         yield from (decoder or Decoder()).events(lines)
+
+
+def stored_events_at_end(path: Path, most_bytes: int = 1 << 18) -> list[Event]:
+    """The last events of a file that fit into ``most_bytes``; none if there is no such file."""
+    try:
+        handle = safe_read.open_plain(path)
+    except (FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
+        return []
+    with os.fdopen(handle, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+        return decode(file.read(most_bytes))
 
 
 def read_events(run: RunDir) -> list[Event]:

@@ -6,25 +6,25 @@ import dataclasses
 import json
 import math
 import time
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import UnionType
 from typing import Any, ClassVar
 
 from hpctrain.run.rank_environment import current_attempt
-from hpctrain.system.json_shape import Fits, Shape, fits, is_count, is_number, is_time, misfit
+from hpctrain.system.json_shape import Reads, fields_of, is_count, is_number, is_time, misfit
 from hpctrain.system.safe_read import parse_json
 
 SCHEMA = 1
 """Version of the schema, written with every event. Readers take events of any version for what they know of them."""
+CUT_OFF = "cut off"
+"""Kind of ``Hang``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened in a run; docs/events.md explains each kind and its fields.
 
-    A number or text that nobody knows is None, in the file null. Made without time and attempt, an event is of now and
+    An unknown number or text is None, in the file null. Made without time and attempt, an event is of now and
     of this process's attempt.
     """
 
@@ -157,6 +157,39 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SnapshotSaved(Event):
+    """A snapshot was sealed on the nodes themselves; a newer one replaces it."""
+
+    NAME = "snapshot_saved"
+
+    tier: str | None = None
+    bytes: int | None = None
+    stall_s: float | None = None
+    write_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStored(Event):
+    """A checkpoint was copied to the object store."""
+
+    NAME = "checkpoint_stored"
+
+    path: str | None = None
+    bytes: int | None = None
+    write_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAway(Event):
+    """Checkpoints do not reach the object store; training continues, and the newest is sent when they do."""
+
+    NAME = "store_away"
+
+    path: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be written."""
 
@@ -183,6 +216,8 @@ class Resumed(Event):
     NAME = "resumed"
 
     path: str | None = None
+    tier: str | None = None
+    """memory, scratch or store, if not from the run folder."""
     ranks: int | None = None
     rejected: tuple[Rejected, ...] = ()
 
@@ -239,11 +274,12 @@ class AboutRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Event):
-    """Ranks have made no step for too long, or one died without notice."""
+    """Ranks have made no step for too long, one died without notice, or a host cannot be reached."""
 
     NAME = "hang"
 
     kind: str | None = None
+    """hung, died, or CUT_OFF."""
     silence_s: float | None = None
     ranks: tuple[AboutRank, ...] = ()
     healthy: tuple[AboutRank, ...] = ()
@@ -257,11 +293,33 @@ class Hang(Event):
         return self.sentence or "no rank moves"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """The first new step after a failed attempt."""
+
+    NAME = "recovered"
+
+    rank: int | None = None
+    host: str | None = None
+    code: str | None = None
+    """Of hpctrain.errors.Code."""
+    reason: str | None = None
+    seconds: float | None = None
+    repeated_steps: int | None = None
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        again = f", {self.repeated_steps} steps done again" if self.repeated_steps else ""
+        took = "" if self.seconds is None else f" after {self.seconds:.1f} s"
+        return f"recovered{took}{again}: {self.reason or 'the attempt before had failed'}"
+
+
 KINDS: Mapping[str, type[Event]] = {
     kind.NAME: kind
     for kind in (
         *(RunStarted, Train, Eval, RunFinished, StopRequested, CheckpointSaved, CheckpointFailed),
-        *(Resumed, InitialWeights, Straggler, Hang),
+        *(CheckpointStored, StoreAway, SnapshotSaved, Resumed, InitialWeights, Straggler, Hang, Recovered),
     )
 }
 """The types of events by name."""
@@ -346,48 +404,9 @@ COMMON = ("time", "event", "step", "attempt")
 _WRONG_COMMON = misfit({"time": is_time, "event": str, "step": is_count, "attempt": is_count, "schema": is_count})
 
 
-@dataclass(frozen=True)
-class _Field:
-    """How a field is read; null is the same as none."""
-
-    shape: Shape
-    fits: Fits
-    convert: Callable[[Any], Any] | None = None
-    """From a value of the shape to one of the field's type; None if it is one already."""
-
-
-def _fields_of(kind: Any) -> dict[str, _Field]:
-    """By name."""
-    hints = typing.get_type_hints(kind)
-    names = [each.name for each in dataclasses.fields(kind) if each.name not in ("more", "called")]
-    read = {name: _reading(hints[name]) for name in names}
-    return {name: _Field(shape, fits(shape), convert) for name, (shape, convert) in read.items()}
-
-
-def _reading(hint: Any) -> tuple[Shape, Callable[[Any], Any] | None]:
-    """Shape in JSON of a type, and how a value of that shape becomes one of the type."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is UnionType:  # with None, which is not looked at
-        return _reading(arguments[0])
-    if origin is tuple:
-        shape, convert = _reading(arguments[0])
-        return [shape], tuple if convert is None else lambda values: tuple(map(convert, values))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        shape, _ = _reading(arguments[1])
-        return {str: (shape, None)}, None
-    if dataclasses.is_dataclass(hint):
-        inner, fields = typing.cast(type, hint), _fields_of(hint)
-        shapes = {name: (each.shape, None) for name, each in fields.items()}
-        return shapes, lambda value: _made(inner, fields, value)
-    return is_count if hint is int else hint, None
-
-
-def _made(kind: type, fields: Iterable[str], found: Mapping[str, Any]) -> Any:
-    return kind(**{name: found[name] for name in fields if found.get(name) is not None})
-
-
-_FIELDS: Mapping[type[Event], Mapping[str, _Field]] = {
-    kind: _fields_of(kind) for kind in (Event, OtherEvent, *KINDS.values())
+_FIELDS: Mapping[type[Event], Mapping[str, Reads]] = {
+    kind: {name: read for name, read in fields_of(kind).items() if name not in ("more", "called")}
+    for kind in (Event, OtherEvent, *KINDS.values())
 }
 
 
@@ -401,10 +420,10 @@ def _read(found: dict[str, Any]) -> Event | str:
         if name not in fields:
             more[name] = value
         elif value is not None:
-            each = fields[name]
-            if not each.fits(value):
+            try:
+                known[name] = fields[name](value)
+            except ValueError:
                 return f"{name} of {found['event']}"
-            known[name] = value if each.convert is None else each.convert(value)
     more.pop("schema", None)
     called = more.pop("event")
     return kind(**known, more=more) if kind else OtherEvent(**known, more=more, called=called)

@@ -1,20 +1,27 @@
-"""What metrics say that is no number, of the newest evaluation: curves and matrices, in <run folder>/figures.json."""
+"""What a run leaves for its report besides events: curves, matrices, plans, pictures, and the map of its ranks."""
 
 from __future__ import annotations
 
-import dataclasses
+import base64
+import contextlib
+import io
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.system import safe_read
 from hpctrain.system.files import write_atomically
-from hpctrain.system.json_shape import fits, is_count
+from hpctrain.system.json_shape import is_count, maker, sound
 
-MOST_BYTES = 16 << 20
+MOST_FIGURE_BYTES = 16 << 20
 """Of the file; a larger one is not read."""
 
 
@@ -29,7 +36,7 @@ class Curve:
     x: tuple[float, ...]
     """Of each point, in the order in which they are joined."""
     y: tuple[float, ...]
-    """As many as ``x``."""
+    """Same length as ``x``."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +76,16 @@ def as_json(figure: Figure) -> dict[str, Any]:
 def read_figures(path: Path) -> Figures | None:
     """None without any; what is damaged is left out."""
     try:
-        read = safe_read.read_json(path, MOST_BYTES)
-    except (OSError, ValueError):
+        read = _figures(safe_read.read_json(path, MOST_FIGURE_BYTES))
+        step, found = read["step"], read["figures"]
+    except (OSError, ValueError, KeyError):
         return None
-    if not _is_file(read):
-        return None
-    figures = {str(name): figure for name, value in read["figures"].items() if (figure := _figure(value))}
-    return Figures(read["step"], figures) if figures else None
+    figures: dict[str, Figure] = {}
+    for name, value in found.items():
+        with contextlib.suppress(ValueError, KeyError):
+            figure = KINDS[value["kind"]](value)
+            figures |= {name: figure} if is_drawable(figure) else {}
+    return Figures(step, figures) if figures else None
 
 
 def is_drawable(figure: Figure) -> bool:
@@ -88,20 +98,113 @@ def is_drawable(figure: Figure) -> bool:
     }
 
 
-def _figure(read: Mapping[str, Any]) -> Figure | None:
-    figure: Figure | None = None
-    if read.get("kind") == "Curve" and _is_curve(read):
-        figure = Curve(read["x_label"], read["y_label"], tuple(read["x"]), tuple(read["y"]))
-    elif read.get("kind") == "Matrix" and _is_matrix(read):
-        figure = Matrix(tuple(read["labels"]), tuple(map(tuple, read["counts"])))
-    return figure if figure and is_drawable(figure) else None
+KINDS: Mapping[str, Callable[[Any], Figure]] = {"Curve": maker(Curve), "Matrix": maker(Matrix)}
+_figures = sound({"step": is_count, "figures": {str: {"kind": str}}})
+
+MOST_PLANS = 1000
+"""That a picture shows; 840 ranks have 80."""
 
 
-def _has(kind: type, shape: Mapping[str, Any]) -> Any:
-    right, names = fits(dict(shape)), {field.name for field in dataclasses.fields(kind)}
-    return lambda value: right(value) and names <= set(value)
+@dataclass(frozen=True)
+class Planned:
+    """A plan that partitions a model."""
+
+    name: str
+    """Such as ``tensor 2 x data 4``."""
+    parts: Mapping[str, int]
+    """Bytes of a rank, by purpose; the same keys in all plans."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of a rank."""
+        return sum(self.parts.values())
 
 
-_is_curve = _has(Curve, {"x_label": str, "y_label": str, "x": [float], "y": [float]})
-_is_matrix = _has(Matrix, {"labels": [str], "counts": [[is_count]]})
-_is_file = _has(Figures, {"step": is_count, "figures": {str: dict}})
+@dataclass(frozen=True)
+class Plans:
+    """All plans for a number of ranks."""
+
+    plans: tuple[Planned, ...]
+    """At least one."""
+    memory: int | None = None
+    """Bytes that a rank has, if that was said."""
+
+
+def write_plans(path: Path, found: Plans, root: Path) -> None:
+    """In place of those before. Raises RunFailed."""
+    write_atomically(path, json.dumps(asdict(found), allow_nan=False).encode(), root)
+
+
+def read_plans(path: Path) -> Plans | None:
+    """None without any, or if the file is damaged."""
+    try:
+        found = _plans(safe_read.read_json(path))
+    except (OSError, ValueError):
+        return None
+    if not 0 < len(found.plans) <= MOST_PLANS:
+        return None
+    kinds = set(found.plans[0].parts)
+    names = [*kinds, *(each.name for each in found.plans)]
+    same = all(set(each.parts) == kinds and each.total > 0 for each in found.plans)
+    return found if kinds and same and all(map(str.isprintable, names)) else None
+
+
+_plans = maker(Plans)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+MOST_PICTURES = 24
+"""Pictures in a report: the last ones by name."""
+MOST_PICTURE_BYTES = 4 << 20
+"""Of one picture; larger ones are left out."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One file."""
+
+    name: str
+    data: str
+    """A URI that holds it all."""
+
+
+def read_pictures(folder: Path) -> list[Picture]:
+    """The last PNG files of a folder, in the order of their names; what is none, or cannot be read, is left out."""
+    found: list[Picture] = []
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".png")
+    except OSError:
+        return []
+    for path in reversed(paths):
+        if len(found) == MOST_PICTURES:
+            break
+        try:
+            content = safe_read.read(path, MOST_PICTURE_BYTES)
+        except OSError:
+            continue
+        if content.startswith(PNG):
+            found.append(Picture(path.stem, f"data:image/png;base64,{base64.b64encode(content).decode()}"))
+    return found[::-1]
+
+
+MOST_MAP_BYTES = 128 << 20
+"""Of the map as it is stored: 512 windows of 100,000 ranks take 100 MB."""
+
+
+def read_heat_map(path: Path) -> NDArray[np.float64] | None:
+    """float64[ranks or groups of them, windows]; None if there is none that can be read."""
+    try:
+        with os.fdopen(safe_read.open_plain(path), "rb") as file:
+            excess = _map_of(file, "excess.npy").astype(np.float64)
+    except (OSError, KeyError, ValueError, RuntimeError, MemoryError, zipfile.BadZipFile):
+        return None
+    return excess if excess.size else None
+
+
+def _map_of(file: BinaryIO, name: str) -> NDArray[np.floating]:
+    """A member of an archive of arrays; ValueError if it is more than a map, or none."""
+    with zipfile.ZipFile(file) as archive, archive.open(name) as member:
+        content = member.read(MOST_MAP_BYTES + 1)
+    values: NDArray[np.floating] = np.load(io.BytesIO(content), allow_pickle=False)
+    if len(content) > MOST_MAP_BYTES or values.dtype.kind != "f" or values.ndim != 2:
+        raise ValueError("not a map")
+    return values

@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.errors import UserError
 from hpctrain.run import step_folder
 from hpctrain.system.files import Diverted, make_folder
-
-if TYPE_CHECKING:
-    from hpctrain.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -22,9 +18,9 @@ class RunDir:
     path: Path
 
     @classmethod
-    def for_config(cls, config: Config) -> RunDir:
-        """The folder a run file names, or runs/<name> below the working directory; absolute."""
-        return cls(Path(config.run_dir or Path("runs") / config.name).expanduser().absolute())
+    def of(cls, name: str, run_dir: str | None = None) -> RunDir:
+        """The folder of a run: ``run_dir``, or runs/<name> in the working directory; absolute."""
+        return cls(Path(run_dir or Path("runs") / name).expanduser().absolute())
 
     @property
     def run_yaml(self) -> Path:

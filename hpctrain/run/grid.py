@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class GridPlace:
     """Where a rank stands."""
 
     data: int
@@ -38,11 +38,11 @@ class Grid:
         """Each rank has the whole model: its place is its number."""
         return self.tensor * self.pipeline == 1
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> GridPlace:
         """Of one rank."""
         rest, tensor = divmod(rank, self.tensor)
         stage, data = divmod(rest, self.data)
-        return Place(data, tensor, stage)
+        return GridPlace(data, tensor, stage)
 
     def told(self, rank: int) -> str:
         """A rank's place, to follow its number: " (data 1, tensor 0)"; empty if its number says it all."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from hpctrain.errors import UserError
 from hpctrain.system import safe_read
-from hpctrain.system.json_shape import typed
+from hpctrain.system.json_shape import sound
 
-as_object = typed(dict)
+AN_OBJECT = sound(dict)
 READ_BYTES = 1 << 20
 """Bytes read at a time."""
 
@@ -80,15 +80,15 @@ class JsonFile:
     """A small file with one JSON object, which its writer replaces now and then."""
 
     path: Path
-    interpret: Callable[[Any], dict[str, Any] | None] = as_object
-    """What its reader makes of a value; None for one that cannot be its content."""
-    value: dict[str, Any] = field(default_factory=dict)
-    """Its last content that was whole; empty before there was any."""
+    interpret: Callable[[Any], Any] = AN_OBJECT
+    """What its reader makes of a value. Raises ValueError for one that cannot be its content."""
+    value: Any = None
+    """Its last content that was whole; None before there was any."""
     changed: float | None = None
     """When it was last written, Unix seconds by the file system's clock; None while there is no such file."""
     _version: tuple[int, int, int] | None = field(default=None, repr=False)
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Any:
         """Its content; what was known before if it has vanished or is being written.
 
         Raises:
@@ -106,8 +106,7 @@ class JsonFile:
             if content := _read(handle, status.st_size, 0):
                 self._version = version
                 with contextlib.suppress(ValueError):
-                    found = self.interpret(safe_read.parse_json(content))
-                    self.value = self.value if found is None else found
+                    self.value = self.interpret(safe_read.parse_json(content))
         return self.value
 
 

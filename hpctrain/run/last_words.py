@@ -1,7 +1,8 @@
 """Last words: the small file in which each rank says how it ended, and why.
 
 A rank makes its file when it joins, in full size, and overwrites it in place when it ends: that works on a full disk
-too, and the supervisor knows from the beginning which process on which host is which rank.
+too, and the supervisor knows from the beginning which process on which host is which rank. Of ranks that die without a
+word, the agent of the node notes when.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import Code
-from hpctrain.run.documents import MOST_WORD_BYTES, is_word, is_words
 from hpctrain.run.folder import RunDir
-from hpctrain.run.verdict import Verdict
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import files, safe_read
+from hpctrain.system.files import append_bytes
+from hpctrain.system.json_shape import is_count, maker, sound
 from hpctrain.system.processes import birth, machine
 
 FILE_BYTES = 16384
 """Room that a word reserves; a traceback beyond it is cut in its middle."""
+MOST_WORD_BYTES = 1 << 18
+"""Of one rank's last word."""
 
 
 class Ending(StrEnum):
@@ -63,11 +68,6 @@ class ErrorWord:
     """The full one is in the rank's log too."""
     code: Code = Code.UNKNOWN
 
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> ErrorWord:
-        """What ``LastWord.to_json`` made of it; unknown fields are ignored."""
-        return cls(saved["what"], saved["fix"], saved["type"], saved["traceback"], Code.read(saved.get("code")))
-
 
 @dataclass(frozen=True)
 class LastWord:
@@ -103,14 +103,9 @@ class LastWord:
         """All fields that are known."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> LastWord:
-        """What ``to_json`` gave; unknown fields are ignored."""
-        fields = {"rank": None, **{key: value for key, value in saved.items() if key in cls.__match_args__}}
-        fields["ending"] = Ending(fields.get("ending", Ending.RUNNING))
-        fields["error"] = ErrorWord.from_json(fields["error"]) if fields.get("error") else None
-        fields["code"] = Code.read(fields["code"]) if fields.get("code") else None
-        return cls(**fields)
+
+word_of = maker(LastWord)
+"""From what ``LastWord.to_json`` gave; unknown fields are ignored. Raises ValueError for what cannot be that."""
 
 
 def first_word(rank: int | None, oom_kills: int | None = None) -> LastWord:
@@ -145,7 +140,7 @@ class WordFile:
         files.write_atomically(self.path, padded(word), self.run)
 
     def end(self, word: LastWord) -> None:
-        """Replaces the word in place. Does not raise: there is nobody left to report to."""
+        """Replaces the word in place. Does not raise: there is no one left to report to."""
         with contextlib.suppress(OSError):
             files.make_folder(self.path.parent, self.run)
             files.overwrite(self.path, padded(word), self.run)
@@ -174,8 +169,8 @@ def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
     found = []
     for path in sorted(pieces(run_dir, attempt).glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
-            found.append(safe_read.read_json(path, MOST_WORD_BYTES))
-    return _by_rank(word for word in found if is_word(word))
+            found.append(word_of(safe_read.read_json(path, MOST_WORD_BYTES)))
+    return _by_rank(found)
 
 
 @dataclass(frozen=True)
@@ -184,10 +179,10 @@ class AttemptWords:
 
     ranks: tuple[LastWord, ...]
     """By rank."""
-    verdict: Verdict | None = None
+    verdict: RunVerdict | None = None
 
 
-def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Verdict) -> None:
+def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: RunVerdict) -> None:
     """Writes ranks/<attempt>.json and removes the pieces.
 
     Raises:
@@ -200,21 +195,125 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Ver
 
 
 def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:
-    """The words of an attempt: merged, or if nobody could merge them (full disk, dead supervisor) one by one."""
+    """The words of an attempt: merged, or if merging failed (full disk, dead supervisor) one by one."""
     try:
-        saved = safe_read.read_json(run_dir.words(attempt))
+        saved = _merged(safe_read.read_json(run_dir.words(attempt)))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
-        saved = None
-    if not is_words(saved):
         words = collect(run_dir, attempt)
         return AttemptWords(tuple(words)) if words else None
-    return AttemptWords(tuple(_by_rank(saved.get("ranks", ()))), Verdict.from_json(saved.get("verdict") or {}))
+    words = []
+    for each in saved.get("ranks", ()):
+        with contextlib.suppress(ValueError):  # of a newer version
+            words.append(word_of(each))
+    return AttemptWords(tuple(_by_rank(words)), RunVerdict.from_json(saved.get("verdict") or {}))
 
 
-def _by_rank(saved: Iterable[Mapping[str, Any]]) -> list[LastWord]:
-    """Those that are whole."""
-    words: list[LastWord] = []
-    for each in saved:
-        with contextlib.suppress(ValueError, TypeError):
-            words.append(LastWord.from_json(each))
+_merged = sound({"attempt": is_count, "ranks": [dict]})
+
+
+def _by_rank(words: Iterable[LastWord]) -> list[LastWord]:
     return sorted(words, key=lambda word: (word.rank is None, word.rank or 0))
+
+
+HEAD_BYTES = 2048
+"""A word without a traceback is shorter; the rest of its file is blank."""
+READ_BYTES_A_LOOK = 8 << 20
+"""After that much the remaining files wait for the next look."""
+SETTLED_S = 2.0
+"""A file that was written later than this may change again within the resolution of its time stamp."""
+
+Stamp = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A file as it was read."""
+
+    stamp: Stamp | None
+    """Time of its last change, and size; None if it is to be read again."""
+    word: LastWord
+
+
+class WordReader:
+    """The words of one attempt's ranks.
+
+    Args:
+        folder: of the words, one file a rank.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: dict[str, Seen] = {}
+        self.bytes_read = 0
+        """By all looks."""
+
+    def look(self) -> list[LastWord]:
+        """The words that are known now, by rank."""
+        most = self.bytes_read + READ_BYTES_A_LOOK
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if not entry.name.endswith(".json"):
+                    continue
+                try:
+                    status = entry.stat()
+                except OSError:
+                    continue
+                stamp = status.st_mtime_ns, status.st_size
+                seen = self.seen.get(entry.name)
+                if (seen is None or seen.stamp != stamp) and self.bytes_read < most:
+                    self._take(entry, stamp)
+        return _by_rank(seen.word for seen in self.seen.values())
+
+    def _take(self, entry: os.DirEntry[str], stamp: Stamp) -> None:
+        """Reads a file. What cannot be read now keeps its earlier word."""
+        with contextlib.suppress(OSError, ValueError):
+            word, settled = word_of(self._read(entry.path)), time.time() - stamp[0] / 1e9 > SETTLED_S
+            self.seen[entry.name] = Seen(stamp if settled else None, word)
+
+    def _read(self, path: str) -> Any:
+        """A file's JSON; the blanks after it are left out."""
+        content = safe_read.head(path, HEAD_BYTES)
+        self.bytes_read += len(content)
+        with contextlib.suppress(ValueError):
+            return safe_read.parse_json(content)
+        content = safe_read.read(path, MOST_WORD_BYTES)
+        self.bytes_read += len(content)
+        return safe_read.parse_json(content)
+
+
+@dataclass(frozen=True)
+class NotedDeath:
+    """What an agent saw."""
+
+    at: float
+    """Unix seconds."""
+    rank: int
+    code: int | None = None
+    """Exit code, or minus the signal; None if that is not known."""
+
+
+def note_death(rank: int, code: int | None = None) -> None:
+    """Appends to the deaths of this attempt; outside a supervised run they are not read. See ``NotedDeath``."""
+    folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
+    if folder and attempt:
+        line = f"{time.time():.6f} {rank} {'' if code is None else code}\n".encode()
+        with contextlib.suppress(OSError):
+            append_bytes(_deaths_file(RunDir(Path(folder)), attempt), line, Path(folder))
+
+
+def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:
+    """The deaths of an attempt, the first one first."""
+    try:
+        lines = safe_read.read(_deaths_file(run, str(attempt))).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a line that was cut off
+            seconds, rank, *code = line.split()
+            found.append(NotedDeath(float(seconds), int(rank), *map(int, code[:1])))
+    return sorted(found, key=lambda noted: (noted.at, noted.rank))
+
+
+def _deaths_file(run: RunDir, attempt: str) -> Path:
+    return run.monitor / f"deaths-{attempt}.txt"

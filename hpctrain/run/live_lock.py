@@ -19,10 +19,11 @@ from pathlib import Path
 
 from hpctrain.errors import Code, Replaced, RunFailed, UserError
 from hpctrain.run.folder import RunDir
-from hpctrain.run.tickets import Tickets
+from hpctrain.run.rank_environment import current_job
+from hpctrain.run.unique_ids import UniqueIds
 from hpctrain.system import safe_read
 from hpctrain.system.files import create_exclusively, write_atomically
-from hpctrain.system.json_shape import is_count, is_time, typed
+from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.processes import birth, is_alive, machine
 
 BEAT_S = 10.0
@@ -45,9 +46,9 @@ class Holder:
     machine: str
     """Boot and process namespace: if two agree, a process number means the same."""
     job: str | None
-    """Slurm job, if any."""
+    """Of a scheduler, if any."""
     restarts: int
-    """How often Slurm had restarted that job."""
+    """Which start of that job it is: a later one has a larger number."""
     since: float
     """Unix seconds."""
     cluster: str | None = None
@@ -56,9 +57,8 @@ class Holder:
 
 def myself() -> Holder:
     """This process."""
-    job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     process = (socket.gethostname(), os.getpid(), birth(os.getpid()), machine())
-    return Holder(*process, job, restarts, time.time(), os.environ.get("SLURM_CLUSTER_NAME"))
+    return Holder(*process, *current_job(), time.time(), os.environ.get("SLURM_CLUSTER_NAME"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ TO_SUBMIT = Purpose(
 class LiveLock:
     """A lock of a run folder: ``acquire``, ``beat`` now and then, ``release``; or all three by ``with lock.held()``.
 
-    To take it is to create the next of the tickets locks/<purpose>/<number>.json, none of which is ever changed or
+    To take it is to create the next of the files locks/<purpose>/<number>.json, none of which is ever changed or
     removed: of many that want a dead holder's lock one gets it, and the holder of an older ticket has lost it. The file
     <purpose>.lock repeats who holds it, for those that only want to know.
     """
@@ -102,9 +102,9 @@ class LiveLock:
     beaten: float = 0.0
 
     @property
-    def tickets(self) -> Tickets:
+    def ids(self) -> UniqueIds:
         """One for each time that the lock was taken."""
-        return Tickets(self.run_dir.path / "locks" / self.purpose.name, self.run_dir.path)
+        return UniqueIds(self.run_dir.path / "locks" / self.purpose.name, self.run_dir.path)
 
     @property
     def file(self) -> Path:
@@ -133,8 +133,8 @@ class LiveLock:
             Replaced: another one has it.
             OSError: that cannot be seen now.
         """
-        newest = self.tickets.newest()
-        other = read(self.tickets.path(newest))
+        newest = self.ids.newest()
+        other = read(self.ids.path(newest))
         if newest > self.number or other not in (None, self.holder) or self._is_released(newest):
             who = "another process" if other in (None, self.holder) else _describe(other)
             raise Replaced(f"run folder {self.run_dir.path} has been taken over by {who}")
@@ -149,7 +149,7 @@ class LiveLock:
             self.beaten = time.monotonic()
             with contextlib.suppress(OSError, RunFailed):
                 self.check()
-                os.utime(self.tickets.path(self.number))
+                os.utime(self.ids.path(self.number))
                 self._show()
 
     @contextlib.contextmanager
@@ -185,23 +185,23 @@ class LiveLock:
         with contextlib.suppress(OSError, RunFailed):
             if read(self.file) == self.holder:
                 self.file.unlink(missing_ok=True)
-            newest = self.tickets.newest()
-            if read(self.tickets.path(newest)) == self.holder:
+            newest = self.ids.newest()
+            if read(self.ids.path(newest)) == self.holder:
                 create_exclusively(self._released(newest), b"", self.run_dir.path)
 
     def _take(self) -> bool:
         """Creates the next ticket; whether it is the newest one then."""
-        newest = self.tickets.newest()
+        newest = self.ids.newest()
         if (other := self._live_holder(newest)) is not None:
             what = self.purpose.what.format(run=self.run_dir.path, holder=_describe(other))
             raise UserError(what, self.purpose.fix, self.purpose.code)
         self.number, self.beaten = newest + 1, time.monotonic()
         # A process that slept before it had written its name into the ticket may have been taken for dead.
-        return self.tickets.claim(self.number, _encode(self.holder)) and self.tickets.newest() == self.number
+        return self.ids.claim(self.number, _encode(self.holder)) and self.ids.newest() == self.number
 
     def _live_holder(self, newest: int) -> Holder | None:
         """Who has the lock, by the newest ticket and by the lock file, which is all that older versions write."""
-        ticket = self.tickets.path(newest)
+        ticket = self.ids.path(newest)
         for path in (self.file,) if self._is_released(newest) else (self.file, ticket):
             other = _settled(path)
             if other is not None and is_live(other, silence_s(path), self.holder):
@@ -221,19 +221,14 @@ class LiveLock:
         write_atomically(self.file, _encode(self.holder), self.run_dir.path)
 
     def _released(self, number: int) -> Path:
-        return self.tickets.path(number, "released")
+        return self.ids.path(number, "released")
 
     def _is_released(self, number: int) -> bool:
         return self._released(number).exists()
 
 
-lock_of = typed(
-    {
-        **{"host": str, "pid": is_count, "birth": float, "machine": str, "job": (str, None)},
-        **{"restarts": is_count, "since": is_time, "cluster": (str, None)},
-    }
-)
-"""The content of a lock file; None for a value that cannot be that."""
+lock_of = maker(Holder, since=sound(is_time))
+"""The content of a lock file. Raises ValueError for a value that cannot be that."""
 
 
 def read(path: Path) -> Holder | None:
@@ -245,7 +240,7 @@ def read(path: Path) -> Holder | None:
 
 
 def at_work(run_dir: RunDir) -> Holder | None:
-    """Who works on a run folder: a job's supervisor, or ``hpctrain run`` or ``train`` without a job; none if nobody."""
+    """Who works on a run folder: a job's supervisor, or ``hpctrain run`` or ``train`` without a job; None if idle."""
     holder = read(run_dir.lock_file)
     return holder if holder is not None and is_live(holder, silence_s(run_dir.lock_file), myself()) else None
 
@@ -256,7 +251,7 @@ def is_live(other: Holder, silence: float, me: Holder) -> bool:
         return is_alive(other.pid, other.birth)
     same_job = other.job is not None and (other.job, other.cluster) == (me.job, me.cluster)
     if same_job and other.restarts < me.restarts:
-        return False  # Slurm restarts a job only when its former processes are gone
+        return False  # schedulers restart a job only when its former processes are gone
     return silence < STALE_S
 
 
@@ -287,12 +282,11 @@ def _encode(holder: Holder) -> bytes:
 
 def _decode(content: bytes) -> Holder | None:
     try:
-        saved = lock_of(safe_read.parse_json(content))
-        return None if saved is None else Holder(**saved)
-    except (ValueError, TypeError):
+        return lock_of(safe_read.parse_json(content))
+    except ValueError:
         return None
 
 
 def _describe(other: Holder) -> str:
-    job = f", Slurm job {other.job}" if other.job else ""
+    job = f", job {other.job}" if other.job else ""
     return f"process {other.pid} on {other.host}{job}, since {time.strftime('%F %T', time.localtime(other.since))}"

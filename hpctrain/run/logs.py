@@ -38,7 +38,7 @@ class Log:
 def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> list[Log]:
     """Logs by attempt and rank; all attempts if none is named and no rank either, else the last one."""
     found = []
-    # Slurm makes the log of an array's element beside those of the others, before the element's folder is known.
+    # Slurm creates the log of an array's element next to those of the others, before the element's folder is known.
     index = run.path.name if run.path.name.isdigit() else ""
     for path in [*run.logs.glob("*.out"), *(run.path.parent / "logs").glob(f"slurm-*_{index}.out")]:
         if match := NAME.fullmatch(path.name):

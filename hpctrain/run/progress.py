@@ -10,17 +10,21 @@ from typing import TypeVar
 from hpctrain.run.events import (
     CheckpointFailed,
     CheckpointSaved,
+    CheckpointStored,
     Eval,
     Event,
     Hang,
+    Recovered,
     Repeated,
     Resumed,
     RunStarted,
     StopRequested,
+    StoreAway,
     Straggler,
     TakeOver,
     Train,
 )
+from hpctrain.run.time_account import Sums
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -45,7 +49,7 @@ class Warned:
     text: str
 
 
-class Curve:
+class ProgressCurve:
     """One value over the steps, as means over equally many events."""
 
     def __init__(self) -> None:
@@ -87,11 +91,13 @@ class Progress:
         self.num_events = 0
         self.last_time: float | None = None
         """Of the newest event, Unix seconds."""
-        self.curves: dict[str, Curve] = {}
+        self.curves: dict[str, ProgressCurve] = {}
         """loss, lr, and validation metrics as ``validation NAME``."""
         self.findings: dict[tuple[object, ...], Straggler] = {}
         """What the monitor has confirmed in this attempt and not taken back."""
         self.warnings: deque[Warned] = deque(maxlen=WARNINGS)
+        self.sums = Sums()
+        """Recoveries, and where the time went."""
         self._newest: dict[type[Event], Event] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_INTERVALS + 1)
 
@@ -104,6 +110,7 @@ class Progress:
         """Takes one event."""
         self.num_events += 1
         self.last_time = max(self.last_time or event.time, event.time)
+        self.sums.add(event)
         if isinstance(event, TakeOver):
             self._take_over(event)
         if isinstance(event, Repeated) and event.attempt < self.attempt and event.step > self.first_step:
@@ -140,9 +147,10 @@ class Progress:
         if len(self._marks) > 1:
             (begin, first), (end, last) = self._marks[0], self._marks[-1]
             return (last - first) / (end - begin) if end > begin and last > first else None
-        train = self.newest(Train)
-        seconds = sum(filter(None, train.seconds.values())) if train else 0.0
-        return train.steps / seconds if train and train.steps and seconds > 0 else None
+        if (train := self.newest(Train)) is None or not train.steps:
+            return None
+        seconds = sum(filter(None, train.seconds.values()))
+        return train.steps / seconds if seconds > 0 else None
 
     @property
     def left_s(self) -> float | None:
@@ -161,11 +169,20 @@ class Progress:
         return f"{in_a_row(failed)} failed, the last at step {failed.step}; {newest}: {failed.error}"
 
     @property
+    def store_away(self) -> str | None:
+        """That checkpoints do not reach the object store, as a sentence, as long as none has since."""
+        away, stored = self.newest(StoreAway), self.newest(CheckpointStored)
+        if not away or away.attempt < self.attempt or (stored and stored.time > away.time):
+            return None
+        newest = f"the newest there is from step {stored.step}" if stored else "none has been sent"
+        return f"checkpoints do not reach {away.path}; {newest}: {away.error}"
+
+    @property
     def hang(self) -> Hang | None:
         """The hang that this attempt has not got out of."""
         hang, train = self.newest(Hang), self.newest(Train)
-        moved = train.time if train else 0.0
-        return hang if hang and hang.attempt >= self.attempt and hang.time > moved else None
+        moved = train is not None and hang is not None and train.time >= hang.time
+        return hang if hang and hang.attempt >= self.attempt and not moved else None
 
     def _take_over(self, event: RunStarted | Resumed) -> None:
         """An attempt begins: what earlier ones did beyond its first step does not count."""
@@ -184,7 +201,7 @@ class Progress:
 
     def _point(self, name: str, step: int, value: float | None) -> None:
         if value is not None:
-            self.curves.setdefault(name, Curve()).add(step, value)
+            self.curves.setdefault(name, ProgressCurve()).add(step, value)
 
     def _find(self, event: Straggler) -> None:
         if event.attempt < self.attempt:
@@ -200,7 +217,9 @@ def warning(event: Event) -> str | None:
     if isinstance(event, CheckpointFailed):
         again = f" ({in_a_row(event)})" if (event.failures or 1) > 1 else ""
         return f"the checkpoint could not be written{again}: {event.error}"
-    if isinstance(event, Hang):
+    if isinstance(event, StoreAway):
+        return f"checkpoints do not reach {event.path}: {event.error}"
+    if isinstance(event, (Hang, Recovered)):
         return event.text
     if isinstance(event, StopRequested):
         return f"asked to stop by {event.by}"

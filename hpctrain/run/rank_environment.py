@@ -15,11 +15,22 @@ CONVENTION = "HPCTRAIN_CONVENTION"
 PLACE = "HPCTRAIN_PLACE"
 """A plain program's place among the ranks, as JSON."""
 WATCHED_DIR = "HPCTRAIN_WATCHED_DIR"
-"""Run folder of a plain program: it may be one of ours with another one of its own."""
+"""Run folder of a plain program: it may be an hpctrain program with a separate run folder."""
 STOP_SIGNAL = "HPCTRAIN_STOP_SIGNAL"
 """Name of the signal that asks a plain program to stop."""
+JOB = "HPCTRAIN_JOB"
+"""The job of another scheduler than Slurm that a supervisor runs in: signals are its, not a person's."""
+START = "HPCTRAIN_JOB_START"
+"""Which start of that job this is: any number that grows, such as the time."""
+
+
+def current_job() -> tuple[str | None, int]:
+    """The job that this process belongs to, of Slurm or another scheduler, and how often it was started again."""
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    return os.environ.get(JOB), int(os.environ.get(START) or 0)
 
 
 def current_attempt() -> int:
-    """The attempt this process belongs to; 1 if nobody counts."""
+    """The attempt this process belongs to; 1 without a supervisor."""
     return int(os.environ.get(ATTEMPT) or 1)

@@ -9,10 +9,10 @@ from typing import Any
 
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.events import RunFinished, RunStarted
-from hpctrain.run.job import QueueEntry
 from hpctrain.run.last_words import AttemptWords
 from hpctrain.run.progress import Progress
-from hpctrain.run.standing import Life, Outcome, State, of_run, outcome
+from hpctrain.run.run_status import Life, Outcome, QueueEntry, State, of_run, outcome
+from hpctrain.run.time_account import TimeAccount
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class LiveRank:
     wait_s: float
     excess: float
     """Busy time above the median of the other ranks, 0.2 for 20%."""
+    cost: float = 0.0
+    """Share of the window that the run would save without this rank's delay."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,6 @@ class LiveWindow:
     verdicts: tuple[str, ...] | None = None
     """The monitor's findings at the moment, suspicions included, as sentences; None if it does not say."""
     dropped_windows: int = 0
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> LiveWindow:
-        """The content of monitor/live.json, of the types that it should have."""
-        names = tuple(LiveRank.__dataclass_fields__)
-        whole = [entry for entry in saved.get("ranks") or () if all(name in entry for name in names)]
-        ranks = sorted((LiveRank(*(entry[name] for name in names)) for entry in whole), key=lambda rank: rank.rank)
-        numbers = {name: saved.get(name) for name in ("attempt", "step", "num_ranks")}
-        told, dropped = saved.get("verdicts"), saved.get("dropped_windows") or 0
-        verdicts = None if told is None else tuple(told)
-        return cls(**numbers, ranks=tuple(ranks), verdicts=verdicts, dropped_windows=dropped)
 
 
 @dataclass(frozen=True)
@@ -80,6 +71,8 @@ class RunSnapshot:
     """Step of the newest checkpoint; ``RunView.look`` does not ask."""
     words: Mapping[int, AttemptWords] = field(default_factory=dict)
     """Last words by attempt; ``RunView.look`` does not ask."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What is trained on: ``fingerprint``, ``samples`` (number), ``sources`` (tables)."""
 
     @property
     def name(self) -> str:
@@ -93,8 +86,13 @@ class RunSnapshot:
 
     @property
     def outcome(self) -> Outcome:
-        """How the run stands by what it has left; ``state`` asks who lives, too."""
+        """The state of the run from its files; ``state`` also checks living processes."""
         return outcome(self.attempts, self.progress.newest(RunStarted), self.progress.newest(RunFinished))
+
+    @property
+    def account(self) -> TimeAccount:
+        """Where the run's time went so far."""
+        return self.progress.sums.account(self.attempts)
 
     def state(self, now: float, job: QueueEntry | None = None) -> State:
         """How the run stands.

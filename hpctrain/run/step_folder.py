@@ -8,6 +8,9 @@ from pathlib import Path
 
 PARTIAL = ".partial-"
 """Prefix of a folder that is being written."""
+BEGUN_AGAIN = ".begun-again"
+"""A file that each run with ``--fresh`` replaces: unless ``CLAIMED`` is in it, no checkpoint in the store counts."""
+CLAIMED = b"claimed"
 PATTERN = re.compile(r"step-(\d{9,18})")
 
 

@@ -11,7 +11,6 @@ from hpctrain.errors import Code
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text, safe_read
 from hpctrain.system.files import create_exclusively, write_atomically
-from hpctrain.system.json_shape import fits
 
 MOST_BYTES = 1024
 """Of a STOP file."""
@@ -58,7 +57,7 @@ def request_stop(run_dir: RunDir, request: StopRequest) -> None:
 
 
 def requested_stop(run_dir: RunDir) -> StopRequest | None:
-    """Who asked the run to stop, none if nobody did."""
+    """Who asked the run to stop; None without a request."""
     try:
         return _parse(safe_read.head(run_dir.stop_file, MOST_BYTES).decode(errors="replace"))
     except (PermissionError, safe_read.NotPlain):  # of a user whose files are private, or a folder
@@ -72,17 +71,7 @@ def _parse(text: str) -> StopRequest:
     said, _, details = text.strip().rpartition("\n")
     with contextlib.suppress(ValueError):
         saved = safe_read.parse_json(details.encode())
-        if said and _is_details(saved):
-            return StopRequest(foreign_text.line(said), signal.Signals[saved["signal"]])
+        number = signal.Signals.__members__.get(str(saved.get("signal"))) if isinstance(saved, dict) else None
+        if said and number is not None:
+            return StopRequest(foreign_text.line(said), number)
     return StopRequest(foreign_text.line(text).strip() or BY_PERSON.by)
-
-
-def _is_signal(value: object) -> bool:
-    return isinstance(value, str) and value in signal.Signals.__members__
-
-
-_has_known = fits({"signal": _is_signal})
-
-
-def _is_details(saved: object) -> bool:
-    return isinstance(saved, dict) and "signal" in saved and _has_known(saved)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from hpctrain.errors import Code, ExitCode, Replaced
+from hpctrain.system.json_shape import fits, is_count
 
 ORDERLY_CODES = (Code.COMPLETED, Code.STOPPED, Code.TIME_LIMIT)
 """Codes of attempts that came to a good end."""
@@ -18,6 +19,18 @@ BY_SUPERVISOR = (
 """Codes of what a supervisor finds out. They have the same name in the field ``cause``."""
 BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVISOR}}
 """What the field ``cause`` means in verdicts without a code."""
+FIXES: Mapping[Code, str] = {
+    Code.OUT_OF_MEMORY: "take a smaller batch (train.accumulate keeps the global one) or fewer data.workers, ask for "
+    "more memory, or cut the model by a plan (hpctrain plan run.yaml shows what fits)"
+}
+"""What to do about codes that mean the same wherever they are found."""
+
+_is_verdict = fits(
+    {
+        **dict.fromkeys(("action", "reason", "fix", "host", "code", "cause"), (str, None)),
+        **{"exit_code": (int, None), "rank": (is_count, None)},
+    }
+)
 
 
 class Action(StrEnum):
@@ -26,7 +39,7 @@ class Action(StrEnum):
     DONE = "done"
     """The run has reached its end."""
     STOP = "stop"
-    """Stopped because a person asked for it: the same command resumes it, nobody else does."""
+    """Stopped because a person asked for it: only the same command resumes it."""
     REQUEUE = "requeue"
     """Start another attempt: it resumes from the last checkpoint."""
     FAIL = "fail"
@@ -36,7 +49,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """The decision, its exit code, and one sentence each for why and what to do."""
 
     action: Action
@@ -83,8 +96,10 @@ class Verdict:
         }
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Verdict | None:
-        """What ``to_json`` gave, with fields of the types that they should have; None if it says nothing."""
+    def from_json(cls, saved: Any) -> RunVerdict | None:
+        """What ``to_json`` gave; None if it says nothing, or cannot be that."""
+        if not _is_verdict(saved):
+            return None
         action, exit_code, cause = saved.get("action"), saved.get("exit_code"), saved.get("cause")
         if action not in set(Action):
             return None
@@ -100,14 +115,14 @@ class Verdict:
         )
 
 
-def failed_with(code: Code, reason: str, fix: str, rank: int | None = None, host: str | None = None) -> Verdict:
+def failed_with(code: Code, reason: str, fix: str, rank: int | None = None, host: str | None = None) -> RunVerdict:
     """On an attempt that failed in a way that another one may not."""
-    return Verdict(Action.REQUEUE, ExitCode.FAILURE, reason, fix, rank, host, code)
+    return RunVerdict(Action.REQUEUE, ExitCode.FAILURE, reason, fix, rank, host, code)
 
 
-def replaced(error: Replaced) -> Verdict:
+def replaced(error: Replaced) -> RunVerdict:
     """On an attempt that may not write any more, whatever became of its ranks."""
-    return Verdict(Action.DO_NOT_REQUEUE, error.exit_code, error.what, error.fix, code=error.code)
+    return RunVerdict(Action.DO_NOT_REQUEUE, error.exit_code, error.what, error.fix, code=error.code)
 
 
 @dataclass(frozen=True)

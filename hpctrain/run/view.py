@@ -14,26 +14,23 @@ import yaml
 
 from hpctrain.config.values import read_yaml
 from hpctrain.run import last_words, live_lock
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.documents import info_of
+from hpctrain.run.attempt_record import Attempt, info_of
 from hpctrain.run.event_log import EventFollower, read_events, stored_events
 from hpctrain.run.events import Decoder, Event, decode, takeovers
 from hpctrain.run.folder import RunDir
 from hpctrain.run.growing_file import JsonFile, Tail
 from hpctrain.run.progress import Progress
+from hpctrain.run.run_status import Life
 from hpctrain.run.snapshot import LiveWindow, RunSnapshot
-from hpctrain.run.standing import Life
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.system import bounded_yaml, safe_read
-from hpctrain.system.json_shape import fits, is_count, typed
+from hpctrain.system.json_shape import fits, maker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hpctrain.run.figures import Figures
+    from hpctrain.run.figures import Figures, Picture, Plans
     from hpctrain.run.history import RunHistory
-    from hpctrain.run.pictures import Picture
-    from hpctrain.run.plans import Plans
 
 
 class RunView:
@@ -47,7 +44,7 @@ class RunView:
         self._run = RunDir(Path(path).absolute())
         self._events = EventFollower(self._run)
         self._info = JsonFile(self._run.run_json, info_of)
-        self._live = JsonFile(self._run.live_view, live_view_of)
+        self._live = JsonFile(self._run.live_view, maker(LiveWindow))
         self._lock = JsonFile(self._run.lock_file, live_lock.lock_of)
         self._me = live_lock.myself()
         self._config: Mapping[str, Any] = {}
@@ -72,7 +69,7 @@ class RunView:
         # A run takes the lock, begins an attempt, writes events, ends the attempt, gives the lock back. In this order
         # of looks, no end is seen without the events before it, and no attempt without its holder.
         life = self._life()
-        info = self._info.read()
+        info = self._info.read() or {}
         life = life or self._life()
         until = time.monotonic() + within_s
         self._events.look()
@@ -97,7 +94,7 @@ class RunView:
         """
         from hpctrain.run.history import MARKS, Columns
 
-        life, info = self._life(), self._info.read()
+        life, info = self._life(), self._info.read() or {}
         files = (self._run.events, self._run.monitor_events)
         columns = Columns(takeovers(event for path in files for event in stored_events(path, marked=MARKS)))
         progress, decoder = Progress(), Decoder()
@@ -132,7 +129,7 @@ class RunView:
 
     def pictures(self) -> list[Picture]:
         """Pictures that the task's hooks have left, by name."""
-        from hpctrain.run.pictures import read_pictures
+        from hpctrain.run.figures import read_pictures
 
         return read_pictures(self.path / "pictures")
 
@@ -143,16 +140,16 @@ class RunView:
         return read_figures(self._run.figures)
 
     def plans(self) -> Plans | None:
-        """Plans that share out the model, as ``hpctrain plan`` has kept them; None without any."""
-        from hpctrain.run.plans import read_plans
+        """Plans that ``hpctrain plan`` has kept; None without any."""
+        from hpctrain.run.figures import read_plans
 
         return read_plans(self._run.plans)
 
     def heat_map(self) -> NDArray[Any] | None:
         """float64[ranks, windows]: the monitor's map of busy time beyond the peers' (0.2 for 20%); None without one."""
-        from hpctrain.run import heat_map
+        from hpctrain.run.figures import read_heat_map
 
-        return heat_map.read(self._run.heat_map)
+        return read_heat_map(self._run.heat_map)
 
     def _snapshot(
         self,
@@ -165,15 +162,15 @@ class RunView:
         attempts = tuple(Attempt.from_json(entry) for entry in info.get("attempts") or ())
         if not self._config or len(attempts) != self._num_attempts:  # an attempt may come with other options
             self._config, self._num_attempts = run_config(self._run.run_yaml) or self._config, len(attempts)
-        live = self._live.read()
         return RunSnapshot(
             path=self.path,
             id=info.get("id"),
             config=self._config,
             attempts=attempts,
             progress=progress,
+            data=data if isinstance(data := info.get("data"), dict) else {},
             life=life,
-            live=LiveWindow.from_json(live) if live else None,
+            live=self._live.read(),
             left_out=decoder.note,
             is_behind=is_behind,
         )
@@ -191,12 +188,8 @@ class RunView:
 
     def _life(self) -> Life | None:
         """Who uses the run folder, and whether they still do."""
-        saved = self._lock.read()
-        if self._lock.changed is None:
-            return None
-        try:
-            holder = live_lock.Holder(**saved)
-        except TypeError:  # being written just now
+        holder: live_lock.Holder | None = self._lock.read()
+        if self._lock.changed is None or holder is None:  # being written just now
             return None
         now = time.monotonic()
         if self._beat[0] != self._lock.changed:
@@ -218,11 +211,3 @@ def run_config(path: Path) -> dict[str, Any]:
 
 
 _is_config = fits({"name": (str, None), **dict.fromkeys(("launch", "train", "track", "task_args"), (dict, None))})
-live_view_of = typed(
-    {
-        **dict.fromkeys(("attempt", "step", "num_ranks", "dropped_windows"), (is_count, None)),
-        "ranks": [{"rank": is_count, "host": str, "busy_s": float, "wait_s": float, "excess": float}],
-        "verdicts": ([str], None),
-    }
-)
-"""The content of monitor/live.json; None for a value that cannot be that."""

@@ -45,6 +45,22 @@ def interfaces() -> list[Interface]:
     return found
 
 
+def listen(address: str | None, port: int = 0) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        address: of this host, numeric; None listens on all of them, of both IP versions if there are two.
+        port: 0 for a free one.
+
+    Raises:
+        OSError: the address or the port cannot be used.
+    """
+    if address is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    family = socket.AF_INET6 if ":" in (address or "") else socket.AF_INET
+    return socket.create_server((address or "", port), family=family, backlog=1024)
+
+
 def prefix_of(netmask: str | None, whole: int) -> int:
     """A netmask as psutil gives it (IPv6 masks are spelled out), as ipaddress takes it; ``whole`` if there is none."""
     return int(ipaddress.ip_address(netmask)).bit_count() if netmask else whole

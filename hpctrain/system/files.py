@@ -2,7 +2,7 @@
 
 A link in a file's place would have another file overwritten, one in a folder's place would have files elsewhere
 removed. Everything that writes into such a folder goes through here. Folders are walked by descriptor, no link is
-followed below ``root``, and a new file either replaces nothing or has a name that nobody can guess.
+followed below ``root``, and a new file either replaces nothing or has an unpredictable name.
 
 ``root`` is the folder that the user has named: links on the way to it are the user's own, and are followed. By default
 it is the file's own folder.
@@ -26,7 +26,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Diverted(OSError):
-    """Something that leads elsewhere, such as a link, in place of a file or folder of our own."""
+    """Something that leads elsewhere, such as a link, in place of one of our files or folders."""
 
 
 @contextlib.contextmanager
@@ -135,10 +135,11 @@ def write_atomically(path: Path, content: bytes, root: Path | None = None, mode:
 
 
 @contextlib.contextmanager
-def replacement(path: Path) -> Iterator[Path]:
-    """An empty file beside ``path``, of the same suffixes, which replaces it once the body has filled it.
+def replacement(path: Path, first_wins: bool = False) -> Iterator[Path]:
+    """An empty file next to ``path``, with the same suffixes, which replaces it once the body has filled it.
 
-    It is on the disk by then; if the body raises, it is removed and ``path`` stays as it was. Raises OSError.
+    It is on the disk by then; if the body raises, it is removed and ``path`` stays as it was. With ``first_wins``, what
+    another process has put there by then stays too: others may have begun to read it. Raises OSError.
     """
     temporary = path.with_name(_unguessable(path))
     os.close(os.open(temporary, _NEW, FILE_MODE))
@@ -149,11 +150,23 @@ def replacement(path: Path) -> Iterator[Path]:
             os.fsync(handle)
         finally:
             os.close(handle)
-        os.replace(temporary, path)
+        if not (first_wins and _link_new(temporary, path)):
+            os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
     sync_folder(path.parent)
+
+
+def _link_new(path: Path, name: Path) -> bool:
+    """Gives a file a second name unless something has that name; False where the file system has no such links."""
+    try:
+        os.link(path, name)
+    except FileExistsError:
+        return True
+    except OSError:
+        return name.exists()
+    return True
 
 
 def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> bool:
@@ -165,10 +178,14 @@ def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> 
     try:
         with opened(path.parent, root) as folder:
             handle = os.open(path.name, _NEW, FILE_MODE, dir_fd=folder)
-        try:
-            os.write(handle, content)
-        finally:
-            os.close(handle)
+            try:
+                os.write(handle, content)
+            except OSError:  # left empty, it would say something else: a STOP file, that a person asks for the end
+                with contextlib.suppress(OSError):
+                    os.unlink(path.name, dir_fd=folder)
+                raise
+            finally:
+                os.close(handle)
     except FileExistsError:
         return False
     except OSError as error:
@@ -226,7 +243,7 @@ def sync_folder(path: Path) -> None:
 def cannot_write(path: Path, error: OSError) -> RunFailed:
     """The error for the user."""
     if isinstance(error, Diverted):
-        return RunFailed(f"cannot write {path}: {error.strerror}", "remove what stands there; nothing is lost")
+        return RunFailed(f"cannot write {path}: {error.strerror}", "remove what is in its place; nothing is lost")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = "free space or raise the quota there" if full else "check that the folder exists and may be written"
     return RunFailed(f"cannot write {path}: {error.strerror}", f"{fix}, then run the same command again: it resumes")

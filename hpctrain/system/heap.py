@@ -15,7 +15,7 @@ from hpctrain.system.cgroups import memory_left
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Of mallopt(3)."""
 GIVEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""Variables by which a user says what malloc is to do, beside GLIBC_TUNABLES."""
+"""Variables by which a user configures malloc, besides GLIBC_TUNABLES."""
 LEAST_SHARE = 0.05
 """Of the time, spent in the kernel."""
 LEAST_FAULTS_PER_S = 1000
@@ -77,7 +77,7 @@ def keep_freed() -> bool:
 
 def left_bytes() -> int:
     """What this process and others may still fill of the node's memory, and of their control group's; 0 if the process
-    has a limit of its own, since nobody knows how close that is."""
+    has its own limit, whose distance is not known."""
     limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     if any(limit != resource.RLIM_INFINITY for limit in limits):
         return 0

@@ -1,19 +1,27 @@
 """Whether a value that was read from JSON is of the types that its reader takes for granted.
 
 A shape is written as the values are: ``{"rank": int, "hosts": [str], "host": (str, None), "seconds": {str: float}}``.
+Dataclasses are read by the types of their fields (``maker``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from types import UnionType
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Fits = Callable[[object], bool]
+Reads = Callable[[Any], Any]
+"""Makes what a reader wants of a value from JSON, or raises ValueError."""
 Shape = Any
 """int, float (any finite number), str, bool, None; dict, list (of anything); [shape]; {str: shape}; {"key": shape},
-in which it may be missing and others may stand beside it; (one, other) for any of these; a function that decides."""
+in which it may be missing and other keys may follow; (one, other) for any of these; a function that decides."""
 
 LARGEST = 2**63
 """Whole numbers beyond are of no use, and overflow arrays."""
@@ -67,16 +75,31 @@ def _either(one: Fits, other: Fits) -> Fits:
     return lambda value: one(value) or other(value)
 
 
-def typed(shape: Shape) -> Callable[[Any], Any]:
-    """The function that gives back a value which has the shape, and None for any other."""
+def sound(shape: Shape) -> Reads:
+    """The function that gives back a value which has the shape, and raises ValueError for any other."""
     right = fits(shape)
-    return lambda value: value if right(value) else None
+
+    def checked(value: Any) -> Any:
+        if not right(value):
+            raise ValueError("it is of another type")
+        return value
+
+    return checked
 
 
-def without_misfits(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The function that leaves the keys out of a mapping whose values have another shape."""
-    checks = {key: fits(each) for key, each in shape.items()}
-    return lambda value: {key: each for key, each in value.items() if key not in checks or checks[key](each)}
+def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The function that leaves the keys out of a mapping whose values cannot be read; null can."""
+
+    def is_sound(key: str, value: Any) -> bool:
+        try:
+            fields[key](value)
+        except ValueError:
+            return False
+        return True
+
+    return lambda found: {
+        key: value for key, value in found.items() if value is None or key not in fields or is_sound(key, value)
+    }
 
 
 def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], str | None]:
@@ -90,3 +113,58 @@ def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], str | None]:
         return None
 
     return first
+
+
+def maker(kind: type[T], **own: Reads) -> Callable[[Any], T]:
+    """The function that makes a dataclass of a JSON object.
+
+    It raises ValueError if a field is not of its type, or missing without a default. Null is the same as missing, which
+    a field may be that can be None; other keys are passed over.
+
+    Args:
+        kind: the dataclass.
+        own: how some fields are read, in place of what their types say.
+    """
+    fields, an_object, hints = fields_of(kind, **own), sound(dict), typing.get_type_hints(kind)
+    nothing = {name: None for name in fields if type(None) in typing.get_args(hints[name]) and not hasattr(kind, name)}
+
+    def make(value: Any) -> T:
+        found = an_object(value)
+        given = {name: read(found[name]) for name, read in fields.items() if found.get(name) is not None}
+        try:
+            return kind(**{**nothing, **given})
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    return make
+
+
+def fields_of(kind: Any, **own: Reads) -> dict[str, Reads]:
+    """How each field of a dataclass is read if it is not null: ``own``, or by its type."""
+    hints, names = typing.get_type_hints(kind), [each.name for each in dataclasses.fields(kind)]
+    bare = {
+        name: typing.get_args(hints[name])[0] if typing.get_origin(hints[name]) is UnionType else hints[name]
+        for name in names
+    }
+    return {name: own[name] if name in own else _reading(hint) for name, hint in bare.items()}
+
+
+def _reading(hint: Any) -> Reads:
+    """Of a type: int (from 0), float, str, bool, a sequence or mapping of these, a dataclass, an enumeration of texts,
+    or one of them and None. An enumeration with a ``read`` says itself what a text is that it does not know."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is UnionType:
+        inner = _reading(arguments[0])
+        return lambda value: None if value is None else inner(value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        inner, an_object = _reading(arguments[1]), sound(dict)
+        return lambda value: {key: inner(each) for key, each in an_object(value).items()}
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        inner, a_list = _reading(arguments[0]), sound((list, tuple))
+        return lambda value: tuple(map(inner, a_list(value)))
+    if dataclasses.is_dataclass(hint):
+        return maker(typing.cast(type, hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        make, a_text = getattr(hint, "read", hint), sound(lambda value: isinstance(value, str))
+        return lambda value: make(a_text(value))
+    return sound(is_count if hint is int else hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,10 @@ from hpctrain.system.files import open_log
 
 TERMINAL = "HPCTRAIN_TERMINAL"
 """Environment variable of supervised ranks: columns of the terminal that the user looks at, 0 if there is none."""
+
+LOGGER = logging.getLogger("hpctrain")
+"""Gets what a program that trains tells its user; without a handler of the program's it shows nothing."""
+LOGGER.addHandler(logging.NullHandler())
 
 QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3",

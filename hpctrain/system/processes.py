@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
 import socket
+import struct
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+PIDFD_INFO, PIDFD_INFO_EXIT = struct.Struct("Q52xi"), 1 << 3
+PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+"""linux/pidfd.h: struct pidfd_info in its first version, of which we read the mask and the exit status."""
 SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
 """Environment variables that tell Open MPI 5 where to make its session folder on this machine."""
+MPI_FOLDER = "hpctrain-openmpi-"
+"""Begins names of folders that MPI gets from us. The process that made one holds its lock."""
 GONE = ""
 """The process has ended, or its number is another's now."""
 UNSEEN = "?"
@@ -55,12 +63,41 @@ def is_alive(pid: int, born: float) -> bool:
     return born != 0 and look(pid, born) not in (GONE, "Z", "X")
 
 
+def exit_code_of(pid: int, life: int) -> int | None:
+    """How any process of this user ended: its exit code, or minus its signal; None if that is not known.
+
+    Args:
+        pid: its number.
+        life: a descriptor from ``os.pidfd_open``, which has become readable.
+    """
+    with contextlib.suppress(OSError):
+        fields = _stat(pid)
+        if fields[0] in ("Z", "X"):
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    with contextlib.suppress(OSError):  # it is reaped already, and Linux is older than 6.15
+        info = fcntl.ioctl(life, PIDFD_GET_INFO, PIDFD_INFO.pack(PIDFD_INFO_EXIT, 0))
+        known, status = PIDFD_INFO.unpack(info)
+        return os.waitstatus_to_exitcode(status) if known & PIDFD_INFO_EXIT else None
+    return None
+
+
 def machine() -> str:
     """This boot and process namespace: if two processes agree on it, a process number means the same to both."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
+
+
+def threads_sleep(name: str) -> bool:
+    """Whether all threads of this process that bear a name, of up to 15 letters, wait for something."""
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, _, said = Path(f"/proc/self/task/{task}/stat").read_text(errors="replace").partition(" (")
+            known, _, rest = said.rpartition(") ")
+            if known == name and rest[0] != "S":
+                return False
+    return True
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -79,14 +116,52 @@ def own_session(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     Args:
         environment: that mpirun would have. If it names a folder for sessions, that one is used.
     """
+    if any(name in environment for name in SESSION_BASES):
+        yield dict(environment)
+        return
+    base = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
+    with own_folder(base) as folder:
+        yield {**environment, **({SESSION_BASES[0]: folder} if folder else {})}
+
+
+@contextlib.contextmanager
+def own_folder(base: str) -> Iterator[str]:
+    """A new folder for MPI that only this user may enter, removed at the end; empty text if ``base`` cannot hold one.
+
+    Those of processes that were killed before they could remove theirs go first: no process holds their locks.
+    """
+    for old in Path(base).glob(f"{MPI_FOLDER}*"):
+        with contextlib.suppress(OSError), _held(old):
+            if old.stat().st_uid == os.geteuid():
+                shutil.rmtree(old, ignore_errors=True)
     with contextlib.ExitStack() as stack:
-        ours: dict[str, str] = {}
-        if not any(name in environment for name in SESSION_BASES):
-            with contextlib.suppress(OSError):  # mpirun says it better
-                base = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
-                folder = tempfile.TemporaryDirectory(prefix="hpctrain-mpi-", dir=base, ignore_cleanup_errors=True)
-                ours = {SESSION_BASES[0]: stack.enter_context(folder)}
-        yield {**environment, **ours}
+        folder = ""
+        with contextlib.suppress(OSError):
+            folder = stack.enter_context(_new_folder(base))
+        yield folder
+
+
+@contextlib.contextmanager
+def _new_folder(base: str) -> Iterator[str]:
+    """See ``own_folder``. Raises OSError."""
+    new = Path(tempfile.mkdtemp(prefix=f".{MPI_FOLDER}", dir=base))
+    with _held(new):
+        folder = new.rename(new.with_name(new.name[1:]))  # it is locked before anybody looks for it
+        try:
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Holds a folder's lock. Raises OSError: another process does, or it is no folder."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def adopt_orphans() -> None:
@@ -101,14 +176,19 @@ def has_children(pid: int) -> bool:
     return False
 
 
-def end_descendants(patience_s: float) -> list[int]:
-    """Waits for all descendants of this process to end, kills those that do not, and reaps them; whom it killed."""
-    _, alive = psutil.wait_procs(_descendants(), timeout=patience_s)
+def end_descendants(patience_s: float, spared: Collection[int] = ()) -> list[int]:
+    """Waits for all descendants of this process to end, kills those that do not, and reaps them; whom it killed.
+
+    Args:
+        patience_s: how long they may take.
+        spared: processes that are left alone, with their descendants.
+    """
+    _, alive = psutil.wait_procs(_descendants(spared), timeout=patience_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=5)
-    for process in _descendants():  # born meanwhile, by those just killed
+    for process in _descendants(spared):  # born meanwhile, by those just killed
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     _reap()
@@ -135,8 +215,8 @@ def kernel_killed_for_memory(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat behind the name, which may hold anything. Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Fields of /proc/<pid>/stat behind the name, which may be cut in mid-character. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _exists(pid: int) -> bool:
@@ -148,8 +228,20 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def descendants() -> list[int]:
+    """Numbers of the processes that this one has started, or whose parents it has."""
+    return [process.pid for process in _descendants()]
+
+
+def _descendants(spared: Collection[int] = ()) -> list[psutil.Process]:
+    kept, found = set(spared), []
+    for process in psutil.Process().children(recursive=True):  # parents come before their children
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.pid in kept or process.ppid() in kept:
+                kept.add(process.pid)
+            else:
+                found.append(process)
+    return found
 
 
 def _reap() -> None:

@@ -1,4 +1,4 @@
-"""Python processes of our own: they import this installation, and nothing that lies in the current folder.
+"""Our Python processes: they import this installation, and nothing from the current folder.
 
 ``python -m`` and ``python -c`` put the current folder before the standard library, where a user's queue.py or json.py
 would be run in its place; -P leaves it out.

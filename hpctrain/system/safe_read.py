@@ -94,7 +94,7 @@ def parse_json(content: bytes) -> Any:
     Raises:
         ValueError: it is not JSON, nested without end, or more than MOST_VALUES values.
     """
-    # If there are so many, counting costs little beside parsing; marks inside strings count, too.
+    # With that many, counting costs little compared with parsing; marks inside strings count too.
     if len(content) > MOST_VALUES and sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES} values")
     try:

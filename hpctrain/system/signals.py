@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """A stop signal came while this process worked on something that nobody will need."""
+    """A stop signal came while this process worked on something that is no longer needed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal_name(number))
@@ -82,7 +82,7 @@ class StopSignals:
 
 
 class InterruptibleStopSignals(StopSignals):
-    """The same for a process that nobody supervises: a second Ctrl-C ends it at once."""
+    """The same for a process without a supervisor: a second Ctrl-C ends it at once."""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         super()._note(number, frame)

@@ -1,7 +1,7 @@
 """What a user hands over: a model, how to judge it, and the data.
 
 ``definition`` is what a task function returns, ``loading`` finds the function, ``checks`` looks at its fields,
-``blame`` puts errors of its code into sentences, ``meters`` tells which metrics keep a state. The other files are tasks
-that come with the package, templates like those in ``starters``: ``torch_digits``, ``tensorflow_digits``,
-``torch_chartext``, ``torch_gpt`` and ``torch_gan``.
+``user_errors`` puts errors of its code into sentences, ``meters`` tells which metrics keep a state. The other files are
+tasks that come with the package, templates like those in ``starters``: ``torch_digits``, ``tensorflow_digits``,
+``torch_chartext`` and ``torch_gpt``.
 """

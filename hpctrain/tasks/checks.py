@@ -34,12 +34,13 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
     Args:
         task: looked at.
         framework: of its tensors, for people.
-        with_step: the task has a step of its own, which needs no loss and may train several models.
+        with_step: the task has a custom step, which needs no loss and may train several models.
     """
     objects = {**named_objects("model", task.model), **named_objects("optimizer", task.optimizer)}
     for name, value in objects.items():
         if value is None or isinstance(value, (type, str, list, tuple, types.FunctionType)):
             fix = f"give an object: {name}={EXAMPLES[framework][name.partition('[')[0]]}"
+            fix += ", or optimizer: {name: adam, lr: 1e-3} in the run file" if name == "optimizer" else ""
             raise UserError(f"{name} of the task is {spoken(value)}{place_of(value)}", fix)
     several = [name for name in ("model", "optimizer") if isinstance(vars(task)[name], Mapping)]
     if several and not with_step:
@@ -120,7 +121,7 @@ def require_fields(task: Any) -> None:
 
 
 def require_shares(tensor: Any, layers: Any) -> None:
-    """Raises UserError if what a task says of how ranks may share out its model is of another kind."""
+    """Raises UserError if a task's tensor= or layers= has the wrong type."""
     if not isinstance(tensor, Mapping):
         fix = "give words by patterns of layers' names: tensor={'blocks.*.up': hpctrain.columns}"
         raise UserError(f"tensor= of the task is {spoken(tensor)}", fix)

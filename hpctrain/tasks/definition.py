@@ -48,23 +48,24 @@ class Task:
     """One learning problem. Use TorchTask or KerasTask."""
 
     model: Any
-    """torch.nn.Module, or keras.Model on the TensorFlow backend. With a step of one's own also a dict of modules."""
+    """torch.nn.Module, or keras.Model on the TensorFlow backend. With a custom step also a dict of modules."""
     loss: Any = None
     """loss(outputs, batch): mean over the samples, or (sum, weight). Or a name such as "mse", or one of the framework's
-    own losses, if samples hold two arrays: the second one is the target. A task with a step of its own needs none."""
+    own losses, if samples hold two arrays: the second one is the target. A task with a custom step needs none."""
     optimizer: Any = None
     """torch.optim.Optimizer over the model's parameters, or a list of several that follow the same loss; or
-    keras.optimizers.Optimizer. With a step of one's own also a dict of them. No two share a parameter."""
+    keras.optimizers.Optimizer. With a custom step also a dict of them. No two share a parameter."""
     train: Any = None
     """Training data: a dict of NumPy arrays with a leading sample axis, an HDF5 path, an hpctrain dataset, a torch
-    Dataset, a tf.data.Dataset, or a function that returns one of these."""
+    Dataset, a tf.data.Dataset, or a function that returns one of these. TorchTask: or a DataLoader, whose dataset,
+    order and collate_fn are taken."""
     validation: Any = None
     """Validation data, likewise; or several sets by name: {"dev": ..., "hard": ...}. Metrics of the first set have
     plain names (``loss``), those of others ``hard/loss``."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Validation metrics by name: a function metric(outputs, batch) returning what loss may return; a metric of
-    torchmetrics or Keras; or a Metric, such as ``hpctrain.AUC()``. All but functions get the output and the second of a
-    batch's two arrays, or what a ``Selected`` picks."""
+    torchmetrics or Keras; or a ``Metric``. All but functions get the output and the second of a batch's two arrays, or
+    what a ``Selected`` picks."""
     forward: Callable[[Any, Any], Any] = first_field
     """forward(model, batch) gives the outputs; by default the model applied to the batch's first array."""
     transform: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
@@ -100,9 +101,9 @@ class TorchTask(Task):
     """step(ctx, batch) does what one global batch is there for, by ``ctx.backward`` and ``ctx.update``; see
     ``hpctrain.StepContext``. It may return metrics by name."""
     tensor: Mapping[str, LayerCut] = field(default_factory=dict)
-    """How layers are cut if ``parallel.tensor`` ranks share out the model: ``hpctrain.columns``, ``hpctrain.rows`` or
+    """How layers are cut over ``parallel.tensor`` ranks: ``hpctrain.columns``, ``hpctrain.rows`` or
     ``hpctrain.vocabulary`` by patterns of their names, such as ``{"blocks.*.up": columns, "blocks.*.down": rows}``;
-    and which tables ``parallel.shard: tables`` shares out: those with ``vocabulary``."""
+    and which tables ``parallel.shard: tables`` partitions: those with ``vocabulary``."""
     layers: Callable[[Any], Sequence[Callable[[Any], Any]] | Sequence[Sequence[Callable[[Any], Any]]]] | None = None
     """layers(model) lists what the model applies one after the other, if ``parallel.pipeline`` stages share it out:
     ``lambda model: [model.embed, *model.blocks, model.head]``. A function among them gets the modules whose parameters
@@ -123,5 +124,5 @@ class KerasTask(Task):
 
 
 def kept_objects(task: Task) -> list[Kept]:
-    """A task's objects whose state is saved by names of their own. Raises UserError if ``state`` holds others."""
+    """A task's objects whose state is saved under their own names. Raises UserError if ``state`` holds others."""
     return [*kept_state(task.state), *(Kept(f"{HOOKS}{hook.name}", hook) for hook in task.hooks)]

@@ -46,7 +46,7 @@ def pack(folder: str | Path) -> tuple[Path, Path]:
 
 
 def _write(path: Path, **arrays: np.ndarray) -> None:
-    """Under another name first: a file that can be seen is complete."""
-    with replacement(path) as temporary, h5py.File(temporary, "w") as file:
+    """Under another name first: a file that can be seen is complete, and stays as another rank may have opened it."""
+    with replacement(path, first_wins=True) as temporary, h5py.File(temporary, "w") as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)

@@ -14,8 +14,8 @@ from typing import Any
 
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
-from hpctrain.tasks.blame import no_such_field
 from hpctrain.tasks.definition import KerasTask, Task, TorchTask
+from hpctrain.tasks.user_errors import no_such_field
 
 
 def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: Callable[[], None]) -> Task:
@@ -25,7 +25,7 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
         reference: ``package.module:function`` or ``path/file.py:function``.
         arguments: of the function, by name.
         world: given to a function that has a parameter of this name.
-        seed: called once the module is imported and before the function runs; see ``frameworks.seed_task``.
+        seed: called once the module is imported and before the function runs; see ``backends.seeding.seed_task``.
 
     Raises:
         UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or
@@ -73,7 +73,7 @@ def _function(reference: str) -> Callable[..., Any]:
 
 
 def _module(name: str) -> Any:
-    sys.path.insert(0, "")  # a module beside the run file's working directory, as python -m finds it
+    sys.path.insert(0, "")  # a module in the working directory, as python -m finds it
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -101,7 +101,7 @@ def _module_of_file(path: Path) -> Any:
         raise UserError(f"task file {path} cannot be imported", "give a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.resolve().parent))  # files beside it can be imported, as in a script
+    sys.path.insert(0, str(path.resolve().parent))  # files next to it can be imported, as in a script
     try:
         spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hpctrain.errors import HpctrainError, UserError
-from hpctrain.tasks.blame import own_line, shapes, words
+from hpctrain.tasks.user_errors import own_line, shapes, words
 from hpctrain.train.metrics import Arrays, Metric, MetricState, Seen
 
 
@@ -22,7 +22,7 @@ class Selected:
     """
 
     metric: Any
-    """A ``Metric``, such as ``AUC()``, or one of the framework: of torchmetrics, or ``keras.metrics``."""
+    """A ``Metric``, or one of the framework: of torchmetrics, or of ``keras.metrics``."""
     select: Callable[[Any, Any], Any]
     """select(outputs, batch) returns predictions and targets, or whatever the metric takes, such as weights behind
     them: of NumPy arrays for a ``Metric``, of tensors for one of the framework."""
@@ -194,7 +194,7 @@ def meter_of(entry: Entry, native: type, library: str) -> MetricMeter | None:
         raise UserError(f"{entry.field} of the task is the class {kind}", f"make an object of it: {kind}()")
     lacking = [name for name in ("init", "update", "merge", "compute") if name not in dir(entry.metric)]
     raise UserError(
-        f"{entry.field} of the task is a {kind}, which is no metric of {library}, and no hpctrain.Metric without "
+        f"{entry.field} of the task is a {kind}, which is not a metric of {library}, nor an hpctrain.Metric without "
         f"{', '.join(lacking)}",
         f"give a function(outputs, batch), a metric of {library}, or an object with init, update, merge and compute",
     )

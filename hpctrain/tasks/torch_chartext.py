@@ -18,7 +18,7 @@ VALIDATION_SHARE = 0.1
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each behind a LayerNorm and beside a shortcut."""
+    """Causal self-attention and a feed-forward network, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

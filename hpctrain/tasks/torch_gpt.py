@@ -23,7 +23,7 @@ BASE = 10_000.0
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each behind a normalisation and beside a shortcut.
+    """Causal self-attention and a feed-forward network, each after a normalisation and with a residual connection.
 
     Args:
         width: of the inputs and outputs.
@@ -198,7 +198,9 @@ def vocabulary_of(train: str, validation: str | None) -> int:
     """Number of tokens that there are."""
     notes = packed_notes(train)
     if "vocabulary" not in notes:
-        raise UserError(f"{train} is no file of tokens", "make one: hpctrain data pack texts/ --kind text -o train.h5")
+        raise UserError(
+            f"{train} is not a file of tokens", "make one: hpctrain data pack texts/ --kind text -o train.h5"
+        )
     other = notes if validation is None else packed_notes(validation)
     if any(notes.get(key) != other.get(key) for key in ("vocabulary", "tokenizer_sha256")):
         raise UserError(f"{train} and {validation} were made with different tokenizers", "pack them with the same one")

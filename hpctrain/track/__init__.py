@@ -1,5 +1,6 @@
-"""What tells of a run while it trains: its events, and the sinks that show them.
+"""Live tracking of a run: its events, and the sinks that show them.
 
-``sink`` is the protocol; ``console``, ``tensorboard``, ``mlflow`` (through ``mlflow_follower``, a process of its own)
-and ``prometheus`` implement it; ``events_hook`` feeds them from the Trainer.
+``sink`` is the protocol, ``sinks`` the table of those that a run file can name, each in a file of its name (``mlflow``
+and ``wandb`` are processes, each a ``follower`` of the events), next to the ``console`` and ``logs``; ``events_hook``
+feeds them from the Trainer.
 """

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.system import foreign_text
+from hpctrain.system.quantities import duration
 
 PLAIN_EVERY_S = 1.0
 """Least seconds between two plain lines: fast steps must not flood a batch log."""
@@ -113,11 +114,3 @@ def _how_far(event: RunStarted) -> str:
 def number(value: float | None) -> str:
     """Four significant digits."""
     return "nan" if value is None or math.isnan(value) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """'1 h 02 min', '3 min 05 s' or '4.2 s'."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

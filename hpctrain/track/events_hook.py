@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.errors import RunFailed
-from hpctrain.run import provenance
+from hpctrain.run.attempts import versions
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.run.figures import Figures, write_figures
 from hpctrain.run.folder import RunDir
@@ -21,9 +21,9 @@ from hpctrain.train.metrics import not_numbers
 from hpctrain.train.schedule import first_factor
 
 if TYPE_CHECKING:
-    from hpctrain.run import EventWriter
+    from hpctrain.run.event_log import EventWriter
     from hpctrain.train.framework import StepResult, Sums
-    from hpctrain.train.training import Training
+    from hpctrain.train.hooks import Training
 
 
 class SecondsByPhase(Protocol):
@@ -104,7 +104,7 @@ class EventsHook(BaseHook):
             self.writer.say(
                 f"the validation metric {name} is {metrics[name]} at step {training.state.step}: charts and events "
                 "leave it out, and it is never the best\n  fix: look at the outputs and targets that it gets; "
-                "AUC and curves need samples of both classes"
+                "AUC needs samples of both classes"
             )
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
@@ -125,8 +125,8 @@ class EventsHook(BaseHook):
     def start(self, training: Training) -> None:
         """Says who trains what with what; dated to when the attempt's training began."""
         self.has_started = True
-        variant = training.framework.reducer_name or "none"
-        self.flops = flops = of_all(training.framework.flops, training.world)
+        variant = training.framework.facts.reducer_name or "none"
+        self.flops = flops = of_all(training.framework.facts.flops, training.world)
         event = RunStarted(
             step=self.first_step,
             time=self.began,
@@ -135,13 +135,13 @@ class EventsHook(BaseHook):
             tensor=training.world.tensor.size,
             pipeline=training.world.pipeline.size,
             layers=self.layers(training),
-            framework=training.framework.name,
+            framework=training.framework.facts.name,
             reducer=variant.partition("-")[0],
             reducer_variant=variant,
-            gradient_bytes=training.framework.gradient_bytes,
+            gradient_bytes=training.framework.facts.gradient_bytes,
             flops_per_sample=flops.per_sample if flops else None,
             peak_flops_per_s=flops.peak_per_s if flops else None,
-            versions=provenance.versions(),
+            versions=versions(),
             total_steps=training.plan.total_steps,
         )
         self.emit(training, event)
@@ -149,7 +149,7 @@ class EventsHook(BaseHook):
     def layers(self, training: Training) -> tuple[int, ...]:
         """Of each stage; none if there is one alone. Collective."""
         stages = training.world.pipeline
-        return tuple(stages.allgather(training.framework.num_layers, "count layers")) if stages.size > 1 else ()
+        return tuple(stages.allgather(training.framework.facts.num_layers, "count layers")) if stages.size > 1 else ()
 
     def report(self, training: Training) -> None:
         """The means of the interval that ends here."""

@@ -1,105 +1,156 @@
-"""MLflow beside the run: a process of its own follows the events, so that no server can hold up or end training."""
+"""MLflow tracking, from a process that follows the events: ``python -m hpctrain.track.mlflow``."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
+import json
 import os
-import subprocess
-import time
-from typing import IO, Any
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-from hpctrain.errors import MissingExtra
-from hpctrain.run import RunView
-from hpctrain.run.events import Event
+from hpctrain.run.events import Event, RunFinished, RunStarted
 from hpctrain.run.folder import RunDir
-from hpctrain.system import foreign_text, python, safe_read
-from hpctrain.system.files import open_log
-from hpctrain.system.json_shape import fits, is_count
+from hpctrain.run.run_status import Outcome
+from hpctrain.track.follower import Follower, flat, main, shown
+from hpctrain.track.sink import scalars
 
-FLUSH_S = 20.0
-"""Longest wait at the end of a run for a server that answers."""
-PATIENCE_S = 1.0
-"""Longest wait for one that does not."""
-LOOK_S = 0.05
-MOST_BYTES = 1 << 16
-"""Of mlflow.json."""
+LONGEST_NAME = 250
+"""Characters that MLflow takes."""
+DIGEST = 36
+"""Characters of a dataset's digest that MLflow takes."""
+BATCH = 500
+"""Metrics in one request; MLflow takes 1000."""
+QUIET = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
 
 
-class MlflowSink:
-    """Starts the follower with the first event and informs it when the attempt is over.
+class MlflowFollower(Follower):
+    """Sends to MLflow. ``client`` is MLflow's own MlflowClient."""
 
-    The follower reads the run's events and keeps its position in <run folder>/mlflow.json: what a dead server missed is
-    sent when it is back, by this attempt, the next one, or ``hpctrain track sync``.
-    """
+    def __init__(self, run_dir: RunDir, client: Any, uri: str, experiment: str) -> None:
+        super().__init__("mlflow", run_dir, uri)
+        self.client, self.experiment = client, experiment
 
-    def __init__(self, run_dir: RunDir, uri: str, experiment: str) -> None:
-        """
-        Raises:
-            MissingExtra: mlflow is not installed.
-        """
-        if importlib.util.find_spec("mlflow") is None:
-            raise MissingExtra("mlflow", "mlflow")
-        self.run_dir, self.uri, self.experiment = run_dir, uri, experiment
-        self.follower: subprocess.Popen[bytes] | None = None
-        self.told = False
+    def begin(self) -> None:
+        """Parameters and data."""
+        self.log_params()
+        self.log_data()
 
-    def event(self, event: Event) -> None:
-        """The events themselves reach the follower through the file."""
-        if self.follower is None:
-            words = [str(self.run_dir.path), self.uri, self.experiment]
-            with contextlib.suppress(OSError), self._log() as log:
-                self.follower = subprocess.Popen(
-                    python.module("hpctrain.track.mlflow_follower", *words),
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                )
-        problem = position(self.run_dir).get("problem")
-        if problem and not self.told:
-            self.told = True
-            foreign_text.show(f"hpctrain: MLflow at {self.uri} does not take the metrics: {problem}")
+    def take(self, events: Sequence[Event]) -> None:
+        """Their scalars, and how the run stands."""
+        self.log_metrics(events)
+        for event in events:
+            if isinstance(event, RunStarted):
+                self.client.set_tag(self.run_id, "hpctrain.attempt", str(event.attempt))
+                self.client.update_run(self.run_id, status="RUNNING")
+            elif isinstance(event, RunFinished):
+                self.finish(event)
 
-    def _log(self) -> IO[bytes]:
-        return os.fdopen(open_log(self.run_dir.logs / "mlflow.out", self.run_dir.path), "ab")
+    def open_run(self) -> str:
+        """A new run."""
+        run = self.view.look(within_s=0.0)
+        found = self.client.get_experiment_by_name(self.experiment)
+        place = artifact_location(self.uri)
+        experiment = found.experiment_id if found else self.client.create_experiment(self.experiment, place)
+        tags = {"hpctrain.run_folder": str(run.path), "hpctrain.id": str(run.id)}
+        if run.newest and run.newest.git_commit:
+            tags["mlflow.source.git.commit"] = run.newest.git_commit
+        return str(self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
 
-    def close(self) -> None:
-        """Waits while the server takes what is left, and only briefly for one that does not answer."""
-        if self.follower is None or self.follower.stdin is None:
-            return
-        with contextlib.suppress(OSError):
-            self.follower.stdin.close()  # the follower's sign that no more events come
-        begin = time.monotonic()
-        while self.follower.poll() is None:
-            waited = time.monotonic() - begin
-            answers = not position(self.run_dir).get("problem")
-            if waited > (FLUSH_S if answers else PATIENCE_S):
-                self.follower.kill()
-                self.follower.wait()
-                break
-            time.sleep(LOOK_S)
-        if has_unsent(self.run_dir):
-            foreign_text.show(
-                f"hpctrain: MLflow at {self.uri} lacks the newest events; "
-                f"hpctrain track sync {self.run_dir.path} sends them when it is back",
+    def log_params(self) -> None:
+        """The configuration as parameters."""
+        from mlflow.entities import Param
+
+        config = self.view.look(within_s=0.0).config
+        values = {accepted(key): str(value)[:6000] for key, value in flat(shown(config)) if value is not None}
+        params = [Param(key, value) for key, value in values.items()]
+        for begin in range(0, len(params), 100):
+            self.client.log_batch(self.run_id, params=params[begin : begin + 100])
+
+    def log_data(self) -> None:
+        """The tables that are trained on as MLflow's datasets: the lineage of the run's models."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        found = self.view.look(within_s=0.0).data
+        self.client.set_tag(self.run_id, "hpctrain.data", str(found.get("fingerprint")))
+        tags = [InputTag("mlflow.data.context", "training")]
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    name=str(source["address"])[-LONGEST_NAME:],
+                    digest=str(source["files_sha256"])[:DIGEST],
+                    source_type=str(source["kind"]),
+                    source=json.dumps(source),
+                    profile=json.dumps({"num_rows": source["rows"]}),
+                ),
+                tags,
             )
+            for source in found.get("sources") or ()
+        ]
+        if inputs:
+            self.client.log_inputs(self.run_id, inputs)
+
+    def log_metrics(self, events: Iterable[Event]) -> None:
+        """Scalars of the events, with their own steps and times."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(accepted(name), value, int(event.time * 1000), event.step)
+            for event in events
+            for name, value in scalars(event).items()
+        ]
+        for begin in range(0, len(metrics), BATCH):
+            self.client.log_batch(self.run_id, metrics=metrics[begin : begin + BATCH])
+
+    def finish(self, event: RunFinished) -> None:
+        """Artifacts and status; a stopped run continues under the same id when it is resumed."""
+        for path in self.view.records():
+            self.client.log_artifact(self.run_id, str(path))
+        status = "KILLED" if event.reason == Outcome.STOPPED_BY_RANKS else "FINISHED"
+        self.client.set_terminated(self.run_id, status, int(event.time * 1000))
 
 
-def position(run_dir: RunDir) -> dict[str, Any]:
-    """What the follower has written down: run_id, offset of the first byte not sent, problem."""
-    try:
-        saved: dict[str, Any] = safe_read.read_json(run_dir.path / "mlflow.json", MOST_BYTES)
-    except (OSError, ValueError):
-        return {}
-    return saved if _is_position(saved) else {}
+def accepted(name: str) -> str:
+    """A name as MLflow takes it: one that it refuses would hold up all that comes after."""
+    parts = [re.sub(r"[^\w .:-]", "_", part) for part in name.split("/")]
+    return "/".join(part for part in parts if part.strip("."))[:LONGEST_NAME].rstrip("/") or "_"
 
 
-_is_position = fits(
-    {**dict.fromkeys(("uri", "run_id", "problem"), (str, None)), "has_params": bool, "offset": is_count}
-)
+def tracking_uri(uri: str) -> str:
+    """An address as it is; for a folder, the SQLite database in it (MLflow has given up its store of plain files)."""
+    return uri if is_address(uri) else f"sqlite:///{folder_of(uri) / 'mlflow.db'}"
 
 
-def has_unsent(run_dir: RunDir) -> bool:
-    """Whether there are events that the server has not taken."""
-    offset = int(position(run_dir).get("offset", 0))
-    return RunView(run_dir.path).events_from(offset, 1)[1] != offset
+def artifact_location(uri: str) -> str | None:
+    """For a folder, where the artifacts of its experiments lie; a server knows by itself."""
+    return None if is_address(uri) else (folder_of(uri) / "artifacts").as_uri()
+
+
+def is_address(uri: str) -> bool:
+    """Whether it is anything but a folder."""
+    return "://" in uri or uri == "databricks"
+
+
+def folder_of(uri: str) -> Path:
+    """Absolute."""
+    return Path(uri).expanduser().absolute()
+
+
+def make(run_dir: RunDir, uri: str, experiment: str) -> MlflowFollower:
+    """A follower with MLflow's client; importing it takes seconds."""
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    from mlflow import MlflowClient
+
+    if not is_address(uri):
+        folder_of(uri).mkdir(parents=True, exist_ok=True)
+    return MlflowFollower(run_dir, MlflowClient(tracking_uri(uri)), uri, experiment)
+
+
+if __name__ == "__main__":
+    sys.exit(main("mlflow", make))

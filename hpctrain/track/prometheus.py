@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hpctrain.errors import MissingExtra
 from hpctrain.run.events import Event, RunFinished
-from hpctrain.track.scalars import scalars
+from hpctrain.track.sink import scalars
 
 HELP = {
     "step": "updates done",
@@ -23,14 +22,8 @@ class PrometheusSink:
     """Replaces the file at each event; a full disk or a missing folder costs the file, not the run."""
 
     def __init__(self, path: str, run: str) -> None:
-        """
-        Raises:
-            MissingExtra: prometheus-client is not installed.
-        """
-        try:
-            from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
-        except ImportError as error:
-            raise MissingExtra("prometheus-client", "prometheus") from error
+        from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
         self.path, self.run = path, run
         self.registry = CollectorRegistry()
         self.make: Callable[[str], Any] = lambda name: Gauge(

@@ -1,10 +1,11 @@
-"""What wants to know of a run's progress: a console, TensorBoard, MLflow, Prometheus."""
+"""What wants to know of a run's progress, such as a console or TensorBoard, and an event's numbers for it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from hpctrain.run.events import Event
+from hpctrain.run.events import CheckpointSaved, Eval, Event, Train
+from hpctrain.system.json_shape import is_number
 
 
 class Sink(Protocol):
@@ -18,3 +19,17 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """The attempt is over, well or not."""
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """Such as ``train/loss``, ``phase/forward`` (seconds a step), ``validation/accuracy``, ``checkpoint/stall_s``."""
+    found: dict[str, float | None] = {}
+    if isinstance(event, Train):
+        found |= {f"train/{name}": value for name, value in event.numbers().items()}
+        found |= {f"phase/{name}": value for name, value in event.seconds_per_step().items()}
+    elif isinstance(event, Eval):
+        found |= {f"validation/{name}": value for name, value in event.metrics.items()}
+    elif isinstance(event, CheckpointSaved):
+        found |= {"checkpoint/stall_s": event.stall_s, "checkpoint/write_s": event.write_s}
+        found |= {"checkpoint/bytes": event.bytes}
+    return {name: float(value) for name, value in found.items() if value is not None and is_number(value)}

@@ -9,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import MissingExtra
 from hpctrain.run.events import Event
-from hpctrain.track.scalars import scalars
+from hpctrain.track.sink import scalars
 
 MOST_WAITING = 1000
 """Events that wait for the disk at most; those that come then are left out."""
@@ -26,14 +25,8 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            MissingExtra: tensorboardX is not installed.
-        """
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise MissingExtra("tensorboardX", "tensorboard") from error
+        from tensorboardX import SummaryWriter
+
         self.open: Callable[[int | None], Any] = lambda step: SummaryWriter(
             str(folder), purge_step=step, write_to_disk=True
         )

@@ -33,11 +33,13 @@ class Neighbours(enum.IntEnum):
 
     NOBODY = 0
     TENSOR = 1
-    """Those that share out the layers of its model."""
+    """Those that hold parts of its model's layers."""
     PIPELINE = 2
     """Those that have the layers before and behind its own."""
     TABLES = 3
     """Those that have other rows of its tables."""
+    GRADIENTS = 4
+    """Those that keep other slices of the gradients."""
 
 
 class StepClock(Protocol):
@@ -47,7 +49,7 @@ class StepClock(Protocol):
         """The time since the last mark belongs to this phase."""
 
     def mark_past(self, phase: Phase, ago_s: float) -> None:
-        """The same of a phase that ended so many seconds ago, or with the last mark if that was later."""
+        """The same of a phase that ended this many seconds ago, or with the last mark if that was later."""
 
     def end_step(self, work: float) -> None:
         """A step is complete; ``work``: what it had to do (samples or tokens), which excuses loaded ranks."""
@@ -56,11 +58,11 @@ class StepClock(Protocol):
         """From now on this rank does nothing but wait for others, in the middle of a phase."""
 
     def end_wait(self) -> None:
-        """They have come. The time since ``begin_wait`` is Phase.EXCHANGE's; the phase goes on."""
+        """They have come. The time since ``begin_wait`` is Phase.EXCHANGE's; the phase continues."""
 
 
 class NoClock:
-    """For what is no step: rehearsals, and models that nobody trains."""
+    """For what is not a step: rehearsals, and models that are not trained."""
 
     def mark(self, phase: Phase) -> None:
         """See StepClock."""
@@ -79,6 +81,19 @@ class NoClock:
 
 
 NO_CLOCK = NoClock()
+
+
+class Waiting:
+    """``with waiting: ...``: the time inside is a wait for neighbours. Made once: a step makes no garbage."""
+
+    def __init__(self, clock: StepClock, neighbours: Neighbours = Neighbours.TENSOR) -> None:
+        self.clock, self.neighbours = clock, neighbours
+
+    def __enter__(self) -> None:
+        self.clock.begin_wait(self.neighbours)
+
+    def __exit__(self, *error: object) -> None:
+        self.clock.end_wait()
 
 
 class IntervalClock:

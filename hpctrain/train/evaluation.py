@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from hpctrain.comm.group import Group
 from hpctrain.run.figures import Figure
-from hpctrain.train.framework import Framework, HostBatch, Sums
-from hpctrain.train.in_step import in_step
+from hpctrain.train.framework import Evaluator, HostBatch, Sums
 from hpctrain.train.metrics import Evaluation, flattened
+from hpctrain.train.uneven_batches import even_batches
 
 
-def evaluate(framework: Framework, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
+def evaluate(framework: Evaluator, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
     """Loss and metrics over validation data of all ranks; exact whatever share each rank has.
 
     Args:
@@ -32,12 +32,12 @@ def evaluate(framework: Framework, sets: Mapping[str, Iterable[HostBatch]], grou
     return Evaluation(metrics, figures)
 
 
-def evaluate_one(framework: Framework, batches: Iterable[HostBatch], group: Group) -> Evaluation:
+def evaluate_one(framework: Evaluator, batches: Iterable[HostBatch], group: Group) -> Evaluation:
     """Of one set. A function is a mean: its state is (sum, weight); other metrics keep what they say they need."""
     totals: Sums = {}
     for meter in framework.meters.values():
         meter.reset()
-    for batch, is_own in in_step(batches, framework.meeting):
+    for batch, is_own in even_batches(batches, framework.sync_group):
         sums = framework.evaluate(batch, framework.meters.values() if is_own else ())
         add(totals, sums if is_own else {})
     metrics = mean_over_ranks(totals, group, "finish the evaluation")
@@ -52,7 +52,7 @@ def evaluate_one(framework: Framework, batches: Iterable[HostBatch], group: Grou
     return Evaluation(dict(sorted(metrics.items())), figures)
 
 
-def try_meters(framework: Framework, batch: HostBatch) -> None:
+def try_meters(framework: Evaluator, batch: HostBatch) -> None:
     """Raises UserError naming a metric that fails on this batch, or says what cannot be reported; leaves no trace."""
     if not framework.meters:
         return

@@ -38,7 +38,7 @@ class Flops:
 def of_all(own: Flops | None, world: World) -> Flops | None:
     """The mean over the ranks that know theirs: operations of all by the speed of all is the use of the whole machine.
 
-    One number that ranks share, since each of them measures while others work beside it. None if there is a part of the
+    One number that ranks share, since each of them measures while others work. None if there is a part of the
     model, one stage say, of which no rank knows them. Collective.
 
     Args:

@@ -1,14 +1,44 @@
-"""What attaches to the loop: checkpoints, monitor, tracking, stop requests, and hooks of your own."""
+"""What attaches to the loop: checkpoints, monitor, tracking, stop requests, and hooks of your own; and the run under
+way as they see it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from hpctrain.train.framework import StepResult
+from hpctrain.comm.world import World
+from hpctrain.train.clock import StepClock
+from hpctrain.train.duration import Duration
+from hpctrain.train.framework import Framework, StepResult
+from hpctrain.train.metrics import Evaluation
 from hpctrain.train.schedule import Schedule
-from hpctrain.train.training import Training
+from hpctrain.train.state import TrainState
+
+
+@dataclass
+class Training:
+    """Who trains what, how far it has come, and how far it is to go."""
+
+    world: World
+    """The ranks."""
+    framework: Framework
+    """The model on this rank's device."""
+    schedule: Schedule
+    """From the step to the factors on the optimizer's own learning rates: one, or one for each parameter group."""
+    plan: Duration
+    """How long the run is, and when it evaluates."""
+    clock: StepClock
+    """Where the time of a step goes: a hook may mark its own."""
+    state: TrainState
+    """How far it has come; read it, do not change it."""
+    folder: Path = field(default=Path(), kw_only=True)
+    """The run folder, for what hooks leave there."""
+    evaluation: Evaluation = field(default_factory=Evaluation, kw_only=True)
+    """The last one of this attempt."""
 
 
 class StopReason(StrEnum):
@@ -76,8 +106,19 @@ class Hook(Protocol):
             A reason to end the run here, or None.
         """
 
-    def end_step(self, training: Training) -> None:
-        """All hooks have seen the step. Checkpoints are made here: change no state that is saved.
+    def after_epoch(self, training: Training) -> StopReason | None:
+        """The last update of an epoch is done, and all hooks have seen it by ``after_step``.
+
+        Args:
+            training: its ``state.epoch`` counts this epoch.
+
+        Returns:
+            A reason to end the run here, or None.
+        """
+
+    def after_hooks(self, training: Training) -> None:
+        """All hooks have seen the step, and the epoch if it has ended. Checkpoints are made here: change no state that
+        is saved.
 
         Args:
             training: its ``state`` counts this step's update.
@@ -135,8 +176,19 @@ class BaseHook:
         """Does nothing."""
         return None
 
-    def end_step(self, training: Training) -> None:
+    def after_epoch(self, training: Training) -> StopReason | None:
         """Does nothing."""
+        return None
+
+    def after_hooks(self, training: Training) -> None:
+        """Calls ``end_step``, its name in version 0.2, if a hook has it."""
+        if type(self).end_step is not BaseHook.end_step:
+            what = f"{type(self).__name__}.end_step is called after_hooks since hpctrain 0.3: rename it"
+            warnings.warn(what, DeprecationWarning, stacklevel=2)
+            self.end_step(training)
+
+    def end_step(self, training: Training) -> None:
+        """Does nothing; the former name of ``after_hooks``."""
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Does nothing."""

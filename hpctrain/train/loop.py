@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.data import Batch, BatchSource
+from hpctrain.data.pipeline import Batch, BatchSource
 from hpctrain.errors import Code, NoRequeue
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult
-from hpctrain.train.hooks import Hook, StopReason, first_reason
+from hpctrain.train.hooks import Hook, StopReason, Training, first_reason
 from hpctrain.train.metrics import Evaluation
-from hpctrain.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,11 @@ class Trainer(Training):
             self.state.advance(batch)
             reason = self.evaluate() if self.plan.evaluates_after(self.state) else None
             reason = first_reason([reason, *[hook.after_step(self, result) for hook in self.hooks]])
+            if batch.ends_epoch:
+                reason = first_reason([reason, *[hook.after_epoch(self) for hook in self.hooks]])
             self.clock.mark(Phase.CALLBACKS)
             for hook in self.hooks:
-                hook.end_step(self)
+                hook.after_hooks(self)
             self.clock.end_step(batch.local_samples)
             if reason is not None:
                 return reason

@@ -15,7 +15,7 @@ from hpctrain.errors import UserError
 from hpctrain.run.figures import Curve, Figure, Matrix, is_drawable
 
 Arrays = Mapping[str, NDArray[Any]]
-"""What travels between ranks."""
+"""What is sent between ranks."""
 MetricState = dict[str, Any]
 """Of a ``Metric``: NumPy arrays, or lists of arrays that are joined along the first axis when they travel, by name."""
 MOST_VALUES = 100
@@ -76,7 +76,7 @@ class Seen:
 
 
 class Meter(Protocol):
-    """One metric of a task while an evaluation lasts, of whichever library it is."""
+    """One metric of a task during an evaluation, of any library."""
 
     def reset(self) -> None:
         """Forgets all samples."""
@@ -152,7 +152,7 @@ def _numbers(name: str, result: Any) -> NDArray[np.float64]:
     kind = f"{type(result).__name__}{list(values.shape) if values.size else ''}"
     raise UserError(
         f"metrics[{name!r}] gives a {kind}",
-        "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix (RocCurve() and others are ready-made)",
+        "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix",
     )
 
 

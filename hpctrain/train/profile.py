@@ -11,7 +11,7 @@ from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
-    from hpctrain.train.training import Training
+    from hpctrain.train.hooks import Training
 
 STEPS = 5
 """Steps that are profiled if no last one is given."""

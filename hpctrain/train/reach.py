@@ -6,8 +6,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -17,17 +16,8 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of libraries."""
 FRAMEWORKS = frozenset({"torch", "tensorflow", "keras", "numpy", __name__.partition(".")[0]})
 """Libraries whose objects are never gone into, wherever they are installed."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a value is held."""
-
-    path: str
-    """Names from the root on, joined by dots; empty for the root itself."""
-    value: Any
-    put: Callable[[Any], None] | None = None
-    """Puts another value there; None if nothing can be."""
+Held = Iterator[tuple[str, Any]]
+"""Names and values."""
 
 
 def own_attributes(value: Any, own: bool) -> Iterable[str]:
@@ -35,65 +25,143 @@ def own_attributes(value: Any, own: bool) -> Iterable[str]:
     return vars(value) if hasattr(value, "__dict__") and (own or isinstance(value, types.SimpleNamespace)) else ()
 
 
-def plain_key(key: Any) -> str | None:
-    """Strings and whole numbers as they are."""
-    return str(key) if type(key) in (str, int) else None
+def reached(
+    root: Any,
+    is_end: Callable[[Any], bool],
+    attributes: Callable[[Any, bool], Iterable[str]] = own_attributes,
+    names: Mapping[int, str] = types.MappingProxyType({}),
+) -> Held:
+    """The root and everything that it holds, nearest first, by paths: names joined by dots; the root's is empty.
+
+    Each object comes once, a number wherever it is.
+
+    Args:
+        root: an object of the user's.
+        is_end: whether a value is given without going into it.
+        attributes: attributes(value, own): names of those to go into; ``own`` says whether the class is the user's.
+        names: of objects by id: what keys of dicts are called that are one of them, or its id.
+    """
+    home = package_of(root)
+    seen: set[int] = set()
+    waiting = deque([("", root)])
+    while waiting:
+        path, value = waiting.popleft()
+        if isinstance(value, (bool, int, float)):
+            yield path, value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            yield path, value
+            if not is_end(value):
+                inside = held_by(value, home, attributes, names)
+                waiting.extend((f"{path}.{name}" if path and name else path or name, each) for name, each in inside)
 
 
-def nothing(value: Any) -> bool:
-    """No value is an end."""
-    return False
+def held_by(value: Any, home: str, attributes: Callable[[Any, bool], Iterable[str]], names: Mapping[int, str]) -> Held:
+    """What a value holds itself; what a bound method is bound to has no name."""
+    if isinstance(value, (dict, list, tuple, deque)):
+        if len(value) <= MOST_ITEMS:
+            keys = key_names(value, names) if isinstance(value, dict) else map(str, range(len(value)))
+            yield from zip(keys, value.values() if isinstance(value, dict) else value, strict=True)
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), *((str(at), each) for at, each in enumerate(value.args)))
+        yield from value.keywords.items()
+    elif isinstance(value, types.MethodType):
+        yield "", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from held_by_function(value) if is_own(value, home) else ()
+    elif not isinstance(value, (type, types.ModuleType)):
+        yield from ((name, vars(value)[name]) for name in attributes(value, is_own(value, home)))
+        own = {
+            name: each
+            for kind in reversed(type(value).__mro__)
+            if is_own(kind, home)
+            for name, each in vars(kind).items()
+        }
+        yield from ((name, each) for name, each in own.items() if isinstance(each, types.FunctionType))
 
 
-@dataclass(frozen=True)
-class Reach:
-    """How far to go."""
+def key_names(keys: Iterable[Any], names: Mapping[int, str]) -> Iterator[str]:
+    """Strings and whole numbers as they are, objects that have names and their ids by these, others by position."""
+    given: set[str] = set()
+    for at, key in enumerate(keys):
+        plain = str(key if type(key) in (str, int) else at)
+        name = plain if type(key) is str else names.get(key if type(key) is int else id(key), plain)
+        while name in given:
+            name += "'"
+        given.add(name)
+        yield name
 
-    is_end: Callable[[Any], bool] = nothing
-    """Whether a value is given without going into it."""
-    attributes: Callable[[Any, bool], Iterable[str]] = own_attributes
-    """attributes(value, own): names of the attributes to go into; ``own`` says whether the class is the user's."""
-    key_name: Callable[[Any], str | None] = plain_key
-    """What a key of a dict is called in paths; None leaves the item out."""
 
-    def places(self, root: Any) -> Iterator[Place]:
-        """The root and everything that it holds, nearest first. Each object comes once, a number wherever it is."""
-        home = package_of(root)
-        seen: set[int] = set()
-        waiting = deque([Place("", root)])
-        while waiting:
-            place = waiting.popleft()
-            if isinstance(place.value, (bool, int, float)):
-                yield place
-            elif id(place.value) not in seen:
-                seen.add(id(place.value))
-                yield place
-                if not self.is_end(place.value):
-                    waiting.extend(self.inside(place.value, f"{place.path}." if place.path else "", home))
+def held_by_function(function: types.FunctionType) -> Held:
+    """What a function closes over, default values of its arguments, and globals that it names."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in cells if cell != types.CellType())  # bound
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    yield from ((f"default{index}", value) for index, value in enumerate(defaults))
+    known = function.__globals__
+    yield from ((name, known[name]) for name in function.__code__.co_names if name in known)
 
-    def inside(self, value: Any, path: str, home: str) -> Iterator[Place]:
-        """What a value holds itself."""
-        if isinstance(value, (type, types.ModuleType)):
-            return
-        if isinstance(value, dict):
-            names = ((key, self.key_name(key)) for key in value if len(value) <= MOST_ITEMS)
-            yield from (item(f"{path}{name}", value, key) for key, name in names if name is not None)
-        elif isinstance(value, (list, tuple, deque)):
-            yield from (item(f"{path}{key}", value, key) for key in range(len(value)) if len(value) <= MOST_ITEMS)
-        elif isinstance(value, functools.partial):
-            bound = {
-                "func": value.func,
-                **{str(index): each for index, each in enumerate(value.args)},
-                **value.keywords,
-            }
-            yield from (Place(f"{path}{name}", each) for name, each in bound.items())
-        elif isinstance(value, types.MethodType):
-            yield Place(path.rstrip("."), value.__self__)
-        elif isinstance(value, types.FunctionType):
-            yield from inside_function(value, path) if is_own(value, home) else ()
-        else:
-            yield from (item(path + name, vars(value), name) for name in self.attributes(value, is_own(value, home)))
-            yield from (Place(path + name, function) for name, function in methods(value, home).items())
+
+def putting_back(
+    root: Any,
+    is_end: Callable[[Any], bool],
+    attributes: Callable[[Any, bool], Iterable[str]],
+    is_plain: Callable[[Any], bool],
+) -> Iterator[Callable[[], object]]:
+    """What puts plain values back where they are now, and takes those away that were not there; lists as a whole.
+
+    Args:
+        root, is_end, attributes: as of ``reached``.
+        is_plain: whether a value is put back; what is changed in it is not.
+    """
+    home = package_of(root)
+    for _, value in reached(root, is_end, attributes):
+        is_long = isinstance(value, (dict, list, deque)) and len(value) > MOST_ITEMS
+        if is_long or is_end(value) or isinstance(value, (type, types.ModuleType)):
+            continue
+        if isinstance(value, types.FunctionType):
+            yield from putting_back_function(value, is_plain) if is_own(value, home) else ()
+        elif isinstance(value, (list, deque)):
+            yield functools.partial(refill, value, value.copy())
+        elif isinstance(value, dict) or hasattr(value, "__dict__"):
+            now = functools.partial(entries, value, attributes, is_own(value, home))
+            yield functools.partial(put_plain, value, now, now(), is_plain)
+
+
+def putting_back_function(
+    function: types.FunctionType, is_plain: Callable[[Any], bool]
+) -> Iterator[Callable[[], object]]:
+    """The same for what a function closes over and for globals that it names."""
+    for cell in function.__closure__ or ():
+        if cell != types.CellType() and is_plain(cell.cell_contents):
+            yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
+    known = function.__globals__
+    held = {name: known[name] for name in function.__code__.co_names if name in known}
+    yield functools.partial(known.update, {name: each for name, each in held.items() if is_plain(each)})
+
+
+def refill(value: list[Any] | deque[Any], before: Iterable[Any]) -> None:
+    """Makes a list what it was before."""
+    value.clear()
+    value.extend(before)
+
+
+def entries(value: Any, attributes: Callable[[Any, bool], Iterable[str]], own: bool) -> dict[Any, Any]:
+    """A copy of a dict, or of an object's attributes that are gone into."""
+    if isinstance(value, dict):
+        return dict(value)
+    return {name: vars(value)[name] for name in attributes(value, own)}
+
+
+def put_plain(
+    value: Any, now: Callable[[], dict[Any, Any]], before: dict[Any, Any], is_plain: Callable[[Any], bool]
+) -> None:
+    """Makes plain values in a dict or object what they were before."""
+    holder = value if isinstance(value, dict) else vars(value)
+    for key, each in now().items():
+        if key not in before and is_plain(each):
+            del holder[key]
+    holder.update({key: each for key, each in before.items() if is_plain(each)})
 
 
 def package_of(value: Any) -> str:
@@ -112,26 +180,3 @@ def is_own(value: Any, home: str) -> bool:
     module = sys.modules.get(package)
     place = PurePath(str(vars(module).get("__file__") or "")) if module else PurePath()
     return package == home or not INSTALLED.intersection(place.parts)
-
-
-def item(path: str, container: Any, key: Any) -> Place:
-    """An item of a container, or an attribute of an object whose ``vars`` the container is."""
-    put = None if isinstance(container, tuple) else functools.partial(container.__setitem__, key)
-    return Place(path, container[key], put)
-
-
-def methods(value: Any, home: str) -> dict[str, types.FunctionType]:
-    """Functions of those of an object's classes that are the user's."""
-    own = [one for one in reversed(type(value).__mro__) if is_own(one, home)]
-    return {name: each for one in own for name, each in vars(one).items() if isinstance(each, types.FunctionType)}
-
-
-def inside_function(function: types.FunctionType, path: str) -> Iterator[Place]:
-    """What a function closes over, default values of its arguments, and globals that it names."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # bound
-            yield Place(f"{path}{name}", cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    yield from (Place(f"{path}default{index}", value) for index, value in enumerate(defaults))
-    known = function.__globals__
-    yield from (item(f"{path}{name}", known, name) for name in function.__code__.co_names if name in known)

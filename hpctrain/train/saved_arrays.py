@@ -28,6 +28,10 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
     def dtype_of(self, name: str) -> np.dtype[Any]:
         """Type of its items, as they come. Raises KeyError."""
 
+    def is_current(self, name: str) -> bool:
+        """Whether the framework's tensor of this name has the value already, so that nothing is to be loaded."""
+        return False
+
     @abstractmethod
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
         """The values of a part of a tensor, wherever ranks had cut it when it was saved.
@@ -118,13 +122,17 @@ class DerivedArrays(SavedArrays):
         source, there = self.places[name]
         return self.change(name, np.empty(0, source.dtype_of(there))).dtype
 
+    def is_current(self, name: str) -> bool:
+        source, there = self.places[name]
+        return source.is_current(there)
+
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
         source, there = self.places[name]
         return self.change(name, source.part(there, begin, shape))
 
 
 def runs_of_rows(shape: Sequence[int], row_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of rows that together have at most so many bytes, or of one row."""
+    """(first, count) of rows that together have at most this many bytes, or of one row."""
     count = max(1, block_bytes // max(1, row_bytes))
     for first in range(0, shape[0], count):
         yield first, min(count, shape[0] - first)

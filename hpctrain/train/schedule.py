@@ -11,7 +11,7 @@ from hpctrain.config.sections import ScheduleConfig
 
 @dataclass(frozen=True)
 class OwnRates:
-    """The optimizer's rates are set by a scheduler of its own, and left alone."""
+    """The optimizer's rates are set by its own scheduler, and left alone."""
 
     factor: float
     """Of the first parameter group, for reports."""
@@ -102,7 +102,7 @@ def _shape(config: ScheduleConfig, total_steps: int, warmup: int, batches_per_ep
     shapes: dict[str, Factor] = {
         "constant": lambda step: 1.0,
         "linear": lambda step: low + (1 - low) * (1 - share(step)),
-        "cosine": lambda step: low + (1 - low) * (1 + math.cos(math.pi * share(step))) / 2,
+        "cosine": lambda step: half_cosine(1.0, low, share(step)),
         "polynomial": lambda step: low + (1 - low) * (1 - share(step)) ** config.power,
         "step": lambda step: config.step_factor ** sum(step >= drop for drop in drops),
         "exponential": lambda step: config.decay_factor ** ((step - warmup) / batches_per_epoch),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def derive(seed: int, *keys: int) -> int:
@@ -17,3 +20,32 @@ def seed_python(seed: int) -> None:
     """Seeds Python's and NumPy's global generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+NONE = np.float64("nan")
+"""Stands for Gaussian deviates that are not there."""
+
+
+def host_random_state() -> dict[str, NDArray[Any]]:
+    """Names and values; new arrays of fixed shapes."""
+    version, words, spare = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    return {
+        "rng/python": np.array([version, *words], np.int64),
+        "rng/python_spare": np.array([NONE if spare is None else spare], np.float64),
+        "rng/numpy": np.append(legacy["state"]["key"].astype(np.int64), legacy["state"]["pos"]),
+        "rng/numpy_spare": np.array([legacy["gauss"] if legacy["has_gauss"] else NONE], np.float64),
+    }
+
+
+def restore_host_random_state(arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Takes over what ``host_random_state`` gave; leaves a generator alone whose names are missing."""
+    if "rng/python" in arrays:
+        version, *words = arrays["rng/python"].tolist()
+        spare = float(arrays["rng/python_spare"][0])
+        random.setstate((version, tuple(words), None if np.isnan(spare) else spare))
+    if "rng/numpy" in arrays:
+        spare = float(arrays["rng/numpy_spare"][0])
+        has = not np.isnan(spare)
+        key, pos = arrays["rng/numpy"][:-1].astype(np.uint32), int(arrays["rng/numpy"][-1])
+        np.random.set_state(("MT19937", key, pos, int(has), spare if has else 0.0))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data import Batch
+from hpctrain.data.pipeline import Batch
 
 
 @dataclass

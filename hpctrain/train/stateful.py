@@ -34,7 +34,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Splits(Protocol):
-    """State that can be shared out again among another number of ranks."""
+    """State that can be redistributed over another number of ranks."""
 
     def merge(self, states: Sequence[Any]) -> Any:
         """One state of those of all ranks, in their order."""
@@ -45,7 +45,7 @@ class Splits(Protocol):
 
 @dataclass(frozen=True)
 class PerRank:
-    """State that each rank has of its own, for ``state={"name": PerRank(...)}`` of a task.
+    """Rank-local state, for ``state={"name": PerRank(...)}`` of a task.
 
     Raises:
         UserError: the rule is none of the three, or it is ``split`` and the object cannot.
@@ -62,7 +62,7 @@ class PerRank:
     def __post_init__(self) -> None:
         if self.on_other_ranks not in ("keep", "reset", "split"):
             fix = "write keep, reset or split"
-            raise UserError(f"PerRank(..., on_other_ranks={self.on_other_ranks!r}) is no rule", fix)
+            raise UserError(f"PerRank(..., on_other_ranks={self.on_other_ranks!r}) is not a rule", fix)
         if self.on_other_ranks == "split" and not isinstance(self.value, Splits):
             raise UserError(
                 f"PerRank(..., on_other_ranks='split') holds a {type(self.value).__name__}, which cannot be split",
@@ -78,7 +78,7 @@ class Kept:
     """``hooks/<name>`` or ``state/<name>``: begins the names of its tensors."""
     value: Stateful
     rule: Rule | None = None
-    """Of state that each rank has of its own; None if rank 0's is that of all."""
+    """Of rank-local state; None if rank 0's is that of all."""
 
     @property
     def spoken(self) -> str:

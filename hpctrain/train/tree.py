@@ -157,7 +157,7 @@ def padded(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _leaf_name(path: tuple[str, ...], tree: Tree) -> str:
-    """Keys and indices on the way to a leaf, or a number if that is no name, or taken."""
+    """Keys and indices on the way to a leaf, or a number if that is not a name, or taken."""
     name = ".".join(path)
     if LEAF_NAME.fullmatch(name) and name not in tree.leaves and name not in (STRUCTURE, INTEGERS, FLOATS):
         return name

@@ -9,7 +9,7 @@ from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, StopReason
 
 if TYPE_CHECKING:
-    from hpctrain.train.training import Training
+    from hpctrain.train.hooks import Training
 
 
 class VerifyWeights(BaseHook):
@@ -18,7 +18,7 @@ class VerifyWeights(BaseHook):
 
     Args:
         every_steps: in between.
-        has_tables: the ranks that see different samples share out tables, which are not compared.
+        has_tables: tables are partitioned over data-parallel ranks, and not compared.
     """
 
     def __init__(self, every_steps: int, has_tables: bool = False) -> None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
-from hpctrain.run import LiveRank, Word
+from hpctrain.run.run_status import Word
+from hpctrain.run.snapshot import LiveRank
 from hpctrain.system.foreign_text import line as clean
-from hpctrain.track.console import duration, number
+from hpctrain.system.quantities import duration, size
+from hpctrain.track.console import number
 from hpctrain.watch.view import Line, View
 
 STALE_S = 30.0
@@ -53,7 +55,8 @@ ASCII = Glyphs("_.-:=+*#", "#", ".", "=", "-")
 
 def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Text]:
     """The view, at most ``width`` columns wide and ``height`` lines high; ranks get the lines that the rest leaves."""
-    head = [*_head(view, width, glyphs), *_curves(view, width, glyphs), *_checkpoint(view), *_phases(view, width)]
+    head = [*_head(view, width, glyphs), *_curves(view, width, glyphs), *_checkpoint(view)]
+    head += [*_phases(view, width), *_account(view, width)]
     foot = list(_foot(view, width))
     room = max(height - len(head) - len(foot), LEAST_RANKS + 1)
     lines = [*head, *_ranks(view, width, room, glyphs), *foot]
@@ -75,23 +78,9 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> 
     return "".join(glyphs.levels[height] for height in heights)
 
 
-def size(num_bytes: float) -> str:
-    """12.3 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
-
-
 def age(seconds: float) -> str:
     """40 s ago."""
-    return f"{seconds:.0f} s ago" if seconds < 60 else f"{duration(seconds)} ago"
-
-
-def brief(seconds: float) -> str:
-    """3 ms, or as ``duration``."""
-    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else duration(seconds)
+    return f"{duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} ago"
 
 
 def _head(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
@@ -177,8 +166,8 @@ def _checkpoint(view: View) -> Iterator[Text]:
         f"step {saved.step:,}",
         age(saved.age_s) if saved.age_s is not None else "",
         size(saved.bytes) if saved.bytes is not None else "",
-        f"written in {brief(saved.write_s)}" if saved.write_s is not None else "",
-        f"stall {brief(saved.stall_s)}" if saved.stall_s is not None else "",
+        f"written in {duration(saved.write_s)}" if saved.write_s is not None else "",
+        f"stall {duration(saved.stall_s)}" if saved.stall_s is not None else "",
     ]
     yield Text(f"{'checkpoint':<{LABEL}} " + ", ".join(part for part in parts if part))
 
@@ -196,6 +185,11 @@ def _phases(view: View, width: int) -> Iterator[Text]:
             text = Text(" " * len(label))
         text.append(word, COLOURS[index % len(COLOURS)]).append("  ")
     yield text
+
+
+def _account(view: View, width: int) -> Iterator[Text]:
+    if view.account is not None and view.account.text:
+        yield from _wrapped(f"{'goodput':<{LABEL}} {view.account.text}", width, "")
 
 
 def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 
 from hpctrain.errors import HpctrainError
-from hpctrain.launch.engines.slurm import status
-from hpctrain.run import RunView
+from hpctrain.launch.engines import status
 from hpctrain.run.folder import RunDir
-from hpctrain.run.job import QueueEntry
+from hpctrain.run.run_status import QueueEntry
+from hpctrain.run.view import RunView
 from hpctrain.watch.view import View, make
 
 PORTION_S = 0.5

@@ -8,9 +8,12 @@ from typing import Any
 
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm.directives import seconds
-from hpctrain.run import ORDERLY, Attempt, LiveRank, LiveWindow, Progress, RunSnapshot, State, Warned, Word
-from hpctrain.run.events import CheckpointSaved, Eval, RunStarted, Train
-from hpctrain.run.job import QueueEntry
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.events import CheckpointSaved, Eval, Recovered, RunStarted, Train
+from hpctrain.run.progress import Progress, Warned
+from hpctrain.run.run_status import ORDERLY, QueueEntry, State, Word
+from hpctrain.run.snapshot import LiveRank, LiveWindow, RunSnapshot
+from hpctrain.run.time_account import TimeAccount
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class View:
     num_ranks: int | None
     num_hosts: int | None
     plan: str
-    """How the ranks share out the model; empty if each has it whole."""
+    """How the model is partitioned over ranks; empty if each rank holds all of it."""
     framework: str | None
     reducer: str | None
     job: str | None
@@ -78,6 +81,10 @@ class View:
     """By rank; of very many, those that the monitor found busiest."""
     ranks_step: int | None = None
     """End of the window that the ranks were measured in."""
+    account: TimeAccount | None = None
+    """Where the run's time went so far."""
+    recoveries: tuple[Recovered, ...] = ()
+    """From failures; the newest last."""
     verdicts: tuple[str, ...] = ()
     warnings: tuple[Warned, ...] = ()
     """The newest last."""
@@ -89,6 +96,7 @@ class View:
     def plain(self) -> dict[str, Any]:
         """For JSON."""
         made = asdict(self)
+        made["recoveries"] = [event.to_json() for event in self.recoveries]
         made["state"], made["why"], made["is_over"] = self.state.word.value, self.state.why, self.state.is_over
         return made
 
@@ -132,6 +140,8 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
         phases_s=_phases(train),
         ranks=live.ranks,
         ranks_step=live.step,
+        account=found.account,
+        recoveries=tuple(progress.sums.recoveries),
         verdicts=tuple(_verdicts(progress, live if runs else LiveWindow())),
         warnings=tuple(_warnings(progress, found.attempts)),
         left_out=found.left_out,
@@ -163,7 +173,7 @@ def _lines(progress: Progress) -> list[Line]:
 
 
 def _checkpoint(progress: Progress, attempts: Sequence[Attempt], now: float) -> Checkpoint | None:
-    """By the events; if they are lost, by what the records say of the attempts' ends."""
+    """From the events; if they are lost, from the records of how attempts ended."""
     saved = progress.newest(CheckpointSaved)
     if saved:
         return Checkpoint(saved.step, max(0.0, now - saved.time), saved.bytes, saved.write_s, saved.stall_s)

@@ -24,7 +24,7 @@ from hpctrain.comm.world import World, connect
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from tests.support.mpi import mpirun
-from tests.support.tensorflow_tasks import GLOBAL_BATCH, cut, global_batches, make_framework, mean_loss, plain_model
+from tests.tasks.tensorflow_tasks import GLOBAL_BATCH, cut, global_batches, make_framework, mean_loss, plain_model
 
 ALLOWED_US = 30.0
 NOISE = 0.03

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hpctrain.comm.world import alone
-from tests.support.torch_tasks import cut, global_batches, make_framework, plain_model, sgd
+from tests.tasks.torch_tasks import cut, global_batches, make_framework, plain_model, sgd
 
 ALLOWED_S = 30e-6
 

@@ -1,14 +1,15 @@
-"""Runs that several tests look at and none changes: each is launched once."""
+"""Runs that several tests look at and none changes, each launched once; and hosts with separate networks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support import netns
 from tests.support.command import hpctrain, misbehaving_run
 from tests.support.mpi import Result
 
@@ -26,6 +27,18 @@ class Ended:
     def run(self) -> Path:
         """Its run folder: to be read only."""
         return self.folder / "run"
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[netns.Network]:
+    """Three hosts."""
+    folder = tmp_path / "network"
+    folder.mkdir()
+    try:
+        with netns.network(3, "1gbit", folder) as made:
+            yield made
+    except netns.NotPermitted as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

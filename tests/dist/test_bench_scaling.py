@@ -60,6 +60,7 @@ def test_two_hosts_foretell_the_exchange_of_three_and_four(network: netns.Networ
         assert slower is not None and slower > 1.1
 
 
+@pytest.mark.tour
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_a_run_at_two_sizes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.run.folder import RunDir
-from tests.support.command import events, wait_for
+from tests.support.command import events, gone, wait_for
 from tests.support.mpi import rank_command, rank_environment
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ PATIENCE_S = 120.0
 
 def options(framework: str, **more: Any) -> str:
     """A run that always saves, and keeps two."""
-    task = f"{ROOT}/tests/support/{framework}_resume_task.py:task"
+    task = f"{ROOT}/tests/tasks/{framework}_resume_task.py:task"
     return json.dumps({"task": task, "steps": 1_000_000, "every_steps": 1, **more})
 
 
@@ -91,14 +91,6 @@ def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random, savin
     finally:
         attempt.end()
     wait_for("end of the other ranks", lambda: all(map(gone, pids)), PATIENCE_S)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process no longer runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def announced(run_dir: RunDir) -> list[int]:

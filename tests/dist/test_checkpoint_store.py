@@ -100,7 +100,7 @@ def writes_are_shared(folder: Path) -> None:
 
 def the_docs_read_the_same(folder: Path) -> None:
     """The page's example for plain h5py gives what the store gives, the ranks' own statistics included."""
-    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    text = (ROOT / "docs" / "checkpoint-format.md").read_text()
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "import h5py" in each]
     example = example.replace("checkpoints/step-000000100", str(folder)).replace(
         'arrays["model/weight"].shape', "(3, 4)"
@@ -141,6 +141,7 @@ def test_one_that_is_given_up_makes_way_for_the_one_that_waits(mpirun: Run, tmp_
     assert "dropped ['step-000000003']" in result.stdout
 
 
+@pytest.mark.tour
 @pytest.mark.world_size(2)
 def test_a_full_disk(tmp_path: Path) -> None:
     """A tmpfs of 16 MB, in a mount namespace of the test's own."""

@@ -28,6 +28,7 @@ def test_singletons_are_noticed_before_anything_is_done() -> None:
     assert "the launcher started 4 ranks but MPI sees 2" in result.output
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 4)])
 def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     program = ROOT / "examples" / "own_loop_torch.py"
@@ -64,7 +65,7 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "import torch\n"
         "from hpctrain.comm.world import connect\n"
         "from hpctrain.reduce.layout import plan\n"
-        "from hpctrain.reduce.torch_horovod import open_horovod_allreduce\n"
+        "from hpctrain.backends.torch.reduce.allreduce import open_horovod_allreduce\n"
         "group = connect().data\n"
         "def opened(half=False):\n"
         "    layout = plan([8], None, 2)\n"
@@ -93,8 +94,8 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from hpctrain.comm.world import connect\n"
-        "from hpctrain.parallel.torch_exchange import HostExchange, Waiting, over_gloo\n"
-        "from hpctrain.train.clock import NO_CLOCK\n"
+        "from hpctrain.backends.torch.strategies.exchange import HostExchange, over_gloo\n"
+        "from hpctrain.train.clock import NO_CLOCK, Waiting\n"
         "group = connect().data\n"
         "exchange = over_gloo(group, torch.device('cpu'), Waiting(NO_CLOCK), timeout_s=20.0)\n"
         "own, other = torch.arange(3.0) + group.rank, torch.zeros(3)\n"

@@ -1,35 +1,62 @@
-"""Variable lengths, samplers, datasets that draw, and streams: the same samples on any ranks, and exact resumes."""
+"""Variable lengths, samplers, datasets that draw, tables in a store, streams: the same samples on any ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import last_words
+from tests.support.command import events, last_words
 from tests.support.mpi import mpirun
+from tests.support.object_store import ObjectStore, serving
+from tests.tasks import torch_data_kinds_task
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/dist/programs/data_kinds.py"
-KINDS = ["weighted", "grouped", "endless", "lines"]
+KINDS = ["weighted", "grouped", "endless", "lines", "arrays"]
 
 pytestmark = pytest.mark.slow
 
 
-def train(ranks: int, *parts: str, cwd: Path) -> None:
-    """Runs of FOLDER:STEPS, each of which resumes what is there."""
-    mpirun(ranks, PROGRAM, ",".join(KINDS), *parts, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, timeout=200, warm="torch")
+def train(ranks: int, *parts: str, cwd: Path, kinds: Sequence[str] = KINDS, **environment: str) -> None:
+    """Runs of FOLDER:STEPS, each of which resumes what is there, or is killed."""
+    env, dies = {"PYTHONPATH": str(ROOT), **environment}, "KILLED_AT" in environment
+    done = mpirun(ranks, PROGRAM, ",".join(kinds), *parts, cwd=cwd, env=env, timeout=200, warm="torch", check=not dies)
+    assert bool(done.returncode) == dies
 
 
-def seen(folder: Path, ranks: int) -> dict[str, list[str]]:
-    """Samples in the order of the global batches, by kind; forgets them."""
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """With the rows of the kind ``arrays`` in a table of several row groups."""
+    import pyarrow
+    from pyarrow import parquet
+    from pyarrow.fs import FileSystem
+
+    with serving() as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        store.make_bucket("rows")
+        system, path = FileSystem.from_uri(torch_data_kinds_task.URI)
+        with system.open_output_stream(f"{path}/a.parquet") as file:
+            columns = {name: array.tolist() for name, array in torch_data_kinds_task.TABLE.items()}
+            schema = {
+                "tokens": pyarrow.list_(pyarrow.float32(), 4),
+                "id": "int64",
+                "mask": pyarrow.list_(pyarrow.float32()),
+            }
+            parquet.write_table(pyarrow.table(columns, pyarrow.schema(schema)), file, row_group_size=10)
+        yield store
+
+
+def seen(folder: Path, ranks: int, kinds: Sequence[str] = KINDS, steps: int | None = None) -> dict[str, list[str]]:
+    """Samples in the order of the global batches of the first steps, by kind; forgets them."""
     found = {}
-    for kind in KINDS:
+    for kind in kinds:
         files = [folder / f"{kind}-{rank}" for rank in range(ranks)]
-        found[kind] = " ".join(
-            map(" ".join, zip_longest(*(file.read_text().splitlines() for file in files), fillvalue=""))
-        ).split()
+        lines = (file.read_text().splitlines()[:steps] for file in files)
+        found[kind] = " ".join(map(" ".join, zip_longest(*lines, fillvalue=""))).split()
         for file in files:
             file.unlink()
     return found
@@ -40,6 +67,7 @@ def weights(folder: Path, attempt: int) -> list[str]:
     return [last_words(folder / f"run-{kind}", attempt)[0]["weights_hash"] for kind in KINDS]
 
 
+@pytest.mark.tour
 @pytest.mark.world_size(2)
 def test_twenty_and_twenty_steps_are_forty_on_two_ranks_and_on_one(tmp_path: Path) -> None:
     for name in ("whole", "parts", "changed"):
@@ -53,3 +81,15 @@ def test_twenty_and_twenty_steps_are_forty_on_two_ranks_and_on_one(tmp_path: Pat
     assert weights(tmp_path / "parts", 2) == weights(tmp_path / "whole", 1)
     rest = seen(tmp_path / "changed", 2)
     assert {kind: alone[kind] + rest[kind] for kind in KINDS} == whole
+
+
+@pytest.mark.world_size(4)
+def test_a_table_in_a_store_through_a_kill_and_a_change_of_ranks(tmp_path: Path, store: ObjectStore) -> None:
+    folder, environment = tmp_path / "run", {"HPCTRAIN_CACHE": str(tmp_path / "cache"), **store.environment}
+    folder.mkdir()
+    train(1, "run:24", cwd=tmp_path, kinds=["arrays"])
+    train(4, "run:24", cwd=tmp_path, kinds=["table"], KILLED_AT="13", **environment)
+    before = seen(folder, 4, ["table"], steps=8)
+    train(2, "run:24", cwd=tmp_path, kinds=["table"], **environment)
+    assert [event["step"] for event in events(folder / "run-table", "resumed")] == [8]
+    assert before["table"] + seen(folder, 2, ["table"])["table"] == seen(folder, 1, ["arrays"])["arrays"]

@@ -11,6 +11,7 @@ from tests.support.command import hpctrain
 pytestmark = pytest.mark.world_size(2)
 
 
+@pytest.mark.tour
 def test_the_connection_between_ranks_is_measured():
     result = hpctrain("run", "-n", 2, "--doctor", "--json")
     found = {finding["topic"]: finding["value"] for finding in json.loads(result.stdout)["findings"]}

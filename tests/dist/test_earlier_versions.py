@@ -15,6 +15,7 @@ from tests.support.command import PROJECT, endings, events, hpctrain, last_words
 OLD = PROJECT / "tests/support/two_ranks_of_0_1"
 
 
+@pytest.mark.tour
 @pytest.mark.world_size(2)
 def test_a_run_of_version_0_1_is_told_of_and_resumed(tmp_path: Path) -> None:
     folder = shutil.copytree(OLD, tmp_path / "old")

@@ -78,6 +78,7 @@ def test_a_single_process(tmp_path: Path) -> None:
     assert Attempts(run).info()["fence"] == 3
 
 
+@pytest.mark.tour
 @pytest.mark.world_size(2)
 def test_all_processes_of_a_supervised_run(tmp_path: Path) -> None:
     path, run = misbehaving_run(tmp_path, **LONG), RunDir(tmp_path / "run")

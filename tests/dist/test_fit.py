@@ -15,7 +15,7 @@ from tests.support.command import PROJECT, environment, events, hpctrain, last_w
 from tests.support.mpi import Result, mpirun, python, run_in_group
 
 PROGRAM = PROJECT / "tests/dist/programs/fit_program.py"
-TASK = f"{PROJECT}/tests/support/torch_slow_task.py:task"
+TASK = f"{PROJECT}/tests/tasks/torch_slow_task.py:task"
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +45,7 @@ def told(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in re.findall(r"^told (.*)$", result.stdout, re.M)]
 
 
+@pytest.mark.tour
 def test_it_leaves_what_the_command_leaves(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     (summary,) = told(alone("plain", path))
@@ -70,7 +71,7 @@ def test_hooks_and_sinks_of_the_program(tmp_path: Path) -> None:
 
 
 def test_an_error_is_raised_and_not_shown_besides(tmp_path: Path) -> None:
-    path = run_file(tmp_path, task=f"{PROJECT}/tests/support/torch_slow_task.py:no_such_function")
+    path = run_file(tmp_path, task=f"{PROJECT}/tests/tasks/torch_slow_task.py:no_such_function")
     done = alone("caught", path)
     assert done.returncode == 0 and "caught UserError task" in done.stdout, done.output
     assert done.stderr == ""
@@ -100,7 +101,7 @@ def test_hooks_whose_state_differs_between_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.world_size(2)
 def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
-    path = run_file(tmp_path, task=f"{PROJECT}/tests/support/torch_slow_task.py:no_such_function")
+    path = run_file(tmp_path, task=f"{PROJECT}/tests/tasks/torch_slow_task.py:no_such_function")
     done = mpirun(2, PROGRAM, "plain", path, cwd=tmp_path, check=False, warm="torch")
     assert done.returncode != 0
     assert done.output.count("has no function 'no_such_function'") == 1

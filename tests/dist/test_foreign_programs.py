@@ -45,11 +45,13 @@ def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
     assert endings(run) == ["completed", "completed"] and not (run / "ranks" / "1").exists()
 
 
+@pytest.mark.tour
 def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_path: Path) -> None:
     program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "die")
     said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, timeout=120, code=70)
     assert weights(said.stdout) == -0.104762, "what torchrun --standalone --nproc-per-node 2 prints"
-    assert re.search(r"rank 1 on \S+: .*exit code 1 \(.*the disk of the data is gone\)", said.stderr), said.stderr
+    how = r"(exit code 1|killed by SIGABRT)"  # gloo's threads may abort while the program closes
+    assert re.search(rf"rank 1 on \S+: .*{how} \(.*the disk of the data is gone\)", said.stderr), said.stderr
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from hpctrain import CheckpointStore
-from tests.support.command import events, hpctrain, last_words, write_run
+from tests.support.command import ONE_ATTEMPT, events, hpctrain, last_words, write_run
 
 TASK = Path(__file__).parent / "programs" / "grid_trouble_task.py"
-STEPS, DIES_AT = 8, 5
+STEPS, DIES_AT = 16, 5
+"""Of all, and at which one is killed at the earliest: once the first checkpoint is whole."""
 GRID = {"tensor": 2, "pipeline": 2}
 """Of the eight ranks; two see different samples."""
 VICTIMS = {"all": range(8)}.get(os.environ.get("HPCTRAIN_GRID_KILLS", ""), [1, 6])
@@ -43,6 +44,7 @@ def run(
         reduce={"kind": "mpi" if ranks > 1 else "none"},
         monitor={"hang_s": 4.0},
         track={"every_steps": 1},
+        launch=ONE_ATTEMPT,
     )
     return hpctrain("run", "-n", ranks, file, code=code, timeout=200, warm="torch").output
 
@@ -75,7 +77,7 @@ def test_any_rank_is_killed_and_another_plan_goes_on(unharmed: Any, tmp_path: Pa
     ranks, plan = OTHERS[victim % len(OTHERS)]
     run(tmp_path, ranks, plan, trouble)
     [resumed] = events(tmp_path / "run", "resumed")
-    assert resumed["step"] in (2, 4), "what was being saved may not be whole"
+    assert 2 <= resumed["step"] < STEPS
     wanted = losses(unharmed())
     assert list(wanted) == list(range(1, STEPS + 1))
     np.testing.assert_allclose([losses(tmp_path)[step] for step in wanted], [*wanted.values()], rtol=0, atol=1e-12)

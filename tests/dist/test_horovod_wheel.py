@@ -13,6 +13,7 @@ import pytest
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (2, 4)])
 def test_every_operation_that_we_use_gives_the_right_values(mpirun, framework: str, ranks: int) -> None:

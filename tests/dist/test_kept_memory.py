@@ -18,7 +18,7 @@ def test_steps_keep_large_blocks_unless_the_user_has_chosen(tmp_path: Path) -> N
     for name, env in (("kept", {}), ("chosen", {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"})):
         folder = tmp_path / name
         folder.mkdir()
-        task = {"task": "tests.support.torch_fresh_memory_task:task", "task_args": {"folder": str(folder)}}
+        task = {"task": "tests.tasks.torch_fresh_memory_task:task", "task_args": {"folder": str(folder)}}
         train = {"steps": STEPS, "global_batch": 1024}
         run = write_run(folder, name=name, **task, train=train, checkpoint={"enabled": False}, track={"every_steps": 1})
         said[name] = hpctrain("train", run, cwd=folder, env=env, warm="torch").output

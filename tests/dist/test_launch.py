@@ -46,6 +46,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [process for process in processes_of(pid) if "train" in process.cmdline()]
 
 
+@pytest.mark.tour
 def test_two_ranks_train_as_one_job(ended: Callable[[str], Ended]) -> None:
     run = ended("")
     assert (run.said.returncode, run.said.stderr) == (0, "")
@@ -131,6 +132,7 @@ def ask_one_rank(child, folder: Path) -> None:
     ranks_of(child.pid)[-1].send_signal(signal.SIGUSR1)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("ask", [ask_by_signal, ask_by_term, ask_by_command, ask_one_rank])
 def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path, ask):
     path = misbehaving_run(tmp_path, **LONG)
@@ -200,6 +202,7 @@ def test_a_stop_does_not_wait_for_processes_that_linger_after_their_last_words(t
     assert not leftovers(tmp_path)
 
 
+@pytest.mark.tour
 def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
     with started("run", "-n", 2, misbehaving_run(tmp_path, **LONG), env=SLOWLY, warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))
@@ -222,6 +225,7 @@ def test_a_rank_that_leaves_in_mid_run_takes_the_others_down(ended: Callable[[st
     assert not leftovers(run.folder)
 
 
+@pytest.mark.tour
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
     with started("run", "-n", 2, misbehaving_run(tmp_path, **LONG), env=SLOWLY) as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))
@@ -235,6 +239,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
     assert Attempts(RunDir(tmp_path / "run")).info()["fence"] == 2
 
 
+@pytest.mark.tour
 def test_a_plain_command_is_watched_too(tmp_path):
     run = {"name": "plain", "run_dir": str(tmp_path / "run"), "launch": {"command": ["bash", "-c", "exit 3"]}}
     run["train"] = {"steps": 1, "global_batch": 1}

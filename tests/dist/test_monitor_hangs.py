@@ -7,13 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from tests.support.mpi import Result
 
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
@@ -21,12 +22,13 @@ HANG_S = 4
 
 
 def run(
-    mpirun: Callable[..., Any], folder: Path, ranks: int = 2, **script: Any
+    mpirun: Callable[..., Any], folder: Path, ranks: int = 2, env: Mapping[str, str] | None = None, **script: Any
 ) -> tuple[dict[str, Any], Result, float]:
     """Runs the loop into its hang: the event, the launcher's result, and seconds that it all took."""
     monitor = {"hang_s": HANG_S, "on_hang": "abort"}
     began = time.monotonic()
-    result = mpirun(ranks, PROGRAM, folder, json.dumps({"steps": 10_000, "monitor": monitor, **script}), check=False)
+    words = json.dumps({"steps": 10_000, "monitor": monitor, **script})
+    result = mpirun(ranks, PROGRAM, folder, words, env=env, check=False)
     seconds = time.monotonic() - began
     assert nobody_is_left(folder), "an agent may write after its ranks have ended"
     [event] = hangs(folder)
@@ -60,6 +62,8 @@ def agent_of(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
+@pytest.mark.tour
+@pytest.mark.alone  # times are compared
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("trouble", ["stop", "spin"])
@@ -84,7 +88,8 @@ def test_a_hung_rank_is_named_with_its_stack_and_the_attempt_ends(
 
 @pytest.mark.world_size(4)
 def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tmp_path: Path) -> None:
-    event, _, _ = run(mpirun, tmp_path, ranks=4, trouble="die", victim=2)
+    supervised = {RUN_DIR: str(tmp_path), ATTEMPT: "1"}  # mpirun ends the others: who died first is noted
+    event, _, _ = run(mpirun, tmp_path, ranks=4, env=supervised, trouble="die", victim=2)
     assert event["kind"] == "died"
     assert [(rank["rank"], rank["state"]) for rank in event["ranks"]] == [(2, "gone")]
 

@@ -74,6 +74,7 @@ def test_weights_and_collectives_are_the_same_with_and_without(tmp_path: Path) -
     assert after_first_exchange.count("SmallShmAllreduce finish") == 11, "one exchange a step"
 
 
+@pytest.mark.tour
 def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path, monitor=MONITOR, checkpoint={"every_steps": 5}, **SLOW)
     with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as child:
@@ -88,7 +89,7 @@ def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(
     words = read_words(RunDir(tmp_path / "run"), 1)
     assert words is not None and words.verdict is not None
     verdict = words.verdict.to_json()
-    assert (verdict["cause"], verdict["action"], verdict["rank"]) == ("hang", "requeue", culprit["rank"])
+    assert (verdict["cause"], verdict["action"], verdict["rank"]) == ("hang", "do_not_requeue", culprit["rank"])
     assert f"rank {culprit['rank']} on" in stdout + stderr
     assert not leftovers(tmp_path)
     done = RunDir(tmp_path / "run").newest_checkpoint_step()

@@ -9,9 +9,10 @@ import pytest
 
 from tests.support.command import PROJECT, events, hpctrain, last_words, write_run
 
-RECORDING = f"{PROJECT}/tests/support/torch_recording_task.py:task"
+RECORDING = f"{PROJECT}/tests/tasks/torch_recording_task.py:task"
 
 
+@pytest.mark.tour
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("framework", ["torch", "keras"])
@@ -27,6 +28,7 @@ def test_digits_train_on_two_ranks_with_horovod(framework: str, tmp_path: Path) 
     assert len({word["weights_hash"] for word in words}) == 1
 
 
+@pytest.mark.tour
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_see_disjoint_parts_of_all_samples_in_the_same_global_order(ranks: int, tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_without_the_exchange_the_ranks_drift_apart(tmp_path: Path) -> None:
     sabotage = tmp_path / "sabotage.py"
     sabotage.write_text(
         "from hpctrain.reduce import mpi_allreduce, shm_allreduce, shm_small\n"
-        "from tests.support.torch_recording_task import task  # noqa: F401\n"
+        "from tests.tasks.torch_recording_task import task  # noqa: F401\n"
         "for module in (mpi_allreduce, shm_allreduce, shm_small):\n"
         "    for kind in list(vars(module).values()):\n"
         "        for name in ('start', 'finish'):\n"

@@ -6,6 +6,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +16,25 @@ from tests.support.command import PROJECT, environment, events, hpctrain
 from tests.support.mpi import python, run_in_group
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
+INDEX = (PROJECT / "docs" / "index.md").read_text(encoding="utf-8")
 REPORTS = (PROJECT / "docs" / "reports.md").read_text(encoding="utf-8")
 PARALLEL = (PROJECT / "docs" / "parallel.md").read_text(encoding="utf-8")
 TASKS = (PROJECT / "docs" / "tasks.md").read_text(encoding="utf-8")
+KERAS = (PROJECT / "docs" / "keras.md").read_text(encoding="utf-8")
 SHORTER = {
-    "examples/chartext.yaml": ["--train.steps", "5"],
-    "examples/gan.yaml": ["--train.epochs", "2"],
     "submit": ["--dry-run"],
+    "step": ["--models", "mlp", "--contenders", "none,plain", "--rounds", "1", "--steps", "2"],
+    "checkpoint": ["--mb", "8", "--rounds", "1", "--saves", "2"],
+    "parallel": ["--contenders", "one,tensor", "--rounds", "1", "--steps", "1"],
+    "recovery": ["--contenders", "hpctrain", "--rounds", "1"],
 }
-"""What is added to commands that would take minutes, or need a cluster."""
-ELSEWHERE = ("hpctrain status", "hpctrain install-horovod")
-"""Commands that need what this test does not make; tests/slurm and tests/dist/test_horovod_wheel.py run them."""
+"""Options that shorten commands that take minutes or need a cluster."""
+EXAMPLES = {
+    "digits-keras.yaml": ["--train.epochs", "1"],
+    "chartext.yaml": ["--train.steps", "5"],
+    "gan.yaml": ["--train.epochs", "2"],
+}
+"""Example run files, and options that keep them short."""
 
 
 def block(text: str, language: str, number: int = 0) -> str:
@@ -39,8 +49,8 @@ def commands(text: str) -> list[list[str]]:
 
 
 def framework(words: list[str]) -> str:
-    """Of the run file that a command is about."""
-    return "tensorflow" if any("keras" in word for word in words) else "torch"
+    """The framework that a command needs."""
+    return "tensorflow" if any("keras" in word or word == "tensorflow" for word in words) else "torch"
 
 
 @pytest.fixture
@@ -53,20 +63,64 @@ def newcomer(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.tour
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_every_command_of_the_readme(newcomer: Path) -> None:
     found = commands(README)
-    assert len(found) >= 6
+    assert len(found) >= 5
     for words in found:
-        if " ".join(["hpctrain", *words]).startswith(ELSEWHERE):
-            continue
         more = [word for key, extra in SHORTER.items() if key in words for word in extra]
         fresh = ["--fresh"] if (newcomer / "runs/wave").exists() and "wave.yaml" in words else []
-        codes = None if words[0] == "doctor" else 0  # doctor's code tells of this machine
+        codes = None if words[0] == "doctor" else 0  # doctor's code depends on this machine
         hpctrain(*words, *more, *fresh, cwd=newcomer, timeout=250, code=codes, warm=framework(words))
     assert events(newcomer / "runs/wave", "run_finished")[-1]["reason"] == "completed"
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.05, "sin(x) is learnt"
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_the_commands_of_the_table_of_figures(newcomer: Path) -> None:
+    table = README.partition("## How fast")[2].partition("\n## ")[0]
+    found = dict.fromkeys(re.findall(r"`((?:hpctrain|python -m benchmarks\.).*?)`", table))
+    assert len(found) >= 4
+    for line in found:
+        words = shlex.split(line)
+        more = next(extra for key, extra in SHORTER.items() if key == words[2].rpartition(".")[2])
+        if words[0] == "hpctrain":
+            assert hpctrain(*words[1:], *more, cwd=newcomer, timeout=250).stdout
+        else:
+            command = [sys.executable, *words[1:], *more]
+            done = subprocess.run(command, cwd=newcomer, env=environment(), capture_output=True, text=True, timeout=250)
+            assert done.returncode == 0 and done.stdout, done.stderr
+            assert "recovery" not in line or "1 of 1" in done.stdout
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len(README.splitlines()) <= 120
+    assert len(re.findall(r"^- \[", README.partition("## Next")[2], re.M)) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_run(name: str, newcomer: Path) -> None:
+    hpctrain("run", "-n", 2, f"examples/{name}", *EXAMPLES[name], cwd=newcomer, timeout=250, warm=framework([name]))
+    assert events(newcomer / "runs" / name.removesuffix(".yaml"), "run_finished")[-1]["reason"] == "completed"
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_every_command_of_the_landing_page(newcomer: Path) -> None:
+    program = "import hpctrain\n\nprint(hpctrain.connect().size)\n"
+    for name in ("train.py", "horovod_train.py"):
+        (newcomer / name).write_text(program)
+    hpctrain("train", "examples/digits-torch.yaml", "--train.epochs", 1, cwd=newcomer, warm="torch")
+    for words in commands(INDEX):
+        code = None if "doctor" in " ".join(words) else 0  # doctor's code depends on this machine
+        warm = "torch" if "run.yaml" in words else ""
+        assert hpctrain(*words, cwd=newcomer, timeout=250, code=code, warm=warm).output
+    assert events(newcomer / "runs/sharded", "run_finished")[-1]["reason"] == "completed"
 
 
 @pytest.mark.slow
@@ -92,21 +146,20 @@ def test_the_gpt_of_the_page_on_larger_models(newcomer: Path) -> None:
     assert cut == pytest.approx(whole, rel=1e-5)
     assert staged == pytest.approx(whole, rel=1e-5)
     assert len(whole) == 8 and whole[-1] < whole[0] - 0.1
-    section = PARALLEL.partition("### How long a step would take")[2].partition("\n## ")[0]
+    section = PARALLEL.partition("### Plans as a picture")[2].partition("\n## ")[0]
     for words in commands(section):
-        more = ["--steps", 12, "--rounds", 1, "--mode", "weak", "--reduce.kind", "mpi"] if words[0] == "bench" else []
-        hpctrain(*words, *more, cwd=newcomer, timeout=250, warm="torch")
-    plans = json.loads((newcomer / "runs/gpt/plans.json").read_text())["plans"]
-    assert len(plans) == 6 and all(one["step_s"] > 0 for one in plans)
+        hpctrain(*words, cwd=newcomer, timeout=250, warm="torch")
+    assert len(json.loads((newcomer / "runs/gpt/plans.json").read_text())["plans"]) == 7
     assert "tensor 2 x data 1" in (newcomer / "plans.svg").read_text()
     hpctrain("report", "runs/gpt", cwd=newcomer)
-    assert "ms a step, expected" in (newcomer / "runs/gpt/report.html").read_text()
+    assert "Plans: memory per rank" in (newcomer / "runs/gpt/report.html").read_text()
 
 
 @pytest.mark.slow
-def test_the_keras_task_of_the_docs(newcomer: Path) -> None:
-    (newcomer / "wave.py").write_text(block(TASKS, "python"))
-    hpctrain("train", "wave.yaml", cwd=newcomer, warm="tensorflow")
+@pytest.mark.parametrize("page", [TASKS, KERAS], ids=["torch", "tensorflow"])
+def test_the_first_task_of_each_page(page: str, newcomer: Path, request: pytest.FixtureRequest) -> None:
+    (newcomer / "wave.py").write_text(block(page, "python"))
+    hpctrain("train", "wave.yaml", cwd=newcomer, warm=request.node.callspec.id)
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.1
 
 
@@ -134,7 +187,7 @@ def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("number", [1, 2], ids=["compiled", "train_step"])
 def test_the_models_of_the_docs_that_train_themselves(number: int, newcomer: Path) -> None:
-    (newcomer / "wave.py").write_text(block(TASKS, "python", number))
+    (newcomer / "wave.py").write_text(block(KERAS, "python", number))
     hpctrain(
         "run", "-n", 2, "wave.yaml", "--train.epochs", 4, "--track.every_steps", 5, cwd=newcomer, warm="tensorflow"
     )

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from hpctrain.run.events import RunStarted
 from hpctrain.run.view import RunView
-from tests.support import uneven_stages
 from tests.support.mpi import mpirun
+from tests.tasks import uneven_stages
 
 PROGRAM = Path(__file__).parent / "programs" / "stage_times.py"
 ROOT = Path(__file__).parents[2]

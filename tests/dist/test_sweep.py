@@ -49,7 +49,7 @@ def test_ranks_train_as_one_process_does(framework: str) -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_every_class_with_weights_has_a_case(framework: str) -> None:
-    assert swept(framework)["missing"] == [], f"add them to tests/support/{framework}_*.py"
+    assert swept(framework)["missing"] == [], f"add them to tests/tasks/{framework}_*.py"
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

@@ -71,6 +71,7 @@ def begins_of(store: CheckpointStore, step: int, name: str, axis: int) -> set[in
     return {piece.box.begin[axis] for piece in pieces if piece.tensor.name == name}
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("name", EXACT)
 def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found]], name: str) -> None:
     """With accumulation, clipping, weight decay on matrices alone, moving averages, tied and fused weights."""
@@ -104,6 +105,7 @@ def test_what_is_not_cut_stays_equal_bit_for_bit(
     assert len({own for own, _ in hashes}) == tensor
 
 
+@pytest.mark.tour
 def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
     """Two ranks a model, four, one, two, and one process: the same samples, and the same state in the end."""
     folder, results = found()
@@ -179,7 +181,7 @@ def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Fou
     results = found()[1]
     assert "the gradient of blocks.0.inner_norm.weight differs between ranks" in results["inner-norm"]["error"]
     assert "the gradient of blocks.1.inner_norm.bias differs between ranks" in results["sharded-inner-norm"]["error"]
-    assert "in update 1 the losses of ranks that share out the model differ: " in results["ungathered"]["error"]
+    assert "in update 1 the losses of ranks of one model differ: " in results["ungathered"]["error"]
     assert "after step 2 the weights of rank 1, 3 differ from those of rank 0" in results["drifted"]["error"]
     assert "parallel.tensor is 3, and 4 ranks do not divide into groups of that size" in results["uneven"]["error"]
     assert "a rank has some outputs of each layer with columns" in results["part"]["error"]

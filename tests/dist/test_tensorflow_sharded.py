@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.mpi import mpirun
-from tests.support.tensorflow_sharded import BY_ROWS, WHOLE
+from tests.tasks.tensorflow_sharded import BY_ROWS, WHOLE
 
 PROGRAM = Path(__file__).parent / "programs" / "tensorflow_sharded.py"
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,7 @@ def test_optimizers_that_look_at_tensors_keep_them_whole(results: Any, name: str
     assert not any(rank["cut"] for rank in found["ranks"])
 
 
+@pytest.mark.tour
 def test_a_framework_trains_as_one_process_does_by_messages(results: Any) -> None:
     found = results(2)["messages"]
     assert found["reducer"] == "mpi-sharded"
@@ -94,7 +95,7 @@ def test_what_is_not_finite_leaves_the_update_out_or_ends_the_run_on_all_ranks(r
 
 def test_optimizers_that_cannot_be_sharded_are_refused_on_all_ranks(results: Any) -> None:
     for said in results(2)["refused"]["said"]:
-        assert said["coupled"].startswith("parallel.shard is optimizer, and Coupled updates a parameter by what it")
+        assert said["coupled"].startswith("parallel.shard is optimizer, and Coupled updates a parameter from others")
         assert said["hiding"].startswith("parallel.shard is optimizer, and Hiding holds other optimizers, or state")
         assert said["clipping"].startswith("parallel.shard is optimizer, and Adam has global_clipnorm")
 

@@ -19,7 +19,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "wide", "evaluated", "judged", "joined")
 """What must not depend on the number of ranks."""
-ELSEWHERE = ("fp16-wire", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
+ELSEWHERE = ("fp16-wire", "int8", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
 
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
@@ -51,7 +51,7 @@ def require_same_training(losses: list[float], wanted: list[float]) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("reducer", ["auto", "mpi", "horovod"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tour), 4])
 def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
     found = results(ranks)[reducer]
     assert len(found["losses"]) == 50
@@ -156,8 +156,6 @@ def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
     (said, *others), outputs = found["metrics"], np.array(found["outputs"], np.float32)
     assert all(other == said for other in others)
     one_hot = np.eye(3)[classes]
-    assert said["auc"] == pytest.approx(roc_auc_score(classes == 0, outputs[:, 0]), abs=1e-12)
-    assert said["f1"] == pytest.approx(f1_score(classes, outputs.argmax(1), average="macro"), abs=1e-12)
     assert [said[f"keras_f1/{label}"] for label in range(3)] == pytest.approx(
         f1_score(classes, outputs.argmax(1), average=None), rel=1e-5
     )
@@ -167,7 +165,7 @@ def test_metrics_say_what_they_say_of_all_samples_at_once(ranks: int) -> None:
     weights = np.repeat(found["weights"], 3)
     wanted = precision_score(one_hot.ravel(), chances.ravel() > 0.5, sample_weight=weights)
     assert said["precision"] == pytest.approx(wanted, rel=1e-5)
-    assert {"hard/auc", "hard/f1", "hard/loss"} <= set(said)
+    assert {"hard/keras_auc", "hard/iou", "hard/loss"} <= set(said)
     for name in ("keras_auc", "iou", "precision"):
         assert said[name] == pytest.approx(results(1)["judged"]["metrics"][0][name], rel=1e-5)
 
@@ -182,12 +180,22 @@ def test_a_loop_of_ones_own_in_under_40_lines(ranks: int) -> None:
     assert float(said.rsplit(" ", 1)[1]) < 0.15
 
 
+@pytest.mark.tour
 @pytest.mark.world_size(2)
 def test_a_subclassed_transformer_trains_and_is_exported(tmp_path: Path) -> None:
-    task = f"{ROOT}/tests/support/tensorflow_subclassed_task.py:task"
+    task = f"{ROOT}/tests/tasks/tensorflow_subclassed_task.py:task"
     run = write_run(tmp_path, task=task, train={"steps": 3, "global_batch": 24}, checkpoint={"every_steps": 3})
     hpctrain("run", "-n", 2, run, cwd=tmp_path, warm="tensorflow")
     assert len({word["weights_hash"] for word in last_words(tmp_path / "runs/run")}) == 1
     hpctrain("ckpt", "export", "runs/run", "-o", "model.weights.h5", cwd=tmp_path)
     with h5py.File(tmp_path / "model.weights.h5") as exported:
         assert "attention" in exported and "head" in exported
+
+
+@pytest.mark.world_size(2)
+def test_int8_trains_nearly_the_same_and_resumes_bit_for_bit() -> None:
+    found = results(2)["int8"]
+    assert found["reducer"] == "mpi-flat-int8" and found["error"] > 0
+    np.testing.assert_allclose(found["losses"], by_hand()[:6], rtol=1e-2)
+    assert len(set(found["hashes"])) == 1
+    assert found["resumed"] == [found["losses"], found["hashes"][0]]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import torch_own_steps as own
 from tests.support.mpi import mpirun
-from tests.support.torch_sharded import BY_ROWS, SOME, WHOLE
+from tests.tasks import torch_own_steps as own
+from tests.tasks.torch_sharded import BY_ROWS, SOME, WHOLE
 
 PROGRAM = Path(__file__).parent / "programs" / "torch_sharded.py"
 ROOT = Path(__file__).parents[2]
@@ -23,19 +23,25 @@ SCENARIOS = {
     2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "grown", "probe"),
     4: ("optimizers", "exchanges", "messages", "resumed"),
 }
+OF_GRADIENTS = {
+    2: ("optimizers", "bits", "overflow", "replaced", "grown"),
+    4: ("optimizers", "messages", "uneven", "resumed"),
+}
+"""With ``parallel.shard: gradients``."""
 
 pytestmark = pytest.mark.world_size(4)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`results(ranks)`: all scenarios on so many ranks, run once."""
+    """`results(ranks, shard)`: all scenarios on a number of ranks, run once."""
 
     @functools.cache
-    def run(ranks: int) -> Any:
+    def run(ranks: int, shard: str = "optimizer") -> Any:
         folder = tmp_path_factory.mktemp("sharded")
-        scenarios, env = SCENARIOS[ranks], {"PYTHONPATH": str(ROOT)}
-        result = mpirun(ranks, PROGRAM, folder, *scenarios, env=env, timeout=240, warm="torch")
+        scenarios = (OF_GRADIENTS if shard == "gradients" else SCENARIOS)[ranks]
+        env = {"PYTHONPATH": str(ROOT)}
+        result = mpirun(ranks, PROGRAM, folder, shard, *scenarios, env=env, timeout=240, warm="torch")
         return json.loads(result.stdout.strip().splitlines()[-1])
 
     return run
@@ -91,6 +97,7 @@ def test_sums_and_parameters_arrive(results: Any, ranks: int, name: str, kind: s
     assert all(all(rank) for rank in found["right"])
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_on_one_node_the_bits_are_those_of_a_replicated_run(results: Any, precision: str) -> None:
     hashes = results(2)["bits"][precision]
@@ -124,8 +131,54 @@ def test_the_probe_leaves_everything_as_it_was_and_names_what_cannot_be_sharded(
     assert all(said.startswith("parallel.shard is optimizer, and Coupled updates") for said in found["said"])
 
 
+@pytest.mark.tour
 def test_any_state_resumes_on_any_ranks_sharded_or_not(results: Any) -> None:
     found = results(4)["resumed"]
+    assert len(found) == 12
+    for resumed in found.values():
+        assert resumed["ids"] and resumed["names"]
+        assert resumed["difference"] <= 1e-12
+
+
+@pytest.mark.parametrize("name", SOME)
+@RANKS
+def test_sliced_gradients_train_as_one_process(results: Any, ranks: int, name: str) -> None:
+    found = results(ranks, "gradients")["optimizers"][name]
+    require_exact(found)
+    if name in BY_ROWS:
+        require_shares(found)
+
+
+def test_slices_travel_as_messages_too(results: Any) -> None:
+    require_exact(results(4, "gradients")["messages"])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_sliced_gradients_give_the_bits_of_a_replicated_run(results: Any, precision: str) -> None:
+    hashes = results(2, "gradients")["bits"][precision]
+    assert len({one for rank in hashes for one in rank}) == 1
+
+
+def test_a_rank_with_fewer_passes_adds_zeros_to_those_of_others(results: Any) -> None:
+    assert max(results(4, "gradients")["uneven"]["differences"]) <= 1e-12
+
+
+def test_an_overflow_of_sliced_gradients_leaves_the_update_out_on_all_ranks(results: Any) -> None:
+    hashes = results(2, "gradients")["overflow"]["hashes"]
+    for before, spoiled, after in hashes:
+        assert before == spoiled != after
+    assert len(set(map(tuple, hashes))) == 1
+
+
+def test_with_sliced_gradients_tasks_may_replace_memory_and_not_add_parameters(results: Any) -> None:
+    found = results(2, "gradients")
+    assert len({one for rank in found["replaced"]["hashes"] for one in rank}) == 1
+    for said in found["grown"]["said"]:
+        assert said.startswith("an optimizer was given 0.bias after the run had begun")
+
+
+def test_state_goes_from_sliced_gradients_to_a_sharded_optimizer_and_back(results: Any) -> None:
+    found = results(4, "gradients")["resumed"]
     assert len(found) == 12
     for resumed in found.values():
         assert resumed["ids"] and resumed["names"]

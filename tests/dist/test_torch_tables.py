@@ -18,7 +18,7 @@ from hpctrain import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from tests.support.command import hpctrain
 from tests.support.mpi import mpirun
-from tests.support.table_tasks import ROWS, WIDTH
+from tests.tasks.table_tasks import ROWS, WIDTH
 
 PROGRAM = Path(__file__).parent / "programs" / "torch_tables.py"
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,7 @@ def require_same_state(folder: Path, name: str, of: str, step: int = 6) -> None:
         np.testing.assert_allclose(mine[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("name", [*(f"{run}-{ranks}" for run in RUNS for ranks in (2, 4)), "horovod-4", "recomputed-4"])
 def test_numbers_are_those_of_one_process(found: Callable[[], tuple[Path, Found]], name: str) -> None:
     """Losses and all state after 6 updates, with accumulation, clipping, averages, and weight decay of tables alone."""
@@ -145,7 +146,7 @@ def test_a_rank_hashes_the_rows_that_it_has(found: Callable[[], tuple[Path, Foun
 @pytest.mark.world_size(2)
 def test_an_index_that_no_rank_has_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     """The second rank's own, in the second update."""
-    given = {"name": "no", "task": f"{ROOT}/tests/support/table_tasks.py:outside", "parallel": {"shard": "tables"}}
+    given = {"name": "no", "task": f"{ROOT}/tests/tasks/table_tasks.py:outside", "parallel": {"shard": "tables"}}
     (tmp_path / "run.yaml").write_text(json.dumps(given | {"train": {"steps": 2, "global_batch": 8}}))
     done = hpctrain("run", "-n", 2, "run.yaml", cwd=tmp_path, warm="torch", code=None)
     assert done.returncode

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.mpi import mpirun
-from tests.support.valueless_tasks import write_weights
+from tests.tasks.valueless_tasks import write_weights
 
 PROGRAM = Path(__file__).parent / "programs" / "valueless.py"
 ROOT = Path(__file__).parents[2]

@@ -1,11 +1,10 @@
-"""Trackers, read back by their own readers: TensorBoard, Prometheus, and a real MLflow server that dies in mid-run."""
+"""Trackers, read back by their own readers: TensorBoard, Prometheus, W&B, a real MLflow server that dies in mid-run."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,10 +17,12 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.rank.convention import reserve_port
 from tests.support import mpi
 from tests.support.command import PROJECT, events, hpctrain, wait_for, write_run
+from tests.tasks import torch_slow_task
 
-SLOW = f"{PROJECT}/tests/support/torch_slow_task.py:task"
+SLOW = f"{PROJECT}/tests/tasks/torch_slow_task.py:task"
 READ_BACK = """
 import json, sys
 from mlflow import MlflowClient
@@ -29,8 +30,10 @@ client = MlflowClient(sys.argv[1])
 (run,) = [run for e in client.search_experiments() for run in client.search_runs([e.experiment_id])]
 read = lambda name: [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, name)]
 history = {name: read(name) for name in run.data.metrics}
+inputs = [[each.dataset.name, each.dataset.digest] for each in run.inputs.dataset_inputs]
 artifacts = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
-print(json.dumps({"params": run.data.params, "status": run.info.status, "metrics": history, "artifacts": artifacts}))
+found = {"params": run.data.params, "status": run.info.status, "metrics": history, "artifacts": artifacts}
+print(json.dumps({**found, "inputs": inputs}))
 """
 
 
@@ -43,12 +46,49 @@ print(json.dumps({tag: [[s.step, s.value] for s in board.Scalars(tag)] for tag i
 """
 
 
+READ_WANDB = """
+import json, sys
+from pathlib import Path
+from wandb.proto.wandb_internal_pb2 import Record
+from wandb.sdk.internal.datastore import DataStore
+found = {"history": [], "config": {}}
+(path,) = Path(sys.argv[1]).glob("offline-run-*/*.wandb")
+store = DataStore()
+store.open_for_scan(str(path))
+while data := store.scan_data():
+    record = Record()
+    record.ParseFromString(data)
+    items = {each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in record.history.item}
+    if "train/loss" in items:
+        found["history"].append([items["_step"], items["train/loss"]])
+    if record.WhichOneof("record_type") == "run":
+        found |= {"id": record.run.run_id, "project": record.run.project}
+        found["config"] |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+print(json.dumps(found))
+"""
+
+
 def run_python(program: str, argument: str) -> dict[str, Any]:
     """What a tracker's own reader finds; in a process of its own, for it leaves threads and settings behind."""
     done = subprocess.run([sys.executable, "-c", program, argument], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def table(folder: Path) -> Path:
+    """The rows of the task in a table."""
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.table(
+            {name: rows.tolist() for name, rows in torch_slow_task.rows().items()},
+            pyarrow.schema({name: pyarrow.list_(pyarrow.float32()) for name in "xy"}),
+        ),
+        folder / "rows.parquet",
+    )
+    return folder / "rows.parquet"
 
 
 def losses(run: Path) -> list[list[float]]:
@@ -79,27 +119,35 @@ def healthy(port: int, page: str = "health") -> bool:
         return False
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One that nobody else is given."""
+    with reserve_port() as holder:
+        yield int(holder.getsockname()[1])
 
 
-def test_tensorboard_and_prometheus_read_back_the_events(tmp_path: Path) -> None:
+@pytest.mark.tour
+def test_tensorboard_prometheus_and_wandb_read_back_the_events(tmp_path: Path) -> None:
     prometheus = tmp_path / "hpctrain.prom"
     run_file = write_run(
         tmp_path,
         task=SLOW,
         task_args={"step_s": 0},
         train={"steps": 40, "global_batch": 16},
-        track={"tensorboard": True, "prometheus": str(prometheus)},
+        track={"tensorboard": True, "prometheus": str(prometheus), "wandb": "waves"},
     )
-    hpctrain("train", run_file, cwd=tmp_path, warm="torch")
+    hpctrain("train", run_file, cwd=tmp_path, warm="torch", env={"WANDB_MODE": "offline"})
     run = tmp_path / "runs/run"
 
     board = run_python(READ_BOARD, str(run / "tensorboard"))
     np.testing.assert_allclose(board["train/loss"], losses(run), rtol=1e-6)  # TensorBoard keeps float32
     assert "validation/loss" in board
+
+    found = run_python(READ_WANDB, str(run / "wandb"))
+    about = json.loads((run / "run.json").read_text())
+    assert found["history"] == losses(run)
+    assert (found["project"], found["id"], found["config"]["seed"]) == ("waves", about["id"], 0)
+    assert found["config"]["data_read"]["fingerprint"] == about["data"]["fingerprint"]
 
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -112,9 +160,13 @@ def test_tensorboard_and_prometheus_read_back_the_events(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: Path) -> None:
-    uri = tmp_path / "tracking"
+    uri, data = tmp_path / "tracking", table(tmp_path)
     run_file = write_run(
-        tmp_path, task=SLOW, train={"steps": 300, "global_batch": 16}, track={"mlflow": str(uri), "every_steps": 5}
+        tmp_path,
+        task=SLOW,
+        task_args={"data": str(data)},
+        train={"steps": 300, "global_batch": 16},
+        track={"mlflow": str(uri), "every_steps": 5},
     )
     run = tmp_path / "runs/run"
     command = [sys.executable, "-m", "hpctrain", "train", str(run_file)]
@@ -130,14 +182,21 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
     assert found["params"]["train.steps"] == "300"
     assert found["status"] == "FINISHED"
     assert "run.yaml" in found["artifacts"]
+    (source,) = json.loads((run / "run.json").read_text())["data"]["sources"]
+    assert (source["rows"], source["schema"]["x"], source["files"]) == (64, "list<element: float>", 1)
+    assert found["inputs"] == [[str(data), source["files_sha256"][:36]]]
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path: Path) -> None:
-    port = free_port()
+def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path: Path, port: int) -> None:
     uri = f"http://127.0.0.1:{port}"
+    over = tmp_path / "over"  # from then on the steps are quick
     run_file = write_run(
-        tmp_path, task=SLOW, train={"steps": 600, "global_batch": 16}, track={"mlflow": uri, "every_steps": 5}
+        tmp_path,
+        task=SLOW,
+        task_args={"until": str(over)},
+        train={"steps": 6000, "global_batch": 16},
+        track={"mlflow": uri, "every_steps": 5},
     )
     run = tmp_path / "runs/run"
     with mlflow_server(tmp_path, port):
@@ -146,9 +205,10 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
         with open(tmp_path / "train.log", "wb") as log:
             training = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         wait_for("metrics at the server", lambda: sent(run) > 0)
+    wait_for("complaint", lambda: "does not take the metrics" in (tmp_path / "train.log").read_text())
     assert training.poll() is None, "the run must outlive the server for this test to mean anything"
+    over.touch()
     assert training.wait(60) == 0
-    assert "does not take the metrics" in (tmp_path / "train.log").read_text()
     times = [event["time"] for event in events(run, "train")]
     assert max(np.diff(times)) < 1.0, "an interval of 0.1 s may not wait for a server"
     lost = hpctrain("track", "sync", run, cwd=tmp_path, code=70)
@@ -169,10 +229,9 @@ def sent(run: Path) -> int:
 
 @contextmanager
 def served(
-    model: str, registry: Path, environment: dict[str, str]
+    model: str, registry: Path, environment: dict[str, str], port: int
 ) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     """A registered model behind stock MLflow's server; takes inputs, gives outputs."""
-    port = free_port()
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
     environment = {**environment, "MLFLOW_TRACKING_URI": f"sqlite:///{registry}/mlflow.db"}
     with open(registry / "serve.log", "wb") as log:
@@ -197,8 +256,11 @@ def served(
 
 
 @pytest.mark.slow
-def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path: Path) -> None:
-    run_file = write_run(tmp_path, task=SLOW, task_args={"step_s": 0}, train={"steps": 40, "global_batch": 16})
+def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path: Path, port: int) -> None:
+    data = table(tmp_path)
+    run_file = write_run(
+        tmp_path, task=SLOW, task_args={"step_s": 0, "data": str(data)}, train={"steps": 40, "global_batch": 16}
+    )
     hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     hpctrain("predict", run_file, "-o", tmp_path / "own.h5", cwd=tmp_path, warm="torch")
     answer = hpctrain(
@@ -206,20 +268,25 @@ def test_a_registered_model_predicts_with_stock_mlflow_as_it_does_here(tmp_path:
     )
     registered = json.loads(answer.stdout.splitlines()[-1])
     program = (
-        "import h5py, mlflow, numpy as np\n"
+        "import json, pathlib, h5py, mlflow, numpy as np\n"
         f"mlflow.set_tracking_uri('sqlite:///{tmp_path}/registry/mlflow.db')\n"
         f"model = mlflow.pyfunc.load_model('models:/{registered['name']}/{registered['version']}')\n"
         "x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)\n"
         f"own = h5py.File('{tmp_path}/own.h5')['output'][...]\n"
         "np.testing.assert_array_equal(model.predict({'x': x})['output'], own)\n"
-        "assert model.metadata.metadata['step'] == 40\n"
+        "about = model.metadata.metadata\n"
+        f"assert (about['step'], about['data_sources'][0]['address']) == (40, '{data}')\n"
+        f"(path,) = pathlib.Path('{tmp_path}/registry').rglob('run.json')\n"
+        "assert json.loads(path.read_text())['data']['fingerprint'] == about['data']\n"
     )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = mpi.rank_environment({"PYTHONPATH": str(PROJECT)})
     result = mpi.run_in_group([sys.executable, "-c", program], environment, elsewhere, 120)
     assert result.returncode == 0, result.output
-    with served(f"models:/{registered['name']}/{registered['version']}", tmp_path / "registry", environment) as ask:
+    with served(
+        f"models:/{registered['name']}/{registered['version']}", tmp_path / "registry", environment, port
+    ) as ask:
         x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
         with h5py.File(tmp_path / "own.h5") as own:
             # The answer is decimal text.

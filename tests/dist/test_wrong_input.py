@@ -18,7 +18,6 @@ import pytest
 from hpctrain.checkpoint.store import CheckpointStore
 from tests.dist.conftest import Ended
 from tests.dist.programs import launch_task
-from tests.support import combined_tasks
 from tests.support.command import (
     HPCTRAIN,
     endings,
@@ -32,6 +31,7 @@ from tests.support.command import (
     write_run,
 )
 from tests.support.mpi import Result, rank_environment, run_in_group
+from tests.tasks import combined_tasks
 
 pytestmark = pytest.mark.world_size(2)
 run_on_two = functools.partial(hpctrain, "run", "-n", 2, code=None, warm="torch")
@@ -54,6 +54,7 @@ def assert_explained(run: Path, cause: str, part: str) -> None:
     assert part in " ".join([answer["title"], *answer["evidence"], answer["advice"]])
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
@@ -145,6 +146,7 @@ def test_weights_that_are_not_numbers_are_not_saved(tmp_path, mode):
     assert loaded.step < 4 and all(np.isfinite(array).all() for array in loaded.arrays.values())
 
 
+@pytest.mark.tour
 def test_a_task_that_raises_on_one_rank_only(ended: Callable[[str], Ended]) -> None:
     run = ended("raise-in-task")
     refused(run.said, 70, "rank 1 on ", "this rank has no luck", "launch_task.py:")

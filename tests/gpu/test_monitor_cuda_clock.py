@@ -15,7 +15,7 @@ CYCLES_PER_MS = 1_500_000
 
 def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
     torch = pytest.importorskip("torch")
-    from hpctrain.monitor.rank.torch_clock import follow_cuda
+    from hpctrain.backends.torch.device import follow_cuda
 
     clock = RingClock()
     follow_cuda(clock)
@@ -44,7 +44,7 @@ def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
 def test_a_wait_on_the_host_is_not_the_phases() -> None:
     """As in the sum of a cut layer: what is to be sent has been copied to the host, so that the device is done."""
     torch = pytest.importorskip("torch")
-    from hpctrain.monitor.rank.torch_clock import follow_cuda
+    from hpctrain.backends.torch.device import follow_cuda
 
     clock = RingClock()
     follow_cuda(clock)

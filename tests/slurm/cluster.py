@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, for tests.
+"""A real Slurm of two nodes on this machine, for tests, and of a third one that a test may start.
 
 Each slurmd lives in its own UTS, process and mount namespace: MPI sees two hosts, a killed node takes all its processes
 with it, and one node's scratch can be made read-only. Needs root and Debian's slurmctld, slurmd, slurm-client, munge.
@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.rank.convention import reserve_port
 from tests.conftest import NOT_PERMITTED
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
 NODES = ("n1", "n2")
+THIRD = "n3"
+"""Down until a test starts it; in the partition ``three`` only."""
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 CONFIGURATION = """\
@@ -62,9 +65,11 @@ SlurmdLogFile={folder}/slurmd.%n.log
 TmpFS={folder}/tmpfs.%n
 NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={port_1} CPUs=8 RealMemory=8000 Gres=gpu:2
 NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port={port_2} CPUs=8 RealMemory=8000 Gres=gpu:2
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2
+NodeName=n3 NodeHostname=n3 NodeAddr=127.0.0.1 Port={port_3} CPUs=8 RealMemory=8000 Gres=gpu:2
+PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2
 # Jobs here make room for those in debug, and have some seconds to save.
-PartitionName=scavenge Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 GraceTime=30
+PartitionName=scavenge Nodes=n[1-2] MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 GraceTime=30
+PartitionName=three Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2
 """
 
 
@@ -213,15 +218,19 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     """Starts the cluster in a folder, and ends it with everything that runs on it."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)  # munged refuses a socket in a folder that others may write
-    ports = free_ports(3)
+    holders = [reserve_port() for _ in range(4)]
+    ports = [holder.getsockname()[1] for holder in holders]
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(
-            folder=folder, host=socket.gethostname(), controller_port=ports[0], port_1=ports[1], port_2=ports[2]
+            folder=folder,
+            host=socket.gethostname(),
+            controller_port=ports[0],
+            **{f"port_{node}": port for node, port in enumerate(ports[1:], 1)},
         )
     )
     # Fake GPUs must be device files.
-    (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu File=/dev/tty[0-1]\n")
-    (folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(NODES)}\n{Path('/etc/hosts').read_text()}")
+    (folder / "gres.conf").write_text("NodeName=n[1-3] Name=gpu File=/dev/tty[0-1]\n")
+    (folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join((*NODES, THIRD))}\n{Path('/etc/hosts').read_text()}")
     (folder / "state").mkdir(exist_ok=True)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
@@ -244,24 +253,15 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
             until(cluster.socket(name).exists, 60, lambda name=name: cluster.log(f"ranks-{name}"))
         yield cluster
     finally:
-        for name in NODES:
+        for name in (*NODES, THIRD):
             if name in cluster.daemons and cluster.daemons[name].poll() is None:
                 cluster.kill_node(name)
         for name in ("slurmctld", "munged"):
             if name in cluster.daemons:
                 cluster.daemons[name].terminate()
                 cluster.daemons[name].wait(15)
-
-
-def free_ports(count: int) -> list[int]:
-    """TCP ports that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+        for holder in holders:
+            holder.close()
 
 
 def until(condition: Callable[[], object], timeout: float, explain: Callable[[], str] = str, pause: float = 0.1):  # type: ignore[no-untyped-def]

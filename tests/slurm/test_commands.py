@@ -12,6 +12,7 @@ from hpctrain.run.attempts import Attempts
 from tests.slurm.run import Run
 
 
+@pytest.mark.tour
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_a_command_runs_once_a_rank_on_both_nodes(new_run: Callable[..., Run], launcher: str) -> None:
     program = "echo $(hostname) $HPCTRAIN_ATTEMPT; "
@@ -57,7 +58,8 @@ signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
 for count in range(int(state.read_text()) if state.exists() else 0, 8):
     print("count", count, flush=True)
     time.sleep(1.5 if os.environ["HPCTRAIN_ATTEMPT"] == "1" else 0.05)
-    state.write_text(str(count + 1))
+    state.with_suffix(".new").write_text(str(count + 1))
+    os.replace(state.with_suffix(".new"), state)
 """
 
 

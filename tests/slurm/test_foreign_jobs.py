@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from hpctrain.launch.engines.slurm.submission import submissions
+from hpctrain.launch.engines.jobs import submissions
 from tests.slurm.cluster import Cluster
 from tests.slurm.run import Run
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 
 from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
@@ -73,6 +74,20 @@ def test_elements_of_an_array_are_runs_of_their_own_and_requeued_alone(new_run: 
     assert [len(Attempts(RunDir(run.folder / str(element))).all()) for element in range(2)] == [1, 2]
 
 
+def test_a_sweep_is_one_array_whose_runs_are_compared(new_run: Callable[..., Run], digits: Path) -> None:
+    run = new_run(
+        task="hpctrain.tasks.torch_digits:task", task_args={"data": str(digits)}, reduce={"kind": "none"},
+        train={"steps": 8, "global_batch": 64}, launch={"nodes": 1, "ranks_per_node": 1},
+    )  # fmt: skip
+    rates = ["--task_args.lr", "1e-6,1e-2"]
+    run.hpctrain("sweep", run.file, *rates, "--submit", "--wait", timeout=120)
+    table = json.loads(run.hpctrain("sweep", "--table", run.folder, "--json").stdout)
+    assert [point["configuration"]["task_args.lr"] for point in table["points"]] == [0.01, 1e-06], "the best first"
+    assert [point["results"]["steps"] for point in table["points"]] == [8, 8]
+    again = run.hpctrain("sweep", run.file, *rates, "--dry-run")
+    assert str(run.folder) not in again.stdout, "nothing is left to run"
+
+
 def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[..., Run], tmp_path: Path) -> None:
     program = f"echo x >> {tmp_path}/count; [ $(wc -l < {tmp_path}/count) -ge 2 ] || exit 75"
     run = new_run(launch={"command": ["bash", "-c", program], "nodes": 1, "ranks_per_node": 1})
@@ -84,6 +99,7 @@ def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[...,
     assert (tmp_path / "count").read_text() == "x\nx\n"
 
 
+@pytest.mark.tour
 def test_a_pipeline_from_packing_to_export(new_run: Callable[..., Run], digits: Path, tmp_path: Path) -> None:
     """The example script, with run files for the digits."""
     np.savez(tmp_path / "raw.npz", image=np.zeros((64, 8, 8), np.float32), label=np.zeros(64, np.int64))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.last_words import noted_deaths
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import SideRun
 from tests.slurm.run import STEPS, Run
@@ -19,6 +22,7 @@ def assert_trained_on_two_nodes(run: Run) -> None:
     assert (started["ranks"], started["hosts"]) == (4, ["n1", "n2"])
 
 
+@pytest.mark.tour
 def test_digits_on_two_nodes_with_srun(undisturbed_run: SideRun) -> None:
     run = undisturbed_run.end()
     assert_trained_on_two_nodes(run)
@@ -64,9 +68,14 @@ def test_a_killed_rank_is_named_and_the_run_resumes(
     job = run.submit()
     run.wait(job, "COMPLETED", "FAILED", timeout=90)
     first = Attempts(run.dir).info()["attempts"][0]["verdict"]
-    assert (first["rank"], first["host"], first["action"]) == (3, "n2", "requeue"), run.log()
+    # Where Slurm ended a node's agent before it could note a death, srun reports all of the node's ranks in one line.
+    first_on_n2 = {3} if noted_deaths(run.dir, 1) else {2, 3}
+    assert (first["host"], first["action"]) == ("n2", "requeue") and first["rank"] in first_on_n2, run.log()
     assert "SIGKILL" in first["reason"]
     assert run.verdicts() == ["requeue", "done"]
+    assert [attempt.restarts for attempt in Attempts(run.dir).all()] == [0, 0], "in place"
+    [recovered] = run.events("recovered")
+    assert (recovered["rank"], recovered["host"], recovered["code"]) == (3, "n2", "killed")
     assert run.weights() == undisturbed
 
 
@@ -81,6 +90,7 @@ def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
     run.wait_for(lambda: not run.cluster.processes(run.marker), timeout=20)
 
 
+@pytest.mark.tour
 def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: str) -> None:
     run = train(1.0, track={"every_steps": 1})
     job = run.submit()
@@ -106,6 +116,7 @@ def test_data_is_staged_to_every_node(
         assert "train.h5" in cluster.in_node(node, "find", scratch / f"hpctrain-{job}", "-name", "*.h5").stdout
 
 
+@pytest.mark.tour
 def test_time_limit_ends_with_the_same_weights(signalled_run: SideRun, undisturbed: str) -> None:
     run = signalled_run.end()
     assert run.verdicts() == ["requeue", "requeue", "done"], run.log()

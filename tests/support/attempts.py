@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpctrain.checkpoint.hook import checkpoint_hook
+from hpctrain.checkpoint.resume_compat import identity_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, in_grid
 from hpctrain.config.sections import CheckpointConfig, Config, ParallelConfig, ReduceConfig, TrainConfig
@@ -24,7 +26,7 @@ from hpctrain.train.state import Placement
 from hpctrain.train.stateful import value_of
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.torch_exchange import OpenExchange
+    from hpctrain.backends.torch.strategies.exchange import OpenExchange
 
 SETTINGS = {"global_batch": 25, "accumulate": 2, "clip_norm": 0.05, "ema_decay": 0.9}
 
@@ -98,12 +100,13 @@ def attempt(
     if open_exchange is None:
         framework = wiring.make_framework(config, world, problem.task, clock)
     else:
-        from hpctrain.frameworks.torch.opening import open_torch
+        from hpctrain.backends.torch.task.opening import open_torch
 
         assert isinstance(problem.task, TorchTask)
         choice = ReducerChoice(config.reduce, world)
         framework = open_torch(problem.task, world, config, clock, choice, open_exchange=open_exchange)
-    hook = checkpoint_hook(config, world, run_dir, config.train.global_batch, problem.fingerprint(), lambda event: None)
+    identity = identity_of(asdict(config), problem.order.global_batch, problem.fingerprint())
+    hook = checkpoint_hook(config.checkpoint, identity, world, run_dir, lambda event: None)
     recorder = Recorder(framework, world.data, last or steps)
     trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])
     with closing(framework), closing(hook), closing(trainer.data):

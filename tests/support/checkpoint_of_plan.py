@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.folder import CheckpointFolder
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Piece, TensorSpec, named_apart, shard_file
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, TensorPiece, TensorSpec, named_apart, shard_file
 from hpctrain.checkpoint.format.shard import ShardImage, skeleton
 from hpctrain.checkpoint.format.shard_index import framed, read_text
 
-Part = tuple[Piece, NDArray[Any]]
+Part = tuple[TensorPiece, NDArray[Any]]
 """What a rank writes of a tensor: where it lies, and its values."""
 
 
@@ -26,14 +26,14 @@ def parts_of(
     """A tensor in so many parts of about the same size along an axis; one part of a scalar."""
     tensor = TensorSpec(name, values.shape, dtype or values.dtype.name, rank)
     if not values.shape:
-        return [(Piece(tensor, Box((), ())), values)]
+        return [(TensorPiece(tensor, Box((), ())), values)]
     found = []
     for index in range(count):
         begin, end = values.shape[axis] * index // count, values.shape[axis] * (index + 1) // count
         place = tuple(begin if each == axis else 0 for each in range(values.ndim))
         shape = tuple(end - begin if each == axis else length for each, length in enumerate(values.shape))
         box = Box(place, shape)
-        found.append((Piece(tensor, box), values[box.index]))
+        found.append((TensorPiece(tensor, box), values[box.index]))
     return found
 
 

@@ -20,6 +20,8 @@ from hpctrain.run.view import RunView
 from tests.support.mpi import Result, rank_environment, run_in_group
 from tests.support.warm_ranks import variables
 
+ONE_ATTEMPT = {"max_failures": 0}
+"""For the section ``launch``: what fails is not started again."""
 PROJECT = Path(__file__).parents[2]
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
 MISBEHAVING = PROJECT / "tests" / "dist" / "programs" / "launch_task.py"
@@ -95,7 +97,7 @@ def misbehaving_run(folder: Path, mode: str = "", train: Mapping[str, Any] | Non
         task_args={"mode": mode, **sections.pop("task_args", {})},
         run_dir=str(folder / "run"),
         train={"steps": 12, "global_batch": 4, **(train or {})},
-        **{"reduce": {"kind": "mpi"}, "monitor": {"enabled": False}, **sections},
+        **{"reduce": {"kind": "mpi"}, "monitor": {"enabled": False}, "launch": ONE_ATTEMPT, **sections},
     )
 
 
@@ -128,6 +130,14 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -
         assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
         time.sleep(0.02)
     return found
+
+
+def gone(pid: int) -> bool:
+    """Whether a process no longer runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def processes_of(pid: int) -> list[psutil.Process]:

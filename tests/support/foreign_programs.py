@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.slurm.cluster import free_ports
+from hpctrain.rank.convention import reserve_port
 from tests.support.command import environment
 from tests.support.mpi import Result, rank_command, run_in_group
 
@@ -37,7 +37,10 @@ def by_itself(*words: str) -> list[str]:
 
 def by_tf_config(*words: str) -> list[str]:
     """Two processes, each with the variable that tells it of the other."""
-    hosts = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    holders = [reserve_port(), reserve_port()]
+    hosts = [f"127.0.0.1:{holder.getsockname()[1]}" for holder in holders]
+    for holder in holders:
+        holder.close()  # TensorFlow's server shares its port with nobody
     told = [json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": at}}) for at in (0, 1)]
     first, second = (f"TF_CONFIG={shlex.quote(each)} {shlex.join([sys.executable, *words])}" for each in told)
     return ["sh", "-c", f"{second} & {first}; wait"]

@@ -11,18 +11,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.backends.named_state import load_tensors
 from hpctrain.checkpoint import verify
-from hpctrain.checkpoint.exports import export_safetensors
+from hpctrain.checkpoint.exports.weights import export_safetensors
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.frameworks.named_state import load_tensors
 from hpctrain.train.state import ArrayTensor, Cut, Placement
 from tests.support.checkpoint_of_plan import parts_of, write_shards
 from tests.support.memory_of_reading import measured
@@ -34,9 +35,14 @@ KINDS = {"few": 8, "5,000": 5000}
 class Memory(ArrayTensor):
     """A tensor that takes over values."""
 
-    def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
-        """See StateTensor."""
-        self.array[first_row : first_row + len(value)] = value
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
+        """See Assignable."""
+
+        def load(rows: NDArray[Any], first_row: int) -> None:
+            self.array[first_row : first_row + len(rows)] = rows
+
+        yield load
 
 
 def shape_of(count: int) -> tuple[int, int]:

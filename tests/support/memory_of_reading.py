@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.exports import Selection, export_safetensors
+from hpctrain.checkpoint.exports.weights import Selection, export_safetensors
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Source
 from hpctrain.checkpoint.resume import load_weights
@@ -31,7 +31,7 @@ def torch_framework() -> Framework:
     """A model of 36 MB and Adam, 108 MB together."""
     import torch
 
-    from tests.support.torch_tasks import make_framework
+    from tests.tasks.torch_tasks import make_framework
 
     return make_framework(
         alone(),
@@ -54,7 +54,7 @@ def tensorflow_framework() -> Framework:
     """The same of Keras."""
     import keras
 
-    from tests.support.tensorflow_tasks import make_framework
+    from tests.tasks.tensorflow_tasks import make_framework
 
     return make_framework(alone(), lambda: keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH)]))
 

@@ -52,6 +52,18 @@ class Network:
         """The command that runs words on a host, from 0: ``subprocess.run(network.on(1, "ip", "address"))``."""
         return [str(self.folder / "agent"), self.addresses[host], shlex.join(map(str, words))]
 
+    def cut(self, host: int) -> None:
+        """Cuts the link of a host, as if its cable were pulled."""
+        self._set_link(host, "down")
+
+    def heal(self, host: int) -> None:
+        """Joins the link again."""
+        self._set_link(host, "up")
+
+    def _set_link(self, host: int, state: str) -> None:
+        switch = self.names[0].rpartition("-")[0] + "-switch"
+        _do("ip", "-n", switch, "link", "set", f"port{host + 1}", state)
+
     def mpirun(
         self,
         hosts: int,
@@ -180,6 +192,9 @@ def _remove(names: Sequence[str]) -> None:
     _end_processes(left)
     for name in left:
         _do("ip", "netns", "del", name)
+    for name in names:  # of Open MPI's ranks that were killed with their host
+        for segment in Path("/dev/shm").glob(f"sm_segment.{name}.*"):
+            segment.unlink(missing_ok=True)
 
 
 def _end_processes(names: Sequence[str], patience_s: float = 10.0) -> None:

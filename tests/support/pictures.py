@@ -5,17 +5,24 @@ Takes minutes, and a quiet machine: the pictures show what was measured. Needs c
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 from rich.console import Console
 
-from hpctrain.run import RunView
+from hpctrain.bench.scaling import report as scaling_report
+from hpctrain.report import drawing
+from hpctrain.report.charts import heat_chart
+from hpctrain.report.drawing import Chart
+from hpctrain.report.plots import heat_maps
+from hpctrain.run.view import RunView
 from hpctrain.watch import terminal
 from hpctrain.watch.source import Source
 from tests.support import tutorial
@@ -107,7 +114,8 @@ def scaling(work: Path, picture: Path) -> None:
     """What ``bench scaling`` draws."""
     words = next(words for words in tutorial.commands() if words[1:3] == ["bench", "scaling"])
     hpctrain(*words[1:], "--output", work / "scaling", cwd=work, timeout=600)
-    save_small(work / "scaling" / "scaling.png", picture)
+    result = json.loads((work / "scaling" / "scaling.json").read_text(encoding="utf-8"))
+    save_charts(scaling_report.charts(result), work / "scaling.png", picture)
 
 
 def heat(work: Path, picture: Path) -> None:
@@ -118,7 +126,17 @@ def heat(work: Path, picture: Path) -> None:
     options += " --checkpoint.best_metric null"
     hpctrain("run", "-n", 4, "bearings.yaml", *options.split(), "--run_dir", run, cwd=work, timeout=300)
     print(hpctrain("explain", run).stdout)
-    save_small(run / "monitor" / "heat.png", picture)
+    maps = heat_maps(RunView(run).heat_map())
+    save_charts(
+        [heat_chart(title, values, "window", "rank", "%") for title, values in maps.items()], work / "heat.png", picture
+    )
+
+
+def save_charts(charts: Sequence[Chart], whole: Path, picture: Path) -> None:
+    """Charts of ours, by way of a larger picture."""
+    with drawing.own_settings():
+        drawing.figure_of(charts, titles=True).savefig(whole, dpi=160)
+    save_small(whole, picture)
 
 
 def save_small(source: Path, picture: Path) -> None:

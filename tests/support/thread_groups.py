@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ PATIENCE_S = 60.0
 
 
 class ThreadGroup(Group):
-    """One of several threads that add and gather arrays."""
+    """One of several threads that add and gather arrays, and small values."""
 
     def __init__(self, rank: int, table: list[Any], meeting: threading.Barrier) -> None:
         super().__init__("threads")
@@ -32,8 +33,49 @@ class ThreadGroup(Group):
         self.meeting.wait(PATIENCE_S)
         return everything
 
+    def allgather(self, value: Any, what: str = "", timeout_s: float = TIMEOUT_S) -> list[Any]:
+        self.table[self.rank] = json.dumps(value)
+        self.meeting.wait(PATIENCE_S)
+        everything = [json.loads(each) for each in self.table]
+        self.meeting.wait(PATIENCE_S)
+        return everything
+
+    def broadcast(self, value: Any, what: str = "", root: int = 0, timeout_s: float = TIMEOUT_S) -> Any:
+        return self.allgather(value if self.rank == root else None)[root]
+
+    def broadcast_array(
+        self, values: NDArray[Any], what: str = "", root: int = 0, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        values[...] = self.gather(values, what)[root]
+
+    def barrier(self, what: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self.meeting.wait(PATIENCE_S)
+
+    def begin_min(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], NDArray[Any]]:
+        begun = np.array(values)
+        return lambda: self.gather(begun, what).min(0)
+
+    def split(self, name: str, part: int) -> Group:
+        parts = self.allgather(part)
+        assert len({*parts}) in (1, self.size), "all together, or each alone"
+        return self if len({*parts}) == 1 else Group(name)
+
     def add(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> None:
         values[...] = self.gather(values, what, timeout_s).sum(0)
+
+    def swap(self, going: NDArray[Any], coming: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        coming[...] = self.gather(going, what, timeout_s)[:, self.rank]
+
+    def begin_add(self, values: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> Callable[[bool], bool]:
+        """Done when it is waited for, as ranks may be long on their way."""
+        left = [values]
+
+        def is_done(wait: bool) -> bool:
+            if wait and left:
+                self.add(left.pop(), what, timeout_s)
+            return not left
+
+        return is_done
 
 
 class Messages(ThreadGroup):

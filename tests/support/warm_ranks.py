@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import selectors
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,11 +33,13 @@ from pathlib import Path
 from hpctrain.system.processes import die_with_parent
 
 MODULES = {
-    "torch": ("hpctrain.frameworks.torch.framework", "tests.support.torch_tasks"),
-    "tensorflow": ("hpctrain.frameworks.tensorflow.opening", "tests.support.tensorflow_tasks"),
+    "torch": ("hpctrain.backends.torch.framework", "tests.tasks.torch_tasks"),
+    "tensorflow": ("hpctrain.backends.tensorflow.task.opening", "tests.tasks.tensorflow_tasks"),
 }
 """What is imported beforehand for programs of a framework."""
 STAND_IN = Path(__file__).parent / "warm" / "stand_in.py"
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+"""Of linux/sched.h."""
 COMMON = ("hpctrain.rank.wiring", "hpctrain.checkpoint.hook")
 START_S = 120.0
 
@@ -111,15 +115,20 @@ def serve(path: str) -> Order:
                 if key.fileobj is listener:
                     asking, _ = listener.accept()
                     order = _read(asking)
+                    if order is None:
+                        asking.close()
+                        continue
                     pid = os.fork()
                     if pid == 0:
+                        _join(asking)
                         _forget([listener, asking, *ranks.values()], [ended, note])
                         return order
                     for stream in order.streams:
                         os.close(stream)
                     ranks[pid] = asking
                     events.register(asking, selectors.EVENT_READ, pid)
-                    asking.sendall(b"%d\n" % pid)
+                    with contextlib.suppress(OSError):  # a stand-in that is gone shows at the next look
+                        asking.sendall(b"%d\n" % pid)
                 elif key.fileobj == ended:
                     os.read(ended, 4096)
                 elif key.data in ranks:  # its stand-in is gone
@@ -135,10 +144,19 @@ def serve(path: str) -> Order:
                     ranks.pop(pid).close()
 
 
-def _read(asking: socket.socket) -> Order:
-    text, streams, _, _ = socket.recv_fds(asking, 1 << 16, 3)
-    while not text.endswith(b"\n"):
-        text += asking.recv(1 << 16)
+def _read(asking: socket.socket) -> Order | None:
+    """What a stand-in asks for; None if it has ended before it had asked."""
+    streams: list[int] = []
+    try:
+        text, streams, _, _ = socket.recv_fds(asking, 1 << 16, 3)
+        while not text.endswith(b"\n"):
+            if not (more := asking.recv(1 << 16)):
+                raise EOFError
+            text += more
+    except (OSError, EOFError):
+        for stream in streams:
+            os.close(stream)
+        return None
     argv, folder, environment = json.loads(text)
     return Order(argv, folder, environment, streams)
 
@@ -149,6 +167,16 @@ def _reap() -> list[tuple[int, int]]:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             found.append(ended)
     return found
+
+
+def _join(asking: socket.socket) -> None:
+    """Makes this process one of the stand-in's host, if that has a network and a name of its own (see ``netns``)."""
+    peer, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    for kind, flag in (("net", CLONE_NEWNET), ("uts", CLONE_NEWUTS)):
+        theirs = f"/proc/{peer}/ns/{kind}"
+        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
+            with open(theirs, "rb") as opened:
+                assert ctypes.CDLL(None).setns(opened.fileno(), flag) == 0, f"{theirs} cannot be entered"
 
 
 def _forget(sockets: Sequence[socket.socket], descriptors: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ MODULES = (
     "run.events",
     "run.history",
     "run.progress",
-    "train.plan",
+    "train.duration",
     "train.schedule",
 )
 

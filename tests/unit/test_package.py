@@ -55,6 +55,11 @@ def test_the_wheel_carries_every_module_and_data_file(installed: Path) -> None:
     assert files(ROOT) - files(installed) == set()
 
 
+@pytest.mark.slow
+def test_the_wheel_carries_neither_benchmarks_nor_tests(installed: Path) -> None:
+    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} <= {"hpctrain", "bin"}
+
+
 def requirements() -> list[tuple[str, str]]:
     """(extra, requirement) of setup.cfg; the core's extra is ""."""
     config = configparser.ConfigParser()
@@ -78,12 +83,7 @@ def test_no_extra_pulls_in_horovod() -> None:
 
 
 def test_all_names_every_extra_but_those_of_developers_and_of_one_kind_of_machine() -> None:
-    extras = {extra for extra, _ in requirements()} - {
-        "",
-        "all",
-        "dev",
-        "docs",
-        "nvidia",
-    }  # that one needs their driver
+    left_out = {"", "all", "dev", "docs", "nvidia", "spark"}  # nvidia needs its driver, and spark is very large
+    extras = {extra for extra, _ in requirements()} - left_out
     named = next(line for extra, line in requirements() if extra == "all")
     assert set(named[named.index("[") + 1 : -1].split(",")) == extras

@@ -19,32 +19,25 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
 
 
-def imported_for_type_checkers() -> dict[str, str]:
-    """module:attribute by name, as the block for type checkers has it."""
-    tree = ast.parse((ROOT / "hpctrain/__init__.py").read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    return {
-        alias.asname or alias.name: f"{node.module}:{alias.name}"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hpctrain.")
-        for alias in node.names
-    }
-
-
-def test_all_lists_of_names_agree() -> None:
-    assert imported_for_type_checkers() == hpctrain._HOMES
-    assert set(hpctrain._HOMES) == set(NAMES)
+def test_the_names_are_those_of_the_stub() -> None:
+    tree = ast.parse((ROOT / "hpctrain/__init__.pyi").read_text(encoding="utf-8"))
+    imports = [(node.module, alias) for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    renamed = {alias.asname for _, alias in imports if alias.asname != alias.name}
+    assigned = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)}
+    assert assigned == {f"{str(name).removeprefix('_')} = {name}" for name in renamed}
+    stub = {str(alias.asname).removeprefix("_"): (module, alias.name) for module, alias in imports}
+    assert stub == hpctrain._find_homes() and len(stub) == len(imports)
+    assert set(NAMES) == set(stub)
     assert set(dir(hpctrain)) == set(hpctrain.__all__)
 
 
 @pytest.mark.slow
 def test_every_name_is_there_and_stays_whatever_else_is_imported() -> None:
     """In a process of its own: the frameworks change the environment."""
-    modules = sorted({home.partition(":")[0] for home in hpctrain._HOMES.values()})
+    modules = sorted({module for module, _ in hpctrain._find_homes().values()})
     program = (
         f"import importlib, hpctrain\nfor module in {modules}: importlib.import_module(module)\n"
-        "for name, home in hpctrain._HOMES.items():\n"
-        "    module, _, attribute = home.partition(':')\n"
+        "for name, (module, attribute) in hpctrain._find_homes().items():\n"
         "    assert getattr(hpctrain, name) is getattr(importlib.import_module(module), attribute), name"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -59,6 +52,13 @@ def test_no_name_is_that_of_a_room() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(AttributeError, match="module 'hpctrain' has no attribute 'Trainor'"):
         _ = hpctrain.Trainor  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["AUC", "F1", "ConfusionMatrix", "RocCurve", "PrecisionRecallCurve"])
+def test_a_name_that_was_removed_says_what_to_use(name: str) -> None:
+    with pytest.raises(hpctrain.UserError, match=f"hpctrain.{name} was removed after version 0.2") as caught:
+        getattr(hpctrain, name)
+    assert "torchmetrics" in caught.value.fix
 
 
 def test_importing_it_loads_nothing_else() -> None:

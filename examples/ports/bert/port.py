@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
+from torchmetrics.classification import MulticlassF1Score
 
-from hpctrain import F1, Selected, TorchTask
+from hpctrain import Selected, TorchTask
 
 VOCABULARY, CLASSES, PAD, CLS = 60, 3, 0, 1
 
@@ -70,5 +71,5 @@ def task():
         validation=Sentences(101, seed=2),
         collate=collate,
         forward=lambda model, batch: model(batch["input_ids"], batch["attention_mask"]),
-        metrics={"f1": Selected(F1("macro"), lambda logits, batch: (logits, batch["labels"]))},
+        metrics={"f1": Selected(MulticlassF1Score(CLASSES), lambda logits, batch: (logits, batch["labels"]))},
     )

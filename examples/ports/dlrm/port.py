@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from torchmetrics.classification import BinaryAUROC
 
-from hpctrain import AUC, Selected, TorchTask
+from hpctrain import Selected, TorchTask
 
 USERS, ITEMS, TAGS = 500, 200, 80
 
@@ -78,5 +79,5 @@ def task():
         validation=Clicks(301, seed=2),
         collate=collate,
         forward=lambda model, batch: model(batch),
-        metrics={"auc": Selected(AUC(), lambda logits, batch: (logits, batch["label"]))},
+        metrics={"auc": Selected(BinaryAUROC(), lambda logits, batch: (logits.sigmoid(), batch["label"].int()))},
     )

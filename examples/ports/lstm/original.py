@@ -34,7 +34,7 @@ def main(characters=3000, context=16, units=16, lr=0.02):
     tokens = torch.from_numpy(codes[: samples * context].reshape(samples, context))
     following = torch.from_numpy(codes[1 : samples * context + 1].reshape(samples, context))
     held_out = samples // 10
-    length = (samples - held_out) // LANES  # of a lane: each row of a batch goes on where the row before ended
+    length = (samples - held_out) // LANES  # of a lane: each row of a batch continues where the row before ended
     model = LanguageModel(len(vocabulary), units)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.2,

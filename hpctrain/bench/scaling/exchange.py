@@ -22,9 +22,9 @@ from hpctrain.reduce.shm_allreduce import open_shm_allreduce
 from hpctrain.system.files import write_atomically
 
 BYTES = tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26))
-"""Sizes of the buffers unless others are asked for: 4 KiB to 64 MiB."""
+"""Default buffer sizes: 4 KiB to 64 MiB."""
 SECONDS_EACH = 0.5
-"""Time that the exchanges of one size and round may take, beyond the least number of them."""
+"""Time for the exchanges of one size and round beyond the minimum number."""
 LEAST, MOST = 3, 50
 """Timed exchanges of a size and round."""
 ROUNDS = 3

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 HUBER = 1.345
-"""Misfits, in robust standard deviations, from which on a sample counts less (Huber 1964)."""
+"""Misfit, in robust standard deviations, above which a sample is down-weighted (Huber 1964)."""
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +45,7 @@ class Sample:
     """Of each rank's buffer."""
     seconds: float
     ring: bool = False
-    """Whether nodes exchanged by our ring; else by MPI's Allreduce, which may be any algorithm."""
+    """Whether nodes used our ring; otherwise MPI's Allreduce, with any algorithm."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True)
 class ExchangeModel:
-    """Rings inside a node and between nodes; None if nothing was measured of it."""
+    """Rings inside a node and between nodes; None if not measured."""
 
     inside: Link | None = None
     between: Link | None = None
@@ -94,12 +94,12 @@ class Amdahl:
 
 
 def ring(parties: int) -> tuple[float, float]:
-    """Messages one after the other, and how often the buffer's bytes go through each link."""
+    """Sequential messages, and how often the buffer's bytes cross each link."""
     return 2.0 * (parties - 1), 2.0 * (parties - 1) / parties
 
 
 def fit_exchange(samples: Sequence[Sample]) -> ExchangeModel:
-    """Links from measured exchanges: inside from those on one node, between from what is left of the others."""
+    """Links from measured exchanges: inside from those on one node, between from the remaining time of the others."""
     on_one = [sample for sample in samples if sample.shape.nodes == 1 and sample.shape.ranks > 1]
     inside = _fit_link([(each.shape.ranks, each.bytes, each.seconds) for each in on_one])
     known = ExchangeModel(inside)

@@ -1,4 +1,4 @@
-"""The step of a training run at any number of ranks, with the uncertainty of what is said of it. Pure functions."""
+"""The step of a training run at any number of ranks, with uncertainty bounds. Pure functions."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class StepModel:
     exchange: ExchangeModel
     gradients: Gradients
     scale: float = 1.0
-    """Exchanges of the runs over those of the model, if they go by other means."""
+    """Ratio of the runs' exchange times to the model's, if they use another transport."""
     excess_s: float = 0.0
-    """Exchanges of the runs beyond the model: waiting for slower ranks; negative if backward hides a part."""
+    """Exchange time of the runs beyond the model: waits for slower ranks; negative if backward hides part of it."""
 
     def exchange_s(self, shape: Shape) -> float:
         """The exchange's part of a step."""
@@ -178,7 +178,7 @@ def predict(
 
 
 def efficiency(mode: Mode, base: Shape, base_s: float, shape: Shape, step_s: float) -> float:
-    """Speed a rank, in relation to the base's: 1 is ideal."""
+    """Speed per rank relative to the base; 1 is ideal."""
     ideal = base_s if mode == "weak" else base_s * base.ranks / shape.ranks
     return ideal / step_s
 

@@ -1,4 +1,4 @@
-"""What ``hpctrain bench scaling`` says: numbers for JSON, tables and a recommendation for people. Pure functions."""
+"""What ``hpctrain bench scaling`` says: numbers for JSON; tables, charts and advice for people. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import numpy as np
 
 from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape, fit_amdahl, fit_exchange
 from hpctrain.bench.scaling.model import PARTS, Gradients, Mode, Prediction, Timing, efficiency, predict
+from hpctrain.report.charts import Line, line_chart
+from hpctrain.report.drawing import Chart, picture
+
+GREY = 7
+"""Of the charts' colours, for lines to compare with."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """How far it is worth going."""
+    """The largest size worth using."""
 
     shape: Shape | None
     """The largest shape with enough efficiency; None if even the smallest lacks it."""
@@ -82,7 +87,7 @@ def mode_result(
 
 
 def exchange_result(samples: Sequence[Sample], assumed: Link | None) -> dict[str, Any]:
-    """The measured exchanges beside their model, for JSON."""
+    """The measured exchanges and their model, for JSON."""
     fitted = fit_exchange(samples)
     model = ExchangeModel(fitted.inside, fitted.between or assumed)
     groups: dict[tuple[Shape, int], list[float]] = {}
@@ -180,3 +185,48 @@ def _predicted_line(row: Mapping[str, Any]) -> str:
 
 def _said(prediction: Prediction) -> str:
     return f"{prediction.efficiency:.0%} efficiency ({prediction.low:.0%} to {prediction.high:.0%})"
+
+
+def draw(result: Mapping[str, Any]) -> str:
+    """An SVG file of the JSON result. Raises UserError without matplotlib."""
+    return picture(charts(result))
+
+
+def charts(result: Mapping[str, Any]) -> list[Chart]:
+    """Step time and efficiency of the JSON result."""
+    steps, efficiencies = [], []
+    sizes = sorted({row["ranks"] for found in result["modes"].values() for row in _rows(found)})
+    for colour, (mode, found) in enumerate(result["modes"].items()):
+        steps += _curves(mode, found, "step_s", "step_bounds_s", 1e3, colour)
+        efficiencies += _curves(mode, found, "efficiency", "efficiency_bounds", 100, colour)
+        base = found["measured"][0]
+        span = [min(row["ranks"] for row in _rows(found)), max(row["ranks"] for row in _rows(found))]
+        ideal = [1e3 * base["step_s"] * (1 if mode == "weak" else base["ranks"] / count) for count in span]
+        steps.append(Line(f"{mode}, ideal", span, ideal, "dotted", colour))
+    ends = [sizes[0], sizes[-1]]
+    efficiencies.append(Line("ideal", ends, [100, 100], "dotted", GREY))
+    efficiencies.append(Line("threshold", ends, [100 * result["threshold"]] * 2, "dashed", GREY))
+    return [
+        line_chart(f"Scaling of {result['run']}: ms a step", steps, "ranks", log_y=True, sizes=sizes),
+        line_chart("Efficiency, %", efficiencies, "ranks", from_zero=True, sizes=sizes),
+    ]
+
+
+def _rows(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*found["measured"], *found["predicted"]]
+
+
+def _curves(mode: str, found: Mapping[str, Any], key: str, bounds: str, unit: float, colour: int) -> list[Line]:
+    curves = []
+    if found["predicted"]:
+        rows = sorted(found["predicted"], key=lambda row: row["ranks"])
+        low, high = ([unit * row[bounds][side] for row in rows] for side in (0, 1))
+        ranks, values = [row["ranks"] for row in rows], [unit * row[key] for row in rows]
+        curves.append(Line(f"{mode}, model", ranks, values, colour=colour, band=(low, high)))
+    for crowded in (False, True):
+        rows = [row for row in found["measured"] if row["oversubscribed"] is crowded]
+        name = f"{mode}, measured" + (", more threads than cores" if crowded else "")
+        points = [unit * row[key] for row in rows]
+        if rows:
+            curves.append(Line(name, [row["ranks"] for row in rows], points, "rings" if crowded else "points", colour))
+    return curves

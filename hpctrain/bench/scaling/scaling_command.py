@@ -8,28 +8,31 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from hpctrain.bench.scaling import report, runs
+from hpctrain.bench.scaling.fit import Link, Sample, Shape
+from hpctrain.bench.scaling.model import Gradients, Mode, Timing
+from hpctrain.config.loading import add_run_file, load
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.report.drawing import INSTALL, can_draw
 from hpctrain.run.events import RunStarted
 from hpctrain.system import foreign_text
-
-if TYPE_CHECKING:
-    from hpctrain.bench.scaling.fit import Link, Sample, Shape
-    from hpctrain.bench.scaling.model import Mode, Timing
+from hpctrain.system.cores import threads_per_rank, usable_cores
+from hpctrain.system.files import write_atomically
 
 STEPS, ROUNDS = 60, 2
 THRESHOLD = 0.7
 LARGE_BYTES = 2**20
 WORTH_IT = 1.2
-"""Times that the ring must be faster by to be spoken of."""
+"""Speedup of the ring from which it is mentioned."""
 FACTOR = 16
-"""How many times the largest measured size predictions go."""
+"""Predictions extend to this multiple of the largest measured size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from hpctrain.config.loading import add_run_file
-
     add_run_file(parser)
     parser.add_argument("--ranks", default="1,2", help="comma-separated numbers of ranks (default: 1,2)")
     parser.add_argument(
@@ -57,29 +60,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hpctrain.bench.scaling import plan, plot, report, runs
-    from hpctrain.config.loading import load
-    from hpctrain.system.cores import threads_per_rank, usable_cores
-    from hpctrain.system.files import write_atomically
-
     config = load(args.run_file, args.overrides)
     if not config.task:
         raise UserError("launch.command names a plain command, whose steps cannot be timed", "name a task")
     ranks, assumed = parse_ranks(args.ranks), parse_link(args.link)
-    if args.steps < plan.LEAST_STEPS or args.rounds < 1 or not 0 < args.threshold < 1:
-        fix = f"give --steps {plan.LEAST_STEPS} or more, --rounds 1 or more, --threshold between 0 and 1"
+    if args.steps < runs.LEAST_STEPS or args.rounds < 1 or not 0 < args.threshold < 1:
+        fix = f"give --steps {runs.LEAST_STEPS} or more, --rounds 1 or more, --threshold between 0 and 1"
         raise UserError("--steps, --rounds or --threshold is out of range", fix)
     modes: list[Mode] = ["weak", "strong"] if args.mode == "both" else [args.mode]
     cores = None if args.slurm else usable_cores()
     threads = None if cores is None else config.train.threads or threads_per_rank(cores, ranks[-1])
     output = Path(args.output or f"runs/{config.name}-scaling").absolute()
-    shapes = plan.shapes(config, ranks, args.slurm)
-    jobs = plan.jobs(config, modes, shapes, args.steps, args.rounds, threads, output)
+    shapes = runs.shapes(config, ranks, args.slurm)
+    jobs = runs.jobs(config, modes, shapes, args.steps, args.rounds, threads, output)
     runs.write(jobs, output)
     (runs.run_on_slurm if args.slurm else runs.run_here)(jobs)
 
     timings, samples = runs.timings(jobs), runs.samples(jobs)
-    batches = {mode: plan.batches(config, mode, ranks) for mode in modes}
+    batches = {mode: runs.batches(config, mode, ranks) for mode in modes}
     by_mode = {mode: _of_mode(timings, shapes, batches[mode]) for mode in modes}
     crowded = [shape for shape in shapes if cores is not None and shape.ranks * (threads or 1) > cores]
     result = {
@@ -90,10 +88,12 @@ def run(args: argparse.Namespace) -> int:
         **analyse(by_mode, samples, runs.started(jobs), crowded, assumed, cores, args.threshold),
     }
     picture = output / "scaling.svg"
-    write_atomically(picture, plot.draw(result).encode())
-    result["plot"] = str(picture)
-    write_atomically(output / "scaling.json", json.dumps(result, indent=1).encode())
-    foreign_text.show(json.dumps(result) if args.json else f"{report.text(result)}\n{picture}")
+    result["plot"] = str(picture) if can_draw() else None
+    write_atomically(output / "scaling.json", json.dumps(result, indent=1).encode())  # first: it may have taken hours
+    if can_draw():
+        write_atomically(picture, report.draw(result).encode())
+    last = picture if can_draw() else f"no picture, which needs matplotlib: {INSTALL}"
+    foreign_text.show(json.dumps(result) if args.json else f"{report.text(result)}\n{last}")
     return ExitCode.DONE
 
 
@@ -117,10 +117,6 @@ def analyse(
         cores: of this machine; None for Slurm jobs.
         threshold: least efficiency that is worth it.
     """
-    from hpctrain.bench.scaling.model import Gradients
-    from hpctrain.bench.scaling.plan import further
-    from hpctrain.bench.scaling.report import exchange_result, mode_result
-
     gradients = Gradients(started.gradient_bytes or 0, started.reducer != "horovod")
     ring = started.reducer_variant == "mpi-ring"
     fair = [
@@ -130,15 +126,15 @@ def analyse(
     largest = shapes[-1] if shapes else None
     slower = None if ring else allreduce_over_ring(samples)
     nodes_known = assumed is not None or any(sample.shape.nodes > 1 for sample in fair)
-    larger = further(largest, nodes_known, cores, FACTOR) if largest else []
+    larger = runs.further(largest, nodes_known, cores, FACTOR) if largest else []
     return {
         "cores": cores,
         "framework": started.framework,
         "reducer": started.reducer_variant,
         "gradient_bytes": gradients.bytes,
-        "exchange": exchange_result(fair, assumed),
+        "exchange": report.exchange_result(fair, assumed),
         "modes": {
-            mode: mode_result(mode, timings, crowded, fair, gradients, larger, assumed, threshold)
+            mode: report.mode_result(mode, timings, crowded, fair, gradients, larger, assumed, threshold)
             for mode, timings in by_mode.items()
         },
         "allreduce_over_ring": slower,
@@ -148,8 +144,6 @@ def analyse(
 
 def allreduce_over_ring(samples: Sequence[Sample]) -> float | None:
     """How much longer MPI's Allreduce takes than our ring: median over shapes of several nodes and large buffers."""
-    import numpy as np
-
     times: dict[tuple[Shape, int], tuple[list[float], list[float]]] = {}
     for sample in samples:
         if sample.shape.nodes > 1 and sample.bytes >= LARGE_BYTES:
@@ -161,7 +155,7 @@ def allreduce_over_ring(samples: Sequence[Sample]) -> float | None:
 def warnings(
     crowded: Sequence[Shape], cores: int | None, through_mpi: bool, nodes_known: bool, slower: float | None
 ) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """Caveats of the numbers."""
     found = []
     if crowded:
         sizes = ", ".join(str(shape.ranks) for shape in crowded)
@@ -199,8 +193,6 @@ def parse_ranks(words: str) -> list[int]:
 
 def parse_link(words: str | None) -> Link | None:
     """'100,2': Gbit/s and microseconds; raises UserError."""
-    from hpctrain.bench.scaling.fit import Link
-
     if words is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""A folder that ``from_pretrained`` of transformers or PEFT loads: weights, beside the files of another such folder."""
+"""A folder that ``from_pretrained`` of transformers or PEFT loads: weights, with the files of another such folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-"""Ends of names of files that hold weights, or say where they are."""
+"""Name endings of files with weights, or with an index of them."""
 ADAPTER = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)$")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
@@ -22,7 +22,7 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
 
     Args:
         loaded: a checkpoint.
-        folder: is made if it is not there.
+        folder: created if it does not exist.
         like: folder of the model (with config.json) or adapter (adapter_config.json) that was fine-tuned.
         selection: of weights. Those of PEFT lose the adapter's name, as in the files that PEFT writes.
 
@@ -30,7 +30,7 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         The file of weights.
 
     Raises:
-        UserError: ``like`` is no such folder, or something cannot be written.
+        UserError: ``like`` is not such a folder, or something cannot be written.
     """
     needed = ADAPTER_CONFIG if selection.trainable_only else CONFIG
     if not (like / needed).is_file():

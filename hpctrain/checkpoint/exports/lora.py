@@ -15,15 +15,15 @@ from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved
 
 DOWN = re.compile(r"(?P<layer>.+)\.lora_A(?P<rest>(\.[^.]+)?(\.weight)?)")
-"""As PEFT names the first matrix of an adapter, and a layer of one's own may."""
+"""Name of an adapter's first matrix in PEFT, and in custom layers that follow it."""
 WRAPPER = "base_model.model."
-"""Begins the names of a model that PEFT has wrapped."""
+"""Prefix of the names of a model wrapped by PEFT."""
 FROZEN = ".base_layer."
-"""Stands in the name of a weight that has an adapter beside it."""
+"""Part of the name of a weight that has an adapter."""
 TRAINED_WHOLE = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
-"""Stands in the name of a weight that PEFT trains whole, such as a head's."""
+"""Part of the name of a weight that PEFT trains whole, such as a head's."""
 REPLACED = ".original_module."
-"""Stands in the name of what such a weight takes the place of."""
+"""Part of the name of what such a weight replaces."""
 
 
 KERAS = re.compile(r"(?P<layer>(.+/)?)lora_(?P<weight>kernel|embeddings)_a")
@@ -91,7 +91,7 @@ def peft_adapters(arrays: SavedArrays) -> dict[str, Adapter]:
     for layer, match in pairs.items():
         down, up, base = match[0], f"{layer}.lora_B{match['rest']}", f"{layer}{FROZEN}weight"
         if up not in arrays or base not in arrays:
-            raise UserError(f"{down} has no {base if up in arrays else up} beside it", "name the layers as PEFT does")
+            raise UserError(f"{down} lacks {base if up in arrays else up}", "name the layers as PEFT does")
         tall, wide = arrays.shape_of(up), arrays.shape_of(down)
         if len(wide) != 2 or arrays.shape_of(base) != (tall[0], *wide[1:]):
             raise UserError(f"{down} does not adapt a linear layer", BY_HAND[False])
@@ -107,7 +107,7 @@ def keras_adapters(arrays: SavedArrays, dtypes: Mapping[str, str]) -> dict[str, 
         right = f"{left.removesuffix('a')}b"
         if right not in arrays or base not in arrays:
             raise UserError(
-                f"{left} has no {base if right in arrays else right} beside it", "name the weights as enable_lora does"
+                f"{left} lacks {base if right in arrays else right}", "name the weights as enable_lora does"
             )
         shapes = arrays.shape_of(left)[:-1] + arrays.shape_of(right)[1:]
         if arrays.shape_of(base) != shapes or "int" in dtypes[base]:

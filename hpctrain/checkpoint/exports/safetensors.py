@@ -17,8 +17,8 @@ from hpctrain.checkpoint.format.layout import (
     MAX_BYTES,
     MAX_DIMENSIONS,
     DamagedCheckpoint,
-    Piece,
     StoredPiece,
+    TensorPiece,
     TensorSpec,
     rows_of,
     whole,
@@ -44,7 +44,7 @@ CODES = {
     "F64": "float64",
 }
 BLOCK_BYTES = 4 << 20
-"""Of an array, held at a time."""
+"""Bytes of an array that are held at a time."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -52,7 +52,7 @@ MAX_HEADER_BYTES = 100_000_000
 def encode(
     arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], metadata: Mapping[str, str]
 ) -> Iterator[bytes]:
-    """The file in parts to be written in a row, each made when it is asked for; arrays are read by rows.
+    """The file in consecutive parts, each produced on demand; arrays are read by rows.
 
     Args:
         arrays: by name; bfloat16 as uint16.
@@ -80,14 +80,14 @@ def encode(
             yield source.part(tensor.name, piece.box.begin, piece.box.shape).tobytes()
 
 
-def blocks_of_rows(tensor: TensorSpec) -> Iterator[Piece]:
+def blocks_of_rows(tensor: TensorSpec) -> Iterator[TensorPiece]:
     """A tensor in parts of some MB, or of one row."""
     for first, count in runs_of_rows(tensor.shape or (1,), tensor.row_bytes, BLOCK_BYTES):
         yield rows_of(tensor, first, count)
 
 
 def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
-    """Arrays (bfloat16 as uint16), which are read when they are asked for, and logical types by name.
+    """Arrays (bfloat16 as uint16), read on demand, and logical types by name.
 
     Raises:
         DamagedCheckpoint: it is not a safetensors file.
@@ -118,7 +118,7 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
 
 
 class FileArrays(SavedArrays):
-    """Arrays in a file, each in one piece; it is opened when one is asked for."""
+    """Arrays in a file, which is opened on demand."""
 
     def __init__(self, path: Path, pieces: Mapping[str, StoredPiece]) -> None:
         self.path = path

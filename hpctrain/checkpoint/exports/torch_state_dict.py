@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from hpctrain.backends.torch.state.tensors import tensor_over, write_weights
 from hpctrain.checkpoint.exports.weights import WHOLE, Selection, model_weights, replace_whole
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError
 from hpctrain.train.tree import put_together
 
 EXTRA = "held/model/extra/"
-"""Prefix of what modules say of themselves beside their tensors."""
+"""Prefix of modules' extra state."""
 
 
 def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
     """Writes a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
     arrays, dtypes = model_weights(loaded, selection)
-    state: dict[str, Any] = {name: tensor_of(np.array(arrays[name]), dtypes[name]) for name in arrays}
+    state: dict[str, Any] = {name: tensor_over(np.array(arrays[name]), dtypes[name]) for name in arrays}
     if not selection.trainable_only:
         state |= extra_state(loaded)
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:  # else an error of the disk comes as one of torch
-            torch.save(state, file)
-
-    replace_whole(path, write)
+    replace_whole(path, partial(write_weights, state))
 
 
 def extra_state(loaded: Loaded) -> dict[str, Any]:
@@ -50,16 +46,9 @@ def extra_state(loaded: Loaded) -> dict[str, Any]:
                     f"{keys[module]} holds NumPy arrays, which a .pt file cannot without a pickle",
                     "have get_extra_state return tensors, or export to a .safetensors file, which leaves it out",
                 )
-            return tensor_of(np.array(loaded.arrays[names[part]]), loaded.dtypes[names[part]])
+            return tensor_over(np.array(loaded.arrays[names[part]]), loaded.dtypes[names[part]])
 
         return put_together({part: loaded.arrays[name] for part, name in names.items()}, leaf, keys[module])
 
     keys = {module: "_extra_state" if module == "itself" else f"{module}._extra_state" for module in of_modules}
     return {keys[module]: value(module, names) for module, names in of_modules.items()}
-
-
-def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor over an array's memory; bfloat16 comes as uint16."""
-    return (
-        torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(array)
-    )

@@ -19,12 +19,12 @@ MODEL = "model/"
 AVERAGE = "ema/"
 """Prefix of moving averages of parameters."""
 Weights = tuple[SavedArrays, dict[str, str]]
-"""Arrays (bfloat16 as uint16), read when they are asked for, and logical types, by name."""
+"""Arrays (bfloat16 as uint16), read on demand, and logical types, by name."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which weights of a checkpoint are exported, and how they are called."""
+    """Which weights of a checkpoint are exported, and under which names."""
 
     averaged: bool = False
     """Take the moving average if a weight has one."""
@@ -33,7 +33,7 @@ class Selection:
     lora_alpha: float | None = None
     """Add LoRA adapters to the weights they adapt, times this number over their rank."""
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of names, and what takes their place."""
+    """Replacements of name prefixes."""
 
 
 WHOLE = Selection()
@@ -107,7 +107,7 @@ def write_safetensors(arrays: SavedArrays, dtypes: Mapping[str, str], step: int,
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file in one go. Raises UserError if it cannot be written."""
+    """Replaces a file atomically. Raises UserError if it cannot be written."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:
@@ -117,7 +117,7 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Replaces a file by what ``write`` puts into one of the same suffixes. Raises UserError."""
+    """Replaces a file by the output of ``write`` to a temporary one with the same suffixes. Raises UserError."""
     try:
         with replacement(path) as temporary:
             write(temporary)

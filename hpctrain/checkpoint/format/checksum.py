@@ -1,7 +1,7 @@
 """CRC-32 of the parts of a file, from sums of blocks that do not begin where the parts do.
 
 A CRC is the remainder of a polynomial over GF(2). Appending n bytes multiplies it by x ** (8 * n); so the sum of a
-whole is that of its parts, each multiplied by what stands behind it, added up (which is exclusive or).
+whole is that of its parts, each multiplied by the factor of what follows it, added up (which is exclusive or).
 """
 
 from __future__ import annotations

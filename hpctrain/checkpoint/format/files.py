@@ -28,18 +28,18 @@ class NotAPlainFile(OSError):
     """A link, folder, pipe or device stands where a file should be."""
 
 
-def write_durably(path: Path, data: NDArray[np.uint8] | bytes) -> None:
+def write_durably(path: Path, data: NDArray[np.uint8] | bytes, mode: int = 0o666) -> None:
     """Writes a new file and returns when its bytes are on the disk. Its name is durable after ``sync_folder``."""
     view = memoryview(data) if isinstance(data, bytes) else data.data
-    with created(path) as descriptor:
+    with created(path, mode) as descriptor:
         write_block(descriptor, view, 0, len(view))
         os.fsync(descriptor)
 
 
 @contextmanager
-def created(path: Path) -> Iterator[int]:
-    """Descriptor for writing a file that is not there yet."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+def created(path: Path, mode: int = 0o666) -> Iterator[int]:
+    """Descriptor for writing a file that is not there yet; ``mode``: of which the process' mask is taken."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         yield descriptor
     finally:

@@ -1,4 +1,4 @@
-"""The format of a checkpoint as values: names, item types, tensors, shards, manifest. In words: docs/checkpoints.md."""
+"""The checkpoint format as values: names, item types, tensors, shards, manifest. See docs/checkpoint-format.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ITEM_TYPES["bfloat16"] = np.dtype("<u2")
 
 
 class DamagedCheckpoint(RunFailed):
-    """A checkpoint is not what was once written; it must not be used."""
+    """A checkpoint differs from what was written; it must not be used."""
 
     code = Code.DAMAGED_CHECKPOINT
 
@@ -41,7 +41,7 @@ class DamagedCheckpoint(RunFailed):
 
 
 class UnreadableCheckpoint(RunFailed):
-    """A checkpoint cannot be read now, which says nothing about what is in it; it stays where it is."""
+    """A checkpoint cannot be read now. Its content may be intact, so it stays where it is."""
 
     code = Code.UNREADABLE_CHECKPOINT
 
@@ -60,7 +60,7 @@ class TensorSpec:
     dtype: str
     """Key of ITEM_TYPES."""
     rank: int | None = None
-    """The rank whose own it is; None if it is equal on all ranks."""
+    """The rank that it is local to; None if it is equal on all ranks."""
 
     @property
     def rows(self) -> int:
@@ -79,7 +79,7 @@ class TensorSpec:
 
     @property
     def largest_bytes(self) -> int:
-        """What NumPy takes for the size of the array's address range: axes without length are left out."""
+        """Bytes that NumPy checks against the address range: axes of length 0 do not count."""
         return math.prod(filter(None, self.shape)) * ITEM_TYPES[self.dtype].itemsize
 
     @property
@@ -89,12 +89,12 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """The part of a tensor that one shard holds: one contiguous HDF5 dataset."""
 
     tensor: TensorSpec
     box: Box
-    """Where it lies in the tensor."""
+    """Its position in the tensor."""
     dataset: str = ""
     """Name of the dataset if it is not that of the tensor, of which the shard holds several pieces."""
 
@@ -114,14 +114,14 @@ class Piece:
         return self.box.size * ITEM_TYPES[self.tensor.dtype].itemsize
 
 
-def rows_of(tensor: TensorSpec, first: int, count: int) -> Piece:
+def rows_of(tensor: TensorSpec, first: int, count: int) -> TensorPiece:
     """Rows of a tensor; of a scalar, its only one."""
     if not tensor.shape:
         return whole(tensor)
-    return Piece(tensor, Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:])))
+    return TensorPiece(tensor, Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:])))
 
 
-def named_apart(pieces: Sequence[Piece]) -> list[Piece]:
+def named_apart(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
     """The pieces of a shard; those of a tensor that has several there are named by where they begin."""
     count = Counter(piece.tensor.name for piece in pieces)
     return [
@@ -130,16 +130,16 @@ def named_apart(pieces: Sequence[Piece]) -> list[Piece]:
     ]
 
 
-def whole(tensor: TensorSpec) -> Piece:
+def whole(tensor: TensorSpec) -> TensorPiece:
     """All of a tensor."""
-    return Piece(tensor, everything(tensor.shape))
+    return TensorPiece(tensor, everything(tensor.shape))
 
 
 @dataclass(frozen=True)
 class StoredPiece:
     """A piece, where its bytes begin in the shard, and the CRC-32 of each block of them."""
 
-    piece: Piece
+    piece: TensorPiece
     offset: int
     block_bytes: int
     """Of each block but the last; a multiple of every item's size."""
@@ -215,6 +215,6 @@ def name_problem(name: str) -> str | None:
 
 
 def parents_of(name: str) -> set[str]:
-    """The groups that a dataset's path goes through."""
+    """The groups in a dataset's path."""
     parts = name.split("/")
     return {"/".join(parts[:count]) for count in range(1, len(parts))}

@@ -41,6 +41,13 @@ def encode(step: int, ranks: int, meta: Mapping[str, Any], shard_texts: Iterable
     return b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
+def with_shards(data: bytes, where: str, shard_texts: Iterable[bytes]) -> bytes:
+    """A manifest that lists these shards instead. Raises DamagedCheckpoint if it is not whole."""
+    reader = Reader(parse_json(body_of(data, where), where), where)
+    step, ranks = reader.integer("step", 0, 10**18 - 1), reader.integer("ranks", 1, 10**9)
+    return encode(step, ranks, reader.get("meta", dict, "an object"), shard_texts)
+
+
 def read(folder: Path, step: int) -> Manifest:
     """The manifest of a step's checkpoint in a folder.
 
@@ -54,12 +61,17 @@ def read(folder: Path, step: int) -> Manifest:
 def read_with_bytes(folder: Path, step: int) -> tuple[bytes, Manifest]:
     """The file's bytes, and the manifest in them. Raises as ``read`` does."""
     path = folder / MANIFEST_FILE
+    data = read_bytes(path)
+    return data, parse_of_step(data, path, step)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Of a file that should be a manifest. Raises as ``read`` does."""
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > MAX_MANIFEST_BYTES:
             raise DamagedCheckpoint(f"{path} has {size} bytes, more than a manifest can have")
-        data = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
-        return data, parse_of_step(data, path, step)
+        return b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
 
 
 def parse_of_step(data: bytes, path: Path, step: int) -> Manifest:
@@ -72,13 +84,19 @@ def parse_of_step(data: bytes, path: Path, step: int) -> Manifest:
 
 def parse(data: bytes, where: str) -> Manifest:
     """The manifest in a file's bytes, after its own checksum. Raises DamagedCheckpoint on anything unexpected."""
+    body = body_of(data, where)
+    with no_garbage_collection():
+        return manifest_from_json(parse_json(body, where), where)
+
+
+def body_of(data: bytes, where: str) -> bytes:
+    """The inner object, after its checksum. Raises DamagedCheckpoint."""
     frame = FRAME.fullmatch(data)
     if frame is None:
         raise DamagedCheckpoint(f"{where} is not a manifest: it was cut short or overwritten")
     if hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
         raise DamagedCheckpoint(f"{where} is damaged: its checksum does not match")
-    with no_garbage_collection():
-        return manifest_from_json(parse_json(frame[2], where), where)
+    return frame[2]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A large file written at the pace of its disk: the page cache never runs far ahead of what is durable.
 
-What is left at the end for the last sync is little, so that a writer can be told to stop at any time, and the size of
+What is left at the end for the last sync is little, so that a writer can be stopped at any time, and the size of
 the file shows others how far it has come.
 """
 
@@ -33,7 +33,7 @@ SLOW_S = 2.0
 
 
 class Dropped(HpctrainError):
-    """A file was written no further because nobody wants it any more."""
+    """A file was written no further because it is no longer wanted."""
 
 
 def write_paced(
@@ -42,6 +42,7 @@ def write_paced(
     visit: Callable[[int, int, int], None] = lambda index, begin, end: None,
     is_dropped: Callable[[], bool] = lambda: False,
     ending: Callable[[], bytes] = bytes,
+    mode: int = 0o666,
 ) -> None:
     """Writes a new file and returns when its bytes are on the disk. Its name is durable after ``sync_folder``.
 
@@ -51,12 +52,13 @@ def write_paced(
         visit: called once for each block as visit(index, begin, end), by any thread, before the block is written.
         is_dropped: asked again and again; once it says so, the file is left unfinished.
         ending: gives what is appended, when all blocks were visited and written.
+        mode: permissions, of which the process' mask is taken.
 
     Raises:
         OSError: it cannot be written.
         Dropped: see ``is_dropped``.
     """
-    with created(path) as descriptor, ThreadPoolExecutor(threads(data.size), "checkpoint-write") as workers:
+    with created(path, mode) as descriptor, ThreadPoolExecutor(threads(data.size), "checkpoint-write") as workers:
         PacedWrite(descriptor, data, visit, is_dropped).run(workers, ending)
 
 
@@ -125,7 +127,7 @@ class PacedWrite:
             while not self.over and self.next - self.durable >= self.ahead:
                 self.changed.wait()
             if not self.over and self.is_dropped():
-                raise Dropped("its writer was told to stop", "nothing is to be done")
+                raise Dropped("its writer was asked to stop", "nothing is to be done")
             begin, self.next = self.next, self.next + BLOCK_BYTES
             return self.size if self.over else begin
 
@@ -150,7 +152,7 @@ class PacedWrite:
             self.changed.notify_all()
 
     def _end(self) -> None:
-        """Lets nobody wait any longer."""
+        """Releases all waiters."""
         with self.changed:
             self.over = True
             self.changed.notify_all()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec, rows_of
+from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, rows_of
 
 SPLIT_BYTES = 1 << 20
 """Tensors from this size are split by rows; smaller ones go to one writer."""
@@ -21,7 +21,7 @@ MOST_CRUMBS = 8
 """Of so small a tile: if very many writers had a part of each, the index would outgrow the tensor."""
 
 
-def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[Piece]]:
+def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[TensorPiece]]:
     """Splits the tensors' bytes evenly, in order: writer w gets the w-th run of pieces.
 
     Every rank computes the same result from the same tensors, so nothing has to be agreed on. A part differs from the
@@ -48,7 +48,7 @@ def cut(tensors: Sequence[TensorSpec], ends: Sequence[int], target: int) -> tupl
     return (index, 0) if 2 * into < tensor.num_bytes else (index + 1, 0)
 
 
-def pieces_between(tensors: Sequence[TensorSpec], first: tuple[int, int], last: tuple[int, int]) -> list[Piece]:
+def pieces_between(tensors: Sequence[TensorSpec], first: tuple[int, int], last: tuple[int, int]) -> list[TensorPiece]:
     """The pieces from one cut to the next."""
     pieces = []
     for index in range(first[0], min(last[0] + 1, len(tensors))):
@@ -60,13 +60,13 @@ def pieces_between(tensors: Sequence[TensorSpec], first: tuple[int, int], last: 
     return pieces
 
 
-def tiles(piece: Piece, axis: int, parts: int) -> list[Piece]:
+def tiles(piece: TensorPiece, axis: int, parts: int) -> list[TensorPiece]:
     """The same elements in pieces that begin at the same places of the tensor, whatever a rank has of it.
 
     Args:
         piece: any.
         axis: along which layers of this kind are cut over ranks.
-        parts: into so many equal ones, each of which is cut by itself.
+        parts: into this many equal ones, each of which is cut by itself.
     """
     shape = piece.tensor.shape
     count = math.gcd(MOST_TILES * parts, *shape[axis : axis + 1])

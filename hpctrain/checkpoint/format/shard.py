@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.checksum import Checksums, crc32
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, Piece
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, TensorPiece
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, write_paced
 from hpctrain.checkpoint.format.partition import MOST_TILES
 
 ALIGNMENT_BYTES = 64
-"""A cache line: arrays can be used where they lie in the image."""
+"""A cache line: arrays can be used in place, in the image."""
 SUMMED_BYTES = 1 << 20
 """Bytes of a piece that have a checksum: the least that a reader verifies, and so reads, of a large one."""
 METADATA_BLOCK_BYTES = 1 << 16
@@ -98,13 +98,13 @@ class SparseFile:
 class Skeleton:
     """An HDF5 file without the values: the bytes outside them, and where they belong."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     offsets: tuple[int, ...]
     num_bytes: int
     pages: dict[int, bytearray]
 
 
-def skeleton(pieces: Sequence[Piece]) -> Skeleton:
+def skeleton(pieces: Sequence[TensorPiece]) -> Skeleton:
     """Lays out a file for these pieces; the same pieces give the same bytes."""
     file = SparseFile()
     link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
@@ -131,7 +131,7 @@ def create_file(file: SparseFile) -> h5py.File:
     return h5py.File(h5py.h5f.create(b"skeleton", h5py.h5f.ACC_TRUNC, create, access))
 
 
-def create_dataset(target: h5py.File, piece: Piece, link: Any, create: Any) -> int:
+def create_dataset(target: h5py.File, piece: TensorPiece, link: Any, create: Any) -> int:
     """An empty dataset; returns where its bytes will be."""
     item_type = h5py.h5t.py_create(ITEM_TYPES[piece.tensor.dtype], logical=True)
     space = h5py.h5s.create_simple(piece.shape) if piece.shape else h5py.h5s.create(h5py.h5s.SCALAR)
@@ -148,6 +148,9 @@ def host_buffer(num_bytes: int) -> NDArray[np.uint8]:
 
 class ShardImage:
     """A shard in memory: ``views`` are arrays over it, one for each piece, to be filled before each write."""
+
+    keeps = False
+    """Whether what was written last is this memory itself."""
 
     def __init__(self, plan: Skeleton, allocate: Callable[[int], NDArray[np.uint8]] = host_buffer) -> None:
         self.pieces = plan.pieces
@@ -176,16 +179,16 @@ class ShardImage:
                 return piece.tensor.name
         return None
 
-    def write(self, path: Path, is_dropped: Callable[[], bool] = lambda: False) -> None:
+    def write(self, path: Path, is_dropped: Callable[[], bool] = lambda: False, mode: int = 0o666) -> None:
         """Writes a new file, durably; it is summed up meanwhile.
 
         Raises:
             OSError, Dropped: see ``write_paced``.
         """
-        write_paced(path, self.buffer, self.sums.add, is_dropped, lambda: self._index(path.name))
+        write_paced(path, self.buffer, self.sums.add, is_dropped, lambda: self._index(path.name), mode)
 
     def _index(self, file: str) -> bytes:
-        """What stands behind the HDF5 bytes, when all of them are summed up."""
+        """The index, which follows the HDF5 bytes, once these are all summed up."""
         texts = (f"{crc:08x}" for crc in self.sums.result())
         sums = ["".join(islice(texts, count)) for count in self.num_blocks]
         text = shard_index.shard_text(file, self.buffer.size, self.between, self.summed_bytes, self.texts, sums)
@@ -199,7 +202,7 @@ def blocks_of(extent: tuple[int, int], block_bytes: int) -> list[tuple[int, int]
 
 
 def gaps(extents: Sequence[tuple[int, int]], num_bytes: int) -> list[tuple[int, int]]:
-    """(begin, end) of what is left of so many bytes between (offset, length) of pieces, in ascending order."""
+    """(begin, end) of what is left of this many bytes between (offset, length) of pieces, in ascending order."""
     found, position = [], 0
     for offset, length in extents:
         if length:
@@ -208,13 +211,13 @@ def gaps(extents: Sequence[tuple[int, int]], num_bytes: int) -> list[tuple[int, 
     return [(begin, end) for begin, end in [*found, (position, num_bytes)] if begin < end]
 
 
-def view_of(buffer: NDArray[np.uint8], piece: Piece, offset: int) -> NDArray[Any]:
+def view_of(buffer: NDArray[np.uint8], piece: TensorPiece, offset: int) -> NDArray[Any]:
     """The piece's values as an array over its bytes in a shard's image."""
     return np.ndarray(piece.shape, ITEM_TYPES[piece.tensor.dtype], buffer, offset)
 
 
 def all_finite(values: NDArray[Any], dtype: str) -> bool:
-    """Whether no value of an array of this logical dtype is NaN or infinite."""
+    """Whether all values of an array of this logical dtype are finite."""
     if dtype == "bfloat16":
         return not np.any(values & 0x7F80 == 0x7F80)  # all bits of the exponent
     with np.errstate(all="ignore"):  # a sum reads as fast as memory gives, and hides neither NaN nor infinity

@@ -22,7 +22,14 @@ from typing import Any
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.entries import are_counts, require_room, tensor_of
 from hpctrain.checkpoint.format.files import read_at
-from hpctrain.checkpoint.format.layout import MAX_BYTES, DamagedCheckpoint, Piece, Shard, StoredPiece, name_problem
+from hpctrain.checkpoint.format.layout import (
+    MAX_BYTES,
+    DamagedCheckpoint,
+    Shard,
+    StoredPiece,
+    TensorPiece,
+    name_problem,
+)
 from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json
 from hpctrain.train.saved_arrays import lies_in
 
@@ -34,7 +41,7 @@ MOST_INDEX_BYTES = 1 << 30
 FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "index": (.*)\}\n([0-9]{15})\n', re.DOTALL)
 
 
-def piece_text(piece: Piece, offset: int) -> str:
+def piece_text(piece: TensorPiece, offset: int) -> str:
     """A piece's entry up to the value of its checksums, which are all that changes from save to save."""
     tensor = piece.tensor
     entry = {
@@ -156,7 +163,7 @@ def piece_from_json(value: Any, where: str, block_bytes: int) -> StoredPiece:
     dataset = value.get("dataset", tensor.name)
     if type(dataset) is not str or name_problem(dataset):
         raise DamagedCheckpoint(f"{where}: {str(dataset)[:100]!r} is not a name")
-    piece = Piece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == tensor.name else dataset)
+    piece = TensorPiece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == tensor.name else dataset)
     if not lies_in(begin, count, tensor.shape):
         raise DamagedCheckpoint(f"{where}: {tensor.name} is said to lie at {begin}, {count} of {list(tensor.shape)}")
     if not is_hex(sums, 8 * -(-piece.num_bytes // block_bytes)):

@@ -1,6 +1,6 @@
 """Shards as they are read: nothing is used before its checksum, and libhdf5 takes no part.
 
-Places and sums come from the manifest. A part of a tensor is read block by block: what is held beside the result is one
+Places and sums come from the manifest. A part of a tensor is read block by block: memory beyond the result is one
 block. In format 1, a block is a whole piece.
 """
 
@@ -171,7 +171,7 @@ def check_all(
 
 
 def check_rest(folder: Path, shard: Shard) -> None:
-    """Verifies what is in a shard beside its tensors. Raises as ``read_shard``.
+    """Verifies the bytes of a shard outside its tensors. Raises as ``read_shard``.
 
     Format 1 has a sum of the whole file only, so all of it is read.
     """

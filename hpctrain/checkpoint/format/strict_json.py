@@ -88,5 +88,5 @@ def is_crc32(value: Any) -> bool:
 
 
 def is_hex(value: Any, digits: int) -> bool:
-    """Whether a value is a string of so many hex digits."""
+    """Whether a value is a string of this many hex digits."""
     return type(value) is str and len(value) == digits and not value.strip("0123456789abcdef")

@@ -119,7 +119,7 @@ def open_hdf5(
         path: of the file.
         names: of the arrays.
         cache: for blocks of arrays that are not mapped.
-        outside: folders beside the file's own that its links, virtual sources and external storage may lead to.
+        outside: further folders that its links, virtual sources and external storage may lead to.
 
     Raises:
         UserError: no such file, not HDF5, truncated, an array missing, not numbers, of another length, or empty, or it

@@ -130,7 +130,7 @@ class SplitArray:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileSegment:
     """A box of a virtual array, and the box of another array that holds its values, in the same order."""
 
     target: Box
@@ -153,7 +153,7 @@ class VirtualArray:
 
     layout = "virtual"
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Any, pieces: Sequence[Piece]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Any, pieces: Sequence[FileSegment]) -> None:
         self.shape = shape
         self.dtype = dtype
         self.fill = fill

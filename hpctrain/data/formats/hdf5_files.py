@@ -32,7 +32,7 @@ class LinkedFiles:
 
     Args:
         path: the file that the user named.
-        outside: folders that it may lead to beside its own.
+        outside: further folders that it may lead to.
     """
 
     def __init__(self, path: Path, outside: Sequence[str | Path] = ()) -> None:
@@ -101,7 +101,7 @@ class LinkedFiles:
         return here
 
     def locate(self, owner: h5py.File, name: str, what: str) -> Path:
-        """The plain file that one of the files names, looked for beside it, then from the current folder.
+        """The plain file that one of the files names, looked up next to it, then in the current folder.
 
         Raises:
             UserError: there is none, it is a pipe or a device, or it lies in a folder that is not allowed; ``what``

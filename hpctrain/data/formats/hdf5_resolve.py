@@ -17,10 +17,10 @@ import numpy as np
 
 from hpctrain.data.formats.hdf5_arrays import (
     Array,
+    FileSegment,
     LibraryArray,
     MappedArray,
     MappedBytes,
-    Piece,
     SplitArray,
     VirtualArray,
 )
@@ -172,14 +172,14 @@ def resolve_virtual(files: LinkedFiles, dataset: h5py.Dataset, what: str, known:
     names = [(properties.get_virtual_filename(at), properties.get_virtual_dsetname(at)) for at in range(count)]
     sources = {named: resolve_source(files, dataset, what, named, known) for named in dict.fromkeys(names)}
     shape = dataset.shape  # for which the library may look into the sources
-    pieces: list[Piece] = []
+    pieces: list[FileSegment] = []
     for index, named in enumerate(names):
         target = boxes_of(properties.get_virtual_vspace(index), shape)
         source = boxes_of(properties.get_virtual_srcspace(index), sources[named].shape)
         label = f"{files.path}: {what} takes from {named[1]!r} of {named[0]}"
         if not target or not source:
             raise UserError(
-                f"{label} a selection that is not of whole rows", "copy the array into a file of its own with h5py"
+                f"{label} a selection that is not of whole rows", "copy the array into a separate file with h5py"
             )
         pairs = aligned(target, source)
         pieces += [fit(label, into, shape, out_of, sources[named], dataset.dtype) for into, out_of in pairs]
@@ -207,7 +207,9 @@ def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: 
     return resolve(files, found, label, known)
 
 
-def fit(label: str, target: Box, shape: tuple[int, ...], source: Box, array: Array, dtype: np.dtype[Any]) -> Piece:
+def fit(
+    label: str, target: Box, shape: tuple[int, ...], source: Box, array: Array, dtype: np.dtype[Any]
+) -> FileSegment:
     """A piece of a virtual array; raises UserError if its source does not have the values."""
     if beyond(target, shape) or beyond(source, array.shape):
         raise UserError(f"{label} more than it has: its shape is {list(array.shape)}", "make that file again")
@@ -215,10 +217,10 @@ def fit(label: str, target: Box, shape: tuple[int, ...], source: Box, array: Arr
         raise UserError(f"{label} values in another shape than its own", "make the virtual dataset again")
     if not np.can_cast(array.dtype, dtype, "safe") and {array.dtype.kind, dtype.kind} != {"f"}:
         raise UserError(f"{label} values of {array.dtype} as {dtype}", "give both the same dtype")
-    return Piece(target, source, array)
+    return FileSegment(target, source, array)
 
 
-def check_cover(label: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+def check_cover(label: str, shape: tuple[int, ...], pieces: Sequence[FileSegment]) -> None:
     """Raises UserError if pieces lie over each other or, as far as counting shows, samples have no piece."""
     if sum(math.prod(map(len, piece.target)) for piece in pieces) > math.prod(shape):
         raise UserError(f"{label} has several sources for some samples", "make the virtual dataset again")

@@ -19,7 +19,7 @@ class JsonLines:
     """Objects by line; empty lines do not count. Takes 16 bytes of memory a line."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path: str | Path = path
         self.file = UnchangedFile(path)
         self.begins, self.ends = lines_of(path)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,13 +21,13 @@ Decode = Callable[[dict[str, Any]], Any]
 """decode(record) gives a sample, a dict or tuple of arrays: of a JSON object, of a tar's files by extension (bytes, and
 ``__key__``), or of a row of a table."""
 KEY = "__key__"
-"""Of a record that has a name of its own."""
+"""Of a record that has a name."""
 
 
 class Records(Protocol):
     """One file's records."""
 
-    path: Path
+    path: str | Path
 
     def __len__(self) -> int:
         """How many there are."""
@@ -126,16 +128,22 @@ class UnchangedFile:
     def _look(status: os.stat_result) -> tuple[int, int]:
         return status.st_size, status.st_mtime_ns
 
-    def read(self, parts: list[tuple[int, int]]) -> list[bytes]:
-        """The bytes at each (offset, length)."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[io.FileIO]:
+        """For reading. Raises UserError: it has changed, or cannot be read."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if self._look(os.fstat(file.fileno())) != self.seen:
                     raise UserError(
                         f"{self.path} has changed since the run opened it", "leave data alone while it is read"
                     )
-                return [os.pread(file.fileno(), length, offset) for offset, length in parts]
+                yield file
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be read: {error.strerror}", "make the file readable on every node"
+                f"{self.path} cannot be read: {error.strerror or error}", "make the file readable on every node"
             ) from error
+
+    def read(self, parts: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes at each (offset, length)."""
+        with self.opened() as file:
+            return [os.pread(file.fileno(), length, offset) for offset, length in parts]

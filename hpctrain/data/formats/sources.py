@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import functools
 import glob
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import (
     Dataset,
-    Field,
     Samples,
     SeededDataset,
     choose,
-    content_fingerprint,
     from_arrays,
 )
 from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.concatenation import concatenate
 from hpctrain.data.formats.json_lines import JsonLines
-from hpctrain.data.formats.parquet_rows import ParquetRows
+from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.formats.records import Decode, Records, open_records
+from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tar_shards import TarShard
-from hpctrain.data.samples import layout
 from hpctrain.errors import UserError
 
 CACHE_BYTES = 256 * 2**20
+ADAPTERS = {
+    "torch": "hpctrain.backends.torch.task.data_loader",
+    "tensorflow": "hpctrain.backends.tensorflow.task.dataset",
+}
+"""What adapts a framework's datasets; in its backend, which is above this room: imported by name, when there is one."""
 
 
 def open_dataset(
@@ -44,14 +49,15 @@ def open_dataset(
 
     Args:
         source: a file (path): HDF5, or by its suffix ``.jsonl``, ``.tar``, ``.parquet``; several of one kind as one (a
-            pattern such as ``"data/*.h5"``, taken in sorted order, or a list); a dict of arrays; a map-style torch
-            Dataset; a finite tf.data.Dataset of single samples (taken into memory); a Dataset, which is returned as it
-            is; or a function of no arguments (a partial, a class) that returns one of these, which worker processes
-            call again.
+            pattern such as ``"data/*.h5"``, taken in sorted order, or a list); a folder of Parquet files or the URI of
+            one (``s3://bucket/folder``); a table at a version (``delta:URI@VERSION``, or
+            ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style torch Dataset; a finite
+            tf.data.Dataset of single samples (taken into memory); a Dataset, which is returned as it is; or a function
+            of no arguments (a partial, a class) that returns one of these, which worker processes call again.
         fields: arrays to take, in this order; by default all. Names the parts of samples that are tuples.
         cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
-        allow_outside: folders that links, virtual sources and external storage of HDF5 files may lead to, beside the
-            folder in which each file lies.
+        allow_outside: folders that links, virtual sources and external storage of HDF5 files may lead to, besides each
+            file's own folder.
         ragged: samples of a torch or tf.data Dataset, and of files other than HDF5, may differ in shape. A task with
             ``collate`` opens its data so.
         decode: decode(record) gives a sample, a dict or tuple of arrays, of one record of a file other than HDF5: a
@@ -73,14 +79,9 @@ def open_dataset(
     if isinstance(source, Mapping):
         chosen = choose(list(source), names, "the dict of arrays")
         return from_arrays({name: source[name] for name in chosen})
-    if comes_from(source, "torch"):
-        from hpctrain.data.formats.torch_dataset import from_torch
-
-        return from_torch(source, names, ragged)
-    if comes_from(source, "tensorflow"):
-        from hpctrain.data.formats.tensorflow_dataset import from_tensorflow
-
-        return from_tensorflow(source, names, ragged)
+    if framework := next((name for name in ADAPTERS if comes_from(source, name)), None):
+        adapter = importlib.import_module(ADAPTERS[framework])
+        return cast(Dataset, adapter.adapted(source, names, ragged))
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
         paths = [path for item in source for path in expand(item)]
         return open_files(paths, names, BlockCache(cache_bytes), allow_outside, ragged, decode)
@@ -130,78 +131,60 @@ class CalledSeededDataset(CalledDataset):
         return self.dataset.read_seeded(indices, seeds)
 
 
-class ConcatDataset:
-    """The samples of the parts, one part after the other. Use ``concatenate``, which checks them."""
-
-    def __init__(self, parts: Sequence[Dataset]) -> None:
-        self.parts = parts
-        self.fields: Mapping[str, Field] = parts[0].fields
-        self.ends = np.cumsum([len(part) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def read(self, indices: NDArray[np.int64]) -> Samples:
-        owner = np.searchsorted(self.ends, indices, side="right")
-        samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
-        for index in np.unique(owner).tolist():
-            rows = np.flatnonzero(owner == index)
-            part = self.parts[index]
-            for name, values in part.read(indices[rows] - (self.ends[index] - len(part))).items():
-                samples[name][rows] = values
-        return samples
-
-    def fingerprint(self) -> str:
-        return content_fingerprint(self)
-
-
-def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
-    """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError if their fields differ."""
-    for part, name in zip(parts, names, strict=True):
-        if dict(part.fields) != dict(parts[0].fields):
-            raise UserError(
-                f"{name} holds {layout(part.fields)} but {names[0]} holds {layout(parts[0].fields)}",
-                "give files with the same arrays, shapes and dtypes, or name only arrays that they share",
-            )
-    return parts[0] if len(parts) == 1 else ConcatDataset(parts)
-
-
-RECORDS: Mapping[str, Callable[[Path, BlockCache], Records]] = {
-    ".jsonl": lambda path, cache: JsonLines(path),
-    ".ndjson": lambda path, cache: JsonLines(path),
-    ".tar": lambda path, cache: TarShard(path),
-    ".parquet": ParquetRows,
-}
-"""What opens a file of records, by its suffix; all other files are HDF5."""
+RECORDS: Mapping[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".tar": TarShard}
+"""What opens a file of records, by its suffix; all other files are HDF5, if they are no tables."""
 
 
 def open_files(
-    paths: Sequence[Path],
+    paths: Sequence[str | Path],
     names: tuple[str, ...] | None,
     cache: BlockCache,
     outside: Sequence[str | Path],
     ragged: bool = False,
     decode: Decode | None = None,
 ) -> Dataset:
-    """Files of one kind, one after the other."""
-    suffixes = {path.suffix.lower() for path in paths}
+    """Files or tables of one kind, one after the other."""
+    tables = [table_kind(path) for path in paths]
+    suffixes = {Path(path).suffix.lower() for path in paths}
     records = [RECORDS.get(suffix) for suffix in suffixes]
-    if len(set(records)) > 1:
+    if len(set(records)) > 1 or len({found is None for found in tables}) > 1:
         raise UserError(f"files of several kinds are given as one: {', '.join(sorted(suffixes))}", "give one kind")
     parts: list[Dataset]
-    if records[0] is not None:
-        parts = [open_records(records[0](path, cache), decode, names, ragged) for path in paths]
+    if tables[0] is not None:
+        opened = [open_table(*found) for found in tables if found is not None]
+        parts = [open_table_dataset(table, names, cache, ragged, decode) for table in opened]
+    elif records[0] is not None:
+        parts = [open_records(records[0](Path(path)), decode, names, ragged) for path in paths]
     else:
         from hpctrain.data.formats.hdf5 import open_hdf5
 
         if decode is not None:
             raise UserError(f"{paths[0]} is read as HDF5, whose arrays are not decoded", "leave decode out")
-        parts = [open_hdf5(path, names, cache, outside) for path in paths]
+        parts = [open_hdf5(Path(path), names, cache, outside) for path in paths]
     return concatenate(parts, [str(path) for path in paths])
 
 
-def expand(pattern: str | Path) -> list[Path]:
-    """The files that a path or pattern means."""
+def table_kind(source: str | Path) -> tuple[str, str] | None:
+    """Address and kind of a table; None for other files."""
+    text = str(source)
+    kind, _, address = text.partition(":")
+    if kind in ("delta", "iceberg"):
+        return address, kind
+    suffix = Path(text).suffix.lower()
+    if "://" in text and suffix not in ("", ".parquet"):
+        raise UserError(
+            f"{text} cannot be trained on where it is: of files in a store, only Parquet can",
+            "copy it to a disk of the cluster, or pack it: hpctrain data pack",
+        )
+    if "://" in text or suffix == ".parquet" or any(Path(text).expanduser().glob("**/*.parquet")):
+        return text, "parquet"
+    return None
+
+
+def expand(pattern: str | Path) -> list[str | Path]:
+    """The files that a path or pattern means, or the table at an address."""
+    if isinstance(pattern, str) and ("://" in pattern or pattern.startswith(("delta:", "iceberg:"))):
+        return [pattern]
     path = Path(pattern).expanduser()
     if path.exists() or not glob.has_magic(str(path)):
         return [path]

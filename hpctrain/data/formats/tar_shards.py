@@ -24,7 +24,7 @@ class TarShard:
     """Samples of one tar without compression, found by the headers of its files."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path: str | Path = path
         try:
             self.file = UnchangedFile(path)
             self.samples = index_of(path)

@@ -25,7 +25,7 @@ def packed_notes(path: str | Path) -> dict[str, Any]:
         ``classes``, a list of names. Empty if the file says nothing.
 
     Raises:
-        UserError: the file is missing, is no HDF5, or its notes are damaged.
+        UserError: the file is missing, is not HDF5, or its notes are damaged.
     """
     path = Path(path)
     with asking(path), LinkedFiles(path) as files:

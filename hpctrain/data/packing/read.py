@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.data.formats.hdf5_files import look_at
+from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.packing.columns import Columns, only_names
+from hpctrain.data.packing.ranks import ALONE, Ranks
 from hpctrain.data.packing.source import Source, from_dataset, join
 from hpctrain.data.packing.text import SUFFIXES
 from hpctrain.errors import UserError
@@ -17,42 +19,57 @@ KINDS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
+    ".orc": "orc",
     ".h5": "hdf5",
     ".hdf5": "hdf5",
     **dict.fromkeys(SUFFIXES, "text"),
 }
-"""By suffix; a folder holds images."""
+"""By suffix; a folder holds images. JSON lines are text unless they are said to be ``json``."""
+TABLES = ("csv", "parquet", "json", "orc", "delta", "iceberg")
+"""What Arrow reads: files, and folders of them, also in object stores; versioned tables."""
 
 
 def open_source(
-    paths: Sequence[Path],
+    sources: Sequence[str],
     kind: str | None = None,
     columns: Columns | None = None,
     size: tuple[int, int] | None = None,
     outside: Sequence[str] = (),
+    conditions: Sequence[str] = (),
+    ranks: Ranks = ALONE,
 ) -> Source:
     """The samples of these files, one file after the other; .npy files give an array each.
 
     Args:
-        paths: files of one kind, or one folder of images.
-        kind: npz, npy, csv, parquet, hdf5 or images, by default taken from the suffixes; text has ``text_source``.
+        sources: files of one kind, folders or URIs of tables, or one folder of images.
+        kind: of ``NAMES``, by default taken from the suffixes; text has ``text_source``.
         columns: of tables, those of each array; of archives, the arrays to take.
         size: height and width that images are scaled to.
-        outside: folders that HDF5 files may lead to beside their own.
+        outside: further folders that HDF5 files may lead to.
+        conditions: that rows of tables must meet.
+        ranks: that make the same call; see ``write_hdf5``.
 
     Raises:
         UserError: a file is missing, of unknown kind, damaged, or unlike the others.
     """
+    kind = kind_of(sources, kind)
+    if columns and kind in ("images", "npy"):
+        raise UserError(f"arrays are chosen for {kind}", "leave out --field: it is for tables and archives")
+    if size and kind != "images":
+        raise UserError(f"a size is given for {kind}", "leave out --size: it is for images")
+    if conditions and kind not in TABLES:
+        raise UserError(f"a filter is given for {kind}", "leave out --filter: it is for tables")
+    versioned = kind in ("delta", "iceberg")
+    paths = [Path(source) for source in sources if not versioned and "://" not in source]
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist", "correct its path")
         if not path.is_dir():
             look_at(path)
-    kind = kind_of(paths, kind)
-    if columns and kind in ("images", "npy"):
-        raise UserError(f"arrays are chosen for {kind}", "leave out --field: it is for tables and archives")
-    if size and kind != "images":
-        raise UserError(f"a size is given for {kind}", "leave out --size: it is for images")
+    if kind in TABLES:
+        from hpctrain.data.packing.table import from_table
+
+        return join([from_table(open_table(each, kind), columns, conditions, ranks) for each in sources], sources)
     if kind == "images":
         from hpctrain.data.packing.images import from_images
 
@@ -63,7 +80,7 @@ def open_source(
         from hpctrain.data.packing.arrays import from_npy
 
         return from_npy(paths)
-    return join([open_file(path, kind, columns, outside) for path in paths], [str(path) for path in paths])
+    return join([open_file(path, kind, columns, outside) for path in paths], sources)
 
 
 def open_file(path: Path, kind: str, columns: Columns | None, outside: Sequence[str]) -> Source:
@@ -72,31 +89,23 @@ def open_file(path: Path, kind: str, columns: Columns | None, outside: Sequence[
         from hpctrain.data.packing.arrays import from_npz
 
         return from_npz(path, only_names(columns, kind))
-    if kind == "csv":
-        from hpctrain.data.packing.table import from_csv
-
-        return from_csv(path, columns)
-    if kind == "parquet":
-        from hpctrain.data.packing.parquet import from_parquet
-
-        return from_parquet(path, columns)
     from hpctrain.data.formats.sources import open_dataset
 
     return from_dataset(open_dataset(path, only_names(columns, kind), allow_outside=outside))
 
 
-def kind_of(paths: Sequence[Path], kind: str | None = None) -> str:
+def kind_of(sources: Sequence[str], kind: str | None = None) -> str:
     """The kind that is named, or that all suffixes stand for. Raises UserError if they stand for none, or several."""
     if kind is not None:
         return kind
-    kinds = {"images" if path.is_dir() else KINDS.get(path.suffix.lower()) for path in paths}
+    kinds = {"images" if Path(source).is_dir() else KINDS.get(Path(source).suffix.lower()) for source in sources}
     if len(kinds) > 1:
         raise UserError("the files to pack are of several kinds", "pack each kind by itself")
     found = kinds.pop()
     if found is None:
-        raise UserError(f"{paths[0]} has a suffix that says nothing", f"say what it is: --kind {', '.join(NAMES)}")
+        raise UserError(f"{sources[0]} has a suffix that says nothing", f"say what it is: --kind {', '.join(NAMES)}")
     return found
 
 
-NAMES = (*dict.fromkeys(KINDS.values()), "images")
+NAMES = (*dict.fromkeys((*KINDS.values(), *TABLES)), "images")
 """All kinds."""

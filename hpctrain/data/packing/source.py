@@ -16,6 +16,18 @@ BLOCK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Some consecutive samples of a source."""
+
+    key: str
+    """Of what they are made from, and how: anything else has another key."""
+    length: int
+    """Number of samples, at least 1."""
+    blocks: Callable[[], Iterator[Samples]]
+    """Begins to read, as that of a source."""
+
+
+@dataclass(frozen=True)
 class Source:
     """Samples of known number and layout, read once, from the first to the last."""
 
@@ -27,6 +39,8 @@ class Source:
     """Begins to read: some samples at a time, in order, ``length`` in all."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What the file should say about itself, such as the names of classes; JSON-able."""
+    pieces: Sequence[Piece] = ()
+    """All samples, if some can be read without those before them; in order."""
 
 
 def block_samples(fields: Mapping[str, Field]) -> int:
@@ -47,7 +61,7 @@ def from_dataset(dataset: Dataset) -> Source:
     if ragged:
         raise UserError(
             f"the samples of {', '.join(map(repr, ragged))} differ in shape, which HDF5 arrays cannot hold",
-            "pad them to one shape, and keep their lengths in an array of their own",
+            "pad them to one shape, and keep their lengths in a separate array",
         )
     step = block_samples(dataset.fields)
 
@@ -72,4 +86,8 @@ def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
         for source in sources:
             yield from source.blocks()
 
-    return Source(first.fields, sum(source.length for source in sources), blocks, first.notes)
+    notes = dict(first.notes)
+    if "sources" in notes:
+        notes["sources"] = [each for source in sources for each in source.notes["sources"]]
+    pieces = [piece for source in sources for piece in source.pieces] if all(each.pieces for each in sources) else []
+    return Source(first.fields, sum(source.length for source in sources), blocks, notes, pieces)

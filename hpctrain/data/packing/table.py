@@ -1,132 +1,131 @@
-"""CSV files as sources."""
+"""Tables as sources: columns that make arrays, rows that meet conditions."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
-from collections.abc import Iterator
-from pathlib import Path
+import hashlib
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.dataset import Samples, check_field
+from hpctrain.data.formats.tables import Part, Table, reading, shortened, values
 from hpctrain.data.packing.columns import Columns, assign, gather
-from hpctrain.data.packing.source import Source
+from hpctrain.data.packing.csv_types import typed
+from hpctrain.data.packing.ranks import ALONE, PATIENCE_S, Ranks
+from hpctrain.data.packing.source import Piece, Source
 from hpctrain.errors import UserError
 
-BLOCK_ROWS = 8192
-INT64, FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
+CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|=|<|>|\sin\s)\s*(.*?)\s*")
+COMPARE = {
+    "==": operator.eq,
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
 
-Rows = list[tuple[int, list[str]]]
-"""Lines of the file, with their numbers."""
-Dtypes = dict[str, np.dtype[Any]]
 
+def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] = (), ranks: Ranks = ALONE) -> Source:
+    """The columns of a table: numbers, booleans, and lists (of lists) of them, equally long in all rows.
 
-def from_csv(path: Path, wanted: Columns | None) -> Source:
-    """The columns of a CSV (or, by its suffix, TSV) file with a header line: int64 if all values are, else float64.
+    Args:
+        table: as ``open_table`` gives it.
+        wanted: the columns of each array, by default an array each.
+        conditions: such as ``age >= 30``; rows that do not meet them all are left out.
+        ranks: that make the same call, and count rows together.
 
-    The file is read twice: once for the number of rows and the dtypes, once for the values.
+    Raises:
+        UserError: a column is missing or cannot be trained on, a condition cannot be understood, or no row is left.
     """
-    names = header(path)
-    assigned = assign(wanted, names, str(path))
-    dtypes = {column: INT64 for columns in assigned.values() for column in columns}
-    length = 0
-    for rows in row_blocks(path):
-        length += len(rows)
-        for column, values in parse(path, names, rows, dtypes).items():
-            dtypes[column] = values.dtype
-    if length == 0:
-        raise UserError(f"{path} holds no rows below its header line", "give data with at least one sample")
-    empty = gather(assigned, {column: np.empty(0, dtype) for column, dtype in dtypes.items()})
-    fields = {name: Field(values.shape[1:], values.dtype) for name, values in empty.items()}
+    kind = str(table.origin["kind"])
+    assigned = assign(wanted, [name.strip() for name in table.schema.names], table.address)
+    needed = list(dict.fromkeys(column for columns in assigned.values() for column in columns))
+    asked = [parsed(condition, table) for condition in conditions]
+    compared = list(dict.fromkeys(column for column, _, _ in asked))
+    scanned = list(dict.fromkeys([*needed, *compared]))
+    with reading(table.address, kind):
+        if kind == "csv":
+            table = typed(table, scanned, needed)
+        chosen = [expression(*each, table) for each in asked]
+        keep = chosen[0] if chosen else None
+        for each in chosen[1:]:
+            keep &= each
+
+        def count(part: Part) -> int:
+            if part.rows is not None and keep is None:
+                return part.rows
+            return sum(len(batch) for batch in part.scan(compared or scanned[:1], keep))
+
+        mine = [count(part) for part in table.parts[ranks.rank :: ranks.size]]
+    told = ranks.allgather(mine, "count the rows of the table", PATIENCE_S)
+    counts = [told[index % ranks.size][index // ranks.size] for index in range(len(table.parts))]
+
+    def read(part: Part, begin: int) -> Iterator[Samples]:
+        with reading(table.address, kind):
+            for batch in part.scan(scanned, keep):
+                if not len(batch):
+                    continue
+                columns = {name: values(batch.column(name), f"{part.where}: column {name!r}", begin) for name in needed}
+                yield gather(assigned, columns)
+                begin += len(batch)
+
+    begins = [0, *accumulate(counts)]
+    made = hashlib.sha256(f"{assigned} {conditions} {table.schema}".encode()).hexdigest()
+    pieces = [
+        Piece(f"{part.key} {made}", rows, partial(read, part, begin))
+        for part, rows, begin in zip(table.parts, counts, begins, strict=False)
+        if rows
+    ]
 
     def blocks() -> Iterator[Samples]:
-        for rows in row_blocks(path):
-            samples = gather(assigned, parse(path, names, rows, dtypes))
-            yield {name: values.astype(fields[name].dtype, copy=False) for name, values in samples.items()}
+        for piece in pieces:
+            yield from piece.blocks()
 
-    return Source(fields, length, blocks)
-
-
-def header(path: Path) -> list[str]:
-    """The names of the columns."""
-    with table(path) as reader:
-        names: list[str] = next(reader, [])
-    if not names or all(is_number(name) for name in names):
-        raise UserError(f"{path} has no header line", "add a first line with the names of the columns")
-    return [name.strip() for name in names]
+    first = next(blocks(), None)
+    if first is None:
+        raise UserError(
+            f"{table.address} holds no rows{' that meet the conditions' if conditions else ''}",
+            "give data with at least one sample",
+        )
+    fields = {name: check_field(name, array.shape, array.dtype, table.address) for name, array in first.items()}
+    origin = {**table.record(begins[-1]), **({"filter": list(conditions)} if conditions else {})}
+    return Source(fields, begins[-1], blocks, {"sources": [origin]}, pieces)
 
 
-@contextlib.contextmanager
-def table(path: Path) -> Iterator[Any]:
-    """A csv.reader of the file; raises UserError if it is not one."""
+def parsed(condition: str, table: Table) -> tuple[str, str, str]:
+    """Column, operator and value of a condition."""
+    match = CONDITION.fullmatch(condition)
+    if not match:
+        raise UserError(
+            f"--filter {condition!r} is not a condition",
+            "write column, operator and value, such as --filter 'age >= 30'",
+        )
+    if match[1] not in [name.strip() for name in table.schema.names]:
+        raise UserError(
+            f"--filter {condition!r}: {table.address} has no column {match[1]!r}",
+            f"it has {', '.join(table.schema.names)}: name one of them",
+        )
+    return match[1], match[2].strip(), match[3].strip("'\"")
+
+
+def expression(column: str, operation: str, value: str, table: Table) -> Any:
+    """A condition as Arrow has it, its value in the column's type."""
+    import pyarrow
+    from pyarrow import compute
+
+    kind = table.schema.field(column).type
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            yield csv.reader(file, delimiter=delimiter(path))
-    except UnicodeDecodeError as error:
-        fix = "save it as UTF-8, such as: iconv -f latin1 -t utf-8"
-        raise UserError(f"{path} is not text in UTF-8: {error.reason} {error.object[error.start]:#04x}", fix) from error
-    except csv.Error as error:
-        raise UserError(f"{path} is not a CSV table: {error}", "write it again, with quotes that close") from error
-
-
-def row_blocks(path: Path) -> Iterator[Rows]:
-    """The lines below the header, many at a time."""
-    with table(path) as reader:
-        width = len(next(reader))
-        rows: Rows = []
-        for row in reader:
-            if not row:
-                continue
-            if len(row) != width:
-                raise UserError(
-                    f"{path}, line {reader.line_num}: {len(row)} values under {width} column names", "correct the line"
-                )
-            rows.append((reader.line_num, row))
-            if len(rows) == BLOCK_ROWS:
-                yield rows
-                rows = []
-    if rows:
-        yield rows
-
-
-def parse(path: Path, names: list[str], rows: Rows, dtypes: Dtypes) -> dict[str, NDArray[Any]]:
-    """The wanted columns, in these dtypes, or in float64 if int64 does not do."""
-    texts = dict(zip(names, zip(*(row for _, row in rows), strict=True), strict=True))
-    columns = {}
-    for column, dtype in dtypes.items():
-        try:
-            columns[column] = numbers(texts[column], dtype)
-        except ValueError as error:
-            line, text = next(
-                (line, text) for (line, _), text in zip(rows, texts[column], strict=True) if not is_number(text)
-            )
-            raise UserError(
-                f"{path}, line {line}: {text!r} in column {column!r} is not a number",
-                "fill in or leave out such lines, or choose columns with --field",
-            ) from error
-    return columns
-
-
-def numbers(texts: tuple[str, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The texts as numbers; raises ValueError if one is not a number."""
-    try:
-        return np.array(texts, dtype)
-    except (ValueError, OverflowError):
-        return np.array(texts, FLOAT64)
-
-
-def is_number(text: str) -> bool:
-    """Whether float() takes it."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def delimiter(path: Path) -> str:
-    """What stands between values."""
-    return "\t" if path.suffix.lower() == ".tsv" else ","
+        if operation == "in":
+            each = [text.strip(" '\"") for text in value.split(",")]
+            return compute.field(column).isin(pyarrow.array(each, pyarrow.string()).cast(kind))
+        return COMPARE[operation](compute.field(column), pyarrow.scalar(value).cast(kind))
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"--filter compares column {column!r}, which holds {kind}, with {value!r}: {shortened(error)}",
+            "give a value of the column's type",
+        ) from error

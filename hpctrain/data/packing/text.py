@@ -40,7 +40,7 @@ class TextForm:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """Some text."""
 
     text: str
@@ -64,7 +64,7 @@ def text_source(
         on_progress: called with the number of bytes that were read since.
 
     Raises:
-        UserError: a file is no text, all together are too short for a sample, or the folder is full.
+        UserError: a file is not text, all together are too short for a sample, or the folder is full.
     """
     dtype = np.dtype(np.uint16 if form.tokenizer.vocabulary <= SMALL_VOCABULARY else np.int32)
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def spooled(folder: Path) -> Iterator[IO[bytes]]:
 
 def fill(
     spool: IO[bytes],
-    pieces: Iterator[Piece],
+    pieces: Iterator[TextChunk],
     tokenizer: Tokenizer,
     dtype: np.dtype[Any],
     folder: Path,
@@ -139,9 +139,9 @@ def fill(
     return documents, tokens
 
 
-def batched(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def batched(pieces: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
     """Many short ones at a time: a tokenizer encodes them side by side."""
-    some: list[Piece] = []
+    some: list[TextChunk] = []
     size = 0
     for piece in pieces:
         some.append(piece)
@@ -169,7 +169,7 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def pieces_of(files: Sequence[Path], field: str) -> Iterator[Piece]:
+def pieces_of(files: Sequence[Path], field: str) -> Iterator[TextChunk]:
     """The text of all files."""
     for path in files:
         try:
@@ -180,7 +180,7 @@ def pieces_of(files: Sequence[Path], field: str) -> Iterator[Piece]:
             ) from error
 
 
-def of_text(path: Path) -> Iterator[Piece]:
+def of_text(path: Path) -> Iterator[TextChunk]:
     """A file that is one document, its line ends as they are."""
     decoder, rest, begin = codecs.getincrementaldecoder("utf-8-sig")(), "", 0
     with path.open("rb") as file:
@@ -196,21 +196,21 @@ def of_text(path: Path) -> Iterator[Piece]:
                 ) from error
             if not block:
                 if text or begin:
-                    yield Piece(text, True, 0)
+                    yield TextChunk(text, True, 0)
                 return
             begin += len(block)
             cut = text.rfind("\n") + 1 or len(text)
             rest = text[cut:]
-            yield Piece(text[:cut], False, len(block))
+            yield TextChunk(text[:cut], False, len(block))
 
 
-def of_lines(path: Path, field: str) -> Iterator[Piece]:
+def of_lines(path: Path, field: str) -> Iterator[TextChunk]:
     """A file of which each line is an object with a text, which is a document; empty ones do not count."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             text = of_object(line, field, f"{path}, line {number}") if line.strip() else ""
             if text:
-                yield Piece(text, True, len(line))
+                yield TextChunk(text, True, len(line))
 
 
 def of_object(line: bytes, field: str, where: str) -> str:
@@ -222,7 +222,7 @@ def of_object(line: bytes, field: str, where: str) -> str:
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise UserError(
-            f"{where} is no object with a text {field!r}", "name the field that has the text: --text-field NAME"
+            f"{where} is not an object with a text {field!r}", "name the field that has the text: --text-field NAME"
         )
     try:
         text.encode()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
+from hpctrain.data.packing.growing_file import growing
 from hpctrain.data.packing.notes import NOTES
-from hpctrain.data.packing.source import Source
+from hpctrain.data.packing.ranks import ALONE, PATIENCE_S, Ranks
+from hpctrain.data.packing.source import Piece, Source
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 
@@ -33,8 +37,12 @@ def write_hdf5(
     compression: str | None = None,
     overwrite: bool = False,
     on_progress: Callable[[int], None] = lambda samples: None,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Writes all samples, to a temporary file beside ``path`` that is synced and renamed at the end.
+    """Writes all samples, to a temporary file next to ``path`` that is synced and renamed at the end.
+
+    Contiguous arrays of tables are written by all ranks, and what a killed call has written the next one does not write
+    again, if the tables and all that is asked are the same.
 
     Args:
         path: the file to make.
@@ -44,6 +52,7 @@ def write_hdf5(
         compression: gzip or lzf, in chunks.
         overwrite: replace a file that is there.
         on_progress: called with the number of samples that were written since.
+        ranks: that make the same call, for a file on a disk that they share; a ``Group``.
 
     Raises:
         UserError: the file exists, does not fit, or a value does not fit its dtype.
@@ -52,16 +61,21 @@ def write_hdf5(
     fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
     check_names(fields)
     prepare(path, overwrite)
+    ranks.allgather(None, "look for the file", PATIENCE_S)  # before one of them makes it
     try:
-        if compression is None:
-            check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
-        with replacement(path) as temporary:
-            if compression is None and chunk_samples is None:
-                write_contiguous(temporary, source, fields, on_progress)
-            else:
-                write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
+        if source.pieces and compression is None and chunk_samples is None:
+            write_pieces(path, source, fields, on_progress, ranks)
+        elif ranks.rank == 0:
+            if compression is None:
+                check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
+            with replacement(path) as temporary:
+                if compression is None and chunk_samples is None:
+                    write_contiguous(temporary, source, fields, on_progress)
+                else:
+                    write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
     except OSError as error:
         raise cannot_write(path, error) from error
+    ranks.allgather(None, "write the file", PATIENCE_S)
 
 
 def prepare(path: Path, overwrite: bool) -> None:
@@ -83,22 +97,65 @@ def write_contiguous(
     temporary: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None]
 ) -> None:
     """HDF5 lays out the file and closes it; then the bytes go to their places, so that a full disk is a plain error."""
+    with PatientFile(temporary, "w+b") as raw:
+        write_samples(raw, source, 0, fields, lay_out(raw, source, fields), on_progress)
+
+
+def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> dict[str, int]:
+    """Makes the file without its samples; where each array begins."""
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with PatientFile(temporary, "w+b") as raw:
-        with new_file(raw) as file:
-            file.attrs[NOTES] = json.dumps(source.notes)
-            offsets = {
-                name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
-                for name, field in fields.items()
-            }
-        for begin, block in checked_blocks(source, fields):
-            for name, values in block.items():
-                raw.seek(offsets[name] + begin * fields[name].num_bytes)
-                raw.write(values.reshape(-1).view(np.uint8))
+    with new_file(raw) as file:
+        file.attrs[NOTES] = json.dumps(source.notes)
+        return {
+            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
+            for name, field in fields.items()
+        }
+
+
+def write_samples(
+    raw: PatientFile,
+    source: Source | Piece,
+    begin: int,
+    fields: Mapping[str, Field],
+    offsets: Mapping[str, int],
+    on_progress: Callable[[int], None],
+) -> None:
+    """Those of a source from sample ``begin`` of the file on."""
+    for row, block in checked_blocks(source, fields, begin):
+        for name, values in block.items():
+            raw.seek(offsets[name] + row * fields[name].num_bytes)
+            raw.write(values.reshape(-1).view(np.uint8))
+        raw.check()
+        on_progress(len(values))
+
+
+def write_pieces(
+    path: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None], ranks: Ranks
+) -> None:
+    """Writes what an earlier call has not; each rank some of it."""
+    told = [{name: [field.shape, field.dtype.str] for name, field in fields.items()}, source.notes]
+    identity = json.dumps([*told, [[piece.key, piece.length] for piece in source.pieces]])
+    begins = [0, *accumulate(piece.length for piece in source.pieces)]
+
+    def make(temporary: Path) -> dict[str, int]:
+        check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
+        with PatientFile(temporary, "w+b") as raw:
+            offsets = lay_out(raw, source, fields)
             raw.check()
-            on_progress(len(values))
+        return offsets
+
+    with growing(path, identity, len(source.pieces), make, ranks) as file, for_pieces(file.path) as raw:
+        on_progress(sum(source.pieces[index].length for index in file.done))
+        for index in file.mine:
+            write_samples(raw, source.pieces[index], begins[index], fields, file.layout, on_progress)
+            file.finish(index)
+
+
+def for_pieces(path: Path) -> PatientFile:
+    """A file that is there, to write only: NFS would read pages that ranks share, and write them back whole."""
+    return PatientFile(path, "wb", opener=lambda name, flags: os.open(name, flags & ~(os.O_TRUNC | os.O_CREAT)))
 
 
 def write_chunked(
@@ -124,7 +181,7 @@ def write_chunked(
                     shuffle=compression is not None,
                     rdcc_nbytes=2 * rows * field.num_bytes,
                 )
-            for begin, block in checked_blocks(source, fields):
+            for begin, block in checked_blocks(source, fields, 0):
                 for name, values in block.items():
                     file[name][begin : begin + len(values)] = values
                 raw.check()
@@ -177,15 +234,27 @@ class PatientFile(io.FileIO):
             raise self.failure
 
 
-def checked_blocks(source: Source, fields: Mapping[str, Field]) -> Iterator[tuple[int, Samples]]:
-    """The source's blocks in the dtypes to write, each with the index of its first sample."""
-    begin = 0
+def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: int) -> Iterator[tuple[int, Samples]]:
+    """The source's blocks in the dtypes to write, each with the index of its first sample, from ``begin`` on."""
+    first = begin
     for block in source.blocks():
-        yield begin, {name: fit(name, block[name], field.dtype, begin) for name, field in fields.items()}
-        begin += len(next(iter(block.values())))
-    if begin != source.length:
+        for name, field in fields.items():
+            if block[name].shape[1:] != field.shape:
+                raise UserError(
+                    f"{name!r} has shape {block[name].shape[1:]} from sample {begin} on, and {field.shape} before it",
+                    "pad all samples to one shape",
+                )
+        made = {name: fit(name, block[name], field.dtype, begin) for name, field in fields.items()}
+        end = begin + len(next(iter(made.values())))
+        if end > first + source.length:
+            break
+        yield begin, made
+        begin = end
+    else:
+        end = begin
+    if end != first + source.length:
         raise UserError(
-            f"the source gave {begin} samples in place of {source.length}", "leave it alone while it is packed"
+            f"the source gave {end - first} samples in place of {source.length}", "leave it alone while it is packed"
         )
 
 

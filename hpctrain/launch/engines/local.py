@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.config.loading import dump
@@ -14,22 +16,30 @@ from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environmen
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import RunDir
-from hpctrain.run.rank_environment import CONVENTION, STOP_SIGNAL
-from hpctrain.run.verdict import Verdict
+from hpctrain.run.rank_environment import CONVENTION, JOB, STOP_SIGNAL
+from hpctrain.run.step_folder import BEGUN_AGAIN
+from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import python
 from hpctrain.system.cores import thread_environment, threads_per_rank, usable_cores
 from hpctrain.system.output import TERMINAL, quiet_environment, say, terminal_columns
-from hpctrain.system.processes import TETHER
+from hpctrain.system.processes import TETHER, own_folder
+from hpctrain.system.shared_memory import FOLDER as SHARED_MEMORY
+
+SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+"""Where Open MPI 5 and 4 make files of shared memory, which ranks that are killed leave behind."""
 
 
-def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = False) -> Verdict:
-    """Trains on a number of ranks of this machine, under supervision.
+def run(
+    config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
+) -> RunVerdict:
+    """Trains on a number of ranks of this machine, under supervision; a failed attempt is started again.
 
     Args:
         config: the run.
         ranks: how many.
         rank_words: words after ``hpctrain`` of each rank: ``["train", "run.yaml", ...]``.
         verbose: show what libraries and mpirun say.
+        fresh: the first attempt that gets so far puts aside what is there.
 
     Raises:
         UserError: no MPI for several ranks, or the run folder is in use.
@@ -45,20 +55,62 @@ def run(config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = F
     environment = rank_environment(config, ranks, threads, verbose, os.environ)
     if mpirun is not None:
         environment |= launcher_environment(mpirun.flavour, ranks > cores, os.environ)
-    command = python.module("hpctrain", *rank_words)
-    if config.launch.command:
-        command = [*plain_command(), *config.launch.command]
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
-    launch = Launch([*prefix, *command], environment, ranks, saves=not config.launch.command)
+    facts = Attempt(ranks=ranks).under(config.parallel)
+    command = rank_command(config, rank_words, fresh)
+    with own_folder(SHARED_MEMORY) as segments:
+        environment |= {name: segments for name in SEGMENTS if segments and name not in os.environ}
+
+        def launch(number: int) -> Launch:
+            for left in Path(segments).iterdir() if segments else ():
+                with contextlib.suppress(OSError):
+                    left.unlink()  # by ranks of the attempt before, which were killed
+            return Launch([*prefix, *command()], environment, ranks, saves=not config.launch.command)
+
+        return supervised(config, launch, facts, lambda verdict: facts, verbose)
+
+
+def rank_command(config: Config, rank_words: Sequence[str], fresh: bool) -> Callable[[], list[str]]:
+    """Gives the words of each rank's process; only the first attempt that gets so far puts aside what is there."""
+    run_dir = RunDir.of(config.name, config.run_dir)
+    old, mark = step_folders(run_dir), begun_again(run_dir)
+    has_store = config.checkpoint.tiers.store.url is not None
+
+    def words() -> list[str]:
+        if config.launch.command:
+            return [*plain_command(), *config.launch.command]
+        is_first = old & step_folders(run_dir) or (has_store and begun_again(run_dir) == mark)
+        flags = ["--fresh"] if fresh and is_first else []
+        return python.module("hpctrain", *rank_words, *flags)
+
+    return words
+
+
+def supervised(
+    config: Config,
+    launch: Callable[[int], Launch],
+    facts: Attempt,
+    again: Callable[[RunVerdict], Attempt | None],
+    verbose: bool,
+) -> RunVerdict:
+    """A run that no scheduler supervises: every signal is a person's, unless it runs in a job. See ``supervise``."""
+    limits = Limits(config.launch.stop_grace_s, config.launch.failures_allowed(in_job=False))
+    run_dir = RunDir.of(config.name, config.run_dir)
     return supervise(
-        RunDir.for_config(config),
-        lambda attempt: launch,
-        Limits(config.launch.stop_grace_s, config.launch.max_failures),
-        Attempt(ranks=ranks).under(config.parallel),
+        run_dir,
+        launch,
+        limits,
+        facts,
         dump(config),
         verbose,
-        by_person=lambda number: True,  # on a workstation there is no scheduler
+        by_person=lambda number: JOB not in os.environ,
+        again=again,
     )
+
+
+def step_folders(run_dir: RunDir) -> set[tuple[str, int]]:
+    """The checkpoints by name and inode: one that was put aside is no longer among them, though its name may be."""
+    return {(path.name, path.stat().st_ino) for path in run_dir.checkpoints.glob("step-*")}
 
 
 def rank_environment(
@@ -80,3 +132,11 @@ def rank_environment(
 def plain_command() -> list[str]:
     """The words before a command that is not ours."""
     return python.module("hpctrain.rank.plain_command")
+
+
+def begun_again(run_dir: RunDir) -> tuple[int, int] | None:
+    """Which mark a run with ``--fresh`` and an object store has left last."""
+    with contextlib.suppress(OSError):
+        found = (run_dir.checkpoints / BEGUN_AGAIN).stat()
+        return found.st_ino, found.st_mtime_ns
+    return None

@@ -1,7 +1,6 @@
 """The deciding side of the monitor, on the first node.
 
-``chief`` collects the nodes' reports, ``judge`` turns windows into verdicts (``finding``), ``hang`` tells whether the
-run has stopped moving (``suspensions`` is time that does not count), ``heat`` keeps each rank's excess over time,
-``exclude`` lists hosts that the next requeue leaves out. The rest are the judge's parts: pure functions over arrays,
-with ``cause`` and ``sentence`` to say why.
+``chief`` takes in the nodes' reports on the attempt that is ``watched``. ``stragglers`` tells who is slow: ``judge``
+turns windows into verdicts (``finding``), ``sentence`` says why. ``standstill`` tells who has died or does not move, as
+``hang`` decides. The rest are the judge's parts: functions over arrays, and what is remembered of earlier windows.
 """

@@ -1,12 +1,18 @@
-"""What the monitor says, and the hysteresis that keeps it from saying it too early or too often."""
+"""What the monitor says, and what keeps it from saying it too early or too often."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hpctrain.monitor.chief.peers import Load, Move
+
+Mask = NDArray[np.bool_]
+Ranks = NDArray[np.int64]
 
 RANKS_IN_EVENT = 1000
 """Ranks that an event lists."""
@@ -26,7 +32,7 @@ class Kind(enum.StrEnum):
     UNEVEN = "uneven"
     """Two or three ranks differ since the start: no telling which of them is off."""
     ROTATING = "rotating"
-    """Pauses hit changing ranks: garbage collection, input or the system, nobody to blame."""
+    """Pauses hit changing ranks: garbage collection, input or the system; no rank is to blame."""
     IMBALANCE = "imbalance"
     """Ranks have different amounts of work."""
     PLAN = "plan"
@@ -40,7 +46,7 @@ class Kind(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """Where an accusation stands."""
+    """State of a finding."""
 
     SUSPECT = "suspect"
     CONFIRMED = "confirmed"
@@ -60,7 +66,7 @@ class Finding:
     hosts: tuple[str, ...] = ()
     """The hosts of those ranks."""
     cause: str = ""
-    """Phase that holds the excess (data, forward, ...), gc, compute (all of them alike), mixed, or network."""
+    """Phase that holds the excess (data, forward, ...), gc, compute (all phases equally), mixed, or network."""
     slowdown: float = 0.0
     """Share by which it is slower than its peers (or than it was)."""
     cost: float = 0.0
@@ -76,7 +82,7 @@ class Finding:
     move: Move | None = None
     """What would even it out, if that is known."""
     beside: bool = False
-    """Some other rank is named at this time: what nobody is blamed for comes on top of that."""
+    """Another rank is named at this time: this finding concerns the other ranks."""
 
     def fields(self) -> dict[str, Any]:
         """For an event."""
@@ -94,42 +100,39 @@ class Finding:
         }
 
 
-class Change(enum.Enum):
-    """What an observation changed."""
+class Standing:
+    """Who is suspected (after one bad window), confirmed (after some in a row), or cleared (after some calm ones).
 
-    NONE = 0
-    SUSPECTED = 1
-    CONFIRMED = 2
-    CLEARED = 3
+    Takes O(those observed) a window.
 
+    Args:
+        count: how many there may be, such as the ranks of the run.
+        confirm_after: bad windows in a row.
+        clear_after: calm windows in a row.
+    """
 
-@dataclass
-class Hysteresis:
-    """One accusation over time: suspected after one window, confirmed after some, cleared after some calm ones."""
+    def __init__(self, count: int, confirm_after: int, clear_after: int) -> None:
+        self.confirm_after = confirm_after
+        self.clear_after = clear_after
+        self.bad = np.zeros(count, dtype=np.int32)
+        self.calm = np.zeros(count, dtype=np.int32)
+        self.confirmed = np.zeros(count, dtype=bool)
+        """[count] those who are named."""
 
-    confirm_after: int = 2
-    """Bad windows in a row."""
-    clear_after: int = 3
-    """Calm windows in a row."""
-    bad: int = field(default=0, init=False)
-    calm: int = field(default=0, init=False)
-    confirmed: bool = field(default=False, init=False)
+    def observe(self, those: Ranks, bad: Mask, calm: Mask) -> dict[State, Ranks]:
+        """Takes in a window; whose state it changed.
 
-    def observe(self, is_bad: bool, is_calm: bool) -> Change:
-        """Takes one window into account. A window may be neither bad nor calm."""
-        self.bad = self.bad + 1 if is_bad else 0
-        self.calm = self.calm + 1 if is_calm and not is_bad else 0
-        if self.confirmed:
-            if self.calm >= self.clear_after:
-                self.confirmed = False
-                return Change.CLEARED
-            return Change.NONE
-        if self.bad >= self.confirm_after:
-            self.confirmed = True
-            return Change.CONFIRMED
-        return Change.SUSPECTED if self.bad == 1 else Change.NONE
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is suspected or confirmed."""
-        return not self.confirmed and self.bad == 0
+        Args:
+            those: [R] whom it is about; the others keep their standing.
+            bad: [R] bad ones.
+            calm: [R] those far from it; one may be neither.
+        """
+        self.bad[those] = np.where(bad, self.bad[those] + 1, 0)
+        self.calm[those] = np.where(calm & ~bad, self.calm[those] + 1, 0)
+        named, since = self.confirmed[those], self.bad[those]
+        confirmed = those[~named & (since >= self.confirm_after)]
+        cleared = those[named & (self.calm[those] >= self.clear_after)]
+        suspected = those[~named & (since == 1) & (since < self.confirm_after)]
+        self.confirmed[confirmed] = True
+        self.confirmed[cleared] = False
+        return {State.CONFIRMED: confirmed, State.CLEARED: cleared, State.SUSPECT: suspected}

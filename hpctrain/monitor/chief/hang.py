@@ -73,6 +73,7 @@ FOR_NEIGHBOURS: Mapping[int, str] = {
     Neighbours.TENSOR: "waits for other parts of a layer",
     Neighbours.PIPELINE: "waits for another stage",
     Neighbours.TABLES: "waits for rows of a table",
+    Neighbours.GRADIENTS: "waits for slices of gradients",
 }
 STATES = {
     ENDED: "has ended",
@@ -97,7 +98,7 @@ class Hang:
 
 
 def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]:
-    """Ranks that the others wait for; nobody if all are in the same place.
+    """Ranks that the others wait for; none if all are in the same place.
 
     Those that cannot arrive, if there are any. Otherwise all that are not in the furthest exchange, unless they wait
     for neighbours. If all do one or the other, those whose neighbours wait in vain, being elsewhere themselves.
@@ -118,7 +119,7 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
 def apart(beats: list[Beat], grid: Grid) -> list[Beat]:
     """Ranks in the exchange, where some of their tensor neighbours wait for their part of a layer, or any for rows."""
     in_vain = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
-    of_all = any(beat.waits_for == Neighbours.TABLES for beat in beats)
+    of_all = any(beat.waits_for in (Neighbours.TABLES, Neighbours.GRADIENTS) for beat in beats)
     return [beat for beat in beats if beat.waits and (of_all or beat.rank // grid.tensor in in_vain)]
 
 

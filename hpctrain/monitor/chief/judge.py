@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import statistics
-from hpctrain.monitor.chief.accused import Accused
-from hpctrain.monitor.chief.baseline import Baseline
-from hpctrain.monitor.chief.cause import NETWORK, cause_of
-from hpctrain.monitor.chief.finding import Change, Finding, Hysteresis, Kind, State
-from hpctrain.monitor.chief.pauses import RECENT, Pauses
+from hpctrain.monitor.chief.baseline import RECENT, Baseline, Pauses
+from hpctrain.monitor.chief.finding import Finding, Kind, Standing, State
 from hpctrain.monitor.chief.peers import Peers, heaviest
-from hpctrain.monitor.window import GC, Window
+from hpctrain.monitor.chief.statistics import NETWORK, cause_of
+from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
 
 Array = NDArray[np.floating]
@@ -27,7 +26,7 @@ class Rule:
     """Thresholds; docs/stragglers.md has what they find and what they miss."""
 
     slow: float = 0.07
-    """A rank is slow from this excess over the median of its peers on."""
+    """A rank is slow at or above this excess over the median of its peers."""
     z: float = 3.5
     """And this many robust standard deviations."""
     calm: float = 0.04
@@ -37,9 +36,9 @@ class Rule:
     clear_windows: int = 3
     """Calm windows in a row that clear."""
     told_singly: int = 8
-    """Ranks or hosts of which each has a sentence of its own when a window names many; the others share one."""
+    """Ranks or hosts reported in separate sentences when a window names many; the others share one."""
     many: float = 1 / 3
-    """From this share of slow ranks on, nobody is singled out."""
+    """At or above this share of slow ranks, none is singled out."""
     few_ranks: int = 3
     """Up to this number of ranks the peers' median is not a reference, and each rank's own past is asked too."""
     pauses: float = 0.05
@@ -84,8 +83,17 @@ class Judge:
         self.peers = Peers(grid or Grid(len(hosts)), self.rule.few_ranks)
         self.baseline = Baseline(len(hosts), self.peers)
         self.ranks_of_host = Counter(self.hosts)
-        self.accused = Accused(len(hosts), self.rule.confirm_windows, self.rule.clear_windows)
-        self.conditions: dict[Kind | tuple[Kind, int], Hysteresis] = {}
+        standing = functools.partial(
+            Standing, confirm_after=self.rule.confirm_windows, clear_after=self.rule.clear_windows
+        )
+        self.accused = standing(len(hosts))
+        """Ranks whose typical step is slow."""
+        self.extra = np.zeros((len(hosts), len(CAUSES)))
+        """[N, len(CAUSES)] seconds by which phases of accused ranks exceeded the peers', summed up while it lasts."""
+        self.pausers = standing(len(hosts))
+        """Ranks that hold up the others with pauses."""
+        self.conditions = standing(len(Kind))
+        """What is not one rank's, by the order of ``Kind``."""
         self.pauses = Pauses(len(hosts))
         self.measures: Measures | None = None
 
@@ -152,16 +160,12 @@ class Judge:
 
     def named(self) -> NDArray[np.bool_]:
         """[N] ranks of which a confirmed verdict says that they hold up the others."""
-        named = self.accused.confirmed.copy()
-        for key, record in self.conditions.items():
-            if isinstance(key, tuple) and record.confirmed:
-                named[key[1]] = True
-        return named
+        return np.asarray(self.accused.confirmed | self.pausers.confirmed)
 
     def slow_group(self, medians: Array, own: Array | None) -> NDArray[np.bool_] | None:
         """Too many slow ranks: the spread between ranks, or even the median, is theirs.
 
-        Up to half of the ranks show as a gap between two groups; more than half only by what they were before.
+        Up to half of the ranks show as a gap between two groups; more than half only against their own past.
         """
         size = len(medians)
         upper = statistics.upper_group(medians, self.rule.slow)
@@ -174,15 +178,12 @@ class Judge:
         return None
 
     def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Finding]:
-        """Runs the ranks' hysteresis."""
+        """Takes the slow ranks of a window into account; what is said of ranks whose state changes."""
         window = now.window
-        calm = now.excess < self.rule.calm
-        changes = self.accused.observe(window.ranks, slow, calm, self.extra_of(window, np.flatnonzero(slow)))
-        return [
-            *self.spoken(now, State.CONFIRMED, changes.confirmed),
-            *self.spoken(now, State.CLEARED, changes.cleared),
-            *self.spoken(now, State.SUSPECT, changes.suspected),
-        ]
+        self.extra[window.ranks[slow]] += self.extra_of(window, np.flatnonzero(slow))
+        changes = self.accused.observe(window.ranks, slow, now.excess < self.rule.calm)
+        self.extra[window.ranks[~self.accused.confirmed[window.ranks] & ~slow]] = 0
+        return [finding for state, ranks in changes.items() for finding in self.spoken(now, state, ranks)]
 
     def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
         """One verdict a rank, or one a host if all ranks of a host with several say the same.
@@ -212,9 +213,11 @@ class Judge:
         ranks = window.ranks[places]
         those = np.zeros(len(window.ranks), dtype=bool)
         those[places] = True
-        extra = self.accused.extra[ranks].sum(axis=0)
+        extra = self.extra[ranks].sum(axis=0)
         beside = ~those & np.isin(self.peers.cohort[window.ranks], self.peers.cohort[ranks])
-        normal = np.median(window.typical[beside], axis=0) if beside.any() else window.typical[0]
+        past = self.baseline.typical  # the measure for those that have no peers
+        others = window.typical[beside] if beside.any() else window.typical[places] if past is None else past[ranks]
+        normal = np.median(others, axis=0)
         together = those | self.accused.confirmed[window.ranks] if state is State.CONFIRMED else those
         return Finding(
             kind=kind,
@@ -276,12 +279,12 @@ class Judge:
         owners = self.pauses.owners(self.rule.pauses, self.rule.luck)
         normal = np.median(window.typical, axis=0)
         verdicts: list[Finding] = []
-        for rank in sorted(owners | {key[1] for key in self.conditions if isinstance(key, tuple)}):
+        for rank in sorted(owners | set(np.flatnonzero(self.pausers.confirmed | (self.pausers.bad > 0)).tolist())):
             goes_on = bool(cost[rank] >= 0.4 * self.rule.pauses)
             verdicts += self.condition(
-                (Kind.PAUSES, rank),
+                Kind.PAUSES,
                 window,
-                rank in owners and goes_on and not self.is_confirmed(rank),
+                rank in owners and goes_on and not bool(self.accused.confirmed[rank]),
                 not goes_on,
                 ranks=(rank,),
                 cause=cause_of(self.pauses.bursts[rank], normal),
@@ -298,10 +301,6 @@ class Judge:
             cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else cause_of(everyone, normal),
             cost=lost,
         )
-
-    def is_confirmed(self, rank: int) -> bool:
-        """The rank is named already."""
-        return bool(self.accused.confirmed[rank])
 
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
@@ -329,9 +328,9 @@ class Judge:
             return []
         steps = statistics.step_seconds(window.busy, window.wait) / window.steps
         load = heaviest(self.peers.levels(now.medians, window.ranks, ~blamed), grid, steps)
-        those = self.peers.on(window.ranks, load.axis, load.index) if load is not None else np.zeros_like(blamed)
-        if load is None or those.all():
+        if load is None:
             return self.condition(Kind.PLAN, window, False, True)
+        those = self.peers.on(window.ranks, load.axis, load.index)
         normal = np.median(window.typical[~those], axis=0)
         return self.condition(
             Kind.PLAN,
@@ -348,7 +347,7 @@ class Judge:
     def change_of_all(self, window: Window, own: Array, blamed: NDArray[np.bool_]) -> list[Finding]:
         """The exchange, or everything, is slower than at the start.
 
-        What slow ranks take longer is theirs: only if all the others are slower too is nobody to blame for it.
+        Slow ranks account for their own excess: a global finding needs all the other ranks to be slower too.
         """
         rest = own[~blamed] if not blamed.all() else np.ones(1)
         growth = float(np.median(rest))
@@ -386,7 +385,7 @@ class Judge:
 
     def condition(
         self,
-        key: Kind | tuple[Kind, int],
+        kind: Kind,
         window: Window,
         is_bad: bool,
         is_calm: bool,
@@ -394,26 +393,15 @@ class Judge:
         ranks: tuple[int, ...] = (),
         **findings: object,
     ) -> list[Finding]:
-        """Runs the hysteresis of something that is not one rank's median."""
-        record = self.conditions.get(key)
-        if record is None:
-            if not is_bad:
-                return []
-            record = self.conditions[key] = self.hysteresis()
-        change = record.observe(is_bad, is_calm)
-        if record.idle:
-            del self.conditions[key]
-        states = {Change.SUSPECTED: State.SUSPECT, Change.CONFIRMED: State.CONFIRMED, Change.CLEARED: State.CLEARED}
-        if change not in states:
+        """What is said of something that is not one rank's median: of pauses by rank, else one thing of a kind."""
+        standing, place = (self.pausers, ranks[0]) if kind is Kind.PAUSES else (self.conditions, list(Kind).index(kind))
+        changes = standing.observe(np.array([place]), np.array([is_bad]), np.array([is_calm]))
+        state = next((state for state, changed in changes.items() if len(changed)), None)
+        if state is None:
             return []
-        kind = key[0] if isinstance(key, tuple) else key
         hosts = tuple(dict.fromkeys(self.hosts[rank] for rank in ranks))
         beside = bool(self.named().any())
-        return [Finding(kind, states[change], window.index, ranks, hosts, beside=beside, **findings)]  # type: ignore[arg-type]
-
-    def hysteresis(self) -> Hysteresis:
-        """As the rule says."""
-        return Hysteresis(self.rule.confirm_windows, self.rule.clear_windows)
+        return [Finding(kind, state, window.index, ranks, hosts, beside=beside, **findings)]  # type: ignore[arg-type]
 
     def by_host(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """Ranks grouped by host, in rank order."""

@@ -18,7 +18,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Load:
-    """A stage, or a part of the layers, and what it has to do beside the others."""
+    """A stage, or a part of the layers, and its load compared with the others."""
 
     axis: str
     """stage or tensor."""
@@ -43,10 +43,10 @@ class Move:
 
 
 class Peers:
-    """The ranks of a run by what they have of the model. All methods take values of a window's ranks.
+    """The ranks of a run by the part of the model that they hold. All methods take values of a window's ranks.
 
-    Peers have equal stages and tensor indexes. If nobody has peers, since there is one copy of the model, each rank's
-    times are taken as multiples of its own past, and compared with those of all others.
+    Peers have equal stages and tensor indexes. With one copy of the model there are no peers: each rank's times
+    are then divided by its own baseline and compared with those of all other ranks.
 
     Args:
         grid: places of all ranks.

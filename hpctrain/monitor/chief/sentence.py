@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.hang import Beat, Hang
 from hpctrain.run.grid import Grid
+from hpctrain.system.quantities import ranges
 
 WORDS = {
     "data": "reading data",
@@ -18,7 +19,7 @@ WORDS = {
     "checkpoint": "checkpoints",
     "rest": "code outside the marked phases",
     "gc": "Python's garbage collection",
-    "compute": "computing, all phases alike",
+    "compute": "computing, all phases equally",
     "mixed": "several phases",
     "network": "the exchange",
     "": "no phase stands out",
@@ -46,14 +47,8 @@ def who(verdict: Finding) -> str:
 
 def numbers(ranks: Sequence[int]) -> str:
     """Ranks as people write them: 0-3, 7."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:8])
-    return shown + (", ..." if len(runs) > 8 else "")
+    runs = ranges(ranks)
+    return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
 
 
 def costs(verdict: Finding) -> str:

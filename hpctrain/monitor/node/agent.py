@@ -1,4 +1,4 @@
-"""The agent: a plain process beside a node's ranks. It reads their memory, and may die or stop without their noticing.
+"""The agent: a plain process on each node. It reads its ranks' memory, and may die or stop without affecting them.
 
 The first node's agent also listens to the others and decides. Started by the node's first rank (``session``), it ends
 when all ranks of its node have.
@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.config.sections import MonitorConfig
-from hpctrain.monitor.chief.chief import Chief, NodeCommand
+from hpctrain.monitor.chief.chief import Chief
+from hpctrain.monitor.chief.watched import NodeCommand
 from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.shared import PID, Layout, SlotReader
-from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, raise_descriptors
+from hpctrain.monitor.wire.connection import Connection, connect
+from hpctrain.monitor.wire.door import Door, DoorLimits, raise_descriptors
+from hpctrain.monitor.wire.framing import Message
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
 
@@ -87,7 +90,7 @@ class Ears:
             self.selector.register(descriptor, selectors.EVENT_READ, data="life")
 
     def select(self, seconds: float) -> list[socket.socket | Connection]:
-        """Sources that have something, after at most ``seconds``. The node is told of deaths."""
+        """Sources that have something, after at most ``seconds``. Reports deaths to the node."""
         self.watch()
         keys = [key for key, _ in self.selector.select(seconds)]
         for key in keys:
@@ -199,6 +202,8 @@ class ChiefAgent:
             self.door.forget(connection)
         for node in [node for node, known in self.by_node.items() if known is connection]:
             del self.by_node[node]
+            if connection.unreachable:
+                self.chief.cut_off(node)
         connection.close()
 
     def obey(self, commands: list[NodeCommand]) -> None:
@@ -297,7 +302,7 @@ def stand_apart() -> None:
 
 
 def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
-    """The agent that this process is; it may have so many open files."""
+    """The agent that this process is; it may have this many open files."""
     reader = SlotReader.of(plan.memory, plan.layout)
     node = Node(plan.node, reader)
     token = bytes.fromhex(plan.token)

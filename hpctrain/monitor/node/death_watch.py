@@ -12,7 +12,8 @@ import selectors
 
 from hpctrain.monitor.node.node import Node
 from hpctrain.monitor.shared import FINISHED, JOINING, PID, STATE
-from hpctrain.run import deaths
+from hpctrain.run.last_words import note_death
+from hpctrain.system.processes import exit_code_of
 
 
 def start(node: Node) -> None:
@@ -46,11 +47,13 @@ def watch(node: Node, agent: int) -> None:
         for descriptor in (*lives, agent):
             selector.register(descriptor, selectors.EVENT_READ)
         while lives:
-            for key, _ in selector.select():
-                selector.unregister(key.fd)
-                if key.fd in lives:
-                    note(node, lives.pop(key.fd))
-                elif key.fd == agent:
+            ended = [key.fd for key, _ in selector.select()]
+            codes = {fd: exit_code_of(lives[fd], fd) for fd in ended if fd in lives}
+            for fd in sorted(ended, key=lambda fd: (codes.get(fd) or 0) >= 0):  # who exits at that moment is a victim
+                selector.unregister(fd)
+                if fd in lives:
+                    note(node, lives.pop(fd), codes[fd])
+                elif fd == agent:
                     lives = {life: pid for life, pid in lives.items() if not has_finished(node, pid)}
 
 
@@ -59,8 +62,8 @@ def has_finished(node: Node, pid: int) -> bool:
     return all(head[STATE] == FINISHED for head in node.reader.heads() if int(head[PID]) == pid)
 
 
-def note(node: Node, pid: int) -> None:
-    """Writes down that a rank of the node has died, unless it had come to its end."""
+def note(node: Node, pid: int, code: int | None) -> None:
+    """Writes down that a rank of the node has died, unless it had come to its end. See ``NotedDeath``."""
     for rank, head in zip(node.ranks, node.reader.heads(), strict=True):
         if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
-            deaths.note(int(rank))
+            note_death(int(rank), code)

@@ -182,7 +182,7 @@ def gpu_clocks() -> tuple[str, ...]:
             reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
             clock = pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)
             most = pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM)
-        except pynvml.NVMLError:  # it may not be read, or has no clocks of its own (vGPU); others do
+        except pynvml.NVMLError:  # it may not be read, or has no separate clocks (vGPU); others do
             continue
         if why := [word for bit, word in bad.items() if reasons & bit]:
             found.append(f"GPU {index} runs at {clock} of {most} MHz: {', '.join(why)}")
@@ -241,7 +241,7 @@ def names_in(folder: Path) -> list[str]:
 def text_of(path: Path) -> str | None:
     """A small file's content; None if it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")  # the kernel cuts names of processes in mid-character
     except OSError:
         return None
 

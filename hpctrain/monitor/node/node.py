@@ -34,14 +34,14 @@ from hpctrain.monitor.shared import (
     SlotReader,
 )
 from hpctrain.monitor.window import Window, condense
-from hpctrain.monitor.wire.message import Message
+from hpctrain.monitor.wire.framing import Message
 from hpctrain.system import processes
 
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""
 SHORTEST_READING_S = 0.25
 """Seconds between two readings of a host on which a rank is suspected: a second may pass until it is confirmed, and the
-first reading then tells of the time before, too."""
+first reading then covers the time before, too."""
 RIVALS_S = 30.0
 """Seconds between searches for other processes."""
 
@@ -59,7 +59,7 @@ class NodePlan:
 
 
 class Node:
-    """The ranks of one node, seen from beside them.
+    """The ranks of one node, observed from outside.
 
     Args:
         plan: who they are.
@@ -214,15 +214,20 @@ class Node:
         return self.findings(self.reader.heads(), now)
 
     def kill(self) -> None:
-        """Ends the node's ranks and what they started, except for this agent."""
-        for head in self.reader.heads():
+        """Ends the node's ranks and what they started, except for this agent.
+
+        Who notes deaths is spared if a rank has died: while that one's threads end, its death is not noted yet. On
+        other nodes it goes first, so that no victim is noted.
+        """
+        heads = [head for head in self.reader.heads() if head[STATE] != JOINING]
+        spared = {os.getpid(), *(family(os.getpid()) if any(self.state(head) == GONE for head in heads) else ())}
+        for head in heads:
             pid = int(head[PID])
-            if head[STATE] == JOINING or processes.look(pid, head[STARTED]) == processes.GONE:
-                continue
-            for member in [*family(pid), pid]:
-                if member != os.getpid():
-                    with contextlib.suppress(OSError):
-                        os.kill(member, signal.SIGKILL)
+            if processes.look(pid, head[STARTED]) != processes.GONE:
+                for member in [*family(pid), pid]:
+                    if member not in spared:
+                        with contextlib.suppress(OSError):
+                            os.kill(member, signal.SIGKILL)
 
     def all_over(self) -> bool:
         """Every rank of the node has ended."""

@@ -1,4 +1,4 @@
-"""The monitor inside a rank: ``session`` starts it, ``clock`` takes the marks, ``hook`` joins both to the Trainer.
+"""The monitor inside a rank: ``session`` starts it, also for the Trainer, and ``clock`` takes the marks.
 
-``torch_clock`` marks on a CUDA stream instead.
+On a CUDA stream, the backend marks instead.
 """

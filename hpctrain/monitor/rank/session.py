@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import MonitorConfig
@@ -26,12 +26,19 @@ from hpctrain.monitor.node.agent import AgentPlan
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, LAYERS, STATE, Layout, Slot
-from hpctrain.monitor.wire import Interface, interfaces, listen, meeting_address, routed_address
+from hpctrain.monitor.wire.door import listen
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text, python, shared_memory
+from hpctrain.system.address import Interface, interfaces, meeting_address, routed_address
 from hpctrain.system.files import make_folder, open_log
+from hpctrain.train.hooks import BaseHook, StopReason
+
+if TYPE_CHECKING:
+    from hpctrain.train.framework import StepResult
+    from hpctrain.train.hooks import Training
+
 
 DUMP_ON = signal.SIGRTMAX - 3
 """Signal on which a rank writes its stacks if py-spy may not read them; frameworks and schedulers leave it alone."""
@@ -42,7 +49,7 @@ CLOSE_S = 10.0
 PR_SET_PTRACER = 0x59616D61
 
 
-class Session:
+class MonitorSession:
     """One rank's share of a running monitor.
 
     Args:
@@ -95,7 +102,7 @@ class Session:
                 sys.stdout.write(said.decode(errors="replace"))
                 sys.stdout.flush()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> MonitorSession:
         return self
 
     def __exit__(
@@ -124,7 +131,7 @@ class Session:
             self.agent.stdout.close()
 
 
-def start(world: World, folder: Path | str, config: MonitorConfig | None = None) -> Session:
+def start(world: World, folder: Path | str, config: MonitorConfig | None = None) -> MonitorSession:
     """Starts the monitor; every rank of the world calls it, at the same point.
 
     One rank a node starts the node's agent. If anything about it fails, training continues without a monitor.
@@ -139,13 +146,13 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     """
     config = config or MonitorConfig(on_hang="report")
     if not config.enabled:
-        return Session(RingClock(), None, None)
+        return MonitorSession(RingClock(), None, None)
     memory, problem = join_memory(world, Layout(world.local_size, max(1024, 8 * config.window_steps)))
     problems = [text for text in world.everyone.allgather(problem, "share memory with the monitor") if text]
     if problems or memory is None:
         if world.rank == 0:
             foreign_text.show(f"hpctrain monitor: not watching this run: {problems[0]}", sys.stderr)
-        return Session(RingClock(), None, None)
+        return MonitorSession(RingClock(), None, None)
     handle, layout, clock = memory
     watched, watching = os.pipe()
     agent = start_agent(world, RunDir(Path(folder)), config, handle, layout, watching)
@@ -153,7 +160,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     os.close(handle)
     pids = world.local.allgather(agent.pid if agent else 0, "learn the agent's number")
     clock.watch_gc()
-    return Session(clock, agent, prepare_dumps(clock, pids[0]), watched)
+    return MonitorSession(clock, agent, prepare_dumps(clock, pids[0]), watched)
 
 
 def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingClock] | None, str]:
@@ -277,3 +284,38 @@ def prepare_dumps(clock: RingClock, agent: int) -> IO[bytes] | None:
     clock.head[DUMP_FILE] = file.fileno()
     clock.head[DUMP_SIGNAL] = DUMP_ON
     return file
+
+
+PRINT_STEPS = 32
+"""Steps between looks at what the monitor has to say."""
+
+
+class MonitorHook(BaseHook):
+    """Prints what the monitor says, and ends it with the run. The watching itself is the clock's and the agent's.
+
+    Args:
+        session: started before the loop was built, since the framework marks its phases on the session's clock.
+    """
+
+    def __init__(self, session: MonitorSession) -> None:
+        self.session = session
+        self.steps = 0
+        self.orderly = False
+
+    def before_fit(self, training: Training) -> None:
+        self.session.has_layers(training.framework.facts.num_layers)
+        self.session.await_agent()
+
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+        if self.steps == 0:
+            self.session.starts_at(training.state.step - 1)
+        self.steps += 1
+        if self.steps % PRINT_STEPS == 0:
+            self.session.poll()
+        return None
+
+    def after_fit(self, training: Training, reason: StopReason) -> None:
+        self.orderly = True
+
+    def close(self) -> None:
+        self.session.close(self.orderly)

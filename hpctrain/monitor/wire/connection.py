@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import socket
 from collections import deque
 
 from hpctrain.monitor.wire import framing
-from hpctrain.monitor.wire.framing import HELLO_BYTES, LARGEST_FRAME, PROOF_BYTES, Keys, Opener, Sealer
-from hpctrain.monitor.wire.message import Message, ProtocolError
+from hpctrain.monitor.wire.framing import (
+    HELLO_BYTES,
+    LARGEST_FRAME,
+    PROOF_BYTES,
+    Keys,
+    Message,
+    Opener,
+    ProtocolError,
+    Sealer,
+)
 
 QUEUED_MESSAGES = 64
 """Messages that wait for a slow peer; older ones are dropped and counted."""
 READ_BYTES = 1 << 18
 """Bytes that are taken from a trusted peer at a time; from others only those of the greeting."""
-UNANSWERED_MS = 30_000
-"""The kernel gives up a connection whose bytes have not been acknowledged for this long."""
+UNANSWERED_S = 3
+"""The kernel gives up a connection whose other side's kernel has answered nothing for this long: a pulled cable. That
+of a host whose processes are all stopped does answer."""
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Connection:
@@ -40,6 +51,8 @@ class Connection:
         self.opened = opened
         self.ended = False
         """The peer has closed it, or does not belong to the run. `close` is still to be called."""
+        self.unreachable = False
+        """It has ended because the peer's host does not answer."""
         self.dropped = 0
         self.greeting = b""
         """Of the peer, as far as it has come."""
@@ -56,7 +69,10 @@ class Connection:
         stream.setblocking(False)
         with contextlib.suppress(OSError, AttributeError):  # no TCP
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNANSWERED_S)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):  # seconds
+                stream.setsockopt(socket.IPPROTO_TCP, option, 1)
         return cls(stream, token, framing.new_hello(), calls, opened)
 
     def fileno(self) -> int:
@@ -98,8 +114,8 @@ class Connection:
                 self.sending = self.sending[self.stream.send(self.sending) :]
         except BlockingIOError:
             return
-        except OSError:
-            self.ended = True
+        except OSError as error:
+            self.fail(error)
 
     def receive(self) -> list[Message]:
         """What has arrived. Sets ``ended`` if the peer closed the connection or does not belong to the run."""
@@ -107,8 +123,9 @@ class Connection:
             received = self.stream.recv(self._wanted())
         except BlockingIOError:
             return []
-        except OSError:
-            received = b""
+        except OSError as error:
+            self.fail(error)
+            return []
         if not received:
             self.ended = True
             return []
@@ -119,6 +136,10 @@ class Connection:
         except ProtocolError:
             self.ended = True
         return []
+
+    def fail(self, error: OSError) -> None:
+        """Takes note of what the kernel says of it."""
+        self.ended, self.unreachable = True, error.errno in UNREACHABLE
 
     def _wanted(self) -> int:
         """Bytes to take: of a stranger's, the rest of the present part of its greeting."""

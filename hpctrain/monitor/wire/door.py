@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hpctrain.monitor.wire.connection import Connection
+from hpctrain.system import address as system_address
 
 ACCEPTED_AT_ONCE = 64
 REST_S = 1.0
@@ -53,7 +54,7 @@ class Door:
         self.rests_until = 0.0
 
     def has_room(self, now: float, trusted: int) -> bool:
-        """Whether to accept now, beside ``trusted`` connections; else newcomers wait in the kernel's queue."""
+        """Whether to accept now, with ``trusted`` connections open; else newcomers wait in the kernel's queue."""
         left = self.descriptors - self.limits.reserved_descriptors - trusted
         return now >= self.rests_until and len(self.strangers) < min(self.limits.strangers, left)
 
@@ -97,21 +98,8 @@ class Door:
 
 
 def listen(address: str | None) -> socket.socket:
-    """A listening socket on a free port.
-
-    Args:
-        address: of this host, numeric; None listens on all of them, of both IP versions if there are two.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
-    if address is not None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    else:
-        listener = socket.create_server(("", 0), backlog=1024)
+    """A socket for a door on a free port. See ``system.address.listen``."""
+    listener = system_address.listen(address)
     listener.setblocking(False)
     return listener
 

@@ -1,20 +1,66 @@
-"""Authenticated frames over a byte stream. Pure: bytes in, bytes out; sockets are the connection's.
+"""Messages between agents, and authenticated frames that carry them over a byte stream.
 
-Both sides begin with a random nonce. From the run's token and both nonces each derives four keys (HMAC-SHA256 under one
-label each, as in HKDF's expansion, RFC 5869): one that proves the caller, one that proves the listener, and one for
-the frames of either direction. A frame is its length with a tag, then its content with a tag; tags count the frames, so
-that none can be altered, injected, repeated, reordered, left out or sent back. The length is checked before any of
-the content is kept. Contents are not encrypted.
+Pure: bytes in, bytes out; sockets are the connection's. Both sides begin with a random nonce. From the run's token and
+both nonces each derives four keys (HMAC-SHA256 under one label each, as in HKDF's expansion, RFC 5869): one that proves
+the caller, one that proves the listener, and one for the frames of either direction. A frame is its length with a tag,
+then its content with a tag; tags count the frames, so that none can be altered, injected, repeated, reordered, left out
+or sent back. The length is checked before any of the content is kept. Contents are not encrypted.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import secrets
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from hpctrain.monitor.wire.message import ProtocolError
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER = struct.Struct("!I")
+
+
+class ProtocolError(Exception):
+    """The peer is not an agent of this run."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A kind, JSON fields and arrays."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    arrays: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The message as bytes."""
+        shapes = {name: list(array.shape) for name, array in self.arrays.items()}
+        header = json.dumps({"kind": self.kind, "fields": self.fields, "arrays": shapes}).encode()
+        payload = (np.ascontiguousarray(array, dtype="<f4").tobytes() for array in self.arrays.values())
+        return b"".join((HEADER.pack(len(header)), header, *payload))
+
+    @classmethod
+    def decode(cls, content: bytes) -> Message:
+        """The inverse of ``encode``.
+
+        Raises:
+            ProtocolError: no message was encoded like this.
+        """
+        try:
+            begin = HEADER.size + HEADER.unpack_from(content)[0]
+            parsed = json.loads(content[HEADER.size : begin])
+            arrays = {}
+            for name, shape in parsed["arrays"].items():
+                count = int(np.prod(shape, dtype=np.int64))
+                arrays[name] = np.frombuffer(content, dtype="<f4", count=count, offset=begin).reshape(shape)
+                begin += 4 * count
+            return cls(str(parsed["kind"]), dict(parsed["fields"]), arrays)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
+            raise ProtocolError(f"a message cannot be read: {error}") from error
+
 
 MAGIC = b"hpctrain monitor 2\n"
 NONCE_BYTES = 32

@@ -21,8 +21,8 @@ from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
-from hpctrain.train import Cut, SavedArrays
-from hpctrain.train.state import Tiling
+from hpctrain.train.saved_arrays import SavedArrays
+from hpctrain.train.state import Cut, Tiling
 
 
 def arrays(value: float) -> dict[str, np.ndarray]:
@@ -73,7 +73,7 @@ def load(world: World, folder: Path, saved_ranks: str, step: str) -> None:
         print("loaded", loaded.step, *[one.reason for one in loaded.rejected])
 
 
-def train(saver: Saver, world: World, tensors: list, step: int) -> saver_module.Outcome:
+def train(saver: Saver, world: World, tensors: list, step: int) -> saver_module.SaveResult:
     """Saves beside steps that go on; the outcome, the same on all ranks and at the same step."""
     saver.begin(tensors, step, {})
     for number in range(100_000):

@@ -13,6 +13,7 @@ import sys
 import traceback
 import zlib
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.hook import CheckpointHook, checkpoint_hook
 from hpctrain.checkpoint.object_state import state_of
+from hpctrain.checkpoint.resume_compat import identity_of
 from hpctrain.comm.world import connect
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, ScheduleConfig, TrainConfig
 from hpctrain.errors import HpctrainError
@@ -73,7 +75,7 @@ class Recorder(BaseHook):
 def checksums(framework: Framework, objects: list[Kept]) -> dict[str, int]:
     """Of every tensor of the state, this rank's own included."""
     sums = {}
-    for tensor in (*framework.state(), *state_of(objects, framework.leaves).tensors):
+    for tensor in (*framework.state(), *state_of(objects, framework.facts.leaves).tensors):
         value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
         tensor.copy_into(value)
         sums[tensor.name] = zlib.crc32(value.tobytes())
@@ -106,12 +108,11 @@ def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
     clock = IntervalClock()
     problem = make_problem(config, world)
     framework = wiring.make_framework(config, world, problem.task, clock)
-    fingerprint = problem.train.fingerprint()
-    batch = problem.order.global_batch
+    identity = identity_of(asdict(config), problem.order.global_batch, problem.train.fingerprint())
     fresh = options.get("fresh", False)
     report = EventWriter(run_dir.events, print).append
     objects = kept_state(problem.task.state)
-    hook = checkpoint_hook(config, world, run_dir, batch, fingerprint, report, fresh=fresh, state=objects)
+    hook = checkpoint_hook(config.checkpoint, identity, world, run_dir, report, fresh=fresh, state=objects)
     recorder = Recorder(records / f"{world.rank}.jsonl", world.rank, options, hook)
     recorder.watch(framework)
     trainer = wiring.make_trainer(config, world, problem, framework, clock, [hook, recorder])

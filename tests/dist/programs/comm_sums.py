@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 
 from hpctrain.comm import group as group_module
 from hpctrain.comm.group import Arrays, Group
+from hpctrain.comm.switches import ADDRESS, PATTERN
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
+from hpctrain.reduce import shm_window
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.exchange_slots import SQUARE
-from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
+from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce, open_streamed_allreduce
+from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
 from hpctrain.reduce.layout import Layout, plan
-from hpctrain.reduce.mpi_allreduce import (
-    LARGEST_MESSAGE,
-    CompressedAllreduce,
-    FlatAllreduce,
-    HostAllreduce,
-    OverlappedAllreduce,
-)
+from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, FlatAllreduce, HostAllreduce
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.row_exchange import RowExchange, Rows
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce, share_arrays
 from hpctrain.reduce.shm_pieces import open_shm_pieces
 from hpctrain.reduce.shm_small import SmallShmAllreduce, open_shm_small
+from hpctrain.reduce.shm_window import ShmWindow, open_shm_window
+from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 from hpctrain.system import shared_memory
 
 EXTRA = 16
@@ -48,24 +53,57 @@ def terms(size: int, length: int, seed: int) -> list[np.ndarray]:
     return [np.random.default_rng([seed, rank]).standard_normal(length).astype(np.float32) for rank in range(size)]
 
 
-def check(world: World, reducer: HostAllreduce, length: int, exact: bool = True) -> None:
-    """Many sums in a row, so that a race between them would show."""
+def check(
+    world: World,
+    reducer: HostAllreduce,
+    length: int,
+    expected: Callable[[list[np.ndarray]], np.ndarray] | None = None,
+) -> None:
+    """Many sums in a row, so that a race between them would show; with ``expected`` to the bit."""
     for seed in range(40):
         mine = terms(world.size, length, seed)
         reducer.buffer[:] = mine[world.rank]
         reducer.start(0, length // 2)
         reducer.start(length // 2, length)
+        first = None
+        if isinstance(reducer, StreamedAllreduce):
+            reducer.arrive(1)
+            first = reducer.buffer[: length // 2].copy()
         reducer.finish()
+        assert first is None or np.array_equal(first, reducer.buffer[: length // 2]), "sums come in parts"
         total = np.sum(mine, axis=0, dtype=np.float64)
-        if exact:
+        if expected is None:
             np.testing.assert_allclose(reducer.buffer, total, rtol=0, atol=1e-5)
         else:
-            expected = wire(mine)
-            np.testing.assert_array_equal(reducer.buffer[:-EXTRA], expected[:-EXTRA])
-            np.testing.assert_allclose(reducer.buffer[-EXTRA:], total[-EXTRA:], rtol=0, atol=1e-6)
+            np.testing.assert_array_equal(reducer.buffer, expected(mine))
+            np.testing.assert_allclose(reducer.buffer[-EXTRA:], total[-EXTRA:], rtol=0, atol=1e-5)
         same = world.data.allgather(reducer.buffer.tobytes().hex()[:4096], "compare the bits")
         assert len(set(same)) == 1
     reducer.close()
+
+
+def check_int8(world: World, reducer: HostAllreduce, residue: Residue) -> None:
+    """Sums that lack what ranks carry, with the same bits on all of them."""
+    length = len(reducer.buffer)
+    wanted, found = np.zeros(length), np.zeros(length)
+    for seed in range(5):
+        mine = terms(world.size, length, seed)
+        reducer.buffer[:] = mine[world.rank]
+        reducer.start(0, length)
+        reducer.finish()
+        wanted += np.sum(mine, axis=0, dtype=np.float64)
+        found += reducer.buffer
+        assert len(set(world.data.allgather(crc32(reducer.buffer.tobytes()), "compare the bits"))) == 1
+    error = world.data.sum(residue.error.astype(np.float64))
+    np.testing.assert_allclose(found[:-EXTRA] + error, wanted[:-EXTRA], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found[-EXTRA:], wanted[-EXTRA:], rtol=0, atol=1e-4)
+    assert length == EXTRA or error.any()
+    reducer.close()
+
+
+def residue_of(length: int) -> Residue:
+    """Of a buffer with slots."""
+    return Residue(0, np.zeros(length - EXTRA, np.float32))
 
 
 def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, ...]]) -> None:
@@ -110,12 +148,24 @@ def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
     exchange.close()
 
 
-def wire(mine: list[np.ndarray]) -> np.ndarray:
-    """Each term rounded to half precision, added in fp32 in rank order, and the sum rounded again."""
-    total = np.zeros_like(mine[0])
-    for term in mine:
-        total += term.astype(np.float16).astype(np.float32)
-    return total.astype(np.float16).astype(np.float32)
+def streamed(fp16: bool, ranks_per_node: int = 1) -> Callable[[list[np.ndarray]], np.ndarray]:
+    """Nodes' sums by twos, rounded for the wire, added in fp32 in order, and rounded again if they are sent again."""
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[:-EXTRA].astype(np.float16).astype(np.float32), values[-EXTRA:]])
+
+    def by_twos(terms: list[np.ndarray]) -> np.ndarray:
+        half = 2 if len(terms) > 2 else 1
+        return terms[0] if len(terms) == 1 else by_twos(terms[:half]) + by_twos(terms[half:])
+
+    def expected(mine: list[np.ndarray]) -> np.ndarray:
+        nodes = [by_twos(mine[at : at + ranks_per_node]) for at in range(0, len(mine), ranks_per_node)]
+        if not fp16 or len(nodes) == 1:
+            return functools.reduce(np.add, nodes)
+        total = functools.reduce(np.add, map(rounded, nodes))
+        return total if len(nodes) == 2 else rounded(total)
+
+    return expected
 
 
 def collectives(world: World) -> None:
@@ -200,6 +250,30 @@ def small_in_a_row(world: World) -> None:
     reducer.close()
 
 
+def check_window(world: World) -> None:
+    """Arrays of no, one and several pieces, of several types, also to a rank that reads late what all have shown."""
+    shared = share_arrays(world.data, 2 * 2**20, np.uint8)
+    assert shared is not None
+    late = ShmWindow(dataclasses.replace(shared, node=LateReader("node", shared.node.comm)))
+    window = open_shm_window(world.data)
+    assert window is not None and window.piece == shm_window.PIECE
+    for turn, (length, dtype) in enumerate(
+        itertools.product((0, 1, 1000, 70_001, 300_000), (np.float32, np.float64, np.complex64, np.int64))
+    ):
+        ranks = [np.random.default_rng([turn, rank]).normal(size=length) * 100 for rank in range(world.size)]
+        mine = [values.astype(dtype) for values in ranks]
+        total = np.empty(length, dtype)
+        for shown in (window, late):
+            shown.sum(mine[world.rank], total, "add up")
+            np.testing.assert_allclose(total, np.sum(mine, axis=0), rtol=0, atol=1e-3)  # 100 in float32, a few times
+            assert len(set(world.data.allgather(total.tobytes().hex()[-4096:], "compare the bits"))) == 1
+        own = mine[world.rank].copy()
+        window.sum(own, own, "add up in place")
+        np.testing.assert_array_equal(own, total)
+    late.close()
+    window.close()
+
+
 def across_nodes(world: World) -> None:
     """Four ranks that take themselves for two nodes of two, and for nodes of three and one."""
     from mpi4py import MPI
@@ -218,6 +292,13 @@ def across_nodes(world: World) -> None:
             assert shared.between is not None
             assert len(shared.parts) == 2
             check(world, shared, length)
+        for codec in (None, CODECS["fp16"]):
+            reducer = open_streamed_allreduce(group_of(2), length, np.float32, codec)
+            check(world, reducer, length, streamed(codec is not None, ranks_per_node=2))
+        residue = residue_of(length)
+        shared = open_shm_allreduce(group_of(2), length, residue=residue)
+        assert shared is not None and residue.sharers.tolist() == [4, 2]
+        check_int8(world, shared, residue)
     for shapes in PIECES:
         for ring in (False, True):
             pieces = open_shm_pieces(group_of(2), laid_out(shapes), shapes, np.float32, ring)
@@ -225,21 +306,32 @@ def across_nodes(world: World) -> None:
             check_pieces(world, pieces, shapes)
     assert open_shm_allreduce(group_of(3), 100) is None
     assert open_shm_small(group_of(2), 100, np.float32) is None, "the nodes share no memory"
+    assert open_shm_window(group_of(2)) is None
 
 
 def main() -> None:
     """Everything on the ranks that there are."""
     world = connect()
+    own = world.data.broadcast(tempfile.mkdtemp(dir=shared_memory.FOLDER) if world.rank == 0 else "", "share memory")
+    shared_memory.FOLDER = own
     collectives(world)
     merged_in_order(world)
     if world.size > 1:
         suspended(world)
         small_in_a_row(world)
+        check_window(world)
         for length in (EXTRA, 1000, 100_003):
             check(world, FlatAllreduce(world.data, length), length)
-            check(world, OverlappedAllreduce(world.data, length), length)
-            check(world, RingAllreduce(world.data, length), length)
-            check(world, CompressedAllreduce(world.data, length, EXTRA, CODECS["fp16"]), length, exact=False)
+            for fp16, node_first in ((False, True), (True, False)):
+                codec, together = CODECS["fp16"] if fp16 else None, world.size if node_first else 1
+                reducer = open_streamed_allreduce(world.data, length, np.float32, codec, node_first)
+                check(world, reducer, length, streamed(fp16, together))
+            os.environ |= {ADDRESS: f"s{world.rank % 2}.n{world.rank}", PATTERN: "switch.node"}
+            ring = RingAllreduce(world.data, length)
+            assert ring.ring.order == [*range(0, world.size, 2), *range(1, world.size, 2)]
+            check(world, ring, length)
+            residue = residue_of(length)
+            check_int8(world, Int8Allreduce(world.data, length, residue), residue)
             shared = open_shm_allreduce(world.data, length)
             assert shared is not None
             check(world, shared, length)
@@ -262,10 +354,14 @@ def main() -> None:
         check_rows(world, np.float64, LARGEST_MESSAGE)
         if world.size == 4:
             across_nodes(world)
-        assert not [name for name in os.listdir(shared_memory.FOLDER) if name.startswith("hpctrain-")]
+        world.data.meet("have unlinked what they shared")
+        assert world.rank > 0 or not any(Path(shared_memory.FOLDER).iterdir())
         shared_memory.FOLDER = "/nowhere" if world.rank == world.size - 1 else shared_memory.FOLDER
         shared_memory.FOLDER = "/nowhere" if world.rank == 0 else shared_memory.FOLDER
-        assert open_shm_allreduce(world.data, 100) is None
+        assert open_shm_allreduce(world.data, 100) is None and open_shm_window(world.data) is None
+    world.data.barrier("are done with their memory")
+    if world.rank == 0:
+        os.rmdir(own)
     print(f"rank {world.rank} of {world.size}: right")
 
 

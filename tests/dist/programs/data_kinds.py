@@ -1,13 +1,26 @@
-"""Trains on each kind of data on these ranks, in run folders of each folder: data_kinds.py KINDS FOLDER:STEPS..."""
+"""Trains on each kind of data on these ranks, in run folders of each folder: data_kinds.py KINDS FOLDER:STEPS...
 
+With KILLED_AT in the environment, rank 1 is killed after that step.
+"""
+
+import os
+import signal
 import sys
 from pathlib import Path
 
 import hpctrain
+from hpctrain.backends.torch.reduce.reducer import NoReducer  # noqa: F401  loads torch before MPI, as a task does
 from hpctrain.config.sections import CheckpointConfig, MonitorConfig, ReduceConfig, TrainConfig
-from hpctrain.reduce.torch_reducer import NoReducer  # noqa: F401  loads torch before MPI, as a task does
 
-TASK = Path(__file__).parents[2] / "support" / "torch_data_kinds_task.py"
+TASK = Path(__file__).parents[2] / "tasks" / "torch_data_kinds_task.py"
+
+
+class Killed(hpctrain.BaseHook):
+    """After a step."""
+
+    def after_step(self, training, result):
+        if training.state.step == int(os.environ.get("KILLED_AT", "-1")) and training.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(folder: Path, steps: int, kinds: list[str]) -> None:
@@ -20,10 +33,10 @@ def main(folder: Path, steps: int, kinds: list[str]) -> None:
             task_args={"kind": kind, "folder": str(folder)},
             train=TrainConfig(steps=steps, global_batch=8),
             reduce=ReduceConfig(kind="mpi" if hpctrain.connect().size > 1 else "none"),
-            checkpoint=CheckpointConfig(verify_replicated=True),
+            checkpoint=CheckpointConfig(verify_replicated=True, every_steps=8),
             monitor=MonitorConfig(enabled=False),
         )
-        assert hpctrain.fit(config).step == steps
+        assert hpctrain.fit(config, hooks=[Killed()]).step == steps
 
 
 if __name__ == "__main__":

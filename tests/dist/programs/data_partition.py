@@ -7,7 +7,9 @@ from itertools import islice
 import numpy as np
 
 from hpctrain.comm.world import connect
-from hpctrain.data import Order, TrainingData, ValidationData, open_dataset
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData, ValidationData
 
 
 def noise(sample, rng):

@@ -10,18 +10,19 @@ from pathlib import Path
 
 from hpctrain import BaseHook, TorchTask, World
 from hpctrain.train.framework import StepResult
-from hpctrain.train.training import Training
-from tests.support.pipeline_tasks import gpt
+from hpctrain.train.hooks import Training
+from tests.tasks.pipeline_tasks import gpt
 
 
 class Trouble(BaseHook):
-    """Of this rank, in the first block that it computes after so many updates."""
+    """Of this rank, in the first block that it computes after so many updates, once a checkpoint is whole."""
 
-    def __init__(self, kind: str, step: int, befallen: Path) -> None:
-        self.kind, self.step, self.befallen, self.is_due = kind, step, befallen, False
+    def __init__(self, kind: str, step: int, folder: Path) -> None:
+        self.kind, self.step, self.is_due = kind, step, False
+        self.befallen, self.checkpoints = folder / "befallen", folder / "run" / "checkpoints"
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        self.is_due = training.state.step == self.step
+        self.is_due = training.state.step >= self.step and any(self.checkpoints.glob("step-*"))
 
     def strike(self) -> None:
         if not self.is_due or self.befallen.exists():
@@ -37,7 +38,7 @@ def task(world: World, folder: str, kind: str = "", rank: int = -1, step: int = 
     made = gpt()
     if world.rank != rank:
         return made
-    trouble = Trouble(kind, step, Path(folder) / "befallen")
+    trouble = Trouble(kind, step, Path(folder))
     for block in made.model.blocks:
         block.register_forward_pre_hook(lambda *_: trouble.strike())
     return dataclasses.replace(made, hooks=[trouble])

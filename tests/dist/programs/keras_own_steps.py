@@ -9,13 +9,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hpctrain.backends.tensorflow.runtime import begin_task
+from hpctrain.backends.tensorflow.state.weights import build_weights
+from hpctrain.backends.tensorflow.steps.compiled import adopted
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
-from hpctrain.frameworks.tensorflow import adopted, build_weights
-from hpctrain.frameworks.tensorflow.runtime import begin_task
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import NonFiniteLoss
-from tests.support.keras_own_steps import (
+from tests.support.sweep import difference
+from tests.tasks.keras_own_steps import (
     ByHand,
     Halves,
     framework_of,
@@ -26,7 +28,6 @@ from tests.support.keras_own_steps import (
     numbers,
     train,
 )
-from tests.support.sweep import difference
 
 STEPS = 30
 
@@ -55,12 +56,12 @@ def trained(world: World, kind: str) -> dict[str, Any]:
     totals = np.array(everywhere).sum(0)
     losses = totals[..., 0] / totals[..., 1]
     found = [variable.numpy() for variable in framework.task.model.trainable_variables]
-    slots = [t for t in framework._variables() if t.name.startswith("optimizer/")]
+    slots = [t for t in framework.source.variables() if t.name.startswith("optimizer/")]
     sums = [float(np.sum(tensor.host_view(), dtype=np.float64)) for tensor in slots]
     told = {
         "hashes": group.allgather(framework.weights_hash(), "compare the weights"),
         "slots": group.allgather(sums, "compare the slots"),
-        "reducer": framework.reducer_name,
+        "reducer": framework.facts.reducer_name,
     }
     framework.close()
     begin_task(7)
@@ -80,10 +81,10 @@ def looked_up(world: World) -> dict[str, Any]:
     framework = framework_of(lookup_task, world, "mpi" if world.size > 1 else "none")
     train(framework, STEPS)
     found = [variable.numpy() for variable in framework.task.model.trainable_variables]
-    assert framework.own is not None
+    assert framework.program.own is not None
     told = {
         "hashes": framework.group.allgather(framework.weights_hash(), "compare the weights"),
-        "tables": [sum(each.is_table) for each in framework.own.travelling.values()],
+        "tables": [sum(each.is_table) for each in framework.program.own.travelling.values()],
     }
     framework.close()
     begin_task(7)

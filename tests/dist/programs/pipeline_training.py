@@ -20,7 +20,7 @@ from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_co
 from hpctrain.checkpoint.format import partition
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
-from tests.support import pipeline_tasks
+from tests.tasks import pipeline_tasks
 
 EVERYONE = connect().everyone
 partition.LEAST_TILE_BYTES = 64  # as large matrices are written
@@ -68,7 +68,7 @@ class Watcher(BaseHook):
     def after_fit(self, training: Training, reason: Any) -> None:
         framework, world = training.framework, training.world
         held = sum(one.numel() for one in framework.model.parameters())  # type: ignore[attr-defined]
-        own = [world.pipeline.rank, world.tensor.rank, framework.weights_hash(), held, framework.reducer_name]
+        own = [world.pipeline.rank, world.tensor.rank, framework.weights_hash(), held, framework.facts.reducer_name]
         self.ranks = EVERYONE.allgather(own, "compare the ranks")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
 from hpctrain.comm.world import connect
-from tests.support import uneven_stages
+from tests.tasks import uneven_stages
 
 EVERYONE = connect().everyone
 

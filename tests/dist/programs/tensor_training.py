@@ -20,7 +20,7 @@ from hpctrain.checkpoint.format import partition
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
 from hpctrain.tasks import torch_gpt
-from tests.support import tensor_tasks
+from tests.tasks import tensor_tasks
 
 EVERYONE = connect().everyone
 partition.LEAST_TILE_BYTES = 64  # as large matrices are written

@@ -18,23 +18,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hpctrain.backends.tensorflow.framework import KerasFramework
+from hpctrain.backends.tensorflow.reduce.reducer import Pieces
+from hpctrain.backends.tensorflow.runtime import begin_task
+from hpctrain.backends.tensorflow.state.tensors import optimizer_tensors
+from hpctrain.backends.tensorflow.steps.passes import Applying
+from hpctrain.backends.tensorflow.strategies.zero1.sharded import ShardedReducers, stand_in
+from hpctrain.backends.tensorflow.strategies.zero1.sharding import ShardedUpdate, share_out
 from hpctrain.comm.world import World, alone, connect, from_communicator
-from hpctrain.config.sections import ParallelConfig
+from hpctrain.config.sections import ParallelConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.frameworks.tensorflow.framework import KerasFramework
-from hpctrain.frameworks.tensorflow.runtime import begin_task
-from hpctrain.frameworks.tensorflow.sharding import ShardedUpdate, share_out
-from hpctrain.frameworks.tensorflow.state import optimizer_tensors
-from hpctrain.parallel.tensorflow_sharded import ShardedReducers, stand_in
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.tensorflow_pieces import Pieces
 from hpctrain.system import shared_memory
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.stateful import value_of
-from tests.support import tensorflow_sharded as sharded
 from tests.support.attempts import attempt, furthest
-from tests.support.tensorflow_tasks import (
+from tests.tasks import tensorflow_sharded as sharded
+from tests.tasks.tensorflow_tasks import (
     cut,
     embedding_model,
     global_batches,
@@ -48,13 +49,13 @@ SHARDED, WHOLE = ParallelConfig(shard="optimizer"), ParallelConfig()
 UPDATES = 6
 LATER = 3
 """Updates before a stop."""
-TASK = "tests.support.tensorflow_sharded:task"
+TASK = "tests.tasks.tensorflow_sharded:task"
 
 
 def numbers_of(framework: KerasFramework) -> list[Any]:
     """Weights and their averages."""
     variables = framework.task.model.trainable_variables
-    return [np.array(one.numpy()) for one in (*(variable.value for variable in variables), *framework.averages)]
+    return [np.array(one.numpy()) for one in (*(variable.value for variable in variables), *framework.source.averages)]
 
 
 def compared(slots: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def one_optimizer(world: World, make: Callable[[], Any]) -> dict[str, Any]:
         framework = make_framework(ranks, sharded.model, parallel=parallel, kind=kind, **settings)
         losses = train(framework, UPDATES + 1, 2)  # the last global batch is smaller than the others
         slots = {one.name: (one, value_of(one)) for one in framework.state() if one.name.startswith("optimizer/")}
-        found.append((numbers_of(framework), slots, losses, framework.reducer_name))
+        found.append((numbers_of(framework), slots, losses, framework.facts.reducer_name))
         framework.close()
     (numbers, slots, losses, reducer), (wanted, whole, others, _) = found
     mine = compared(slots, whole) | {"numbers": furthest([*numbers, np.array(losses)], [*wanted, np.array(others)])}
@@ -97,7 +98,9 @@ def updated(world: World, make: Callable[[], Any]) -> dict[str, Any]:
     optimizer = make()
     own, places = share_out(optimizer, variables, pieces, world.data, {})
     reducer = ShardedReducers(own).open(Candidate("mpi", "sharded"), world.data)
-    update = ShardedUpdate(optimizer, variables, reducer, IntervalClock(), False)
+    update = ShardedUpdate(
+        optimizer, variables, reducer, IntervalClock(), Applying(TrainConfig(steps=1, global_batch=1))
+    )
     step = tf.function(lambda given: update.run([], reducer.borrow(given)[:-1]), autograph=False)
     wholes = [stand_in(one, value) for one, value in zip(variables, initial, strict=True)]
     begin_task(7)  # whose names begin again

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hpctrain.backends.tensorflow.runtime import begin_task
+from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
+from hpctrain.backends.tensorflow.task.opening import open_keras
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.tensorflow.opening import open_keras
-from hpctrain.frameworks.tensorflow.runtime import begin_task
-from hpctrain.frameworks.tensorflow.weights import build_weights, lacks_weights
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
 from tests.support.sweep import Weights, batches, micro_batches, sweep
-from tests.support.tensorflow_layers import CASES, with_weights
-from tests.support.tensorflow_problems import Problem, everything
+from tests.tasks.tensorflow_layers import CASES, with_weights
+from tests.tasks.tensorflow_problems import Problem, everything
 
 NO_OVERFLOW = 2.0**8
 """Loss scale at which fp16 skips no update: skipped ones could not be compared."""
@@ -45,8 +45,8 @@ def on_ranks(problem: Problem, world: World) -> tuple[Weights, Weights]:
     kind: Any = "mpi" if world.size > 1 else "none"
     config = Config(name="sweep", task="a:b", train=train, reduce=ReduceConfig(kind=kind))
     framework = open_keras(task, world, config, IntervalClock(), ReducerChoice(config.reduce, world))
-    if framework.loss_scale:
-        framework.loss_scale.state[0] = NO_OVERFLOW
+    if framework.source.loss_scale:
+        framework.source.loss_scale.state[0] = NO_OVERFLOW
     before = weights(task)
     for batch in batches(problem.fields):
         framework.step(micro_batches(batch, world.data, train.accumulate), len(batch["x"]))

@@ -11,13 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hpctrain import AUC, F1, Selected
+from hpctrain import Selected
+from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.comm.world import World, connect
-from hpctrain.frameworks.tensorflow.framework import KerasFramework
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import NonFiniteLoss
+from hpctrain.train.stateful import value_of
 from tests.support.choices import NoExchange
-from tests.support.tensorflow_tasks import (
+from tests.tasks.tensorflow_tasks import (
     cut,
     embedding_model,
     global_batches,
@@ -36,7 +37,7 @@ STEPS = 50
 def outcome(framework: KerasFramework, losses: list[float]) -> dict[str, Any]:
     """Losses by step, and what must be equal on all ranks."""
     hashes = framework.group.allgather(framework.weights_hash(), "compare the weights")
-    slots = [tensor for tensor in framework._variables() if tensor.name.startswith(("optimizer/", "ema/"))]
+    slots = [tensor for tensor in framework.source.variables() if tensor.name.startswith(("optimizer/", "ema/"))]
     sums = [float(np.sum(tensor.host_view(), dtype=np.float64)) for tensor in slots]
     return {"losses": losses, "hashes": hashes, "slots": framework.group.allgather(sums, "compare the slots")}
 
@@ -96,8 +97,6 @@ def judged(world: World) -> dict[str, Any]:
         return tf.nn.softmax(outputs), tf.one_hot(batch["y"], 3)
 
     metrics = {
-        "auc": Selected(AUC(), lambda outputs, batch: (outputs[:, 0], batch["y"] == 0)),
-        "f1": Selected(F1("macro"), lambda outputs, batch: (outputs, batch["y"])),
         "keras_auc": Selected(keras.metrics.AUC(), one_hot),
         "keras_f1": Selected(keras.metrics.F1Score(), one_hot),
         "iou": Selected(keras.metrics.MeanIoU(3), lambda outputs, batch: (tf.argmax(outputs, 1), batch["y"])),
@@ -126,6 +125,25 @@ SPARSE_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 """The first two update rows alone; the others get whole tables, of which rows have travelled."""
 
 
+def int8(world: World) -> dict[str, Any]:
+    """Six updates, the last two of them in another framework to which the state is handed over by name."""
+    settings: dict[str, Any] = {"kind": "mpi", "reduce": {"compression": "int8"}}
+    straight = make_framework(world, **settings)
+    found = outcome(straight, train(straight, 6)) | {"reducer": straight.facts.reducer_name}
+    straight.close()
+    first = make_framework(world, **settings)
+    train(first, 4)
+    saved = {tensor.name: value_of(tensor) for tensor in first.state()}
+    first.close()
+    second = make_framework(world, **settings)
+    second.load(saved)
+    rest = train(second, 2, skip=4)
+    found["resumed"] = [*found["losses"][:4], *rest], second.weights_hash()
+    found["error"] = float(np.abs(saved["reduce/error"]).max())
+    second.close()
+    return found
+
+
 def tables(world: World) -> dict[str, Any]:
     """Rows of embeddings; at last a batch of one sample, of which the other ranks have no rows."""
     found = {}
@@ -137,7 +155,7 @@ def tables(world: World) -> dict[str, Any]:
             last = {array: values[-1:] for array, values in samples().items()}
             framework.step(cut(last, world.rank, world.size), 1)
             looked_up, *others = [np.asarray(one) for one in framework.task.model.trainable_variables]
-            told = outcome(framework, losses) | {"by rows": any(framework.travelling.is_table)}
+            told = outcome(framework, losses) | {"by rows": any(framework.program.travelling.is_table)}
             told["weights"] = [*looked_up[: 150 * 250 : 250].ravel(), *np.concatenate([one.ravel() for one in others])]
             told["weights"] = [float(value) for value in told["weights"]]
             found[f"{name}, {kind}"] = told
@@ -149,7 +167,7 @@ def noises(world: World) -> dict[str, Any]:
     """Each rank's own dropout and random numbers."""
     framework = make_framework(world, model=noisy_model)
     train(framework, 2)
-    seeds = [tensor.host_view().tolist() for tensor in framework._variables() if tensor.name.startswith("rng/")]
+    seeds = [tensor.host_view().tolist() for tensor in framework.source.variables() if tensor.name.startswith("rng/")]
     drawn = float(tf.random.get_global_generator().uniform(()))
     return {"seeds": framework.group.allgather([*seeds, drawn], "compare the noise")}
 
@@ -189,6 +207,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "tables": tables,
     "fp16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "fp16"}),
     "bf16-wire": lambda world: trained(world, kind="auto", reduce={"compression": "bf16"}),
+    "int8": int8,
     "bf16": lambda world: trained(world, precision="bf16", model=noisy_model),
     "fp16": lambda world: trained(world, precision="fp16", model=noisy_model),
     "sabotaged": sabotaged,

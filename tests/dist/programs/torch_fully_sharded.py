@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
+from hpctrain.backends.torch.strategies.exchange import Exchange, over_gloo, over_nccl
+from hpctrain.backends.torch.strategies.group import DefaultGroup
 from hpctrain.checkpoint.format import partition
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main as command
@@ -28,14 +30,12 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone, connect, from_communicator
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import RunFailed
-from hpctrain.parallel.torch_exchange import Exchange, Waiting, over_gloo, over_nccl
-from hpctrain.parallel.torch_group import DefaultGroup
-from hpctrain.train.clock import NO_CLOCK
+from hpctrain.train.clock import NO_CLOCK, Waiting
 from hpctrain.train.state import StateTensor
 from hpctrain.train.stateful import value_of
-from tests.support import tensor_tasks, torch_sharded
 from tests.support.attempts import attempt, furthest
-from tests.support.torch_tasks import (
+from tests.tasks import tensor_tasks, torch_sharded
+from tests.tasks.torch_tasks import (
     adagrad,
     global_batches,
     in_float64,
@@ -48,9 +48,9 @@ from tests.support.torch_tasks import (
 PARAMETERS, OPTIMIZER, WHOLE = (ParallelConfig(shard=each) for each in ("parameters", "optimizer", "none"))
 partition.LEAST_TILE_BYTES = 64  # as large matrices are written
 HYBRID = ParallelConfig(tensor=2, shard="parameters")
-GPT = "tests.support.tensor_tasks:numbered"
-STAGES = "tests.support.pipeline_tasks:numbered"
-TABLES = "tests.support.table_tasks:recommender"
+GPT = "tests.tasks.tensor_tasks:numbered"
+STAGES = "tests.tasks.pipeline_tasks:numbered"
+TABLES = "tests.tasks.table_tasks:recommender"
 UPDATES = 6
 STATE = ("model/", "ema/", "optimizer/")
 
@@ -107,7 +107,7 @@ def plans(world: World, folder: Path) -> dict[str, Any]:
 EXCHANGED = {
     "tensor": (4, ParallelConfig(tensor=4), GPT),
     "tensor-data": (4, ParallelConfig(tensor=2), GPT),
-    "classes": (2, ParallelConfig(tensor=2), "tests.support.tensor_tasks:classes"),
+    "classes": (2, ParallelConfig(tensor=2), "tests.tasks.tensor_tasks:classes"),
     "pipeline": (2, ParallelConfig(pipeline=2), STAGES),
     "pipeline-data": (4, ParallelConfig(pipeline=2), STAGES),
     "four-stages": (4, ParallelConfig(pipeline=4), STAGES),
@@ -328,7 +328,7 @@ class Watcher(BaseHook):
     def after_step(self, training: Training, result: StepResult) -> None:
         total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
         self.losses.append(float(total / weight))
-        self.reducer = training.framework.reducer_name
+        self.reducer = training.framework.facts.reducer_name
 
 
 def run(folder: Path, name: str, task: str = "gpt", **keys: Any) -> dict[str, Any]:

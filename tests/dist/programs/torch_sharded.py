@@ -1,6 +1,6 @@
 """Trains torch models with sharded optimizer state on these ranks, once a scenario; rank 0 prints all, as JSON.
 
-torch_sharded.py <folder> <scenario> ...
+torch_sharded.py <folder> <parallel.shard> <scenario> ...
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpctrain.backends.torch.framework import TorchFramework
+from hpctrain.backends.torch.strategies.parameter_traits import try_optimizers
 from hpctrain.comm.world import World, alone, connect, from_communicator
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
-from hpctrain.frameworks.host_random import host_random_state
-from hpctrain.frameworks.torch.framework import TorchFramework
-from hpctrain.frameworks.torch.sharding import judge
 from hpctrain.parallel import sharded_exchange
 from hpctrain.parallel.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
 from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
 from hpctrain.system import shared_memory
+from hpctrain.train.seeds import host_random_state
 from hpctrain.train.stateful import value_of
-from tests.support import torch_own_steps as own
-from tests.support import torch_sharded
 from tests.support.attempts import attempt, furthest
-from tests.support.combined_tasks import Coupled
-from tests.support.torch_tasks import adagrad, cut, global_batches, in_float64, make_framework, train
+from tests.tasks import torch_own_steps as own
+from tests.tasks import torch_sharded
+from tests.tasks.combined_tasks import Coupled
+from tests.tasks.torch_tasks import adagrad, cut, global_batches, in_float64, make_framework, train
 
-SHARDED, WHOLE = ParallelConfig(shard="optimizer"), ParallelConfig()
+SHARDED = ParallelConfig(shard=sys.argv[2])  # type: ignore[arg-type]
+WHOLE = ParallelConfig()
+OTHER = WHOLE if SHARDED.shard == "optimizer" else ParallelConfig(shard="optimizer")
+"""What runs go on with, and come from."""
 UPDATES = 6
 LATER = 3
 """Updates before a stop."""
-TASK = "tests.support.torch_sharded:task"
+TASK = "tests.tasks.torch_sharded:task"
 
 
 def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelConfig, **settings: Any) -> Any:
@@ -51,7 +54,7 @@ def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelCo
         accumulate=2, clip_norm=0.05, ema_decay=0.9, **settings,
     )  # fmt: skip
     train(framework, UPDATES + 1, 2)  # the last global batch is smaller than the others
-    numbers = [*framework.model.parameters(), *framework.average]
+    numbers = [*framework.model.parameters(), *framework.source.averages.values]
     slots = [each for each in framework.state() if each.name.startswith("optimizer/")]
     framework.close()
     return [number.detach().numpy().copy() for number in numbers], {each.name: (each, value_of(each)) for each in slots}
@@ -94,7 +97,7 @@ def elements(slots: dict[str, Any]) -> list[tuple[str, Any]]:
 def optimizers(world: World, folder: Path) -> dict[str, Any]:
     """Each of them, by name; on two ranks some."""
     known = torch_sharded.BY_ROWS | torch_sharded.WHOLE
-    names = torch_sharded.SOME if world.size == 2 else known
+    names = torch_sharded.SOME if world.size == 2 or SHARDED.shard == "gradients" else known
     return {name: one_optimizer(world, known[name]) for name in names}
 
 
@@ -191,6 +194,26 @@ def overflow(world: World, folder: Path) -> dict[str, Any]:
     return {"hashes": world.data.allgather(hashes, "compare")}
 
 
+def uneven(world: World, folder: Path) -> dict[str, Any]:
+    """The first rank has three micro-batches, the last one none, and the others one: parameters beside one process."""
+
+    def parameters(world: World, parallel: ParallelConfig) -> list[Any]:
+        framework = make_framework(
+            world, torch_sharded.model, optimizer=torch_sharded.BY_ROWS["AdamW"], forward=in_float64,
+            parallel=parallel, reduce={"kind": "mpi" if world.size > 1 else "none"}, clip_norm=0.05,
+        )  # fmt: skip
+        for batch in global_batches(UPDATES):
+            pieces = [cut(batch, number, world.size + 1)[0] for number in range(world.size + 1)]
+            own = pieces[:3] if world.rank == 0 else pieces[world.rank + 2 : world.rank + 3]
+            framework.step(own if world.size > 1 else [batch], len(batch["x"]))
+        found = [one.detach().numpy().copy() for one in framework.model.parameters()]
+        framework.close()
+        return found
+
+    difference = furthest(parameters(world, SHARDED), parameters(alone(), WHOLE))
+    return {"differences": world.data.allgather(difference, "compare")}
+
+
 def own_steps(world: World, folder: Path) -> dict[str, Any]:
     """Two models, two optimizers, in a step of the task's own."""
     framework = own.make_framework(world, own.gan, parallel=SHARDED, clip_norm=None)
@@ -252,7 +275,7 @@ def probe(world: World, folder: Path) -> dict[str, Any]:
     framework = make_framework(alone(), optimizer=adagrad)
     before = rest(framework)
     begin = time.perf_counter()
-    judge(framework.optimizer_state.every, torch.device("cpu"))
+    try_optimizers(framework.source.optimizer_state.every, torch.device("cpu"))
     seconds = time.perf_counter() - begin
     same = json.dumps(before) == json.dumps(rest(framework))
     framework.close()
@@ -270,11 +293,11 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
     comm = world.everyone.comm
     assert comm is not None
     parts = {size: from_communicator(comm.Split(int(world.rank < size), world.rank)) for size in {1, 2, world.size}}
-    plans = [(size, parallel) for size in sorted(parts) for parallel in (SHARDED, WHOLE)]
+    plans = [(size, parallel) for size in sorted(parts) for parallel in (SHARDED, OTHER)]
     wanted_ids, wanted = (
         attempt(parts[1], folder / f"uninterrupted-{world.rank}", WHOLE, TASK, UPDATES) if world.rank == 0 else ([], {})
     )
-    for begun in (SHARDED, WHOLE):
+    for begun in (SHARDED, OTHER):
         saved = folder / begun.shard
         attempt(world, saved, begun, TASK, UPDATES, LATER)
         for size, parallel in plans:
@@ -296,7 +319,7 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
     each.__name__: each
-    for each in (optimizers, messages, exchanges, bits, overflow, own_steps, replaced, grown, probe, resumed)
+    for each in (optimizers, messages, exchanges, bits, overflow, uneven, own_steps, replaced, grown, probe, resumed)
 }
 
 
@@ -305,7 +328,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = connect()
     found = {}
-    for name in sys.argv[2:]:
+    for name in sys.argv[3:]:
         begin = time.perf_counter()
         found[name] = SCENARIOS[name](world, Path(sys.argv[1]))
         print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)

@@ -6,20 +6,19 @@ from typing import Any
 
 import torch
 
+from hpctrain.backends.torch.task.opening import open_torch
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.frameworks.torch.framework import seed
-from hpctrain.frameworks.torch.opening import open_torch
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import IntervalClock
 from tests.support.sweep import Weights, batches, micro_batches, sweep
-from tests.support.torch_modules import MODULES, Problem, everything, with_parameters
+from tests.tasks.torch_modules import MODULES, Problem, everything, with_parameters
 
 
 def task_of(problem: Problem) -> TorchTask:
     """A new task, with the same weights each time."""
-    seed(7)
+    torch.manual_seed(7)
     model = problem.model()
     return TorchTask(model, problem.loss, problem.optimizer(model.parameters()), None, forward=problem.forward)
 

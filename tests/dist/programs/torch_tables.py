@@ -17,7 +17,7 @@ import torch
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
-from tests.support import table_tasks
+from tests.tasks import table_tasks
 
 EVERYONE = connect().everyone
 OPTIMIZERS = ("sparse-adam", "adagrad", "sgd", "momentum")
@@ -39,12 +39,12 @@ class Watcher(BaseHook):
     def after_step(self, training: Training, result: StepResult) -> None:
         total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
         self.losses.append(float(total / weight))
-        self.reducer = training.framework.reducer_name
-        self.summed = training.framework.gradient_bytes
+        self.reducer = training.framework.facts.reducer_name
+        self.summed = training.framework.facts.gradient_bytes
 
     def after_fit(self, training: Training, reason: Any) -> None:
         model: Any = training.framework.model  # type: ignore[attr-defined]
-        parts = training.framework.optimizer_state.parts  # type: ignore[attr-defined]
+        parts = training.framework.source.optimizer_state.parts  # type: ignore[attr-defined]
         states = [part.optimizer.state for part in parts]
         held = {}
         for name, table in model.tables.items():

@@ -12,20 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix, MulticlassF1Score
 
-from hpctrain import AUC, F1, ConfusionMatrix, Selected
+from hpctrain import Selected
+from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
-from hpctrain.frameworks.torch.framework import TorchFramework
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
-from tests.support import torch_own_steps as own
 from tests.support.choices import NoExchange
-from tests.support.torch_metrics import Hits, Median
-from tests.support.torch_tasks import (
+from tests.tasks import torch_own_steps as own
+from tests.tasks.torch_metrics import Hits, Median
+from tests.tasks.torch_tasks import (
     Words,
     adagrad,
     cut,
@@ -57,7 +58,7 @@ def outcome(framework: TorchFramework, losses: list[float]) -> dict[str, Any]:
             sums.append(float(np.sum(value, dtype=np.float64)))
     return {
         "losses": losses,
-        "reducer": framework.reducer.name if framework.reducer else None,
+        "reducer": framework.facts.reducer_name,
         "hashes": group.allgather(framework.weights_hash(), "compare the weights"),
         "replicated": group.allgather(sums, "compare the state"),
     }
@@ -78,9 +79,9 @@ def sabotaged(world: World) -> dict[str, Any]:
 
 
 def not_finite(world: World) -> dict[str, Any]:
-    """One sample of the second batch, on the last rank, is not a number."""
-    framework = make_framework(world)
-    train(framework, 1)
+    """One sample of the third batch, on the last rank, is not a number; other sums travel when the loss shows it."""
+    framework = make_framework(world, way="mpi-overlap")
+    train(framework, 2)
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
     batch["x"][-1, 0] = np.nan
@@ -112,9 +113,9 @@ def evaluated(world: World) -> dict[str, Any]:
 def judged(world: World) -> dict[str, Any]:
     """Metrics with a state, over parts that differ in size."""
     metrics = {
-        "auc": Selected(AUC(), lambda outputs, batch: (outputs[:, 0], batch["y"] == 0)),
-        "f1": Selected(F1("macro"), lambda outputs, batch: (outputs, batch["y"])),
-        "confusion": Selected(ConfusionMatrix(), lambda outputs, batch: (outputs, batch["y"])),
+        "auc": Selected(BinaryAUROC(), lambda outputs, batch: (outputs[:, 0].sigmoid(), batch["y"] == 0)),
+        "f1": Selected(MulticlassF1Score(3), lambda outputs, batch: (outputs, batch["y"])),
+        "confusion": Selected(MulticlassConfusionMatrix(3), lambda outputs, batch: (outputs, batch["y"])),
         "hits": Selected(Hits(), lambda outputs, batch: (outputs, batch["y"])),
         "median": Selected(Median(), lambda outputs, batch: (outputs, batch["y"])),
     }
@@ -150,16 +151,22 @@ def overflowing(world: World) -> dict[str, Any]:
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
     batch["x"][-1, 0] = 1e6
-    before, scale = framework.weights_hash(), framework.trained[""].rule.loss_scale.factor
+    before, scale = framework.weights_hash(), framework.parts.trained[""].rule.loss_scale.factor
     framework.step(cut(batch, world.rank, world.size), 30)
-    after = [framework.weights_hash() == before, framework.trained[""].rule.loss_scale.factor / scale]
+    after = [framework.weights_hash() == before, framework.parts.trained[""].rule.loss_scale.factor / scale]
     framework.close()
     return {"after": world.data.allgather(after, "compare")}
 
 
-def interrupted(world: World) -> dict[str, Any]:
+def interrupted(world: World, **reduce: Any) -> dict[str, Any]:
     """Six updates, the first four of them in another framework whose state is handed over by name."""
-    settings = {"model": noisy_model, "ema_decay": 0.9, "optimizer": adam, "reduce": {"kind": "mpi"}}
+    settings = {
+        "model": noisy_model,
+        "ema_decay": 0.9,
+        "clip_norm": 0.5,
+        "optimizer": adam,
+        "reduce": {"kind": "mpi", **reduce},
+    }
     straight = make_framework(world, **settings)
     losses = train(straight, 6)
     digest = straight.weights_hash()
@@ -180,7 +187,7 @@ def interrupted(world: World) -> dict[str, Any]:
         rest.append(float(total / weight))
     same = rest == losses[4:] and second.weights_hash() == digest
     second.close()
-    return {"same": world.data.allgather(same, "compare")}
+    return {"same": world.data.allgather(same, "compare"), "hash": digest, "losses": losses}
 
 
 def joined(world: World) -> dict[str, Any]:
@@ -333,11 +340,11 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "accumulate": lambda world: trained(world, accumulate=3, way="mpi-overlap"),
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
     "weighted": lambda world: trained(world, loss=weighted_loss),
-    "fp16-wire": lambda world: trained(world, way="mpi-flat-fp16"),
+    "fp16-wire": lambda world: trained(world, way="mpi-overlap-fp16", accumulate=2),
     "bf16-wire": lambda world: trained(world, way="mpi-flat-bf16"),
     "fp16-horovod": lambda world: trained(world, way="horovod-overlap-fp16"),
     "bf16": lambda world: trained(world, precision="bf16"),
-    "fp16": lambda world: trained(world, precision="fp16", clip_norm=10.0),
+    "fp16": lambda world: trained(world, way="mpi-overlap-fp16", precision="fp16", clip_norm=10.0),
     "sparse": lambda world: words(world, sparse=True),
     "dense": lambda world: words(world, sparse=False),
     "refused": lambda world: words(world, sparse=True, mode="refuse"),
@@ -348,6 +355,8 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "noises": noises,
     "overflowing": overflowing,
     "interrupted": interrupted,
+    "int8": lambda world: interrupted(world, compression="int8", compress_after_steps=2),
+    "int8-node": lambda world: interrupted(world, compression="int8", compress_where="between_nodes"),
     "rehearsed": rehearsed,
     "joined": joined,
     "tables": tables,

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain import BaseHook, StepResult, Training, fit, load_config
 from hpctrain.comm.world import connect
-from tests.support.valueless_tasks import words
+from tests.tasks.valueless_tasks import words
 
 EVERYONE = connect().everyone
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.bench.scaling import runs, scaling_command
 from hpctrain.bench.scaling.fit import Shape
-from hpctrain.bench.scaling.plan import EXCHANGE_FILE, batches, further, jobs, shapes
+from hpctrain.bench.scaling.runs import EXCHANGE_FILE, batches, further, jobs, shapes
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import UserError
@@ -71,8 +71,8 @@ def test_what_is_done_is_read_and_not_run_again(tmp_path: Path) -> None:
     training, exchange = jobs(config(), ["weak"], [Shape(1, 2)], 60, 1, 1, tmp_path)
     assert not runs.is_done(training) and not runs.is_done(exchange)
     for job in (training, exchange):
-        RunDir.for_config(job.config).create()
-    events = EventWriter(RunDir.for_config(training.config).events, print)
+        RunDir.of(job.config.name, job.config.run_dir).create()
+    events = EventWriter(RunDir.of(training.config.name, training.config.run_dir).events, print)
     for number in range(1, 6):
         seconds = {"data": 0.5, "forward": 1.0, "backward": 2.0, "exchange": number, "callbacks": 0.25}
         events.append(Train(step=5 * number, steps=5, seconds=seconds))

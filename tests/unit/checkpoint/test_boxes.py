@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format.boxes import Box, boxes_between, everything, span, tiling_problem
+from hpctrain.checkpoint.format.boxes import Box, boxes_between, everything, run_axis, span, tiling_problem
 from tests.support.tilings import boxes_within, shapes, tilings
 
 
@@ -61,3 +62,11 @@ def test_thousands_of_parts_take_no_time() -> None:
     for boxes in (columns, grid, [everything(shape)]):
         assert tiling_problem(shape, boxes) is None
     assert tiling_problem(shape, [*columns[1:], columns[7]]) == "parts overlap"
+
+
+@pytest.mark.parametrize(
+    ("part", "axis"), [((2, 3, 5), 0), ((4, 3, 5), 0), ((4, 2, 5), 1), ((4, 3, 2), 2), ((4, 1, 2), 2)]
+)
+def test_a_box_lies_in_a_row_from_the_last_axis_that_it_has_in_part(part: tuple[int, ...], axis: int) -> None:
+    assert run_axis(Box((0, 0, 0), part), (4, 3, 5)) == axis
+    assert run_axis(Box((1,), (2,)), (5,)) == run_axis(Box((), ()), ()) == 0

@@ -22,7 +22,14 @@ from hpctrain.checkpoint.folder import CheckpointFolder
 from hpctrain.checkpoint.format import shard as shard_module
 from hpctrain.checkpoint.format import shard_index, shard_reading
 from hpctrain.checkpoint.format.boxes import Box, everything
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Manifest, Piece, TensorSpec, shard_file
+from hpctrain.checkpoint.format.layout import (
+    ITEM_TYPES,
+    DamagedCheckpoint,
+    Manifest,
+    TensorPiece,
+    TensorSpec,
+    shard_file,
+)
 from hpctrain.checkpoint.format.shard import ShardImage, skeleton
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
@@ -42,7 +49,7 @@ def save(folder: Path, tensor: TensorSpec, boxes: Sequence[Box], shards: int) ->
     checkpoints = CheckpointFolder(folder)
     checkpoints.prepare_folder(partial := checkpoints.partial(0, "test"))
     for rank in range(shards):
-        own = [Piece(tensor, box) for box in boxes[rank::shards]][:1]  # a file holds one dataset of a name
+        own = [TensorPiece(tensor, box) for box in boxes[rank::shards]][:1]  # a file holds one dataset of a name
         image = ShardImage(skeleton(own))
         for view, piece in zip(image.views, own, strict=True):
             view[...] = values_of(tensor)[piece.box.index]
@@ -165,7 +172,7 @@ def test_no_more_is_read_than_is_asked_for(
         assert not read
 
 
-def pieces_of(shard: Any) -> list[Piece]:
+def pieces_of(shard: Any) -> list[TensorPiece]:
     return [stored.piece for stored in shard.pieces]
 
 

@@ -20,11 +20,11 @@ import pytest
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint import patience, verify
-from hpctrain.checkpoint.exports import export_safetensors
+from hpctrain.checkpoint.exports.weights import export_safetensors
 from hpctrain.checkpoint.format import partition
 from hpctrain.checkpoint.format import shard as shard_module
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, Piece
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, TensorPiece
 from hpctrain.checkpoint.format.partition import tiles
 from hpctrain.checkpoint.initial import with_weights
 from hpctrain.checkpoint.inspect import tensor_differences, tensor_summaries
@@ -83,14 +83,14 @@ def shards_of(value: int, ranks: int, tiled: bool) -> list[list[Part]]:
                 for member, rows in enumerate((slice(0, half), slice(half, None))):
                     taken = numbers[rows]
                     begin = (piece.box.begin[0] + member * half, *piece.box.begin[1:])
-                    shards[index + 2 * member].append((Piece(piece.tensor, Box(begin, taken.shape)), taken))
+                    shards[index + 2 * member].append((TensorPiece(piece.tensor, Box(begin, taken.shape)), taken))
     for rank in range(ranks):
         for name, values in own(rank, value).items():
             shards[2 * rank] += parts_of(name, values, 0, 1, rank=rank)
     return [[tile for part in shard for tile in tiles_of(*part)] for shard in shards] if tiled else shards
 
 
-def tiles_of(piece: Piece, numbers: NDArray[Any]) -> list[Part]:
+def tiles_of(piece: TensorPiece, numbers: NDArray[Any]) -> list[Part]:
     """A piece as it is written if other plans may cut its tensor."""
     axis, parts = AXES.get(piece.tensor.name, 0), 3 if piece.tensor.name == "model/qkv" else 1
     return [(tile, numbers[tile.box.seen_from(piece.box.begin).index]) for tile in tiles(piece, axis, parts)]

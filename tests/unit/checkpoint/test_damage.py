@@ -227,8 +227,8 @@ def endless_layout() -> h5py.VirtualLayout:
 @pytest.mark.parametrize(
     ("item", "problem"),
     [
-        (OUT, "has no dataset model/layer0/weight of its own"),
-        (h5py.SoftLink("/model/layer1/weight"), "has no dataset model/layer0/weight of its own"),
+        (OUT, "has no separate dataset model/layer0/weight"),
+        (h5py.SoftLink("/model/layer1/weight"), "has no separate dataset model/layer0/weight"),
         (endless_layout(), "does not hold the bytes of model/layer0/weight itself"),
         ("pipe", "does not hold the bytes of model/layer0/weight itself"),
         ("chunks", "does not hold the bytes of model/layer0/weight itself"),

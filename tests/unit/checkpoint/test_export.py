@@ -59,7 +59,7 @@ def saved(framework: Framework, config: Config, folder: Path) -> Path:
 
     saver = open_saver(CheckpointStore(folder))
     identity = json.loads(json.dumps({"config": dataclasses.asdict(config)}))
-    saver.begin(framework.state(), STEPS, {"identity": identity}, framework.synchronize)
+    saver.begin(framework.state(), STEPS, {"identity": identity}, framework.host.synchronize)
     path = saver.finish().path_or_raise()
     saver.close()
     return path
@@ -108,13 +108,13 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Path) -> None:
-    from tests.support.torch_tasks import make_framework
+    from tests.tasks.torch_tasks import make_framework
 
     framework = make_framework(alone(), Tied, ema_decay=0.5)
     average = next(tensor.tensor for tensor in framework.state() if tensor.name == "ema/token.weight")
     average.zero_()
     saver = open_saver(CheckpointStore(tmp_path))
-    saver.begin(framework.state(), 1, {"other_names": framework.other_names}, framework.synchronize)
+    saver.begin(framework.state(), 1, {"other_names": framework.facts.other_names}, framework.host.synchronize)
     saver.finish().path_or_raise()
     saver.close()
     more = ["--ema"] if averaged else []
@@ -143,12 +143,12 @@ class Counting(torch.nn.Linear):
 def test_extra_state_of_modules_is_exported_where_pytorch_wants_it(
     odd: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.support.torch_tasks import make_framework
+    from tests.tasks.torch_tasks import make_framework
 
     framework = make_framework(alone(), lambda: Counting(odd=odd))
     framework.model.state["calls"] = 7
     saver = open_saver(CheckpointStore(tmp_path))
-    saver.begin(framework.state(), 1, {}, framework.synchronize)
+    saver.begin(framework.state(), 1, {}, framework.host.synchronize)
     saver.finish().path_or_raise()
     saver.close()
     assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.pt")]) == (64 if odd else 0)
@@ -191,7 +191,7 @@ def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path) ->
 
 def test_adapters_of_keras_are_merged(tmp_path: Path) -> None:
     pytest.importorskip("keras")
-    from tests.support import adapted_keras
+    from tests.tasks import adapted_keras
 
     train = TrainConfig(steps=STEPS, global_batch=8)
     config = Config(name="run", task=f"{adapted_keras.__name__}:task", train=train, reduce=ReduceConfig(kind="none"))
@@ -225,7 +225,7 @@ def test_adapters_of_keras_that_cannot_be_merged() -> None:
     for changes, dtype, said in [
         ({"a/b/lora_kernel_b": (2, 5)}, "float32", "lora_kernel_a adapts a/b/kernel, which is quantized"),
         ({}, "int8", "lora_kernel_a adapts a/b/kernel, which is quantized"),
-        ({"c/lora_embeddings_a": (3, 2)}, "float32", "has no c/lora_embeddings_b beside it"),
+        ({"c/lora_embeddings_a": (3, 2)}, "float32", "lacks c/lora_embeddings_b"),
         ({"c/lora_other_a": (3, 2)}, "float32", "c/lora_other_a is an adapter that is not merged here"),
     ]:
         arrays = {name: np.ones(shape, np.float32) for name, shape in (right | changes).items()}

@@ -22,13 +22,16 @@ from hpctrain.checkpoint.resume import load_weights
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import CheckpointConfig
-from hpctrain.data import Order, TrainingData, open_dataset
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
 from hpctrain.run.events import CheckpointFailed, Event
 from hpctrain.train.clock import IntervalClock, Phase
+from hpctrain.train.duration import Duration
+from hpctrain.train.framework import Facts
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
-from hpctrain.train.plan import Plan
 from hpctrain.train.state import ArrayTensor, TrainState
 from hpctrain.train.stateful import Kept, PerRank, kept_state
 from hpctrain.train.tree import HostLeaves
@@ -36,8 +39,6 @@ from hpctrain.train.tree import HostLeaves
 
 class Counter:
     """A weight that counts steps, and a loss that it is told."""
-
-    name = "numpy"
 
     def __init__(self, losses: Mapping[int, float] | None = None, spoiled_at: float = math.inf) -> None:
         self.weight = np.zeros(3)
@@ -52,7 +53,7 @@ class Counter:
             self.weight[1] = math.nan
 
     meters: Mapping[str, Any] = {}
-    meeting = None
+    sync_group = None
 
     def evaluate(self, batch: Any, meters: Any = ()) -> dict[str, tuple[float, float]]:
         return {"loss": (self.losses.get(int(self.weight[0]), 1.0), 1.0)}
@@ -63,14 +64,18 @@ class Counter:
     def load(self, arrays: Mapping[str, Any]) -> None:
         self.weight[...] = arrays["model/weight"]
 
-    other_names: Mapping[str, str] = {}
-    valueless: frozenset[str] = frozenset()
-    leaves = HostLeaves()
+    facts = Facts("numpy", HostLeaves(), 0)
 
-    def staging(self, num_bytes: int) -> np.ndarray:
-        return np.zeros(num_bytes, np.uint8)
+    @property
+    def host(self) -> Any:
+        return self
+
+    def staging(self, num_bytes: int, given: np.ndarray | None = None) -> np.ndarray:
+        return np.zeros(num_bytes, np.uint8) if given is None else given
 
     def synchronize(self) -> None: ...
+
+    def reseed(self, step: int) -> None: ...
 
 
 class Interrupt(BaseHook):
@@ -91,6 +96,9 @@ class Run:
         self.config = CheckpointConfig(**config)
         self.folder = folder
         self.make_store: Any = CheckpointStore
+        self.make_tiers: Any = lambda: None
+        self.make_remote: Any = lambda: None
+        self.world = alone()
         self.events: list[Event] = []
         self.identity: dict[str, Any] = {"config": {"seed": seed, "train": {}}, "global_batch": 2, "data": "abc"}
 
@@ -109,13 +117,14 @@ class Run:
         self.store = self.make_store(self.folder, kept, fence=fence)
         report = self.events.append
         policy = policy_of(self.config)
-        hook = CheckpointHook(self.store, policy, self.config, self.identity, report, hooks, fresh, state)
+        given = (self.store, policy, self.config, self.identity, report, hooks, fresh, state, self.make_tiers())
+        self.hook = hook = CheckpointHook(*given, self.make_remote())
         framework, clock = Counter(losses, spoiled_at), IntervalClock()
         data = TrainingData(open_dataset({"x": np.zeros((8, 1))}), Order(8, 2, seed=0), 0, 1, prefetch=0)
-        plan = Plan(steps, 4, eval_every_steps=1 if losses else None)
+        plan = Duration(steps, 4, eval_every_steps=1 if losses else None)
         validation = {"validation": [{"x": np.zeros((1, 1))}]}
         trainer = Trainer(
-            alone(), framework, lambda step: 1.0, plan, clock, TrainState(), data, validation, [hook, *hooks]
+            self.world, framework, lambda step: 1.0, plan, clock, TrainState(), data, validation, [hook, *hooks]
         )  # type: ignore[arg-type]
         with closing(hook), closing(data):
             trainer.fit()

@@ -23,7 +23,7 @@ from hpctrain.errors import UserError
 from hpctrain.train.state import ArrayTensor
 
 torch = pytest.importorskip("torch")
-from tests.support.torch_tasks import make_framework  # noqa: E402 (after the skip)
+from tests.tasks.torch_tasks import make_framework  # noqa: E402 (after the skip)
 
 nn = torch.nn
 
@@ -91,7 +91,7 @@ def test_folders_of_hugging_face_models_in_one_file_and_in_several(tmp_path: Pat
         assert set(load_initial(Source(str(folder)), framework).taken) == set(state)
         assert torch.equal(framework.model.head.weight, state["head.weight"])
     (cut / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    with pytest.raises(Exception, match="not a file beside it"):
+    with pytest.raises(Exception, match="not a file in its folder"):
         load_initial(Source(str(cut)), framework)
 
 
@@ -157,7 +157,7 @@ def test_a_partial_match_has_to_be_meant() -> None:
 def make_keras() -> Any:
     """A framework around a Keras model. TensorFlow is loaded before a test begins, since it changes the environment."""
     pytest.importorskip("keras")
-    from tests.support.tensorflow_tasks import make_framework
+    from tests.tasks.tensorflow_tasks import make_framework
 
     return make_framework
 
@@ -179,7 +179,7 @@ def test_keras_files_by_their_own_names(make_keras: Any, tmp_path: Path) -> None
     assert len(match.taken) == 8 and not match.missing + match.unexpected
     for ours, theirs in zip(framework.task.model.variables, other.variables, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    np.testing.assert_array_equal(framework.averages[0], other.trainable_variables[0])
+    np.testing.assert_array_equal(framework.source.averages[0], other.trainable_variables[0])
 
     wide = make_keras(alone(), model=lambda: model(7))
     before = wide.task.model.layers[-1].kernel.numpy()
@@ -226,8 +226,8 @@ def saved(framework: Any, folder: Path) -> str:
     """A checkpoint as a run makes it."""
     saver = open_saver(CheckpointStore(folder))
     state = framework.state()
-    meta = {"other_names": framework.other_names, "trained": trained_alone(state)}
-    saver.begin(state, 1, meta, framework.synchronize)
+    meta = {"other_names": framework.facts.other_names, "trained": trained_alone(state)}
+    saver.begin(state, 1, meta, framework.host.synchronize)
     saver.finish().path_or_raise()
     saver.close()
     return str(folder)
@@ -299,7 +299,7 @@ def test_adapters_of_other_kinds_are_not_merged() -> None:
     for wrong, said in [
         ({"a__lora_magnitude_vector__x__weight": (4,)}, "is not merged here"),
         ({"a__lora_A__y__weight": (2, 6), "a__lora_B__y__weight": (4, 2)}, "is not merged here"),
-        ({"b__lora_A__x__weight": (2, 6)}, "has no b.lora_B.x.weight"),
+        ({"b__lora_A__x__weight": (2, 6)}, "lacks b.lora_B.x.weight"),
         ({"a__lora_A__x__weight": (2, 5)}, "does not adapt a linear layer"),
     ]:
         with pytest.raises(UserError, match=said):
@@ -336,7 +336,8 @@ def test_names_are_those_without_torch_compile(where: str, tmp_path: Path) -> No
     for framework in (plain, other):
         framework.step([batch], 4)
     names = [tensor.name for tensor in plain.state()]
-    assert [tensor.name for tensor in other.state()] == names and not plain.other_names and not other.other_names
+    assert [tensor.name for tensor in other.state()] == names and not plain.facts.other_names
+    assert not other.facts.other_names
     arrays = CheckpointStore(Path(saved(other, tmp_path))).load().arrays
     plain.load(arrays)
     assert plain.weights_hash() == other.weights_hash()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint.format import manifest as module
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.layout import DamagedCheckpoint, Manifest, Piece, Shard, StoredPiece, TensorSpec
+from hpctrain.checkpoint.format.layout import DamagedCheckpoint, Manifest, Shard, StoredPiece, TensorPiece, TensorSpec
 from hpctrain.errors import UserError
 
 WEIGHT = TensorSpec("model/weight", (4, 200, 2), "float32")
@@ -27,7 +27,7 @@ BLOCK = 1024
 
 
 def stored(tensor: TensorSpec, begin: tuple[int, ...], count: tuple[int, ...], offset: int) -> StoredPiece:
-    piece = Piece(tensor, Box(begin, count))
+    piece = TensorPiece(tensor, Box(begin, count))
     return StoredPiece(piece, offset, BLOCK, tuple(range(offset, offset - (-piece.num_bytes // BLOCK))))
 
 

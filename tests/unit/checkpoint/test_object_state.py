@@ -182,7 +182,7 @@ def test_a_value_that_holds_itself_is_refused() -> None:
         state_of(kept_state({"loop": Box(held)}), LEAVES)
 
 
-@pytest.mark.parametrize(("rule", "problem"), [("split", "cannot be split"), ("mean", "'mean'\\) is no rule")])
+@pytest.mark.parametrize(("rule", "problem"), [("split", "cannot be split"), ("mean", "'mean'\\) is not a rule")])
 def test_a_wrong_rule_is_refused_where_it_is_written(rule: Any, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         PerRank(Box(1), rule)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import partition as module
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
-from hpctrain.checkpoint.format.layout import Piece, TensorSpec, rows_of
+from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, named_apart, rows_of, whole
 from hpctrain.checkpoint.format.partition import partition, tiles
 from tests.support import tilings
 
@@ -72,7 +72,7 @@ def test_tiles_are_the_same_elements_in_pieces(
     data: st.DataObject, shape: tuple[int, ...], axis: int, parts: int
 ) -> None:
     box = data.draw(tilings.boxes_within(shape))
-    found = tiles(Piece(TensorSpec("t", shape, "float32"), box), axis, parts)
+    found = tiles(TensorPiece(TensorSpec("t", shape, "float32"), box), axis, parts)
     assert tiling_problem(box.shape, [piece.box.seen_from(box.begin) for piece in found]) is None
 
 
@@ -103,5 +103,18 @@ def test_small_tensors_are_not_cut_into_tiles() -> None:
     for count in (1, 2, 4, 8):
         rows = count * module.LEAST_TILE_BYTES // 4 // 8
         for shape in ((rows, 8), (8, rows)):
-            piece = Piece(TensorSpec("t", shape, "float32"), Box((0, 0), shape))
+            piece = TensorPiece(TensorSpec("t", shape, "float32"), Box((0, 0), shape))
             assert [len(tiles(piece, axis, 1)) for axis in range(3)] == [count, count, 1]
+            assert all(sum(tile.box.size for tile in tiles(piece, axis, 1)) == 8 * rows for axis in range(3))
+
+
+def test_pieces_of_one_tensor_in_a_shard_have_names_of_their_own() -> None:
+    alone, cut = TensorSpec("alone", (2,), "float32"), TensorSpec("cut", (4, 3), "float32")
+    parts = [TensorPiece(cut, Box((0, 0), (1, 3))), TensorPiece(cut, Box((2, 0), (2, 3)))]
+    assert [piece.path for piece in named_apart([whole(alone), *parts])] == ["alone", "cut[0, 0]", "cut[2, 0]"]
+
+
+@pytest.mark.parametrize(("into", "row"), [(24, 0), (40, 1), (88, 1), (104, 2), (120, 2)])
+def test_a_cut_is_at_the_nearest_row(into: int, row: int) -> None:
+    tensor = TensorSpec("t", (4, 16), "float32")
+    assert module.cut([tensor], [tensor.num_bytes], into) == (0, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,10 +17,14 @@ from hpctrain.checkpoint.policy import (
     Retention,
     automatic_interval_s,
     daly_s,
+    mtbf_s,
     policy_of,
+    policy_of_tier,
 )
-from hpctrain.config.sections import CheckpointConfig
-from hpctrain.errors import UserError
+from hpctrain.config.sections import CheckpointConfig, RunDirTierConfig, TiersConfig
+from hpctrain.errors import Code, ExitCode, UserError
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.verdict import failed_with
 
 
 def test_positions() -> None:
@@ -41,6 +46,30 @@ def test_automatic_only_where_nothing_else_is_given() -> None:
     assert policy_of(CheckpointConfig(every_steps=5)).mtbf_s is None
     assert policy_of(CheckpointConfig(interval="none")) == Policy()
     assert policy_of(CheckpointConfig(every_minutes=2)).every_s == 120
+
+
+def test_the_run_folder_is_a_tier_with_an_interval() -> None:
+    tiers = {steps: TiersConfig(run_dir=RunDirTierConfig(steps)) for steps in (7, "auto")}
+    assert policy_of(CheckpointConfig(tiers=tiers[7])) == policy_of(CheckpointConfig(every_steps=7))
+    automatic = CheckpointConfig(tiers=tiers["auto"], interval="none")
+    assert policy_of(automatic) == policy_of(CheckpointConfig())
+    assert policy_of_tier(None, automatic) is None
+    with pytest.raises(UserError, match="are both given"):
+        CheckpointConfig(tiers=tiers[7], every_minutes=3)
+
+
+def test_failures_of_the_run_bring_checkpoints_closer() -> None:
+    hour, failed = 3600.0, failed_with(Code.KILLED, "rank 1 was killed", "")
+    stopped = replace(failed, exit_code=ExitCode.STOPPED)
+    config = CheckpointConfig(mtbf_hours=24)
+    assert mtbf_s(config, []) == 24 * hour
+    lost = [Attempt(started=at * hour, ended=(at + 2) * hour, verdict=failed) for at in range(2, 82, 2)]
+    assert mtbf_s(config, lost) == pytest.approx(2 * hour, rel=0.3)
+    quiet = Attempt(started=hour, ended=101 * hour, verdict=stopped)
+    assert mtbf_s(config, [quiet]) == 124 * hour
+    assert mtbf_s(config, [Attempt(started=hour), quiet]) == 124 * hour, "one that runs, or nobody saw the end of"
+    assert mtbf_s(config, [Attempt(started=hour, verdict=stopped), quiet]) == 124 * hour, "its length is unknown"
+    assert policy_of_tier("auto", config, lost) == Policy(mtbf_s=mtbf_s(config, lost))
 
 
 def test_daly_against_young() -> None:

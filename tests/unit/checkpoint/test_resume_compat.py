@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.resume_compat import config_hash, differences, refuse_changes
+from hpctrain.checkpoint.resume_compat import config_hash, differences, identity_of, refuse_changes
 from hpctrain.config.sections import (
     CheckpointConfig,
     Config,
     MonitorConfig,
+    OptimizerConfig,
     ParallelConfig,
     ScheduleConfig,
     TrackConfig,
@@ -35,6 +36,13 @@ def change(**sections: Any) -> Config:
     return dataclasses.replace(BASE, **sections)
 
 
+def test_numbers_that_json_does_not_know_are_compared_by_that() -> None:
+    values = {"task_args": {"limit": float("inf"), "rates": (0.5, float("nan"))}}
+    assert identity_of(values, 8, "abc")["config"] == {
+        "task_args": {"limit": "not finite", "rates": [0.5, "not finite"]}
+    }
+
+
 HARMLESS = {
     "name": change(name="other"),
     "folder": change(run_dir="/elsewhere"),
@@ -53,6 +61,7 @@ DECISIVE = {
     "train.precision": change(train=TrainConfig(epochs=3, batch_per_rank=16, precision="bf16")),
     "train.clip_norm": change(train=TrainConfig(epochs=3, batch_per_rank=16, clip_norm=1.0)),
     "global batch": change(train=TrainConfig(epochs=3, batch_per_rank=8)),
+    "optimizer.lr": change(optimizer=OptimizerConfig("adam", lr=0.1)),
     "schedule.kind": change(schedule=ScheduleConfig(kind="cosine")),
 }
 
@@ -126,6 +135,7 @@ def test_keys_that_an_earlier_version_lacked_are_as_they_were() -> None:
     saved = identity(change(schedule=ScheduleConfig(kind="step", step_epochs=(2,))))
     for key in ("decay_factor", "plateau", "cycle_epochs"):
         del saved["config"]["schedule"][key]
+    del saved["config"]["optimizer"]
     refuse_changes(saved, identity(change(schedule=ScheduleConfig(kind="step", step_epochs=(2,)))), "here")
 
 
@@ -142,3 +152,12 @@ def test_the_ranks_that_a_plan_with_groups_needs() -> None:
     with pytest.raises(UserError) as caught:
         refuse_changes(identity(BASE, ranks=4), identity(cut, ranks=2), "here")
     assert "run on 8 ranks" in caught.value.fix
+
+
+def test_the_ranks_that_an_earlier_version_s_run_file_needs() -> None:
+    """It says nothing of groups: there were none."""
+    now = identity(BASE, ranks=3)
+    now["config"]["parallel"] = {}
+    with pytest.raises(UserError) as caught:
+        refuse_changes(identity(BASE, ranks=4), now, "here")
+    assert "run on 4 ranks" in caught.value.fix

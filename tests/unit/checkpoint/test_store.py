@@ -22,7 +22,10 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import Replaced, RunFailed, UserError
 from hpctrain.train.state import ArrayTensor, Cut, Placement
 
-DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+DOCS = "".join(
+    (Path(__file__).parents[3] / "docs" / page).read_text(encoding="utf-8")
+    for page in ("checkpoints.md", "checkpoint-format.md")
+)
 
 
 @pytest.fixture
@@ -61,7 +64,7 @@ def test_a_rank_may_hold_several_parts_of_a_tensor(store: CheckpointStore) -> No
     saver.close()
     np.testing.assert_array_equal(store.load(3).arrays["model/qkv"], whole)
     assert verify_checkpoint(store, 3).problems == ()
-    (example,) = [each for each in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "import h5py" in each]
+    (example,) = [each for each in re.findall(r"```python\n(.*?)```", DOCS, re.S) if "import h5py" in each]
     example = example.replace("checkpoints/step-000000100", str(store.path / "step-000000003"))
     found: dict[str, dict[str, np.ndarray]] = {}
     exec(example.partition("assert")[0], found)  # noqa: S102  a program of ours, from the docs
@@ -70,7 +73,7 @@ def test_a_rank_may_hold_several_parts_of_a_tensor(store: CheckpointStore) -> No
 
 @pytest.mark.slow
 def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
-    examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
     assert len(examples) == 4
     for example in examples:
         subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, timeout=60)

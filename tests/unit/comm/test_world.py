@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hpctrain.comm.group import Group
@@ -144,3 +145,15 @@ def test_ranks_that_do_not_make_whole_models() -> None:
 def test_groups_that_ranks_cannot_make(nodes: list[int], tensor: int, what: str) -> None:
     with pytest.raises(UserError, match=rf"parallel\.tensor is {tensor}, and {what}"):
         grid_of(0, nodes, tensor)
+
+
+def test_collectives_need_no_words() -> None:
+    """What they say they waited for is optional, and says what they do."""
+    world = alone()
+    group = world.everyone
+    group.barrier()
+    assert group.allgather(3) == [3]
+    assert group.broadcast("a") == "a"
+    assert world.same(5) == 5
+    assert group.sum(np.ones(2)).tolist() == [1, 1]
+    assert group.gather(np.ones(2)).tolist() == [[1, 1]]

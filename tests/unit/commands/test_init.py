@@ -25,9 +25,20 @@ def test_a_task_and_a_run_file(framework: str, kind: str, tmp_path: Path) -> Non
 def test_files_that_are_there_stay_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "first.yaml").write_text("mine")
     assert main(["init", "first", "--folder", str(tmp_path)]) == 64
-    assert "first.yaml is there already" in capsys.readouterr().err
+    assert "first.yaml exists already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["first.yaml"]
     assert main(["init", "../first", "--folder", str(tmp_path)]) == 64
+    assert "beginning with a letter" in capsys.readouterr().err
+
+
+def test_the_next_commands_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "first"]) == 0
+    assert "\n  hpctrain run -n 2 first.yaml " in capsys.readouterr().out
+    assert main(["init", "first", "--folder", "a b"]) == 0
+    assert "\n  cd 'a b'; hpctrain doctor first.yaml " in capsys.readouterr().out
 
 
 @pytest.mark.slow

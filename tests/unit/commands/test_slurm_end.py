@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main
+from hpctrain.launch.engines import schedulers
+from hpctrain.launch.engines.jobs import Submitted, record, submissions
 from hpctrain.launch.engines.slurm import client, requeue, submission
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.run.folder import RunDir
-from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.run_status import QueueEntry
 from hpctrain.run.stop_request import requested_stop
 
 
@@ -23,7 +25,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with one running and one waiting job."""
     entries = [QueueEntry(*each, "", "", "", "", "", "") for each in (("7", "RUNNING"), ("8", "PENDING"))]
     monkeypatch.setattr(client, "find", lambda name: name)
-    monkeypatch.setattr(submission, "alive", lambda run: entries)
+    monkeypatch.setattr(schedulers, "alive", lambda run: entries)
     monkeypatch.setattr(client, "origin", lambda job: client.Origin("r", f"{tmp_path}/job.sbatch", "/", ""))
     return RunDir(tmp_path)
 
@@ -120,7 +122,7 @@ def submitted(tmp_path: Path, *jobs: str) -> RunDir:
     run.create()
     run.run_yaml.write_text("name: r\nlaunch: {command: [sh]}\n")
     for job in jobs:
-        submission.record(run, submission.Submitted(job, 0.0, "/work"))
+        record(run, Submitted(job, 0.0, "/work"))
     return run
 
 
@@ -142,7 +144,7 @@ def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path: Path, fake
     run = submitted(tmp_path)
     fake.knows("42", "/home/me/thesis/job.sbatch", "")
     (run.path / "jobs.jsonl").write_text(json.dumps({"job": line, "time": 0.0, "cwd": "/"}) + "\n")
-    assert submission.submissions(run) == []
+    assert submissions(run) == []
     assert main(["cancel", str(run.path)]) == 0
     assert not fake.cancelled() and not (fake.folder / "asked").exists()
 

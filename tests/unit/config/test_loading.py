@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,11 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("launch: {env: {A: 1}}", "run.yaml:4: launch.env cannot be '1'", "mapping"),
         ("schedule: {step_epochs: [1, a]}", "run.yaml:4: schedule.step_epochs cannot be 'a'", "list of integer"),
         ("schedule: {kind: step}", "run.yaml:4: schedule.kind is step but schedule.step_epochs is empty", "[30, 60]"),
-        ("schedule: {warmup_steps: 1, warmup_epochs: 1}", "run.yaml:4: both schedule.warmup_steps and", "one of them"),
+        (
+            "schedule: {warmup_steps: 1, warmup_epochs: 1}",
+            "run.yaml:4: schedule.warmup_steps and",
+            "one of schedule.warmup_steps",
+        ),
         (
             "schedule: {warmup_steps: 1, kind: one_cycle}",
             "run.yaml:4: schedule.kind is one_cycle, which",
@@ -104,6 +109,13 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("checkpoint:\n  keep_last: 0", "run.yaml:5: checkpoint.keep_last is 0", "1 or more"),
         ("train: {epochs: 4}", "'train' is in line 3 already", "one of the two"),
         ("data: [", "run.yaml:5 is not YAML", "indentation"),
+        ("optimizer: {lr: 1}", "run.yaml:4: optimizer.lr is given without optimizer.name", "sgd, adam, adamw, nadam"),
+        ("optimizer: {name: adm}", "run.yaml:4: optimizer.name cannot be 'adm'", "sgd, adam, adamw, nadam, adamax"),
+        ("optimizer: {name: sgd, betas: [0.9, 0.9]}", "optimizer sgd has no betas", "takes lr, weight_decay, momentum"),
+        ("optimizer: {name: adam, beta: 1}", "unknown key 'optimizer.beta'", "optimizer.betas"),
+        ("optimizer: {name: adam, betas: [0.9]}", "optimizer.betas is [0.9]", "two numbers"),
+        ("optimizer: {name: adamw, lr: -1}", "run.yaml:4: optimizer.lr is -1", "0 or more"),
+        ("optimizer: {name: sgd, nesterov: true}", "without optimizer.momentum", "such as 0.9"),
         ("launch: {command: [ls]}", "task and launch.command are both given", "launch.command"),
     ],
 )
@@ -126,7 +138,7 @@ def test_wrong_files_name_line_key_and_cure(run_file: Path, line: str, what: str
         (["--task_args.", "5"], "unknown option --task_args.", "--task_args"),
         (["more"], "'more' is not an option", "--key value"),
         (["--task_args.optimizer.lr", "5"], "--task_args.optimizer.lr names a part", "--task_args.optimizer '{...}'"),
-        (["--train.steps", "5"], "train.epochs and train.steps are both given", "exactly one"),
+        (["--train.steps", "5", "--train.epochs", "2"], "train.epochs and train.steps are both given", "exactly one"),
         (["--train.global_batch", "0"], "train.global_batch is 0", "1 or more"),
     ],
 )
@@ -134,11 +146,50 @@ def test_wrong_overrides(run_file: Path, words: list[str], what: str, fix: str) 
     error = refused(run_file, *words)
     assert what in error.what
     assert fix in error.fix
-    assert "run.yaml:" not in error.what or "--train.steps" in words, "an override has no line in the file"
+    assert "run.yaml:" not in error.what, "an override has no line in the file"
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "gone", "said"),
+    [
+        ("", ["--train.steps", "5"], "train.epochs", "--train.steps takes the place of train.epochs in "),
+        ("", ["--train.batch_per_rank=2"], "train.global_batch", "--train.batch_per_rank takes the place of train.glo"),
+        ("", ["--launch.command", "[ls]"], "task", "--launch.command takes the place of task in "),
+        (
+            "schedule: {warmup_epochs: 2}",
+            ["--schedule.warmup_steps", "0"],
+            "schedule.warmup_epochs",
+            "--schedule.warmup_steps takes the place of schedule.warmup_epochs in ",
+        ),
+    ],
+)
+def test_of_two_keys_that_exclude_each_other_the_command_lines_wins_and_it_is_said(
+    run_file: Path, line: str, words: list[str], gone: str, said: str
+) -> None:
+    run_file.write_text(f"{MINIMAL}{line}\n")
+    heard: list[str] = []
+    config = load(run_file, words, heard.append)
+    assert not operator.attrgetter(gone)(config)
+    assert len(heard) == 1
+    assert heard[0].startswith(said)
+    assert load(run_file, [*words, f"--{gone}", "" if gone == "task" else "null"]) == config, "taken back by hand"
+
+
+def test_nothing_is_said_where_nothing_gives_way(run_file: Path) -> None:
+    heard: list[str] = []
+    load(run_file, ["--train.epochs", "5", "--train.global_batch", "8"], heard.append)
+    assert not heard
 
 
 def test_missing_file(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "none.yaml").what
+
+
+def test_a_program_in_place_of_a_run_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    error = refused(tmp_path / "train.py")
+    assert "is a Python program" in error.what
+    assert f"hpctrain run -- python {tmp_path}/train.py" in error.fix
 
 
 def test_nothing_is_constructed_from_yaml_tags(run_file: Path) -> None:
@@ -157,6 +208,16 @@ def test_dump_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, task_
     path = tmp_path_factory.mktemp("dump") / "run.yaml"
     path.write_text(dump(config), encoding="utf-8")
     assert load(path) == config
+
+
+def test_a_number_or_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\ntask: m:f\ntrain: {steps: 3, global_batch: 2}\n")
+    key = "--checkpoint.tiers.memory.every_steps"
+    found = [load(path, [key, word]).checkpoint.tiers.memory.every_steps for word in ("auto", "50", "null")]
+    assert found == ["auto", 50, None]
+    with pytest.raises(UserError, match="integer or auto"):
+        load(path, [key, "often"])
 
 
 def test_the_reference_page_is_in_step() -> None:

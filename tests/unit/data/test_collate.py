@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import hpctrain
-from hpctrain.data import Batch, Order, TrainingData, ValidationData, open_dataset
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
 from hpctrain.data.packing.source import from_dataset
+from hpctrain.data.pipeline import Batch, TrainingData, ValidationData
 from hpctrain.errors import UserError
 
 LENGTH = 31

@@ -13,7 +13,8 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config, DataConfig, TrainConfig
-from hpctrain.data import Order, StreamingData, StreamOrder, open_stream
+from hpctrain.data.order import Order
+from hpctrain.data.stream import StreamingData, StreamOrder, open_stream
 from hpctrain.errors import UserError
 from hpctrain.rank.problem import make_problem
 
@@ -59,14 +60,9 @@ def test_variable_length(tmp_path: Path) -> None:
     path = tmp_path / "padded_task.py"
     path.write_text(program("def task(lr"))
     problem = make_problem(config(path), alone())
-    from hpctrain.rank.wiring import make_data
+    from hpctrain.rank.batches import make_data
 
-    class Here:
-        @staticmethod
-        def place(samples: Any) -> Any:
-            return samples
-
-    data = make_data(config(path), alone(), problem, Here())  # type: ignore[arg-type]
+    data = make_data(problem, alone(), lambda samples: samples)
     batch = next(data.starting_at(0, 0)).micro_batches[0]
     data.close()
     assert batch["tokens"].shape[1] in (8, 16, 24)
@@ -100,7 +96,7 @@ def test_streams(tmp_path: Path) -> None:
     refused = {
         "train.epochs": config(path, train={"epochs": 1, "global_batch": 4}),
         "data.workers": config(path, data=DataConfig(workers=1)),
-        "the task's sampler": config(path, task_args={"more": True}),
+        "the task has a sampler": config(path, task_args={"more": True}),
         "validation data": config(path, task_args={"where": "validation"}),
     }
     for key, wrong in refused.items():

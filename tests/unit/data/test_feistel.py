@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.feistel import FeistelPermutation
-from hpctrain.data.order import LARGE_SAMPLES, Order
+from hpctrain.data.order import LARGE_SAMPLES, FeistelPermutation, Order
 
 
 def drawn(length: int, seed: int) -> FeistelPermutation:

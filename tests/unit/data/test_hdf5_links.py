@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from hpctrain.cli import main
 from hpctrain.comm.world import alone
 from hpctrain.config import loading
-from hpctrain.data import open_dataset
 from hpctrain.data.formats import hdf5_resolve
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5 import Hdf5Dataset, open_hdf5
 from hpctrain.data.formats.hdf5_arrays import MappedArray, MappedBytes
 from hpctrain.data.formats.hdf5_files import LinkedFiles
+from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import UserError

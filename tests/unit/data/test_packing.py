@@ -4,6 +4,9 @@ import csv
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +15,17 @@ import numpy as np
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.data import Field, open_dataset
-from hpctrain.data.packing import Source, from_dataset, write_hdf5
+from hpctrain.data.dataset import Field
+from hpctrain.data.formats.open_table import open_table
+from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.packing import source as source_module
+from hpctrain.data.packing.notes import packed_notes
+from hpctrain.data.packing.source import Source, from_dataset
+from hpctrain.data.packing.table import from_table
+from hpctrain.data.packing.write import write_hdf5
 from hpctrain.errors import UserError
 
+ROOT = Path(__file__).parents[3]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(300, 4, 3)).astype(np.float32)
 Y = np.arange(300)
@@ -26,8 +35,7 @@ Y = np.arange(300)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """So that all sources come in several blocks."""
     monkeypatch.setattr(source_module, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr("hpctrain.data.packing.table.BLOCK_ROWS", 64)
-    monkeypatch.setattr("hpctrain.data.packing.parquet.BLOCK_ROWS", 64)
+    monkeypatch.setattr("hpctrain.data.formats.tables.BATCH_ROWS", 64)
     monkeypatch.chdir(tmp_path)
 
 
@@ -131,6 +139,23 @@ class TestCsv:
         pack("b.csv", "-o", "b.h5")
         assert read("b.h5")["a"].tolist() == [1.0] * 200 + [2.5]
 
+    def test_whole_numbers_stay_so(self) -> None:
+        Path("b.csv").write_text('\ufeffa , b,note\n+1,1e3,"two\nlines"\n\n 9223372036854775807 ,-inf,\n', "utf-8")
+        pack("b.csv", "-o", "b.h5", "--columns", "a,b")
+        assert read("b.h5")["a"].tolist() == [1, 2**63 - 1] and read("b.h5")["a"].dtype == np.int64
+        assert read("b.h5")["b"].tolist() == [1000.0, -np.inf]
+
+    def test_filters_compare_numbers_and_text(self) -> None:
+        Path("b.csv").write_text("split,a\ntrain,1\ntest,2\ntrain,10\ntrain,9\n")
+        pack("b.csv", "-o", "b.h5", "--columns", "a", "--filter", "split == train", "--filter", "a>1")
+        assert read("b.h5")["a"].tolist() == [10, 9]
+
+    @pytest.mark.parametrize("column", ["a", "b", "c"])
+    def test_a_filter_may_name_any_column(self, column: str) -> None:
+        Path("b.csv").write_text("a,b,c\n" + "".join(f"{i},{i},{i}\n" for i in range(9)))
+        pack("b.csv", "-o", "b.h5", "--filter", f"{column} >= 4", "--filter", "b<7")
+        assert [values.tolist() for values in read("b.h5").values()] == [[4, 5, 6]] * 3
+
     @pytest.mark.parametrize("name", ["b.tsv", "b.TSV"])
     def test_tabs(self, name: str) -> None:
         Path(name).write_text("a\tb\n1\t2\n")
@@ -140,15 +165,17 @@ class TestCsv:
     @pytest.mark.parametrize(
         ("content", "what"),
         [
-            ("a,b\n1,2\n3,\n", "line 3: '' in column 'b' is not a number"),
-            ("a,b\n1,2\n3\n", "line 3: 1 values under 2 column names"),
+            ("a,b\n1,2\n3,\n", "b.csv: column 'b' has '' in row 1, which is not a number"),
+            ("a\n" + "1\n" * 200 + "0x10\n", "column 'a' has '0x10' in row 200, which is not a number"),
+            ("a,b\n1,2\n3\n", "b.csv is not CSV, or is damaged: Error creating dataset"),
+            ('a,b\n1,"2\n3,4\n', "column 'b' has '2\\n3,4' in row 0"),
             ("1,2\n3,4\n", "has no header line"),
-            ("a,a\n3,4\n", "two columns of the same name"),
+            ("a,a\n3,4\n", "multiple columns named a"),
+            ("a, a\n3,4\n", "two columns of the same name"),
             ("a,b\n", "holds no rows"),
-            ("", "has no header line"),
-            ("größe\n1\n", "is not text in UTF-8: invalid start byte 0xf6"),
-            ("a\n1\ngröße\n", "is not text in UTF-8: invalid start byte 0xf6"),
-            ("a\n" + "1" * 200_000 + "\n", "is not a CSV table: field larger than field limit"),
+            ("", "Empty CSV file"),
+            ("größe\n1\n", "is not text in UTF-8"),
+            ("a\n1\ngröße\n", "is not text in UTF-8"),
         ],
     )
     def test_bad_tables(self, content: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,9 +264,100 @@ class TestParquet:
         self.save(x=column)
         assert what in refused(capsys, "a.parquet", "-o", "a.h5")
 
+    @pytest.mark.parametrize("options", [[], ["--compression", "gzip"]])
+    def test_lists_of_another_length_further_on(self, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        self.save(x=[[1, 2, 3]] * 64 + [[1]] * 64)
+        said = refused(capsys, "a.parquet", "-o", "a.h5", *options)
+        assert "'x' has shape (1,) from sample 64 on, and (3,) before it" in said
+
     def test_damage(self, capsys: pytest.CaptureFixture[str]) -> None:
-        Path("a.parquet").write_bytes(b"PAR1")
-        assert "not a Parquet file, or is damaged" in refused(capsys, "a.parquet", "-o", "a.h5")
+        self.save(x=Y)
+        whole = Path("a.parquet").read_bytes()
+        for content in (b"PAR1", whole[:-9], whole[:40] + bytes(400) + whole[440:]):
+            Path("a.parquet").write_bytes(content)
+            assert "or is damaged" in refused(capsys, "a.parquet", "-o", "a.h5")
+
+
+class TestFolders:
+    """Of tables, which Arrow reads."""
+
+    @pytest.fixture(autouse=True)
+    def _pyarrow(self) -> None:
+        pytest.importorskip("pyarrow")
+
+    def save(self, kind: str) -> None:
+        """Y and its half in four files, one of them without rows, in a folder for each day."""
+        import pyarrow
+        from pyarrow import csv, orc, parquet
+
+        for day, rows in enumerate(np.split(Y, [100, 100, 250])):
+            folder = Path(f"table/day={day}")
+            folder.mkdir(parents=True)
+            table = pyarrow.table({"y": rows, "half": rows / 2})
+            if kind == "json":
+                (folder / "a.json").write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+            elif kind == "csv":
+                csv.write_csv(table, folder / "a.csv")
+            elif kind == "orc":
+                orc.write_table(table, folder / "a.orc")
+            else:
+                parquet.write_table(table, folder / "a.parquet", row_group_size=70)
+
+    @pytest.mark.parametrize("kind", ["parquet", "orc", "csv", "json"])
+    def test_rows_of_all_files_in_order(self, kind: str) -> None:
+        self.save(kind)
+        pack("table", "--kind", kind, "-o", "a.h5", "--columns", "half,y")
+        samples = read("a.h5")
+        assert list(samples) == ["half", "y"] and samples["y"].dtype == np.int64
+        assert np.array_equal(samples["y"], Y) and np.array_equal(samples["half"], Y / 2)
+
+    def test_rows_that_meet_conditions(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.save("parquet")
+        words = ["table", "--kind", "parquet", "-o", "a.h5", "--columns", "y"]
+        pack(*words, "--filter", "day in 0, 3", "--filter", "half < 130.5", "--filter", "y != 7")
+        assert read("a.h5")["y"].tolist() == [y for y in [*range(100), *range(250, 261)] if y != 7]
+        words += ["--force", "--filter"]
+        assert main(["data", "pack", *words, "y > 300"]) == 64
+        assert "holds no rows that meet the conditions" in capsys.readouterr().err
+        for condition, what in [
+            ("y", "is not a condition"),
+            ("z > 3", "has no column 'z'"),
+            ("y > many", "'y', which holds int64, with 'many'"),
+        ]:
+            assert main(["data", "pack", *words, condition]) == 64
+            assert what in capsys.readouterr().err
+
+    def test_what_was_read_stands_in_the_file(self) -> None:
+        self.save("parquet")
+        pack("table", "--kind", "parquet", "-o", "a.h5", "--filter", "y >= 10")
+        (source,) = packed_notes("a.h5")["sources"]
+        checksum = source.pop("files_sha256")
+        assert source == {
+            "kind": "parquet",
+            "uri": "table",
+            "files": 4,
+            "rows": 290,
+            "schema": {"y": "int64", "half": "double", "day": "int32"},
+            "filter": ["y >= 10"],
+        }
+        Path("table").rename("moved")
+        pack("moved", "--kind", "parquet", "-o", "b.h5", "--columns", "y")
+        assert packed_notes("b.h5")["sources"][0]["files_sha256"] == checksum
+        Path("moved/day=1").rename("moved/day=9")
+        pack("moved", "--kind", "parquet", "-o", "c.h5", "--columns", "y")
+        assert packed_notes("c.h5")["sources"][0]["files_sha256"] != checksum
+
+    def test_the_files_of_a_versioned_table_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.save("parquet")
+        Path("table/_delta_log").mkdir()
+        assert "is a Delta table" in refused(capsys, "table", "--kind", "parquet", "-o", "a.h5")
+
+    def test_a_table_that_changes_is_told(self) -> None:
+        self.save("parquet")
+        source = from_table(open_table("table", "parquet"), None)
+        Path("table/day=2/a.parquet").write_bytes(Path("table/day=0/a.parquet").read_bytes())
+        with pytest.raises(UserError, match=r"a\.parquet has changed since the run opened it"):
+            list(source.blocks())
 
 
 class TestWriting:
@@ -286,10 +404,33 @@ class TestWriting:
             write_hdf5(Path("a.h5"), Source({"x": Field((4, 3), X.dtype)}, 300, blocks), **options)
         assert list(Path().iterdir()) == []
 
+    @pytest.mark.parametrize("samples", [0, 20, 40])
+    def test_a_pack_that_is_killed_leaves_no_file_of_that_name(self, samples: int) -> None:
+        """Before it has written any, some, or all of its 40 samples."""
+        program = f"""
+import os, signal
+import numpy as np
+from hpctrain.data.dataset import Field
+from hpctrain.data.packing.source import Source
+from hpctrain.data.packing.write import write_hdf5
+
+def blocks():
+    for begin in range(0, 40, 10):
+        if begin == {samples}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield {{"x": np.arange(begin, begin + 10)}}
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write_hdf5("a.h5", Source({{"x": Field((), np.dtype(np.int64))}}, 40, blocks))
+"""
+        done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+        assert done.returncode == -signal.SIGKILL and not Path("a.h5").exists()
+        write_hdf5("a.h5", from_dataset(open_dataset({"x": np.arange(40)})))
+        assert read("a.h5")["x"].tolist() == list(range(40))
+
     def test_a_full_disk_is_told(self) -> None:
         """A limit on the size of files stands for the end of the disk."""
         import resource
-        import signal
 
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

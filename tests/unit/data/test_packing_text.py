@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from hpctrain import UserError, open_dataset, packed_notes
 from hpctrain.cli import main
-from hpctrain.data.packing import Source, TextForm, files_of, open_tokenizer, source, text, text_source
-from hpctrain.data.packing.tokenizer import Bytes, Tokenizer
+from hpctrain.data.packing import source, text
+from hpctrain.data.packing.source import Source
+from hpctrain.data.packing.text import TextForm, files_of, text_source
+from hpctrain.data.packing.tokenizer import Bytes, Tokenizer, open_tokenizer
 
 END = 256
 STORY = "Once upon a time\nthere was a \u00fcber-k\u00e4fer \U0001f41e\r\n" * 30
@@ -248,7 +250,7 @@ def test_bad_text(capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     assert "bad.jsonl, line 2 is not JSON" in refused(capsys, "bad.jsonl", "-o", "a.h5")
     lines("other.jsonl", "a story", name="story")
-    assert "other.jsonl, line 1 is no object with a text 'text'" in refused(capsys, "other.jsonl", "-o", "a.h5")
+    assert "other.jsonl, line 1 is not an object with a text 'text'" in refused(capsys, "other.jsonl", "-o", "a.h5")
     pack("other.jsonl", "-o", "other.h5", "--text-field", "story", "--context", 7)
     Path("nested.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000)
     assert "nested.jsonl, line 2 is not JSON" in refused(capsys, "nested.jsonl", "-o", "a.h5")

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data import Batch, Order, TrainingData, ValidationData, open_dataset
-from hpctrain.data.pipeline import prefetched
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import Batch, TrainingData, ValidationData, prefetched
 from hpctrain.errors import UserError
 
 LENGTH = 53

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from hpctrain import CurriculumSampler, Epoch, LaneSampler, LengthGroupedSampler, WeightedSampler
-from hpctrain.data import Order, TrainingData, open_dataset, part_of
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order, part_of
+from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import UserError
 
 LENGTH = 200
@@ -116,6 +118,7 @@ def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks: int) ->
         (growing, "gives 2 samples for epoch 1 and 1 for epoch 0"),
         (failing, r"the sampler failed in epoch 0: ValueError: no such epoch \(test_samplers.py"),
         (lambda epoch: np.array([0, LENGTH]), "names sample 200 in epoch 0, of 200"),
+        (lambda epoch: np.array([1, -2]), "names sample -2 in epoch 0, of 200"),
         (lambda epoch: np.array([0.5]), r"gives float64\[1\] for epoch 0"),
         (lambda epoch: np.array([], int), r"gives int64\[0\] for epoch 0"),
         (WeightedSampler([1, 2]), r"weights have shape \[2\], and the data has 200"),

@@ -8,7 +8,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from hpctrain.data import Order, TrainingData, ValidationData, open_dataset
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData, ValidationData
 
 torch = pytest.importorskip("torch")
 LENGTH = 11

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hpctrain import open_stream
-from hpctrain.data import Batch, StreamingData, StreamOrder
+from hpctrain.data.pipeline import Batch
 from hpctrain.data.samples import Recipe
-from hpctrain.data.stream import is_stream
+from hpctrain.data.stream import StreamingData, StreamOrder, is_stream
 from hpctrain.errors import UserError
 
 LENGTH = 23

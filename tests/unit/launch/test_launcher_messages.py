@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import Code
-from hpctrain.launch.launcher_messages import Death, deaths, expand, left, lost_node, not_started, silent
+from hpctrain.launch.launcher_messages import Death, deaths, expand, left, lost_node, not_started, silent, silent_host
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 12395 on node vm exited on
@@ -105,6 +105,10 @@ def test_a_lost_node_is_told_from_a_dead_rank():
     assert lost_node(slurm + "srun: error: Node failure on n2\n") == "n2"
     assert lost_node("PRTE has lost communication with a remote daemon.") == ""
     assert lost_node(OPEN_MPI_5_NODE) == "n2"
+    said = (
+        "A daemon failed to report back after being spawned. This could\n\n  Local host:    n1\n  Remote host:   n2\n"
+    )
+    assert lost_node("", said) == "n2" and lost_node("", "Remote host:   n2") is None
     assert lost_node(OPEN_MPI_5 + HYDRA) is None
     assert lost_node("lost connection to the tracking server; a node failure?") is None  # a rank's own words
 
@@ -126,6 +130,11 @@ def test_ranks_of_a_node_that_srun_lost():
     )
     assert silent(text, range(4)) == []
     assert silent(text + "srun: error: Timed out waiting for job step to complete\n", range(4)) == [2, 3]
+    assert silent_host(text, {0: "n1", 1: "n1", 2: "n2", 3: "n2"}) == "n2"
+    assert silent_host(text, {0: "n1", 1: "n1", 2: "n1", 3: "n2"}) is None, "and a rank of a node that was heard of"
+    assert silent_host(text, {0: "n1", 1: "n1"}) is None and silent_host(text, {2: "n2", 3: "n2"}) is None
+    assert silent_host(text.partition("\n")[2], {0: "n1", 1: "n1", 2: "n2"}) is None, "srun does not wait yet"
+    assert silent_host(text, {0: "n1", 1: "n1", 2: "n2", 3: "n3"}) is None, "two are missing"
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True).map(sorted))
@@ -134,9 +143,9 @@ def test_lists_of_tasks_expand(tasks):
     assert expand(f"{tasks[0]}-{tasks[0] + 3}") == [tasks[0] + i for i in range(4)]
 
 
-@given(st.text(max_size=300))
-def test_any_text_is_understood_as_something(text):
-    deaths(text)
+@given(st.text(max_size=300), st.sampled_from(["", OPEN_MPI_5, OPEN_MPI_4, OPEN_MPI_CODE]))
+def test_any_text_before_a_message_changes_nothing(text, message):
+    assert deaths(f"{text}\n{message}") == deaths(message)
 
 
 def test_victims_that_srun_reports_first_are_no_culprits() -> None:
@@ -149,6 +158,21 @@ def test_victims_that_srun_reports_first_are_no_culprits() -> None:
     assert [death.rank for death in deaths(text)] == [2]
     assert [(death.rank, death.signal) for death in deaths(text, died_first=[3])] == [(3, 9)]
     assert deaths(text, died_first=[7]) == [Death(7)], "it exited with 0: srun says nothing"
+
+
+def test_whom_mpi_ended_after_another_rank_is_no_culprit() -> None:
+    text = (
+        "srun: error: n1: task 0: Exited with exit code 14\n"
+        "srun: error: n2: task 3: Killed\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=4.1\n"
+        "srun: error: n1: task 1: Killed\n"
+    )
+    assert [(death.rank, death.signal) for death in deaths(text)] == [(3, 9)]
+
+
+def test_a_rank_that_nothing_is_known_of_but_that_mpi_ended_it_is_no_cause() -> None:
+    [death] = deaths("srun: error: n1: task 0: Exited with exit code 14\n")
+    assert (death.rank, death.cause) == (0, "exited with code 14, as MPI does where another rank is lost")
 
 
 def test_of_ranks_without_a_word_the_one_that_srun_does_not_report_left_with_exit_code_0() -> None:

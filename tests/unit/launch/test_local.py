@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
+from hpctrain.config.sections import CheckpointConfig, Config, LaunchConfig, StoreTierConfig, TiersConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.local import rank_environment
+from hpctrain.launch.engines.local import rank_command, rank_environment
 from hpctrain.launch.mpi_library import (
     Flavour,
     MpiLibrary,
@@ -23,6 +23,8 @@ from hpctrain.launch.mpi_library import (
     probe,
     short,
 )
+from hpctrain.run.folder import RunDir
+from hpctrain.run.step_folder import BEGUN_AGAIN
 from hpctrain.system.cores import thread_environment, threads_per_rank
 
 
@@ -133,3 +135,18 @@ def test_ranks_know_how_many_they_should_be():
     assert (env["HPCTRAIN_EXPECTED_RANKS"], env["MINE"], env["OMP_NUM_THREADS"]) == ("3", "x", "5")
     assert env["TF_CPP_MIN_LOG_LEVEL"] == "3"
     assert "TF_CPP_MIN_LOG_LEVEL" not in rank_environment(config, 3, 2, verbose=True, given={})
+
+
+def test_a_fresh_run_leaves_the_checkpoints_of_a_store_once(tmp_path: Path) -> None:
+    tiers = TiersConfig(store=StoreTierConfig(f"file://{tmp_path}/store"))
+    train = TrainConfig(steps=1, global_batch=1)
+    config = Config("a", "a:b", train, run_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(tiers=tiers))
+    words = rank_command(config, ["train", "a.yaml"], fresh=True)
+    assert words()[-1] == "--fresh"
+    assert words()[-1] == "--fresh", "the first attempt did not get so far"
+    mark = RunDir.of(config.name, config.run_dir).checkpoints / BEGUN_AGAIN
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    assert words()[-1] == "a.yaml"
+    assert rank_command(config, ["train", "a.yaml"], fresh=True)()[-1] == "--fresh"
+    assert rank_command(config, ["train", "a.yaml"], fresh=False)()[-1] == "a.yaml"

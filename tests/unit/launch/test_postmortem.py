@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import Code, ExitCode
-from hpctrain.launch.launcher_messages import Death, bereaved
+from hpctrain.launch.launcher_messages import Death, bereaved, reported
 from hpctrain.launch.postmortem import (
     all_ended_well,
     complete,
     died_first,
+    first_deaths,
     hang,
     last_line,
     missing_ranks,
     ran_out_of_memory,
 )
-from hpctrain.run import deaths
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import Ending, LastWord
+from hpctrain.run.last_words import Ending, LastWord, NotedDeath, note_death, noted_deaths
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 
 
@@ -35,8 +35,8 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(ATTEMPT, "2")
     assert died_first(run, 2) == []
-    deaths.note(3)
-    deaths.note(1)
+    note_death(3)
+    note_death(1)
     assert died_first(run, 2) == [3]
     assert died_first(run, 1) == [], "another attempt's"
     text = "srun: error: n2: task 3: Exited with exit code 14\nsrun: error: n1: tasks 0-1: Killed\n"
@@ -81,6 +81,99 @@ def test_of_several_ranks_of_other_nodes_the_first_one_noted_died_first(tmp_path
     assert died_first(run, 1, words, bereaved=[3]) == [1], "MPI ended rank 3, and rank 0 died after rank 1"
 
 
+BEREAVED = """\
+srun: error: n1: task 1: Killed
+srun: error: n2: task 3: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=57.1
+srun: error: n2: task 2: Killed
+srun: error: n1: task 0: Exited with exit code 14
+"""
+
+
+@pytest.mark.parametrize(
+    ("noted", "first"),
+    [
+        ("1.0 0\n2.0 1\n", [3]),  # n2's agent was ended before it could note
+        ("1.0 0\n1.5 2\n2.0 1\n", [2]),  # it noted, and one node's order is right
+        ("", []),
+    ],
+)
+def test_the_launcher_tells_who_died_on_a_node_whose_agent_could_not_note(
+    tmp_path: Path, noted: str, first: list[int]
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.monitor.mkdir(exist_ok=True)
+    (run.monitor / "deaths-1.txt").write_text(noted)
+    words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
+    assert died_first(run, 1, words, bereaved(BEREAVED), reported(BEREAVED)) == first
+    of_one_node = [LastWord(rank, "n1", 1, 0.0, 0.0) for rank in range(4)]
+    told = died_first(run, 1, of_one_node, bereaved(BEREAVED), reported(BEREAVED))
+    assert told == ([0] if noted else []), "it left by that number itself"
+
+
+OVER_TCP = """\
+An MPI communication peer process has unexpectedly disconnected.  This
+  Local host: n1
+  Peer host:  n2
+ [n1:00000] *** An error occurred in Socket closed
+[n1:00000] *** reported by process [1962803201,0]
+[n1:00000] *** on a NULL communicator
+prterun has exited due to process rank 0 with PID 0 on node n1 calling
+"abort". This may have caused other processes in the application to be
+"""
+
+
+@pytest.mark.parametrize("text", [OVER_TCP, ""])
+@pytest.mark.parametrize("notes", ["1.0 1 -9\n1.2 0 14\n", "1.0 0 14\n1.2 1 -9\n"])
+def test_who_leaves_as_a_connection_ends_is_never_the_cause(tmp_path: Path, notes: str, text: str) -> None:
+    """mpirun then tells of the victim only, and the victim's note may come first."""
+    run = RunDir(tmp_path)
+    run.create()
+    run.monitor.mkdir(exist_ok=True)
+    (run.monitor / "deaths-1.txt").write_text(notes)
+    words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n2"))]
+    [death] = first_deaths(run, 1, words, text, "")
+    assert (death.rank, death.signal) == (1, 9)
+
+
+def test_a_note_that_comes_later_than_its_victim_s_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.monitor.mkdir(exist_ok=True)
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(ATTEMPT, "1")
+    note_death(0, 14)
+    words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n2"))]
+    monkeypatch.setattr("hpctrain.launch.postmortem.time.sleep", lambda seconds: note_death(1, -11))
+    [death] = first_deaths(run, 1, words, OVER_TCP, "")
+    assert (death.rank, death.cause) == (1, "was killed by SIGSEGV")
+
+
+def test_a_victim_is_named_if_nothing_else_is_ever_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.monitor.mkdir(exist_ok=True)
+    (run.monitor / "deaths-1.txt").write_text("1.0 0 14\n")
+    monkeypatch.setattr("hpctrain.launch.postmortem.LATE_NOTE_S", 0.0)
+    [death] = first_deaths(run, 1, [LastWord(0, "n1", 1, 0.0, 0.0)], OVER_TCP, "")
+    assert (death.rank, death.exit_code) == (0, 14)
+
+
+def test_victims_that_the_monitor_saw_are_not_the_cause_though_no_agent_noted_a_death(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.monitor.mkdir(exist_ok=True)
+    victims = [{"rank": rank, "host": "n1", "state": "gone"} for rank in (0, 1)]
+    died = {"time": 1.0, "event": "hang", "step": 18, "attempt": 1, "kind": "died", "ranks": victims, "action": "abort"}
+    run.monitor_events.write_text(json.dumps(died) + "\n")
+    said = "srun: error: n2: tasks 2-3: Killed\nsrun: error: n1: tasks 0-1: Exited with exit code 14\n"
+    words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
+    assert died_first(run, 1, words, bereaved(said), reported(said)) == [2], "one of n2, whichever it was"
+
+
 def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     running = LastWord(1, socket.gethostname(), 7, 0.0, 0.0)
     killed = complete(running, [Death(1, signal=9)], [running])
@@ -107,6 +200,7 @@ def test_ranks_that_slurm_could_not_start_are_the_nodes_fault(
     assert verdict is not None
     assert (verdict.rank, verdict.host, verdict.code) == (2, host, Code.NODE)
     assert verdict.reason == f"rank 2 could not be started{where}: Slurm says 'Unspecified error'"
+    assert (f"leave the host out (--exclude {host})" in verdict.fix) is (host is not None)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +211,22 @@ def test_a_lost_node_is_the_cause_of_what_other_ranks_report(
 ) -> None:
     text = f"srun: error: n1: {heard}: Killed\nsrun: error: Timed out waiting for job step to complete\n"
     words = [LastWord(rank, host, 1, 0.0, 0.0) for rank, host in enumerate(("n1", "n1", "n2", "n2"))]
+    words[0] = dataclasses.replace(words[0], ending=Ending.FAILED, exit_code=ExitCode.FAILURE)
+    mistake = dataclasses.replace(words[0], exit_code=ExitCode.USER_ERROR)
+    assert missing_ranks([mistake, *words[1:]], 4, text, "", tmp_path / "log", {}) is None, "the run's own"
     verdict = missing_ranks(words, 4, text, "", tmp_path / "log", {})
     assert verdict is not None
     assert (verdict.rank, verdict.host, verdict.code) == (silent, "n2", Code.NODE)
     assert "n2 was lost" in verdict.reason and verdict.reason.endswith(told)
+
+
+def test_of_many_ranks_of_lost_nodes_the_first_eight_are_named_with_the_host_of_the_first(tmp_path: Path) -> None:
+    """Those that told their end themselves are not lost."""
+    text = "srun: error: Timed out waiting for job step to complete\n"
+    lost = [LastWord(rank, "n2" if rank < 5 else "n3", 1, 0.0, 0.0) for rank in range(1, 11)]
+    verdict = missing_ranks([LastWord(0, "n1", 1, 0.0, 0.0, ended=1.0), *lost], 11, text, "", tmp_path / "log", {})
+    assert verdict is not None and (verdict.rank, verdict.host) == (1, "n2")
+    assert verdict.reason.endswith("heard from ranks 1, 2, 3, 4, 5, 6, 7, 8")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +256,8 @@ def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     run.monitor.mkdir(exist_ok=True)
-    (run.monitor / "deaths-1.txt").write_text("12.5 4\n11.0 2\n13.")
-    assert deaths.noted(run, 1) == [(11.0, 2), (12.5, 4)]
+    (run.monitor / "deaths-1.txt").write_text("12.5 4 -9\n11.0 2 \n13.")
+    assert noted_deaths(run, 1) == [NotedDeath(11.0, 2), NotedDeath(12.5, 4, -9)]
 
 
 RUNNING = LastWord(1, socket.gethostname(), 7, 0.0, 0.0)
@@ -205,6 +311,6 @@ def test_ranks_that_never_spoke_are_counted_and_the_launcher_quoted(tmp_path: Pa
     spoken = [dataclasses.replace(RUNNING, rank=0, ended=1.0, ending=Ending.COMPLETED)]
     silent = missing_ranks(spoken, 2, "", "", tmp_path / "log", {})
     assert silent is not None
-    assert silent.reason == "1 of 2 ranks ended before they could say why: nobody says"
+    assert silent.reason == "1 of 2 ranks ended before they could say why: nothing was said"
     assert missing_ranks(spoken, 1, "", "", tmp_path / "log", {}) is None, "all have spoken"
     assert missing_ranks([FAILED], 2, "", "", tmp_path / "log", {}) is None, "one said what is wrong"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,17 @@ import pytest
 from hpctrain.errors import Code, ExitCode, NoRequeue
 from hpctrain.launch import attempt as attempts
 from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
-from hpctrain.launch.supervisor import supervise
+from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import last_words
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.events import CUT_OFF, AboutRank, Hang, SnapshotSaved
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import WordFile, first_word
+from hpctrain.run.last_words import Ending, WordFile, first_word
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.stop_request import StopRequest
-from hpctrain.run.verdict import Action
+from hpctrain.run.verdict import Action, RunVerdict, failed_with
 from hpctrain.system.signals import StopSignals
 
 SUPERVISOR = """
@@ -74,6 +77,96 @@ def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path: Path, sa
         assert attempt.failure is None
     attempt.look_at_ranks(patience_s + 1)
     assert attempt.failure is not None and attempt.failure.cause == "killed"
+
+
+def test_a_stop_that_the_ranks_saw_before_the_supervisor_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.launch.attempt.WORDS_EVERY_S", 600.0)
+    run = RunDir(tmp_path / "run")
+    run.create()
+    lock = LiveLock(run, myself())
+    with lock.held():
+        launch = Launch(["sh", "-c", f"sleep 0.3; touch '{run.stop_file}'"], {}, 1)
+        number = Attempts(run).begin()
+        attempt = WatchedAttempt(launch, run, number, lock, StopSignals(), Limits())
+        attempt.run()
+    assert attempt.stop is not None and attempt.stop.by_person
+
+
+def test_a_host_that_is_known_to_be_away_ends_the_attempt(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    away: set[str] = set()
+    launch = Launch([], {}, 2, away=lambda: away)
+    attempt = WatchedAttempt(launch, run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    words = [dataclasses.replace(first_word(rank), host=f"n{rank + 1}") for rank in (0, 1)]
+    attempt.look_at_nodes(100.0, words)
+    assert attempt.failure is None
+    away.add("n2")
+    attempt.look_at_nodes(100.5, words)
+    assert attempt.failure is not None
+    assert (attempt.failure.code, attempt.failure.host, attempt.failure.rank) == (Code.NODE, "n2", 1)
+
+
+@pytest.mark.parametrize("can_lose", [False, True])
+def test_a_host_that_the_monitor_cannot_reach_is_lost_if_there_is_another_place(tmp_path: Path, can_lose: bool) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.monitor.mkdir(exist_ok=True)
+    launch = Launch([], {}, 2, can_lose=lambda host: can_lose and host == "n2")
+    attempt = WatchedAttempt(launch, run, 2, LiveLock(run, myself()), StopSignals(), Limits())
+    words = [dataclasses.replace(first_word(rank), host=f"n{rank + 1}") for rank in (0, 1)]
+    writer = EventWriter(run.monitor_events, print)
+    writer.append(Hang(step=8, attempt=1, kind=CUT_OFF, ranks=(AboutRank(1, "n2"),)))
+    writer.append(Hang(step=9, attempt=2, kind="hung", ranks=(AboutRank(1, "n2"),)))
+    attempt.look_at_nodes(100.0, words)
+    assert attempt.failure is None, "an earlier attempt's, or another kind"
+    writer.append(Hang(step=9, attempt=2, kind=CUT_OFF, ranks=(AboutRank(1, "n2"),)))
+    attempt.look_at_nodes(101.0, words)
+    lost = None if attempt.failure is None else (attempt.failure.code, attempt.failure.host, attempt.failure.rank)
+    assert lost == ((Code.NODE, "n2", 1) if can_lose else None)
+    assert attempt.failure is None or "Slurm" not in attempt.failure.reason + attempt.failure.fix
+    assert attempt.kill_at == (101.0 if can_lose else float("inf")), "mpirun would wait for it"
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path: Path, answers: bool) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    launch = Launch([], {}, 2, answers=lambda host: host != "n2" or answers)
+    attempt = WatchedAttempt(launch, run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    said = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\nsrun: error: n1: task 0: Killed\n"
+    run.log("launcher", 1).write_text(said)
+    words = [dataclasses.replace(first_word(rank), host=f"n{rank + 1}") for rank in (0, 1)]
+    attempt.look_at_nodes(100.0, words)
+    assert attempt.failure is None, "it may be about to speak"
+    attempt.look_at_nodes(102.5, words)
+    lost = None if attempt.failure is None else (attempt.failure.code, attempt.failure.host, attempt.failure.rank)
+    assert lost == (None if answers else (Code.NODE, "n2", 1))
+    assert attempt.kill_at == (float("inf") if answers else 102.5)
+
+
+@pytest.mark.parametrize(
+    ("ends", "sentence"),
+    [
+        ([Ending.RUNNING, Ending.VANISHED], "mpirun was killed by SIGKILL, and all ranks with it"),
+        ([Ending.COMPLETED, Ending.VANISHED], "mpirun was killed by SIGKILL, and 1 of 2 ranks with it"),
+        ([Ending.KILLED, Ending.VANISHED], None),
+        ([Ending.COMPLETED, Ending.COMPLETED], None),
+    ],
+)
+def test_a_killed_launcher_is_named_unless_a_rank_says_why(
+    tmp_path: Path, ends: list[Ending], sentence: str | None
+) -> None:
+    run = RunDir(tmp_path)
+    attempt = WatchedAttempt(Launch(["mpirun"], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+    attempt.process = subprocess.Popen(["sleep", "60"])
+    attempt.process.kill()
+    attempt.process.wait()
+    words = [dataclasses.replace(first_word(rank), ending=end) for rank, end in enumerate(ends)]
+    verdict = attempt.launcher_death(words)
+    assert (verdict and verdict.reason) == sentence
 
 
 @pytest.mark.parametrize(("own", "code"), [(None, Code.PREFLIGHT), (Code.READ_ONLY, Code.READ_ONLY)])
@@ -128,3 +221,159 @@ def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoin
         assert attempt.stop_deadline == now + 60
     attempt.look_at_save(190)
     assert attempt.stop_deadline == 210, "it has not grown"
+
+
+@pytest.mark.parametrize(
+    ("received", "ended"),
+    [
+        ([signal.SIGHUP, signal.SIGHUP], False),
+        ([signal.SIGINT, signal.SIGHUP], False),
+        ([signal.SIGINT, signal.SIGINT], True),
+        ([signal.SIGTERM, signal.SIGINT], True),
+    ],
+)
+def test_a_terminal_that_closes_is_not_a_second_ctrl_c(tmp_path: Path, received: list[int], ended: bool) -> None:
+    run, signals = RunDir(tmp_path), StopSignals()
+    run.create()
+    signals.received = received
+    attempt = WatchedAttempt(Launch([], {}, 1), run, 1, LiveLock(run, myself()), signals, Limits())
+    attempt.take_signals(0.0)
+    assert (attempt.failure is not None) is ended and attempt.stop is not None
+
+
+ONCE = "n=$(cat count 2>/dev/null || echo 0); echo $((n + 1)) > count; "
+"""A shell program that counts its attempts."""
+
+
+def attempts_in_place(
+    folder: Path, program: str, limits: Limits, before_again: Callable[[], object] = int
+) -> RunVerdict:
+    """Attempts of one plain rank that runs a shell program in a folder."""
+
+    def again(verdict: RunVerdict) -> Attempt:
+        before_again()
+        return Attempt(ranks=1)
+
+    words = [
+        sys.executable,
+        "-m",
+        "hpctrain.rank.plain_command",
+        "bash",
+        "-c",
+        f"cd {shlex.quote(str(folder))}; {program}",
+    ]
+    launch = Launch(words, {}, 1, saves=False)
+    return supervise(RunDir(folder / "run"), lambda number: launch, limits, Attempt(ranks=1), again=again)
+
+
+@pytest.mark.parametrize(
+    ("program", "max_failures", "codes"),
+    [
+        ("[ $n = 1 ] || kill -9 $$", 3, [70, 0]),
+        ("exit 3", 2, [70, 76]),
+        ("exit 3", 0, [70]),
+        ("exit 64", 3, [64]),
+        ("exit 76", 3, [76]),
+        ("exit 75", 3, [75]),
+    ],
+)
+@pytest.mark.slow
+def test_a_failed_attempt_is_started_again_as_often_as_it_may_fail(
+    tmp_path: Path, program: str, max_failures: int, codes: list[int]
+) -> None:
+    verdict = attempts_in_place(tmp_path, ONCE + program, Limits(max_failures=max_failures))
+    assert [each.verdict.exit_code for each in Attempts(RunDir(tmp_path / "run")).all() if each.verdict] == codes
+    assert verdict.exit_code == codes[-1] and not RunDir(tmp_path / "run").lock_file.exists()
+
+
+@pytest.mark.slow
+def test_a_stop_request_that_comes_between_two_attempts_holds_for_the_next_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    program = ONCE + "[ $n = 0 ] && exit 3; trap 'exit 75' TERM; sleep 60 & wait"
+    verdict = attempts_in_place(tmp_path, program, Limits(max_failures=3), run.stop_file.touch)
+    assert verdict.action is Action.STOP and run.stop_file.exists()
+    assert (tmp_path / "count").read_text() in ("1\n", "2\n")
+
+
+@pytest.mark.slow
+def test_a_folder_that_another_supervisor_took_between_two_attempts_is_left_to_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    verdict = attempts_in_place(tmp_path, "exit 3", Limits(max_failures=3), lambda: Attempts(run).begin())
+    assert verdict.code is Code.IN_USE and len(Attempts(run).all()) == 2, "no third one fences it off"
+
+
+@pytest.mark.slow
+def test_what_cannot_begin_again_ends_with_the_verdict_on_the_attempt_before(tmp_path: Path) -> None:
+    def full() -> None:
+        (tmp_path / "run" / "STOP").mkdir()
+        (tmp_path / "run" / "run.json").unlink()
+        (tmp_path / "run" / "run.json").mkdir()
+
+    verdict = attempts_in_place(tmp_path, "exit 3", Limits(max_failures=3), full)
+    assert verdict.action is Action.REQUEUE and "code 3" in verdict.reason
+
+
+@pytest.mark.slow
+def test_a_stop_request_while_a_rank_fails_is_the_end(tmp_path: Path) -> None:
+    verdict = attempts_in_place(tmp_path, ONCE + "touch run/STOP; exit 3", Limits(max_failures=3))
+    assert len(Attempts(RunDir(tmp_path / "run")).all()) == 1 and verdict.action in (Action.STOP, Action.REQUEUE)
+
+
+def test_a_lost_node_that_is_lost_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = failed_with(Code.NODE, "n2 was lost", "", host="n2")
+    monkeypatch.setattr(WatchedAttempt, "run", lambda self: (lost, []))
+    verdict = supervise(
+        RunDir(tmp_path), lambda number: Launch([], {}, 1), Limits(), Attempt(), again=lambda verdict: Attempt()
+    )
+    assert verdict == lost and len(Attempts(RunDir(tmp_path)).all()) == 3
+
+
+def test_the_end_of_a_run_names_the_step_and_the_command_that_resumes_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, verdict = (
+        RunDir(tmp_path),
+        failed_with(Code.KILLED, "rank 1 on n1 was killed by SIGKILL", "see the ranks' logs"),
+    )
+    command = ["hpctrain", "run", "it's.yaml", "--name", "a b"]
+    report(verdict, run, command)
+    assert f"resume from the beginning: {shlex.join(command)}" in capfd.readouterr().err
+    (run.checkpoints / "step-000000120").mkdir(parents=True)
+    (run.checkpoints / "step-000000120" / "manifest.json").touch()
+    report(verdict, run, command)
+    assert f"resume from step 120: {shlex.join(command)}" in capfd.readouterr().err
+    report(verdict, run, command, saves=False)
+    assert f"resume: {shlex.join(command)}" in capfd.readouterr().err
+    report(dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR), run, command)
+    assert "resume" not in capfd.readouterr().err
+    for step in (115, 125):
+        number = Attempts(run).begin()
+        EventWriter(run.events, print).append(SnapshotSaved(step=step, tier="memory", attempt=number))
+        report(verdict, run, command)
+        newer = "" if step < 120 else "from step 125 if its snapshot is whole, else "
+        assert f"resume {newer}from step 120: {shlex.join(command)}" in capfd.readouterr().err
+    Attempts(run).begin()
+    report(verdict, run, command)
+    assert "resume from step 120" in capfd.readouterr().err, "that attempt has not sealed one"
+
+
+BOTH_JOINED = "[ $(ls run/ranks/1/*.json 2>/dev/null | wc -l) = 2 ]"
+TWO_RANKS = f"{{rank}} sleep 60 & PMI_RANK=1 {{rank}} sleep 60 & until {BOTH_JOINED}; do sleep 0.1; done; "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "named"),
+    [
+        (TWO_RANKS + "kill -9 $$", "bash"),
+        ("exec {rank} bash -c 'kill -9 $PPID'", "rank 0 on"),
+    ],
+)
+def test_who_killed_the_launcher_is_told_from_who_killed_a_rank(tmp_path: Path, program: str, named: str) -> None:
+    rank = f"{shlex.quote(sys.executable)} -m hpctrain.rank.plain_command"
+    ranks = 2 if "&" in program else 1
+    words = ["bash", "-c", f"cd {shlex.quote(str(tmp_path))}; {program.replace('{rank}', rank)}"]
+    launch = Launch(words, {"PMI_RANK": "0"}, ranks, saves=False)
+    verdict = supervise(RunDir(tmp_path / "run"), lambda number: launch, Limits(), Attempt(ranks=ranks))
+    assert verdict.reason.startswith(named) and "was killed by SIGKILL" in verdict.reason
+    assert verdict.code is Code.KILLED

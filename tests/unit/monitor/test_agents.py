@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
 import secrets
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -23,16 +25,18 @@ import pytest
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor import shared
-from hpctrain.monitor.chief.chief import NodeCommand
+from hpctrain.monitor.chief.watched import NodeCommand
 from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Ears
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank import session
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, Layout, Slot, SlotReader
-from hpctrain.monitor.wire import Connection, Door, DoorLimits, Message, connect, listen
-from hpctrain.run import deaths
+from hpctrain.monitor.wire.connection import Connection, connect
+from hpctrain.monitor.wire.door import Door, DoorLimits, listen
+from hpctrain.monitor.wire.framing import Message
 from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import noted_deaths
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.system import processes
 from hpctrain.system.address import LOOPBACK
@@ -65,6 +69,7 @@ class Node:
             config = asdict(MonitorConfig(window_steps=16, hang_s=600, on_hang="report"))
             chief = {"hosts": names, "nodes": nodes, "folder": str(folder), "attempt": 1, "config": config}
             chief["grid"] = {"ranks": len(names)}
+        self.watched, watching = os.pipe()
         plan = AgentPlan(
             node=NodePlan(index, tuple(ranks), 16, 1.0),
             memory=handle,
@@ -74,10 +79,12 @@ class Node:
             port=port,
             listener=listener.fileno() if listener else None,
             chief=chief,
+            watching=watching,
         )
-        keep = [handle] + ([listener.fileno()] if listener else [])
+        keep = [handle, watching] + ([listener.fileno()] if listener else [])
         self.agent: subprocess.Popen[bytes] = session.spawn(plan, keep, RunDir(folder))
         os.close(handle)
+        os.close(watching)
 
     def end(self) -> None:
         for clock in self.clocks:
@@ -91,6 +98,9 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     with listen(LOOPBACK) as listener:
         port = listener.getsockname()[1]
         pair = [Node(0, tmp_path, token, listener, port), Node(1, tmp_path, token, None, port)]
+    for node in pair:
+        assert select.select([node.watched], [], [], 60)[0], "the agent watches: what it does not see would be lost"
+        os.close(node.watched)
     yield pair
     for node in pair:
         node.agent.kill()
@@ -99,10 +109,10 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
             node.agent.stdout.close()
 
 
-def drive(nodes: list[Node], steps: int, slow: int, extra_s: float) -> None:
+def drive(nodes: list[Node], steps: int, slow: int, extra_s: float, first: int = 0) -> None:
     """Synchronous steps in made-up time: the slow rank takes longer to read, the others wait for it."""
     clocks = [clock for node in nodes for clock in node.clocks]
-    for step in range(steps):
+    for step in range(first, first + steps):
         for rank, clock in enumerate(clocks):
             behind = extra_s if rank == slow and step >= 100 else 0.0
             noise = 1 + 0.01 * ((7 * step + 3 * rank) % 5)
@@ -119,6 +129,7 @@ def drive(nodes: list[Node], steps: int, slow: int, extra_s: float) -> None:
 @pytest.mark.slow
 def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_path: Path) -> None:
     drive(nodes, 400, slow=5, extra_s=0.03)
+    wait_for("verdict", (tmp_path / "monitor" / "events.jsonl").exists)
     for node in nodes:
         node.end()
     for node in nodes:
@@ -142,7 +153,9 @@ def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_pa
                 if number % 100 == 0:
                     with contextlib.suppress(OSError):
                         stream.sendall(struct.pack("!I", 2**24) + b"[" * 2**20)
-            drive(nodes, 400, slow=5, extra_s=0.03)
+            verdicts, steps = tmp_path / "monitor" / "events.jsonl", itertools.count(0, 100)
+            # The other node's agent may be shut out at first, as long as intruders come from its address.
+            wait_for("verdict", lambda: drive(nodes, 100, 5, 0.03, next(steps)) or verdicts.exists())
             assert len(os.listdir(f"/proc/{nodes[0].agent.pid}/fd")) < 100
             for node in nodes:
                 node.end()
@@ -192,10 +205,9 @@ def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
 
 def test_nothing_of_the_monitor_outlives_a_run_in_a_process_that_goes_on(tmp_path: Path) -> None:
     with session.start(alone(), tmp_path) as monitor:
-        monitor.await_agent()
         assert monitor.agent is not None
-        started = psutil.Process(monitor.agent.pid).children()
-        assert len(started) == 1, "the one that notes deaths"
+        started = wait_for("process that notes deaths", psutil.Process(monitor.agent.pid).children)
+        assert len(started) == 1
     wait_for("end of what the agent has started", lambda: not any(map(runs, started)))
 
 
@@ -240,6 +252,31 @@ def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.
     assert [message.kind for message in node.poll(time.monotonic())] == ["beat"]
 
 
+@pytest.mark.parametrize("has_died", [False, True])
+def test_who_notes_deaths_outlives_the_others_if_there_is_one_to_note(
+    monkeypatch: pytest.MonkeyPatch, has_died: bool
+) -> None:
+    layout = Layout(ranks=2, rows=16)
+    handle, path = shared.create(layout)
+    os.unlink(path)
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    with subprocess.Popen(["sleep", "600"]) as watch:
+        for local, rank in enumerate(ranks):
+            slot = Slot(shared.map_memory(handle, layout), layout, local)
+            slot.join()
+            slot.head[PID], slot.head[STARTED] = rank.pid, processes.birth(rank.pid)
+        if has_died:
+            ranks[1].kill()
+            wait_for("its end", lambda: processes.look(ranks[1].pid, 0) == "Z")  # not reaped, as while threads end
+        families = {os.getpid(): [watch.pid], ranks[0].pid: [os.getpid(), watch.pid]}
+        monkeypatch.setattr("hpctrain.monitor.node.node.family", lambda pid: families.get(pid, []))
+        NodeView(NodePlan(0, (0, 1), 32, 5.0), SlotReader.of(handle, layout)).kill()
+        assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2
+        watch.terminate()
+        assert watch.wait(60) == -(signal.SIGTERM if has_died else signal.SIGKILL)
+    os.close(handle)
+
+
 @pytest.mark.parametrize("agent_dies", [False, True])
 def test_no_death_escapes_an_agent_that_says_that_it_watches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent_dies: bool
@@ -264,8 +301,8 @@ def test_no_death_escapes_an_agent_that_says_that_it_watches(
         agent.wait()
     rank.kill()
     rank.wait()  # from now on, nobody can find out that it was there
-    wait_for("the note", lambda: deaths.noted(RunDir(tmp_path), 1))
-    assert [rank for _, rank in deaths.noted(RunDir(tmp_path), 1)] == [5]
+    wait_for("the note", lambda: noted_deaths(RunDir(tmp_path), 1))
+    assert [noted.rank for noted in noted_deaths(RunDir(tmp_path), 1)] == [5]
     agent.communicate(timeout=60)  # all of its ranks have ended
     os.close(watched)
     os.close(handle)

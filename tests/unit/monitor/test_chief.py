@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.bench.straggler import traces
+from benchmarks.straggler import traces
 from hpctrain.config.sections import MonitorConfig
-from hpctrain.monitor.chief import heat
 from hpctrain.monitor.chief.chief import Chief
-from hpctrain.monitor.chief.exclude import exclude
+from hpctrain.monitor.chief.stragglers import COLUMNS, Heat, exclude
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import Window
-from hpctrain.monitor.wire import Message
+from hpctrain.monitor.wire.framing import Message
 from hpctrain.report.plots import heat_maps
 from hpctrain.run import bad_nodes
 from hpctrain.run.bad_nodes import BadNode
+from hpctrain.run.events import CUT_OFF
 from hpctrain.run.folder import RunDir
 from hpctrain.run.view import RunView
 from hpctrain.train.clock import Phase
@@ -86,7 +86,7 @@ def test_a_silent_node_does_not_stop_the_judging(tmp_path: Path) -> None:
         for message in parts(window)[:3]:
             chief.receive(message, 0.0)
     assert [event["rank"] for event in events_of(tmp_path)] == [2]
-    assert len(chief.pending) <= 8
+    assert len(chief.stragglers.pending) <= 8
 
 
 def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path: Path) -> None:
@@ -146,6 +146,21 @@ def test_a_hang_asks_for_stacks_then_reports_and_ends_the_ranks(tmp_path: Path) 
     assert len(events_of(tmp_path)) == 1, "the ranks' end is the monitor's own doing"
 
 
+@pytest.mark.parametrize(("noted", "named"), [("2.0 6\n1.0 7\n", [7]), ("1.0 0\n", [6, 7]), ("", [6, 7])])
+def test_of_ranks_that_are_found_dead_together_the_one_noted_first_is_named(
+    tmp_path: Path, noted: str, named: list[int]
+) -> None:
+    chief, said = chief_in(tmp_path)
+    (tmp_path / "monitor" / "deaths-1.txt").write_text(noted)
+    for node in range(3):
+        chief.receive(beat(node, Phase.BACKWARD, 1), 100.0)
+    chief.receive(beat(3, Phase.FORWARD, 1, "gone"), 100.0)
+    chief.tick(100.1)
+    [event] = events_of(tmp_path)
+    assert (event["kind"], [rank["rank"] for rank in event["ranks"]], event["waiting"]) == ("died", named, 6)
+    assert said[0].count("has died without notice") == len(named)
+
+
 def test_stacks_that_do_not_come_do_not_hold_up_the_report(tmp_path: Path) -> None:
     chief, _ = chief_in(tmp_path, hang_s=10, on_hang="report")
     for node in range(4):
@@ -171,12 +186,12 @@ def test_the_live_view_holds_the_last_window_and_what_is_said(tmp_path: Path) ->
 
 
 def test_the_heat_map_is_bounded_and_the_report_shows_it(tmp_path: Path) -> None:
-    picture = heat.Heat(2000, 32)
+    picture = Heat(2000, 32)
     values = np.zeros(2000)
     for index in range(3000):
         values[7] = 0.3 if 1000 <= index < 1100 else 0.0
         picture.add(index, np.arange(2000), values)
-    assert picture.values.shape == (2000, heat.COLUMNS)
+    assert picture.values.shape == (2000, COLUMNS)
     assert np.nanmax(picture.values[7]) == pytest.approx(0.3, abs=0.01)
     assert np.nanmax(picture.values[8]) == 0
     (tmp_path / "monitor").mkdir()
@@ -229,6 +244,20 @@ def test_a_node_that_falls_silent_is_the_culprit(tmp_path: Path) -> None:
         (6, "silent"),
         (7, "silent"),
     ]
+
+
+def test_a_host_that_cannot_be_reached_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path, hang_s=20)
+    chief.cut_off(3)
+    assert said == [], "nothing is known of its ranks yet"
+    chief.receive(beat(3, Phase.BACKWARD, 1), 100.0)
+    chief.cut_off(3)
+    [event] = [each for each in events_of(tmp_path) if each["event"] == "hang"]
+    assert (event["kind"], event["action"], [rank["rank"] for rank in event["ranks"]]) == (CUT_OFF, "report", [6, 7])
+    assert said == [event["sentence"]] and "cannot be reached" in said[0]
+    chief.receive(beat(3, Phase.BACKWARD, 1, "ended"), 101.0)
+    chief.cut_off(3)
+    assert len(said) == 1, "ranks that have ended are not missed"
 
 
 def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path: Path) -> None:

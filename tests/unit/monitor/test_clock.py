@@ -145,7 +145,7 @@ def test_a_loop_of_ones_own_marks_phases_by_name() -> None:
     clock = RingClock()
     with clock.phase("data"):
         time.sleep(0.02)
-    time.sleep(0.01)
+    time.sleep(0.1)
     with clock.phase("forward"):
         pass
     clock.arrived()
@@ -154,8 +154,8 @@ def test_a_loop_of_ones_own_marks_phases_by_name() -> None:
     taken = clock.take()
     assert 0.02 <= taken["data"] < 0.2
     assert 0.02 <= taken["exchange"] < 0.2
-    assert taken["forward"] < 0.01
-    assert clock.totals[REST] >= 0.01
+    assert taken["forward"] < 0.1
+    assert clock.totals[REST] >= 0.1
     assert sum(clock.take().values()) == 0
 
 
@@ -184,13 +184,13 @@ def test_a_console_that_is_gone_does_not_end_a_run_that_the_monitor_speaks_of() 
     code = """
 import os, subprocess, sys
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.rank.session import Session
+from hpctrain.monitor.rank.session import MonitorSession
 agent = subprocess.Popen(["echo", "rank 1 is slow"], stdout=subprocess.PIPE)
 agent.wait()
 gone, console = os.pipe()
 os.close(gone)
 os.dup2(console, 1)
-Session(RingClock(), agent, None).poll()
+MonitorSession(RingClock(), agent, None).poll()
 os._exit(7)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=20, stderr=subprocess.DEVNULL).returncode == 7

@@ -22,10 +22,11 @@ from hpctrain.monitor.chief.hang import Beat, HangWatch
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import PID, STARTED, Layout, Slot, SlotReader
-from hpctrain.monitor.wire import Connection, Door, DoorLimits, connect, listen, meeting_address
+from hpctrain.monitor.wire.connection import Connection, connect
+from hpctrain.monitor.wire.door import Door, DoorLimits, listen
 from hpctrain.monitor.wire.framing import new_hello
 from hpctrain.system import processes
-from hpctrain.system.address import LOOPBACK, Interface
+from hpctrain.system.address import LOOPBACK, Interface, meeting_address
 
 INTRUDERS = int(os.environ.get("HPCTRAIN_INTRUDERS", "300"))
 TOKEN = b"t" * 32

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from hpctrain.bench.straggler import traces
+from benchmarks.straggler import traces
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.judge import Judge

@@ -136,6 +136,26 @@ def test_the_cause_among_many_ranks_is_what_takes_longer_than_with_the_others() 
     assert [finding.cause for finding in findings if finding.kind is Kind.RANK][-1] == "data"
 
 
+@pytest.mark.parametrize("ranks", [8, 2])
+@pytest.mark.parametrize(("callbacks", "cause"), [(0.5, "compute"), (0.0625, "mixed")])
+def test_what_is_usual_is_so_for_ranks_of_the_same_stage_or_for_the_rank_itself(
+    ranks: int, callbacks: float, cause: str
+) -> None:
+    """Forward and callbacks take longer on a rank of the last stage: all that it does, or what it hardly did too.
+
+    The first stage reads, and has no callbacks.
+    """
+    judge = Judge([f"n{rank}" for rank in range(ranks)], EXACT, Grid(ranks, pipeline=2))
+    first = [{Phase.DATA: 0.5, Phase.FORWARD: 0.5}] * (ranks // 2)
+    last = [{Phase.FORWARD: 1 - callbacks, Phase.CALLBACKS: callbacks}] * (ranks // 2)
+    slow = [*first, *last[:-1], {phase: seconds + 0.25 for phase, seconds in last[-1].items()}]
+    busy = [1.0] * (ranks - 1) + [1.5]
+    watched(judge, *(window(index, [1.0] * ranks, phases=[*first, *last]) for index in range(LEARNING)))
+    findings = watched(judge, *(window(index, busy, phases=slow) for index in range(LEARNING, 8)))
+    causes = {(finding.ranks, finding.cause) for finding in findings if finding.kind is Kind.RANK}
+    assert causes == {((ranks - 1,), cause)}
+
+
 # Many slow ranks
 
 
@@ -185,6 +205,7 @@ def test_many_slow_ranks_are_over_after_three_calm_windows() -> None:
     watched(judge, *(window(index, [1.0] * 3 + [1.5] * 3) for index in range(3)))
     findings = watched(judge, *(window(index, [1.0] * 6) for index in range(3, 8)))
     assert told(findings, Kind.MANY) == [(State.CLEARED, 5)]
+    assert (findings[-1].slowdown, findings[-1].cost) == (0, 0)
 
 
 @pytest.mark.parametrize("has_past", [True, False])
@@ -195,6 +216,16 @@ def test_a_host_of_many_ranks_that_becomes_slow_is_named_and_one_that_always_was
     findings = watched(judge, *learned, *(window(index, [1.0] * 5 + [1.125] * 3) for index in range(LEARNING, 8)))
     confirmed = {(finding.kind, finding.ranks) for finding in findings if finding.state is State.CONFIRMED}
     assert confirmed == {(Kind.HOST if has_past else Kind.MANY, (5, 6, 7))}
+
+
+@pytest.mark.parametrize(("before", "others"), [(1.25, 1.0), (1.0, 1.08)])
+def test_a_host_of_many_ranks_is_not_named_if_it_always_was_slow_or_others_are_slower_too(
+    before: float, others: float
+) -> None:
+    judge = Judge(["a"] * 5 + ["b"] * 3, EXACT)
+    learned = [window(index, [1.0] * 5 + [before] * 3) for index in range(LEARNING)]
+    findings = watched(judge, *learned, *(window(index, [others] * 5 + [1.25] * 3) for index in range(LEARNING, 8)))
+    assert {finding.kind for finding in findings} == {Kind.MANY}
 
 
 def test_a_rank_whose_peers_are_missing_from_a_window_accuses_nobody() -> None:
@@ -251,6 +282,23 @@ def test_the_exchange_is_slower_if_it_costs_something_and_takes_half_as_long_aga
         assert findings[0].cost == pytest.approx((after - before) / (1 + after))
 
 
+def test_an_exchange_that_took_no_time_at_the_start_can_become_slower() -> None:
+    judge = judge_of(4)
+
+    def taking_turns(index: int, exchange: float) -> Window:
+        """Every second step another rank is the last, so that each waits now and then."""
+        plain = window(index, [1.0] * 4)
+        busy = plain.busy.copy()
+        busy[0, ::2] = busy[1:, 1::2] = 1.5
+        wait = busy.max(axis=0) - busy + exchange
+        return Window(index, plain.ranks, busy, wait, plain.work, plain.typical, plain.mean)
+
+    watched(judge, *(taking_turns(index, 0.0) for index in range(LEARNING)))
+    findings = watched(judge, *(taking_turns(index, 0.5) for index in range(LEARNING, 8)))
+    assert told(findings, Kind.NETWORK) == [(State.SUSPECT, LEARNING), (State.CONFIRMED, LEARNING + 1)]
+    assert findings[-1].cost == pytest.approx(0.5 / 2)
+
+
 @pytest.mark.parametrize(("exchange", "is_clear"), [(1.1, True), (1.2, False)])
 def test_the_exchange_is_over_if_what_is_left_is_a_small_share_of_the_step(exchange: float, is_clear: bool) -> None:
     judge = judge_of(4)  # a step of 2 s: up to 1/8 s more is calm
@@ -273,18 +321,26 @@ def test_a_heavy_stage_is_over_below_half_of_what_it_must_cost(longer: float, is
     assert told(findings, Kind.PLAN) == ([(State.CLEARED, 5)] if is_over else [])
 
 
+def test_a_heavy_stage_is_told_with_what_takes_longer_there_until_nothing_is_heard_of_it() -> None:
+    judge = Judge([f"n{rank}" for rank in range(8)], EXACT, Grid(8, pipeline=2))
+    phases = [*([{Phase.FORWARD: 2.0}] * 4), *([{Phase.FORWARD: 2.0, Phase.DATA: 0.5}] * 4)]
+    heavy = watched(judge, *(window(index, [2.0] * 4 + [2.5] * 4, phases=phases) for index in range(2)))
+    assert [(finding.ranks, finding.cause) for finding in heavy] == 2 * [((4, 5, 6, 7), "data")]
+    assert told(watched(judge, *(window(index, [2.0] * 4) for index in range(2, 6))), Kind.PLAN) == [(State.CLEARED, 4)]
+
+
 # Pauses
 
 
 def with_pause(index: int, rank: int | None, seconds: float, collects: bool = True) -> Window:
-    """Four ranks that take a second a step; one of them pauses once, for garbage collection if it collects."""
+    """Four ranks that take a second a step; one of them pauses once, mostly to collect garbage if it collects."""
     plain = window(index, [1.0] * 4)
     if rank is None:
         return plain
     busy, mean = plain.busy.copy(), plain.mean.copy()
     busy[rank, 7] += seconds
     mean[rank, Phase.FORWARD if collects else Phase.DATA] += seconds / STEPS
-    mean[rank, GC] += seconds / STEPS if collects else 0
+    mean[rank, GC] += 0.75 * seconds / STEPS if collects else 0
     wait = busy.max(axis=0) - busy + 0.25
     return Window(index, plain.ranks, busy, wait, plain.work, plain.typical, mean)
 
@@ -318,9 +374,9 @@ def test_one_ranks_pauses_are_named_from_a_twentieth_of_the_time_on(seconds: flo
 # Unequal work
 
 
-def loaded(index: int, share: float) -> Window:
-    """Eight ranks, the last of which has so much more work than the others and takes as much longer."""
-    plain = window(index, [1.0] * 7 + [1.0 + share])
+def loaded(index: int, share: float, slower: float = 0.0, exchange: float = 0.25) -> Window:
+    """Eight ranks, the last of which has so much more work than the others and takes as much longer, and more."""
+    plain = window(index, [1.0] * 7 + [1.0 + share + slower], exchange)
     work = np.ones_like(plain.busy)
     work[-1] += share
     return Window(index, plain.ranks, plain.busy, plain.wait, work, plain.typical, plain.mean)
@@ -334,8 +390,17 @@ def test_more_work_is_told_from_the_threshold_on_and_over_once_it_is_gone() -> N
     judge = judge_of(8)
     findings = watched(judge, *(loaded(index, 0.5) for index in range(3)))
     assert findings[-1].ranks == (7,) and findings[-1].cost == pytest.approx(0.5 / 1.75)
-    findings = watched(judge, *(loaded(index, 0.0) for index in range(3, 8)))
-    assert told(findings, Kind.IMBALANCE) == [(State.CLEARED, 5)]
+    assert not told(watched(judge, *(loaded(index, 0.12) for index in range(3, 8))), Kind.IMBALANCE), "it goes on"
+    findings = watched(judge, *(loaded(index, 0.0, slower=0.5) for index in range(8, 12)))
+    assert told(findings, Kind.IMBALANCE) == [(State.CLEARED, 10)], "though the rank is slow now"
+
+
+@pytest.mark.parametrize(("slower", "is_told"), [(1 / 16, False), (1 / 32, True)])
+def test_a_rank_is_loaded_if_its_work_leaves_no_excess_that_is_not_calm(slower: float, is_told: bool) -> None:
+    findings = watched(judge_of(8), *(loaded(index, 0.125, slower, exchange=1.0) for index in range(3)))
+    assert bool(told(findings, Kind.IMBALANCE)) is is_told
+    if is_told:
+        assert findings[0].cost == pytest.approx(0.125 / 2.15625), "what the work takes, not what else is slower"
 
 
 def test_pauses_that_no_phase_accounts_for_have_no_single_cause() -> None:
@@ -345,3 +410,11 @@ def test_pauses_that_no_phase_accounts_for_have_no_single_cause() -> None:
 
     findings = watched(judge_of(4), *(unaccounted(index) for index in range(8)))
     assert [finding.cause for finding in findings if finding.kind is Kind.ROTATING] == ["mixed", "mixed"]
+
+
+@pytest.mark.parametrize(("ranks", "is_one_host"), [(3, False), (4, True)])
+def test_one_host_is_told_from_the_others_if_there_are_more_than_few_ranks(ranks: int, is_one_host: bool) -> None:
+    slow = np.arange(ranks) == ranks - 1
+    own = np.where(slow, 1.5, 1.0)
+    judge = judge_of(ranks)
+    assert judge.is_one_host_that_changed(window(0, own.tolist()), slow, own) is is_one_host

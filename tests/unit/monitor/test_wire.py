@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 from collections.abc import Iterator
@@ -13,9 +14,18 @@ from hypothesis import strategies as st
 
 from hpctrain.monitor.node.node import window_message, window_of
 from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.monitor.wire import Connection, Message, ProtocolError
-from hpctrain.monitor.wire.connection import QUEUED_MESSAGES
-from hpctrain.monitor.wire.framing import HELLO_BYTES, LARGEST_FRAME, MAGIC, PROOF_BYTES, Opener, Sealer, new_hello
+from hpctrain.monitor.wire.connection import QUEUED_MESSAGES, Connection
+from hpctrain.monitor.wire.framing import (
+    HELLO_BYTES,
+    LARGEST_FRAME,
+    MAGIC,
+    PROOF_BYTES,
+    Message,
+    Opener,
+    ProtocolError,
+    Sealer,
+    new_hello,
+)
 
 TOKEN = b"t" * 32
 KEY = b"k" * 32
@@ -189,6 +199,24 @@ def test_a_peer_that_does_not_read_costs_messages_not_memory(streams: tuple[sock
         ours.flush()
     assert len(ours.queue) <= QUEUED_MESSAGES
     assert ours.dropped > 0
+
+
+@pytest.mark.parametrize(("number", "cut"), [(errno.ETIMEDOUT, True), (errno.EHOSTUNREACH, True), (errno.EPIPE, False)])
+def test_a_host_that_does_not_answer_is_told_from_a_process_that_ended(
+    streams: tuple[socket.socket, socket.socket], number: int, cut: bool
+) -> None:
+    class Dead:
+        setblocking = setsockopt = fileno = lambda *_: None
+
+        def recv(self, _: int) -> bytes:
+            raise OSError(number, "said by the kernel")
+
+        send = recv
+
+    for act in (Connection.receive, Connection.flush):
+        connection = Connection.over(Dead(), TOKEN)  # type: ignore[arg-type]
+        act(connection)
+        assert connection.ended and connection.unreachable is cut
 
 
 def test_a_closed_peer_is_seen(streams: tuple[socket.socket, socket.socket]) -> None:

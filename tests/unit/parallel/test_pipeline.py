@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hpctrain.backends.torch.strategies.exchange import host_bytes
+from hpctrain.backends.torch.strategies.pipeline.stage import described, rebuilt, told_tensors
+from hpctrain.backends.torch.strategies.pipeline.stages import as_before, is_chain, keep_stage, layers_of, staged
 from hpctrain.errors import UserError
 from hpctrain.parallel.pipeline import Pass, balanced, bubble, one_forward_one_backward
-from hpctrain.parallel.torch_exchange import host_bytes
-from hpctrain.parallel.torch_pipeline import as_before, is_chain, keep_stage, layers_of, staged
-from hpctrain.parallel.torch_stage import described, rebuilt, told_tensors
-from tests.support.pipeline_tasks import Gpt, layers
+from tests.tasks.pipeline_tasks import Gpt, layers
 
 
 def told(stage: int, stages: int, micro_batches: int) -> str:
@@ -137,9 +137,9 @@ def test_conjugates_travel_as_their_values(lazy: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({1, 2}, "hands on a set"),
-        (torch.ones(2).to_sparse(), "hands on a tensor of torch.sparse_coo"),
-        ({(1, 2): 3}, "hands on a dict"),
+        ({1, 2}, "passes on a set"),
+        (torch.ones(2).to_sparse(), "passes on a tensor of torch.sparse_coo"),
+        ({(1, 2): 3}, "passes on a dict"),
     ],
 )
 def test_what_cannot_be_handed_on(value: Any, said: str) -> None:

@@ -11,30 +11,34 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.commands.plan import memory_of, num_bytes
-from hpctrain.config.loading import load
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
-from hpctrain.parallel.plan import ByRows, Plan, Sums, Weighed, cheapest, footprints
-from hpctrain.rank.weighing import weigh
-from hpctrain.run import RunView
-from tests.support import table_tasks
+from hpctrain.parallel.memory_estimate import MemoryEstimate, ParallelLayout, cheapest, footprints
+from hpctrain.run.view import RunView
 from tests.support.command import hpctrain
 
-WHOLE = Weighed(
-    parameters=100, gradients=100, optimizer=200, averages=0, activations=3.5, checkpoint=300, largest_share=0.25
-)
-HALF = dataclasses.replace(WHOLE, parameters=60, gradients=60, optimizer=120, activations=2.0, largest_share=0.5)
+WHOLE = MemoryEstimate(parameters=100, gradients=100, optimizer=200, averages=0, activations=3.5, checkpoint=300)
+HALF = dataclasses.replace(WHOLE, parameters=60, gradients=60, optimizer=120, activations=2.0)
+
+
+def with_shard(model: MemoryEstimate, share: float) -> MemoryEstimate:
+    """Whose optimizer can be sharded."""
+    return dataclasses.replace(model, shards={"optimizer": model.scaled(optimizer=share)})
+
+
 STEPS = "train: {steps: 3, global_batch: 16}\n"
+KINDS = ("gradients", "none", "optimizer", "parameters")
 RUN = """
 name: gpt
-task: tests.support.tensor_tasks:gpt
+task: tests.tasks.tensor_tasks:gpt
 train: {steps: 3, global_batch: 16, accumulate: 2}
 """
 
 
 def test_each_plan_leaves_a_rank_its_part() -> None:
-    found = footprints({1: WHOLE, 2: HALF}, ranks=4, samples={1: 2, 2: 4}, program=1000)
+    estimates = {1: with_shard(WHOLE, 0.25), 2: with_shard(HALF, 0.5)}
+    found = footprints(estimates, ranks=4, samples={1: 2, 2: 4}, program=1000)
     plans = [(1, 4, "none"), (1, 4, "optimizer"), (2, 2, "none"), (2, 2, "optimizer")]
-    assert [one.plan for one in found] == [Plan(*each) for each in plans]
+    assert [one.plan for one in found] == [ParallelLayout(*each) for each in plans]
     assert [one.optimizer for one in found] == [200, 50, 120, 60]
     assert [one.activations for one in found] == [7, 7, 8, 8], "of its micro-batch"
     assert {one.staging for one in found} == {75}, "each rank writes a part"
@@ -44,54 +48,50 @@ def test_each_plan_leaves_a_rank_its_part() -> None:
     assert cheapest(found, 100) is None
 
 
+@pytest.mark.slow
 def test_sharded_parameters_leave_a_rank_its_rows_and_a_layer() -> None:
-    model = dataclasses.replace(WHOLE, averages=100, by_rows=ByRows(0.25, 30))
-    plans = [(1, 4, "none"), (1, 4, "optimizer"), (1, 4, "parameters")]
-    for micro_batches, gradients in ((1, 25 + 30), (2, 25 + 100)):
-        found = footprints({1: model}, 4, {1: 2}, 1000, micro_batches)
-        assert [one.plan for one in found] == [Plan(*each) for each in plans]
-        rows = found[2]
+    from hpctrain.backends.torch.strategies.fully_sharded import in_rows
+
+    model = dataclasses.replace(WHOLE, averages=100)
+    for accumulates, gradients in ((False, 25 + 30), (True, 25 + 100)):
+        rows = in_rows(model, 0.25, 30, accumulates)
         assert (rows.parameters, rows.gradients, rows.optimizer, rows.averages) == (25 + 30, gradients, 50, 25)
-        assert rows.staging == found[0].staging and rows.activations == found[0].activations
-    assert Plan(2, 4, "parameters").keys == "parallel: {tensor: 2, shard: parameters}"
+        assert (rows.activations, rows.checkpoint) == (model.activations, model.checkpoint)
+    assert ParallelLayout(2, 4, "parameters").keys == "parallel: {tensor: 2, shard: parameters}"
 
 
-def test_shared_out_tables_leave_what_was_weighed() -> None:
-    """With the activations and the part of the checkpoint that any plan has."""
-    model = dataclasses.replace(WHOLE, largest_share=None, averages=100, tables=dataclasses.replace(HALF, averages=7))
+def test_a_shard_leaves_what_was_estimated() -> None:
+    """With the micro-batch and the part of the checkpoint that any plan has."""
+    model = dataclasses.replace(WHOLE, shards={"tables": dataclasses.replace(HALF, averages=7, activations=3.5)})
     whole, rows = footprints({1: model}, 4, {1: 2}, 1000)
-    assert rows.plan == Plan(1, 4, "tables")
+    assert rows.plan == ParallelLayout(1, 4, "tables")
     assert (rows.parameters, rows.gradients, rows.optimizer, rows.averages) == (60, 60, 120, 7)
     assert (rows.activations, rows.staging, rows.program) == (whole.activations, whole.staging, 1000)
-    assert len(footprints({1: model}, 1, {1: 2}, 0)) == 1
 
 
-def test_what_cannot_be_sharded_evenly_says_so() -> None:
-    uneven, not_at_all = dataclasses.replace(WHOLE, largest_share=0.7), dataclasses.replace(WHOLE, largest_share=None)
-    assert [one.optimizer for one in footprints({1: uneven}, 4, {1: 2}, 0)] == [200, 140]
-    assert [one.plan for one in footprints({1: not_at_all}, 4, {1: 2}, 0)] == [Plan(1, 4, "none")]
+def test_shares_of_a_rank_are_rounded_up() -> None:
+    assert WHOLE.scaled(optimizer=0.701, gradients=0.5) == dataclasses.replace(WHOLE, optimizer=141, gradients=50)
 
 
 def test_one_rank_shares_nothing() -> None:
-    assert [one.plan for one in footprints({2: HALF}, 2, {2: 2}, 0)] == [Plan(2, 1, "none")]
-    assert [one.plan for one in footprints({1: WHOLE}, 1, {1: 2}, 0)] == [Plan(1, 1, "none")]
+    assert [one.plan for one in footprints({2: HALF}, 2, {2: 2}, 0)] == [ParallelLayout(2, 1, "none")]
+    assert [one.plan for one in footprints({1: WHOLE}, 1, {1: 2}, 0)] == [ParallelLayout(1, 1, "none")]
 
 
 def test_the_largest_stage_counts() -> None:
     """After the plans without stages; with the micro-batch of fewer data ranks, and no word of a sharded optimizer."""
-    first = dataclasses.replace(HALF, largest_share=None)
-    whole = dataclasses.replace(WHOLE, stages={2: first})
-    found = footprints({1: whole, 2: dataclasses.replace(HALF, stages={2: first})}, 8, {1: 1, 2: 2, 4: 4}, 0)
+    whole = dataclasses.replace(with_shard(WHOLE, 0.5), stages={2: HALF})
+    found = footprints({1: whole, 2: dataclasses.replace(HALF, stages={2: HALF})}, 8, {1: 1, 2: 2, 4: 4}, 0)
     staged = [one for one in found if one.plan.pipeline > 1]
     assert found[-2:] == staged
-    assert [one.plan for one in staged] == [Plan(1, 4, "none", 2), Plan(2, 2, "none", 2)]
+    assert [one.plan for one in staged] == [ParallelLayout(1, 4, "none", 2), ParallelLayout(2, 2, "none", 2)]
     assert [one.activations for one in staged] == [4, 8]
-    assert Plan(2, 2, "none", 2).keys == "parallel: {tensor: 2, pipeline: 2}"
+    assert ParallelLayout(2, 2, "none", 2).keys == "parallel: {tensor: 2, pipeline: 2}"
 
 
 def test_a_plan_is_written_as_the_run_file_has_it() -> None:
-    assert Plan(2, 4, "none").keys == "parallel: {tensor: 2}"
-    assert Plan(1, 4, "optimizer").keys == "parallel: {shard: optimizer}"
+    assert ParallelLayout(2, 4, "none").keys == "parallel: {tensor: 2}"
+    assert ParallelLayout(1, 4, "optimizer").keys == "parallel: {shard: optimizer}"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
     assert main(["plan", str(run), "-n", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     plans = {(one["plan"]["tensor"], one["plan"]["shard"]): one for one in told["plans"]}
-    assert sorted(plans) == [(size, shard) for size in (1, 2, 4) for shard in ("none", "optimizer", "parameters")]
+    assert sorted(plans) == [(size, shard) for size in (1, 2, 4) for shard in KINDS]
     assert list(told["not_possible"]) == ["8", "pipeline"] and "4 heads" in told["not_possible"]["8"]
     whole, half = plans[1, "none"], plans[2, "none"]
     # Two blocks of width 16, a table of 24 words that is the last layer too, 7 places; float64.
@@ -121,6 +121,9 @@ def test_a_model_is_weighed_as_it_would_be_cut(tmp_path: Path, capsys: pytest.Ca
         assert 0 < slots < 200, "AdamW has two values for each element, and a count of steps for each tensor"
         assert one["gradients"] == one["parameters"]
     row = 3 * 16 * 8 * 2
+    assert plans[1, "gradients"]["optimizer"] == plans[1, "optimizer"]["optimizer"]
+    assert abs(plans[1, "gradients"]["gradients"] - whole["gradients"] / 8) < row
+    assert plans[1, "gradients"]["parameters"] == whole["parameters"]
     assert abs(plans[1, "optimizer"]["optimizer"] - whole["optimizer"] / 8) < row, "to half a row at either end"
     assert abs(plans[2, "optimizer"]["optimizer"] - half["optimizer"] / 4) < row
     block = 8 * (12 * 16 * 16 + 13 * 16)
@@ -159,7 +162,7 @@ def plan(capsys: pytest.CaptureFixture[str], code: int, run: Path, *words: str) 
 def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    both = [(1, "none"), (1, "optimizer"), (1, "parameters"), (2, "none")]
+    both = [(1, "none"), (1, "optimizer"), (1, "gradients"), (1, "parameters"), (2, "none")]
     assert plan(capsys, 0, run, "-n", "2", "--parallel.shard", "optimizer")[0] == both, "beside it what it excludes"
     assert plan(capsys, 0, run, "-n", "2", "--parallel.tensor", "2")[0] == both
     own = ["--parallel.tensor", "2", "--parallel.shard", "optimizer"]
@@ -171,86 +174,12 @@ def test_a_run_file_with_a_plan_of_its_own(tmp_path: Path, capsys: pytest.Captur
     few = ["--train.global_batch", "4"]
     plans, said = plan(capsys, 0, run, "-n", "8", "--parallel.tensor", "2", *few)
     assert (
-        plans == [(size, shard) for size in (2, 4) for shard in ("none", "optimizer", "parameters")]
+        plans == [(size, shard) for size in (2, 4) for shard in ("none", "optimizer", "gradients", "parameters")]
         and "train.global_batch is 4 but there are 8 ranks" in said
     )
     assert "train.global_batch is 4 but there are 8 ranks" in plan(capsys, 64, run, "-n", "8", *few)[1]
     assert main(["plan", str(run), "-n", "64", *few]) == 64
     assert "train.global_batch is 4 but there are 64 ranks" in capsys.readouterr().err
-
-
-def measurement(folder: Path, gradient_bytes: int, inside: bool = True) -> None:
-    """What bench scaling leaves, of one rank with 16 samples, and of two."""
-    parts = {"compute_s": 0.160, "exchange_s": 0.0, "data_s": 0.001, "rest_s": 0.001}
-    row = {"nodes": 1, "ranks": 1, "global_batch": 16, "oversubscribed": False, **parts}
-    link = {"alpha_s": 1e-6, "bytes_per_s": 1e9} if inside else None
-    result = {
-        "parallel": {"tensor": 1, "pipeline": 1, "shard": "none"},
-        "reducer": "mpi-node",
-        "gradient_bytes": gradient_bytes,
-        "exchange": {"inside_node": link, "between_nodes": None},
-        "modes": {"weak": {"measured": [row]}},
-    }
-    folder.mkdir(parents=True)
-    (folder / "scaling.json").write_text(json.dumps(result))
-
-
-@pytest.mark.slow
-def test_seconds_of_a_step_are_told_from_a_measurement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        "name: r\ntask: tests.support.pipeline_tasks:gpt\ntrain: {steps: 3, global_batch: 16, accumulate: 4}\n"
-    )
-    command = ["plan", str(run), "-n", "2"]
-    assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "measure whole models first: hpctrain bench scaling" in said and "samples/s" not in said
-    assert main([*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert "step" not in told["plans"][0] and told["no_step_because"]
-    exchanged = told["plans"][0]["gradients"] // 2  # in float64, and counted as fp32
-    measurement(tmp_path / "runs/r-scaling", exchanged)
-    assert main([*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    uncut = [one for one in told["plans"] if one["plan"]["tensor"] == 1]
-    steps = {(one["plan"]["pipeline"], one["plan"]["shard"]): one["step"] for one in uncut}
-    plain, staged = steps[1, "none"], steps[2, "none"]
-    assert told["no_step_because"] is None
-    assert plain["compute_s"] == pytest.approx(0.08) and staged["compute_s"] == pytest.approx(0.08)
-    assert plain["exchange_s"] == pytest.approx(2e-6 + exchanged * 1e-9)
-    assert plain["step_s"] == pytest.approx(0.002 + 0.08 + plain["exchange_s"])
-    # what blocks hand on, of each sample: float64[7, 16] forward and back, int64[7] and bool[7] forward
-    activations = 16 * (2 * 8 * 7 * 16 + 8 * 7 + 7)
-    assert staged["messages_s"] == pytest.approx(8e-6 + activations * 1e-9)
-    assert staged["bubble_s"] == pytest.approx((staged["compute_s"] + staged["messages_s"]) / 4)
-    assert plain["samples_per_s"] == pytest.approx(16 / plain["step_s"])
-    assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "samples/s" in said and "expected to be fastest: parallel: {}" in said
-    assert main([*command, "--measured", str(tmp_path)]) == 64
-    assert "scaling.json cannot be read" in capsys.readouterr().err
-    measurement(tmp_path / "other", exchanged + 4)
-    assert main([*command, "--measured", str(tmp_path / "other")]) == 64
-    assert "of gradients, and" in capsys.readouterr().err
-    measurement(tmp_path / "alone", exchanged, inside=False)
-    assert main([*command, "--measured", str(tmp_path / "alone"), "--json"]) == 0
-    assert not [one for one in json.loads(capsys.readouterr().out)["plans"] if "step" in one], "no link was measured"
-
-
-@pytest.mark.slow
-def test_sums_of_a_tensor_group_are_counted(tmp_path: Path) -> None:
-    """Of each block two sums of activations forward and two back; of the ends some more."""
-    (tmp_path / "run.yaml").write_text(RUN)
-    config = load(str(tmp_path / "run.yaml"), [])
-    whole, half = weigh(config, 1, 2), weigh(config, 2, 2)
-    assert whole.sums == Sums()
-    activations = 8 * 7 * 16  # float64[places, width]
-    assert 2 * 4 <= half.sums.count <= 2 * 4 + 8
-    assert 2 * 4 * activations <= half.sums.bytes <= (2 * 4 + 5) * activations
-    assert half.exchanged < whole.exchanged
 
 
 @pytest.mark.slow
@@ -310,7 +239,7 @@ def test_a_strange_number_of_ranks_is_refused(ranks: str, capsys: pytest.Capture
 def planned(folder: Path, capsys: pytest.CaptureFixture[str], task: str, *words: str, code: int = 0) -> Any:
     """What JSON says of a recommender on 4 ranks."""
     keys = ("--train.steps", "3", "--train.global_batch", "16", "--train.ema_decay", "0.9", *words)
-    (folder / "run.yaml").write_text(f"name: a\ntask: tests.support.table_tasks:{task}\n")
+    (folder / "run.yaml").write_text(f"name: a\ntask: tests.tasks.table_tasks:{task}\n")
     assert main(["plan", str(folder / "run.yaml"), "-n", "4", "--json", *keys]) == code
     return json.loads(capsys.readouterr().out)
 
@@ -331,23 +260,11 @@ def test_tables_that_are_shared_out_leave_a_rank_its_rows(
 
 
 @pytest.mark.slow
-def test_lookups_are_counted(tmp_path: Path) -> None:
-    """Five of marked tables; each row that 8 samples need goes there and back, with its index."""
-    keys = ["--name", "a", "--train.steps", "1", "--train.global_batch", "8", "--data.shuffle", "none"]
-    found = weigh(load(None, [*keys, "--task", "tests.support.table_tasks:recommender"]), 1, 4)
-    visits = table_tasks.visits()
-    asked = [len(set(visits[name][:8].flatten().tolist())) for name in (*table_tasks.ROWS, "seen")]
-    assert found.tables is not None
-    assert found.tables.lookups == Sums(5 * 5 + 2, sum(asked) * (8 + 2 * 4 * 8) / 8)
-    assert found.exchanged - found.tables.exchanged == 4 * (23 + 10 + 3 + 9) * 4
-
-
-@pytest.mark.slow
 def test_tables_that_cannot_be_shared_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And of a task that marks none only if it is to share some out."""
     adafactor = planned(tmp_path, capsys, "recommender", "--task_args.optimizer", "adafactor")
     assert "Adafactor looks at more than one element" in adafactor["not_possible"]["tables"]
-    assert {one["plan"]["shard"] for one in adafactor["plans"]} == {"none", "optimizer"}
+    assert {one["plan"]["shard"] for one in adafactor["plans"]} == {"none", "optimizer", "gradients"}
     assert "tables" not in planned(tmp_path, capsys, "unmarked")["not_possible"]
     asked = planned(tmp_path, capsys, "unmarked", "--parallel.shard", "tables", code=64)
     assert "marks no table by hpctrain.vocabulary" in asked["not_possible"]["tables"]
@@ -361,17 +278,17 @@ def test_no_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_optimizers_that_cannot_be_sharded_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run.yaml"
-    uses = "[NO_CUTS, COUPLED, NO_VALIDATION]"
-    run.write_text(f"name: run\ntask: tests.support.combined_tasks:task\ntask_args: {{uses: {uses}}}\n" + STEPS)
+    uses = "[NO_CUTS, NON_ELEMENTWISE, NO_VALIDATION]"
+    run.write_text(f"name: run\ntask: tests.tasks.combined_tasks:task\ntask_args: {{uses: {uses}}}\n" + STEPS)
     plans, said = plan(capsys, 0, run, "-n", "2")
-    assert plans == [(1, "none")] and "Coupled updates a parameter by what it finds in others" in said
+    assert plans == [(1, "none")] and "Coupled updates a parameter from others" in said
     plans, said = plan(capsys, 64, run, "-n", "2", "--parallel.shard", "optimizer")
     assert plans == [(1, "none")] and "Coupled updates a parameter" in said
     own = ["--task_args.uses", "[NO_CUTS, OWN_STEP, NO_VALIDATION]"]
     plans, said = plan(capsys, 0, run, "-n", "2", *own)
     assert plans == [(1, "none"), (1, "optimizer")] and "whose passes other ranks could not follow" in said
     plans, said = plan(capsys, 0, run, "-n", "2", "--reduce.kind", "horovod")
-    assert plans == [(1, "none")] and "gradients would travel by Horovod" in said
+    assert plans == [(1, "none")] and "Horovod would send all gradients to all ranks" in said
 
 
 TASKS = """
@@ -405,9 +322,7 @@ def test_a_task_that_says_nothing_of_cuts_is_not_cut(
 def test_stages_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of the model is on the stages together, and the largest has least if they are equal."""
     run = tmp_path / "run.yaml"
-    run.write_text(
-        "name: r\ntask: tests.support.pipeline_tasks:gpt\ntrain: {steps: 3, global_batch: 8, accumulate: 4}\n"
-    )
+    run.write_text("name: r\ntask: tests.tasks.pipeline_tasks:gpt\ntrain: {steps: 3, global_batch: 8, accumulate: 4}\n")
     assert main(["plan", str(run), "-n", "4", "--json", "--parallel.pipeline", "4"]) == 0
     plans = [one for one in json.loads(capsys.readouterr().out)["plans"] if one["plan"]["tensor"] == 1]
     by_stages = {one["plan"]["pipeline"]: one for one in plans if one["plan"]["shard"] == "none"}

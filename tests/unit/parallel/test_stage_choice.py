@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.group import TIMEOUT_S, Group
-from hpctrain.parallel.stage_choice import LEAST_PASSES, MOST_PASSES, agreed_times
+from hpctrain.parallel.pipeline import LEAST_PASSES, MOST_PASSES, agreed_times
 
 
 class Told(Group):

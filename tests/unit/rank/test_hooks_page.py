@@ -22,18 +22,18 @@ from hpctrain.config.sections import (
 )
 from hpctrain.errors import UserError
 from hpctrain.rank.fit import fit
-from hpctrain.run.pictures import read_pictures
+from hpctrain.run.figures import read_pictures
 from hpctrain.system.output import quiet_environment
 from hpctrain.train.hooks import BaseHook, StopReason
 from hpctrain.train.loop import RunSummary
-from tests.support import scheduled_keras_tasks, scheduled_tasks
+from tests.tasks import scheduled_keras_tasks, scheduled_tasks
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks.md"
 EXAMPLES = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S))
 TASK = """
 import dataclasses
 
-from tests.support import scheduled_tasks
+from tests.tasks import scheduled_tasks
 
 
 def task():

@@ -23,7 +23,9 @@ def says(monkeypatch: pytest.MonkeyPatch, shares: list[float], left: int = PEAK,
     hook = KeptMemory(said.append)
     kernel_s = 0.0
     trainer = SimpleNamespace(
-        world=alone(), framework=SimpleNamespace(gives_back=gives_back), state=SimpleNamespace(step=0)
+        world=alone(),
+        framework=SimpleNamespace(facts=SimpleNamespace(gives_back=gives_back)),
+        state=SimpleNamespace(step=0),
     )
     monkeypatch.setattr(heap, "left_bytes", lambda: left)
     monkeypatch.setattr(heap, "keep_freed", lambda: True)

@@ -1,4 +1,4 @@
-"""Own steps in whole runs: the examples of docs/tasks.md, and the GAN of the examples, interrupted and resumed."""
+"""Own steps in whole runs: the examples of docs/own-steps.md, and the GAN of the examples, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.config.sections import CheckpointConfig, Config, MonitorConfig, ReduceConfig, TrackConfig, TrainConfig
 from hpctrain.rank.fit import fit
 from hpctrain.rank.trial import try_task
@@ -22,9 +22,9 @@ from hpctrain.train.loop import RunSummary
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[3] / "docs" / "tasks.md"
-SECTION = PAGE.read_text(encoding="utf-8").partition("\n## Own steps\n")[2].partition("\n## ")[0]
-GAN, PAIRS = re.findall(r"```python\n(.*?)```", SECTION, re.S)
+GAN_FILE = Path(__file__).parents[3] / "examples" / "gan.py"
+PAGE = Path(__file__).parents[3] / "docs" / "own-steps.md"
+GAN, PAIRS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 PAIRS_TASK = """
 from hpctrain import TorchTask
 
@@ -80,8 +80,8 @@ def test_a_gan_that_is_interrupted_ends_where_one_that_is_not_ends(tmp_path: Pat
     def run(folder: str, *hooks: Any) -> RunSummary:
         saved = CheckpointConfig()
         train = TrainConfig(steps=6, global_batch=30, ema_decay=0.9, eval_every_steps=3)
-        made = config("hpctrain.tasks.torch_gan:task", tmp_path / folder, checkpoint=saved, train=train)
-        return fit(dataclasses.replace(made, task_args={"data": str(tmp_path / "digits")}), hooks=hooks)
+        made = config(f"{GAN_FILE}:task", tmp_path / folder, checkpoint=saved, train=train)
+        return fit(made, hooks=hooks)
 
     straight = run("straight")
     assert run("twice", Stop(4)).reason is StopReason.REQUESTED

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.rank.folder_group import MeetingStopped
-from hpctrain.rank.plain_command import ending, rank, start_program, watch
+from hpctrain.rank.plain_command import ending, rank, said_last, start_program, watch
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
@@ -45,9 +45,40 @@ def test_exit_codes(code: int, asked: bool, expected: Ending, exit_code: int) ->
     assert (made.error is not None) == (expected is Ending.FAILED)
 
 
-def test_a_signal_is_named() -> None:
-    made = ending(WORD, "prog", -signal.SIGSEGV, False)
-    assert made.error is not None and made.error.what == "prog was killed by SIGSEGV"
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        (-signal.SIGSEGV, "prog was killed by SIGSEGV"),
+        (-signal.SIGABRT, "prog was killed by SIGABRT (OSError: the disk is gone)"),
+        (1, "prog ended with exit code 1 (OSError: the disk is gone)"),
+    ],
+)
+def test_what_a_program_said_is_quoted_if_it_ended_itself(code: int, what: str) -> None:
+    made = ending(WORD, "prog", code, False, "OSError: the disk is gone")
+    assert made.error is not None and made.error.what == what
+
+
+@pytest.mark.parametrize(
+    ("printed", "quoted"),
+    [
+        ("step 1\n\nno disk \n\n", "no disk"),
+        ("", ""),
+        (
+            "Traceback (most recent call last):\n  File 'a'\n    old()\nValueError: old\nstep 1\n"
+            "Traceback (most recent call last):\n  File 'a'\n    b()\n    ~^\nOSError: no disk\n"
+            "terminate called after throwing an instance of 'gloo::IoException'\n",
+            "OSError: no disk",
+        ),
+        (
+            "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a'\n[rank1]: OSError: no disk\nbye\n",
+            "OSError: no disk",
+        ),
+    ],
+)
+def test_what_a_program_said_last(tmp_path: Path, printed: str, quoted: str) -> None:
+    (tmp_path / "log").write_text(printed)
+    assert said_last(tmp_path / "log") == quoted
+    assert said_last(tmp_path / "no log") == ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.data import ValidationData, open_dataset
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.pipeline import ValidationData
 from hpctrain.errors import UserError
 from hpctrain.rank.predictions import write_predictions
 
@@ -26,7 +27,7 @@ class Model:
     def __init__(self, outputs: Outputs) -> None:
         self.outputs = outputs
 
-    meeting = None
+    sync_group = None
 
     def predict(self, batch: Any) -> dict[str, NDArray[Any]]:
         return {"output": self.outputs(batch["x"])}

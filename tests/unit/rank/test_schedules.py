@@ -24,7 +24,7 @@ from hpctrain.rank.fit import fit
 from hpctrain.system.output import quiet_environment
 from hpctrain.tasks.definition import TorchScheduler
 from hpctrain.train.hooks import BaseHook, StopReason
-from tests.support import scheduled_keras_tasks, scheduled_tasks
+from tests.tasks import scheduled_keras_tasks, scheduled_tasks
 
 STEPS = 20
 """Batches of 8 out of 40 samples: 5 an epoch."""
@@ -180,7 +180,7 @@ def test_what_cannot_be_is_said(schedule: str, section: ScheduleConfig, message:
 
 
 def test_state_of_another_scheduler_is_refused(tmp_path: Path) -> None:
-    from hpctrain.frameworks.torch.scheduler import SchedulerHook
+    from hpctrain.backends.torch.state.scheduler import SchedulerHook
 
     def hook(scheduler: Any) -> SchedulerHook:
         return SchedulerHook(TorchScheduler(scheduler), torch.optim.SGD([torch.zeros(1)], lr=1.0))

@@ -16,12 +16,13 @@ from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.doctor.finding import Status
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
-from hpctrain.rank.problem import first_batch, make_problem
+from hpctrain.rank.batches import first_batch, first_validation
+from hpctrain.rank.problem import make_problem
 from hpctrain.rank.session import message
 from hpctrain.rank.trial import try_task
 from hpctrain.system.output import quiet_environment
 from hpctrain.train.clock import IntervalClock
-from tests.support import wrong_keras_tasks, wrong_torch_tasks
+from tests.tasks import wrong_keras_tasks, wrong_torch_tasks
 
 TORCH = {
     "no_forward": ("the model or forward fails", r'missing the required "forward" function', "x .8, 4."),
@@ -58,7 +59,7 @@ TORCH = {
     "no_optimizer": ("optimizer of the task is missing", "", r"optimizer=torch.optim.Adam\(model.parameters\(\)"),
     "optimizer_name": ("optimizer of the task is str 'adam'", "", r"optimizer=torch.optim.Adam\("),
     "optimizers_none": ("optimizer of the task is an empty list", "", r"\[SparseAdam"),
-    "optimizers_other": ("optimizer of the task holds str, which is no torch.optim.Optimizer", "", r"\[SparseAdam"),
+    "optimizers_other": ("optimizer of the task holds str, which is not a torch.optim.Optimizer", "", r"\[SparseAdam"),
     "optimizers_twice": ("do not go together: some parameters appear in more than one", "", "each parameter to one"),
     "other_parameters": ("optimizer updates tensors that are not parameters", "", r"model.parameters\(\)"),
     "no_super": ("cannot assign module before", r"wrong_torch_tasks.py:\d+: `self.layer = ", r"super\(\).__init__\(\)"),
@@ -85,7 +86,7 @@ TORCH = {
     "pair": ("train of the task is a tuple of 2 arrays", "", "train={'x': x, 'y': y}"),
     "words": ("'y' has dtype <U3", "", "encode text"),
     "empty": ("holds no samples", "", "at least one sample"),
-    "loader": ("a torch DataLoader was given", "", "its .dataset"),
+    "loader": ("the DataLoader of train has batch_size=1,", "", "train.batch_per_rank"),
     "no_file": ("train.h5 does not exist", "", "path"),
     "float64": ("the model or forward fails", "Double and Float", r"x is float64 .*astype\(np.float32\)"),
     "float_labels": ("loss fails", r"got Float \(wrong_torch_tasks.py:\d+: `return", r"y \[8\].*astype\(np.int64\)"),
@@ -149,6 +150,7 @@ KERAS = {
         "outputs a tensor of shape .8, 3..*count from 0",
     ),
     "metrics_list": ("metrics= of the task is a list of str", "", "metrics={'accuracy': accuracy}"),
+    "hook_class": ("hooks= of the task holds the class BaseHook", "", r"hooks=\[MyHook"),
     "input_shape": ("the model or forward fails", "to have value 5", r"x \[8, 4\]"),
     "pair": ("train of the task is a tuple of 2 arrays", "", "train={'x': x, 'y': y}"),
     "validation_names": ("loss fails", r"KeyError: 'y' \(wrong_keras_tasks.py", r"in an evaluation.* label \[8\]"),
@@ -157,7 +159,7 @@ KERAS = {
     "compiled_with_four_arrays": ("compile's loss needs x, y", "samples hold x, y, a, b", "fit_data=lambda batch"),
     "compiled_metric": ("compile's metric auc is of class AUC", "", "metrics={.auc.: AUC"),
     "own_step_not_compiled": (
-        "OwnStep has a train_step of its own, but no optimizer",
+        "OwnStep has a custom train_step, but no optimizer",
         "",
         r"model.compile\(optimizer=",
     ),
@@ -222,7 +224,7 @@ def framework_of(config: Config) -> tuple[Any, Any]:
     """A framework around a task, and its first batch."""
     problem = make_problem(config, alone())
     framework = wiring.make_framework(config, alone(), problem.task, IntervalClock())
-    return framework, first_batch(problem, config, alone())
+    return framework, first_batch(problem, alone())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def framework_of(config: Config) -> tuple[Any, Any]:
 )
 def test_right_tasks_pass_and_stay_as_they_were(module: Any, which: str) -> None:
     config = config_of(module, which)
-    validation = wiring.first_validation(config, alone(), make_problem(config, alone()))
+    validation = first_validation(make_problem(config, alone()))
     framework, batch = framework_of(config)
 
     def values() -> dict[str, Any]:
@@ -268,10 +270,10 @@ def test_the_first_batch_is_this_ranks_micro_batch() -> None:
     config = config_of(wrong_torch_tasks, "own")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=2))
     problem = make_problem(config, alone())
-    batch = first_batch(problem, config, alone())
+    batch = first_batch(problem, alone())
     assert len(batch["x"]) == 4
     assert np.array_equal(batch["y"], problem.task.train["y"][problem.order.batch_indices(0, 0)[:4]])
-    assert len(first_batch(problem, config, alone(), 3)["x"]) == 3
+    assert len(first_batch(problem, alone(), 3)["x"]) == 3
 
 
 def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:
@@ -307,4 +309,6 @@ def test_a_run_gives_the_same_advice_as_doctor() -> None:
     with pytest.raises(RuntimeError) as caught:
         y.sum().backward()
     assert "write x = x + 1" in message(caught.value)[1]
+    memory = message(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))[1]
+    assert "smaller batch" in memory and memory == message(MemoryError("Unable to allocate 3 GiB"))[1]
     assert message(AttributeError("something else"))[1] == "the traceback in the rank's log shows where it comes from"

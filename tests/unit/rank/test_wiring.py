@@ -12,12 +12,16 @@ import pytest
 from hpctrain.comm.world import alone
 from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrainConfig
-from hpctrain.data import Order, open_dataset
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
+from hpctrain.rank.batches import make_validation
 from hpctrain.rank.features import task_features
-from hpctrain.rank.problem import make_problem, validation_sets
-from hpctrain.rank.wiring import make_validation, require_plain_names
+from hpctrain.rank.problem import Loading, Problem, make_problem, validation_sets
+from hpctrain.rank.wiring import require_plain_names
 from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.duration import validation_batch
 
 PLAIN = Config(name="a", task="m:f", train=TrainConfig(steps=3, global_batch=2))
 STOPPING = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="loss"))
@@ -32,7 +36,7 @@ STOPPING = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="l
 )
 def test_a_watched_metric_needs_validation_data(change: dict[str, Any], key: str) -> None:
     config = dataclasses.replace(PLAIN, **change)
-    without, judged = (task_features(PLAIN, task_with(given), Order(2, 2), 1) for given in (None, ARRAYS))
+    without, judged = (task_features(PLAIN.task, task_with(given), Order(2, 2), 1) for given in (None, ARRAYS))
     with pytest.raises(UserError, match=f"{key} is 'loss', but task m:f has no validation data"):
         refuse(config.features() | without)
     refuse(config.features() | judged)
@@ -80,17 +84,20 @@ def test_the_first_sets_metrics_are_watched_by_their_plain_names() -> None:
     for metric, fits in (("loss", True), ("hard/loss", True), ("dev/loss", False)):
         config = dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric=metric))
         if fits:
-            require_plain_names(config, ["dev", "hard"])
+            require_plain_names(config.features(), ["dev", "hard"])
             continue
         with pytest.raises(UserError, match=r"metrics of the first set .* have plain names") as caught:
-            require_plain_names(config, ["dev", "hard"])
+            require_plain_names(config.features(), ["dev", "hard"])
         assert caught.value.fix == "write checkpoint.best_metric: loss"
 
 
 def test_validation_has_a_batch_of_its_own() -> None:
-    config = dataclasses.replace(PLAIN, train=TrainConfig(steps=3, global_batch=2, eval_batch_per_rank=4))
-    assert len(make_validation(config, alone(), open_dataset(ARRAYS), None)) == 2
-    assert len(make_validation(PLAIN, alone(), open_dataset(ARRAYS), None)) == 3
+    own = TrainConfig(steps=3, global_batch=2, eval_batch_per_rank=4)
+    for train, batches in ((own, 2), (PLAIN.train, 3)):
+        loading = Loading(Recipe(), 1, validation_batch(train, 1), 2, 0)
+        dataset = open_dataset(ARRAYS)
+        problem = Problem(task_with(ARRAYS), dataset, {"validation": dataset}, Order(6, 2), loading)
+        assert len(make_validation(problem, alone(), dataset)) == batches
 
 
 @pytest.mark.slow
@@ -105,5 +112,5 @@ def test_each_set_is_opened_and_one_that_is_a_stream_is_named(tmp_path: Path) ->
     )
     config = dataclasses.replace(PLAIN, task=f"{tmp_path}/task.py:task", task_args={"stream": False})
     assert list(make_problem(config, alone()).validation) == ["dev", "hard"]
-    with pytest.raises(UserError, match=r"the validation data 'hard' of task .* is a stream"):
+    with pytest.raises(UserError, match=r"the validation data 'hard' of the task is a stream"):
         make_problem(dataclasses.replace(config, task_args={"stream": True}), alone())

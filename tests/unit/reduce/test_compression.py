@@ -18,7 +18,7 @@ floats = of_numpy.arrays(np.float32, st.integers(0, 50), elements=st.floats(widt
 @given(floats)
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_torch_rounds_the_same_way(name: str, values: np.ndarray) -> None:
-    torch_allreduce = pytest.importorskip("hpctrain.reduce.torch_allreduce")
+    torch_allreduce = pytest.importorskip("hpctrain.backends.torch.reduce.allreduce")
     packed = {}
     for codec in (CODECS[name], torch_allreduce.CODECS[name]):
         out, back = np.zeros(len(values), np.uint16), np.zeros(len(values), np.float32)

@@ -12,13 +12,22 @@ import pytest
 
 from hpctrain.errors import Code, ExitCode
 from hpctrain.report.explain import Explanation, explain
-from hpctrain.run import RunHistory
 from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, RunFinished, StopRequested, Straggler
-from hpctrain.run.history import Series
+from hpctrain.run.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    Recovered,
+    RunFinished,
+    StopRequested,
+    Straggler,
+    Train,
+)
+from hpctrain.run.history import RunHistory, Series
 from hpctrain.run.progress import Progress
+from hpctrain.run.run_status import State, Word
 from hpctrain.run.snapshot import RunSnapshot
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
 
 def history(
@@ -41,7 +50,7 @@ def history(
 
 def ended(action: Action, reason: str = "", code: Code = Code.UNKNOWN, number: int = 1, **fields: Any) -> Attempt:
     exit_code = {Action.DONE: ExitCode.DONE, Action.STOP: ExitCode.STOPPED}.get(action, ExitCode.FAILURE)
-    return Attempt(number, 1.0, 2.0, verdict=Verdict(action, exit_code, reason, code=code, **fields))
+    return Attempt(number, 1.0, 2.0, verdict=RunVerdict(action, exit_code, reason, code=code, **fields))
 
 
 RUNNING = (Attempt(1, 1.0),)
@@ -109,6 +118,7 @@ def test_the_three_that_cost_most_are_told_once_each_worst_first() -> None:
     [
         (3, None, "the last 3 attempts to save failed, and there is none: what was trained since is not saved"),
         (1, 5.0, "none has been saved since, and the newest one is from step 7: what was trained since is not saved"),
+        (1, 10.0, None),
         (1, 20.0, None),
         (None, None, "none has been saved since, and there is none: what was trained since is not saved"),
     ],
@@ -132,7 +142,11 @@ def test_checkpoints_that_could_not_be_written(
         ([], "a request was seen", "no checkpoint was saved"),
         ([StopRequested(step=5, attempt=1)], "a request was seen at step 5", "no checkpoint was saved"),
         (
-            [StopRequested(step=5, attempt=1, by="STOP"), CheckpointSaved(step=4, attempt=1)],
+            [
+                StopRequested(step=3, attempt=1),
+                StopRequested(step=5, attempt=1, by="STOP"),
+                CheckpointSaved(step=4, attempt=1),
+            ],
             "STOP was seen at step 5",
             "the newest checkpoint is from step 4",
         ),
@@ -152,7 +166,7 @@ def test_either_the_request_or_the_verdict_tells_of_the_time_limit(of: str) -> N
 
 def test_a_stop_before_the_first_step_is_told_by_its_verdict_and_not_by_an_older_request() -> None:
     reason = "stopped by signal SIGUSR1 before training began (make the task)"
-    verdict = Verdict(Action.REQUEUE, ExitCode.STOPPED, reason, code=Code.TIME_LIMIT)
+    verdict = RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, code=Code.TIME_LIMIT)
     attempts = [ended(Action.REQUEUE), Attempt(2, 3.0, 4.0, verdict=verdict)]
     answer = explain(history(StopRequested(step=5, attempt=1, by="STOP"), attempts=attempts))
     assert (answer.cause, answer.evidence[0]) == (Code.TIME_LIMIT, reason)
@@ -161,6 +175,7 @@ def test_a_stop_before_the_first_step_is_told_by_its_verdict_and_not_by_an_older
 @pytest.mark.parametrize(
     ("attempts", "reason", "title", "evidence"),
     [
+        (0, "completed", "The run completed", "it reached step 12 in 1 attempt"),
         (1, "completed", "The run completed", "it reached step 12 in 1 attempt"),
         (2, "completed", "The run completed", "it reached step 12 in 2 attempts"),
         (1, "early_stop", "The run ended early: its metric no longer improved", "it reached step 12 in 1 attempt"),
@@ -187,6 +202,41 @@ def test_what_is_missing_is_named_if_nobody_knows() -> None:
     assert explain(history(attempts=RUNNING)).cause is Code.UNKNOWN, "it has not said anything of its training"
 
 
+@pytest.mark.parametrize(
+    ("state", "cause", "title", "evidence", "advice"),
+    [
+        (State(Word.RUNNING, "job 7 runs", code=Code.KILLED), Code.RUNNING, "The run continues", ("job 7 runs",), ""),
+        (State(Word.PENDING, fix="wait"), Code.UNKNOWN, "The run has not begun", (), "wait"),
+        (
+            State(Word.CANCELLED, "job 7 was cancelled", code=Code.CANCELLED),
+            Code.CANCELLED,
+            "The run's job was cancelled",
+            ("job 7 was cancelled",),
+            "hpctrain resume submits it again",
+        ),
+        (
+            State(Word.UNKNOWN, "its process is gone"),
+            Code.UNKNOWN,
+            "It is unknown what ended this run",
+            ("its process is gone",),
+            "look at the job's own log and at logs/",
+        ),
+    ],
+)
+def test_a_run_that_has_not_said_how_it_ended_is_told_by_its_job(
+    state: State, cause: Code, title: str, evidence: tuple[str, ...], advice: str
+) -> None:
+    assert explain(history(attempts=[Attempt(1, 1.0, 2.0)]), state) == Explanation(cause, title, evidence, advice)
+
+
+def test_what_a_job_says_adds_to_a_failure_only_that_it_is_to_resume_and_nothing_to_an_end() -> None:
+    pending = State(Word.PENDING, "job 8 waits", fix="wait")
+    failed = explain(history(attempts=[ended(Action.FAIL, "no", Code.USER_ERROR)]), pending)
+    assert (failed.cause, failed.findings) == (Code.USER_ERROR, ("it is to resume: job 8 waits", "wait"))
+    done = history(attempts=[ended(Action.DONE)])
+    assert explain(done, pending) == explain(done)
+
+
 def test_the_rank_and_its_host_are_told_unless_the_reason_says_so() -> None:
     def evidence(reason: str, **fields: Any) -> tuple[str, ...]:
         return explain(history(attempts=[ended(Action.REQUEUE, reason, Code.EXCEPTION, 2, **fields)])).evidence
@@ -206,3 +256,15 @@ def test_the_text_is_sentences() -> None:
 def test_a_failure_of_a_rank_that_shares_out_a_model_names_its_place() -> None:
     failed = replace(ended(Action.REQUEUE, "boom", Code.EXCEPTION, rank=3, host="n1"), ranks=4, tensor=2)
     assert explain(history(attempts=[failed])).evidence == ("rank 3 (data 1, tensor 1) on n1, attempt 1: boom",)
+
+
+def test_failures_that_the_run_recovered_from_are_told_with_their_cost() -> None:
+    one = Recovered(step=11, time=90.0, attempt=2, reason="rank 1 on n1 was killed", seconds=3.0, repeated_steps=4)
+    finished = RunFinished(step=12, time=100.0, attempt=2, reason="completed")
+    [told] = explain(history(one, finished, attempts=[Attempt(1, 1.0), Attempt(2, 2.0)])).findings
+    assert told == "recovered after 3.0 s, 4 steps done again: rank 1 on n1 was killed"
+    train = Train(step=10, steps=10, time=9.0, attempt=1, seconds={"forward": 5.0})
+    seven = explain(history(train, *[one] * 7, finished, attempts=[Attempt(1, 1.0), Attempt(2, 2.0, 101.0)])).findings
+    # 21 s from deaths to steps, and 28 steps of half a second.
+    goodput = "goodput 5% of 1 min 40 s; lost: 35.0 s to 7 failures, 28 steps done again"
+    assert seven == ("recovered 7 times; the last 4", *[told] * 4, goodput)

@@ -18,7 +18,7 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.bad_nodes import BadNode, BadNodes, breaks_again
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
 NODE = BadNode("n2.cluster", 100.0, 1, "slow", "/runs/a")
 
@@ -66,7 +66,7 @@ def word(rank: int, host: str, what: str | None) -> LastWord:
     return LastWord(rank, host, 1, 1.0, 0.0, ending, 1.0, ExitCode.FAILURE, error=error)
 
 
-BROKEN = Verdict(Action.REQUEUE, ExitCode.FAILURE, "no module named h5py", "", 2, "n2", Code.EXCEPTION)
+BROKEN = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "no module named h5py", "", 2, "n2", Code.EXCEPTION)
 ELSEWHERE = dataclasses.replace(BROKEN, host="n1")
 ALONE = [word(0, "n1", None), word(1, "n1", "connection reset"), word(2, "n2", "no module named h5py")]
 EVERYWHERE = [word(0, "n1", "no module named h5py"), word(2, "n2", "no module named h5py")]
@@ -86,7 +86,7 @@ EVERYWHERE = [word(0, "n1", "no module named h5py"), word(2, "n2", "no module na
     ],
 )
 def test_which_node_is_to_blame(
-    before: Verdict | None, words: list[LastWord], nodes: int, to_step: int, expected: str | None
+    before: RunVerdict | None, words: list[LastWord], nodes: int, to_step: int, expected: str | None
 ) -> None:
     attempts = [
         Attempt(1, from_step=0, to_step=0, nodes=nodes, verdict=before),

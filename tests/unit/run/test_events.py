@@ -19,6 +19,7 @@ from hpctrain.run.events import (
     Decoder,
     Hang,
     OtherEvent,
+    Recovered,
     Resumed,
     Straggler,
     Train,
@@ -204,6 +205,8 @@ def test_seconds_of_a_step_are_those_of_the_interval_over_its_steps() -> None:
 def test_findings_that_brought_no_sentence_are_told_all_the_same() -> None:
     assert Straggler(step=1, rank=3, host="n1", cause="data").text == "rank 3 on n1: data"
     assert Straggler(step=1, sentence="rank 3 is slow").text == "rank 3 is slow"
+    assert Recovered(step=1).text == "recovered: the attempt before had failed"
+    assert Recovered(step=1, reason="n1 died", seconds=2.0).text == "recovered after 2.0 s: n1 died"
     assert (Hang(step=1).text, Hang(step=1, sentence="rank 3 hangs").text) == ("no rank moves", "rank 3 hangs")
 
 

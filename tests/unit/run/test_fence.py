@@ -45,7 +45,7 @@ from hpctrain.errors import Code
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.tickets import Tickets
+from hpctrain.run.unique_ids import UniqueIds
 from hpctrain.system.files import create_exclusively
 from hpctrain.run.verdict import failed_with
 run = RunDir(Path(sys.argv[1]))
@@ -101,7 +101,7 @@ def take_over(run: RunDir) -> LiveLock:
 
 @pytest.mark.slow
 def test_no_number_is_given_twice(run: RunDir) -> None:
-    program = "tickets = Tickets(run.path / 'n', run.path)\nfor _ in range(1000): print(tickets.take(b''))"
+    program = "ids = UniqueIds(run.path / 'n', run.path)\nfor _ in range(1000): print(ids.take(b''))"
     taken = sorted(map(int, outputs(run, program, 3)))
     assert taken == list(range(1, 3001))
 
@@ -209,7 +209,7 @@ def test_an_attempt_that_an_older_version_began_counts(run: RunDir) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"attempt": 3, "run": []}'])
 def test_a_number_whose_file_was_torn_counts_all_the_same(run: RunDir, content: str) -> None:
     Attempts(run).begin(Attempt(host="n1"))
-    Attempts(run).tickets.path(2).write_text(content)
+    Attempts(run).ids.path(2).write_text(content)
     assert Attempts(run).begin() == 3
     assert [attempt.number for attempt in Attempts(run).all()] == [1, 2, 3]
 
@@ -224,9 +224,9 @@ def test_a_run_json_that_was_removed_is_written_again(run: RunDir) -> None:
 
 def test_a_fence_that_cannot_be_seen_is_none_that_is_lost(run: RunDir) -> None:
     Attempts(run).begin()
-    Attempts(run).tickets.path(1).unlink()
-    Attempts(run).tickets.folder.rmdir()
-    Attempts(run).tickets.folder.touch()
+    Attempts(run).ids.path(1).unlink()
+    Attempts(run).ids.folder.rmdir()
+    Attempts(run).ids.folder.touch()
     with pytest.raises(NotADirectoryError):
         Attempts(run).check_fence(1)
     hook = StopRequests(StopSignals(), run, print)
@@ -536,3 +536,15 @@ def test_a_job_that_was_replaced_leaves_the_queue_alone(tmp_path: Path, run: Run
     assert done.returncode == ExitCode.DO_NOT_REQUEUE, done.stderr
     assert "taken over by job 8" in done.stderr
     assert not (tmp_path / "calls").exists()
+
+
+def test_a_stop_folder_asks_once_and_does_not_prevent_the_next_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    run.stop_file.mkdir()
+    assert Attempts(run).begin() == 1 and not run.stop_file.exists()
+    (run.stop_file / "x").mkdir(parents=True)
+    with pytest.raises(UserError, match="STOP is a folder that is not empty"):
+        Attempts(run).begin()
+    (run.stop_file / "x").rmdir()
+    assert Attempts(run).begin() == 2

@@ -11,7 +11,6 @@ import threading
 
 import pytest
 
-from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.errors import Code, ExitCode, Replaced, UserError
 from hpctrain.run import last_words
 from hpctrain.run.attempt_record import Attempt
@@ -20,7 +19,7 @@ from hpctrain.run.event_log import EventWriter, read_events
 from hpctrain.run.events import Event, Resumed, RunStarted, Straggler, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import BY_PERSON, StopRequest, request_stop, requested_stop
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
 
 @pytest.fixture
@@ -38,9 +37,8 @@ def append(run_dir: RunDir, event: Event) -> None:
 
 def test_the_folder_is_named_by_the_run_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train = TrainConfig(steps=1, global_batch=1)
-    assert RunDir.for_config(Config("a", "m:f", train)).path == tmp_path / "runs" / "a"
-    assert RunDir.for_config(Config("a", "m:f", train, run_dir=str(tmp_path / "x"))).path == tmp_path / "x"
+    assert RunDir.of("a").path == tmp_path / "runs" / "a"
+    assert RunDir.of("a", str(tmp_path / "x")).path == tmp_path / "x"
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_matter(tmp_path):
@@ -90,7 +88,7 @@ def test_the_end_of_an_attempt_says_how_far_it_came(run_dir):
     (run_dir.checkpoints / "step-000000012").mkdir()
     (run_dir.checkpoints / "step-000000012" / "manifest.json").write_text("{}")
     (run_dir.checkpoints / "step-000000099").mkdir()
-    verdict = Verdict(Action.DONE, ExitCode.DONE, "done", code=Code.COMPLETED)
+    verdict = RunVerdict(Action.DONE, ExitCode.DONE, "done", code=Code.COMPLETED)
     Attempts(run_dir).end(1, verdict, [])
     entry = Attempts(run_dir).all()[0]
     assert (entry.from_step, entry.to_step, entry.verdict) == (None, 12, verdict)

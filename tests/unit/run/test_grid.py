@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.run.grid import Grid, Place, grid_of
+from hpctrain.run.grid import Grid, GridPlace, grid_of
 
 
 @given(tensor=st.integers(1, 4), data=st.integers(1, 4), pipeline=st.integers(1, 4))
 def test_tensor_index_varies_fastest_then_data_then_stage(tensor: int, data: int, pipeline: int) -> None:
     grid = Grid(tensor * data * pipeline, tensor, pipeline)
-    wanted = [Place(d, t, s) for s in range(pipeline) for d in range(data) for t in range(tensor)]
+    wanted = [GridPlace(d, t, s) for s in range(pipeline) for d in range(data) for t in range(tensor)]
     assert [grid.place(rank) for rank in range(grid.ranks)] == wanted
     assert grid.data == data
 

@@ -70,7 +70,7 @@ def test_a_file_that_vanishes_and_another_one_in_its_place(tmp_path: Path) -> No
 def test_json_that_is_torn_or_gone_leaves_what_was_known(tmp_path: Path) -> None:
     path = tmp_path / "live.json"
     file = JsonFile(path)
-    assert (file.read(), file.changed) == ({}, None)
+    assert (file.read(), file.changed) == (None, None)
     path.write_text('{"step": 1}')
     assert file.read() == {"step": 1}
     path.write_text('{"step": 2, "ran')
@@ -106,7 +106,7 @@ def test_content_that_could_not_be_read_is_tried_again(tmp_path: Path, monkeypat
     file = JsonFile(path)
     with monkeypatch.context() as broken:
         broken.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError("stale file handle")))
-        assert file.read() == {}
+        assert file.read() is None
     assert file.read() == {"a": 1}
 
 

@@ -21,10 +21,11 @@ from hpctrain.run.last_words import (
     first_word,
     merge,
     padded,
+    word_of,
 )
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
-DONE = Verdict(Action.DONE, ExitCode.DONE, "done after step 4", code=Code.COMPLETED)
+DONE = RunVerdict(Action.DONE, ExitCode.DONE, "done after step 4", code=Code.COMPLETED)
 
 
 def opened(tmp_path) -> RunDir:
@@ -50,7 +51,7 @@ def test_the_last_word_overwrites_the_first_in_place(tmp_path):
 def test_a_word_fits_its_room_whatever_the_error(traceback, what, fix):
     error = ErrorWord(what, fix, "ValueError", traceback, Code.DISK_FULL)
     content = padded(LastWord(0, "n1", 1, 1.0, 1.0, Ending.FAILED, error=error))
-    read = LastWord.from_json(json.loads(content))
+    read = word_of(json.loads(content))
     assert read.error is not None
     assert read.error.fix == fix and read.error.code is Code.DISK_FULL
     if len(what.encode()) + len(traceback.encode()) < 1000:
@@ -59,7 +60,7 @@ def test_a_word_fits_its_room_whatever_the_error(traceback, what, fix):
 
 
 def test_fields_of_a_later_version_are_ignored():
-    assert LastWord.from_json({**first_word(1).to_json(), "mood": "good"}).rank == 1
+    assert word_of({**first_word(1).to_json(), "mood": "good"}).rank == 1
 
 
 def test_words_are_merged_by_rank_and_their_pieces_removed(tmp_path):
@@ -87,5 +88,5 @@ def test_words_without_codes_have_none_that_is_known(tmp_path):
     error = ErrorWord("No space left on device", "free space", "RunFailed", "", Code.DISK_FULL)
     saved = LastWord(0, "n1", 1, 1.0, 1.0, Ending.FAILED, error=error).to_json()
     del saved["error"]["code"]
-    read = LastWord.from_json(saved)
+    read = word_of(saved)
     assert read.error is not None and read.error.code is Code.UNKNOWN and read.code is None

@@ -91,7 +91,9 @@ def test_a_requeued_job_need_not_wait_for_its_former_self():
 def test_a_lock_torn_by_a_crash_is_taken_over(run_dir):
     run_dir.lock_file.write_text('{"host": "n')
     os.utime(run_dir.lock_file, (1.0, 1.0))
-    LiveLock(run_dir, myself()).acquire()
+    me = myself()
+    LiveLock(run_dir, me).acquire()
+    assert read(run_dir.lock_file) == me
 
 
 def test_somebody_elses_lock_is_not_released(run_dir):

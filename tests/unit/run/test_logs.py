@@ -13,7 +13,7 @@ from hpctrain.run import logs
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.verdict import Action, Verdict, failed_with
+from hpctrain.run.verdict import Action, RunVerdict, failed_with
 
 
 def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_the_supervisor_says_of_a_good_end_is_no_error(tmp_path: Path, said
     run = RunDir(tmp_path)
     run.create()
     attempts = Attempts(run)
-    stopped = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9", code=Code.TIME_LIMIT)
+    stopped = RunVerdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9", code=Code.TIME_LIMIT)
     attempts.end(attempts.begin(Attempt(job="7")), stopped, [])
     attempts.end(attempts.begin(Attempt(job="7")), failed_with(Code.NODE, "n2 was lost", "resume it"), [])
     (run.logs / "slurm-7.out").write_text(f"{said}\n")

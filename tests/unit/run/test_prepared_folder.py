@@ -13,16 +13,15 @@ from hpctrain.errors import ExitCode, HpctrainError, RunFailed, UserError
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.engines.slurm.probe import write_problem
 from hpctrain.launch.supervisor import supervise
-from hpctrain.run import deaths
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import WordFile, first_word, merge, read
+from hpctrain.run.last_words import WordFile, first_word, merge, note_death, read
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
 SIGNAL = 'signal processing, a thesis\n{"signal": "SIGTERM"}\n'
 TEXT = '{"ending": "years of work"}\n'
@@ -63,7 +62,7 @@ def test_words_of_an_attempt_are_not_removed_behind_a_link(run: RunDir, thesis: 
     with pytest.raises(RunFailed, match="ranks/1 is a link"):
         WordFile.of(run, 1, first_word(0)).begin(first_word(0))
     WordFile.of(run, 1, first_word(0)).end(first_word(0))
-    merge(run, 1, [], Verdict(Action.DONE, ExitCode.DONE, ""))
+    merge(run, 1, [], RunVerdict(Action.DONE, ExitCode.DONE, ""))
     assert is_untouched(thesis)
 
 
@@ -115,7 +114,7 @@ def test_no_file_of_a_run_is_written_through_a_link(run: RunDir, thesis: Path, m
         writer.close()
         assert "events.jsonl is a link" in told[-1]
     request_stop(run, StopRequest("someone"))
-    deaths.note(0)
+    note_death(0)
     with LiveLock(run, myself()).held():
         pass
     start(run)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.events import RunFinished, decode
-from hpctrain.run.progress import CURVE_POINTS, Curve, Progress
-from hpctrain.run.standing import outcome
+from hpctrain.run.events import Eval, RunFinished, Train, decode
+from hpctrain.run.progress import CURVE_POINTS, Progress, ProgressCurve
+from hpctrain.run.run_status import outcome
 
 
 def event(name: str, step: int, attempt: int = 1, at: float | None = None, **fields: Any) -> dict[str, Any]:
@@ -49,6 +49,13 @@ def test_steps_that_are_computed_again_do_not_count() -> None:
     assert (made.step, made.curves["loss"].means()) == (20, [9.0, 3.0])
 
 
+def test_the_step_at_which_an_attempt_takes_over_still_counts() -> None:
+    before, resumed = [trained(10), event("eval", 10, metrics={"accuracy": 0.5})], event("resumed", 10, attempt=2)
+    for made in (progress(*before, resumed), progress(resumed, *before)):  # files may interleave in any way
+        train, evaluation = made.newest(Train), made.newest(Eval)
+        assert train is not None and evaluation is not None and train.step == evaluation.step == 10
+
+
 def test_steps_that_one_attempt_computes_again_do_not_count_either() -> None:
     """A program of one's own may train twice within an attempt that a supervisor counts."""
     again = event("run_started", 10, at=40)
@@ -70,6 +77,13 @@ def test_the_rate_is_that_of_the_newest_intervals_of_this_attempt() -> None:
     assert made.steps_per_s == pytest.approx(2.0)
 
 
+def test_the_newest_sixteen_intervals_make_the_rate() -> None:
+    slow = [trained(10 * number, at=100.0 * number) for number in range(1, 4)]
+    quick = [trained(30 + 10 * number, at=300.0 + number) for number in range(1, 16 + 1)]
+    assert progress(*slow, *quick).steps_per_s == 10.0
+    assert progress(*slow, quick[0]).steps_per_s == pytest.approx(30 / 201)
+
+
 def test_findings_stand_until_they_are_cleared_or_the_attempt_ends() -> None:
     def found(state: str, rank: int, attempt: int = 1) -> dict[str, Any]:
         return event("straggler", 5, attempt, kind="rank", ranks=[rank], state=state, sentence=f"rank {rank} is slow")
@@ -79,6 +93,8 @@ def test_findings_stand_until_they_are_cleared_or_the_attempt_ends() -> None:
     add(made, event("run_started", 3, attempt=2))
     add(made, found("confirmed", 1))
     assert not made.findings
+    add(made, found("confirmed", 1, attempt=2))
+    assert [each.ranks for each in made.findings.values()] == [(1,)]
 
 
 def test_a_finding_that_is_read_before_its_attempt_s_begin_stands() -> None:
@@ -106,10 +122,12 @@ def test_warnings_are_the_newest() -> None:
 
 def test_saves_that_fail_are_told_until_one_succeeds() -> None:
     failed = [event("checkpoint_failed", step, failures=step - 3, error="disk full") for step in (4, 5, 6)]
-    made = progress(event("checkpoint_saved", 3, path="x", bytes=1, stall_s=0.0, write_s=0.0), *failed)
+    saved = event("checkpoint_saved", 3, path="x", bytes=1, stall_s=0.0, write_s=0.0)
+    made = progress(event("run_started", 0), saved, *failed)
     assert made.failing_saves == (
         "3 checkpoints in a row failed, the last at step 6; the newest is from step 3: disk full"
     )
+    assert made.warnings[0].text == "the checkpoint could not be written: disk full"
     assert made.warnings[-1].text == "the checkpoint could not be written (3 checkpoints in a row): disk full"
     add(made, event("checkpoint_saved", 7, path="x", bytes=1, stall_s=0.0, write_s=0.0))
     assert made.failing_saves is None
@@ -117,8 +135,17 @@ def test_saves_that_fail_are_told_until_one_succeeds() -> None:
     assert old.failing_saves == "1 checkpoint failed, the last at step 4; there is none: disk full"
 
 
+def test_a_store_that_is_away_is_told_until_a_copy_arrives() -> None:
+    stored = event("checkpoint_stored", 3, path="s3://b/x/step-3", bytes=1, write_s=0.1)
+    made = progress(event("run_started", 0), stored, event("store_away", 6, path="s3://b/x", error="SlowDown"))
+    assert made.store_away == "checkpoints do not reach s3://b/x; the newest there is from step 3: SlowDown"
+    assert made.warnings[-1].text == "checkpoints do not reach s3://b/x: SlowDown"
+    add(made, event("checkpoint_stored", 9, path="s3://b/x/step-9", bytes=1, write_s=0.1))
+    assert made.store_away is None
+
+
 def test_a_curve_keeps_means_and_bounds() -> None:
-    curve = Curve()
+    curve = ProgressCurve()
     for step in range(1, 100_001):
         curve.add(step, 1.0 if step <= 50_000 else 3.0)
     curve.add(100_001, math.nan)
@@ -224,7 +251,7 @@ def test_a_save_that_failed_in_an_earlier_attempt_is_no_warning_now() -> None:
 
 
 def test_a_curve_is_whole_up_to_its_bound_and_halved_beyond() -> None:
-    curve = Curve()
+    curve = ProgressCurve()
     for step in range(CURVE_POINTS):
         curve.add(step, float(step))
     assert curve.means() == [float(step) for step in range(CURVE_POINTS)]
@@ -234,3 +261,13 @@ def test_a_curve_is_whole_up_to_its_bound_and_halved_beyond() -> None:
     assert curve.means()[-1] == 2.0, "points join two values now"
     curve.cut(3)
     assert curve.means() == [0.5, 2.5], "up to step 3, which stays"
+
+
+def test_the_warning_of_a_resume_names_the_newest_checkpoint_that_was_not_used() -> None:
+    rejected = [{"step": 9, "reason": "its checksum is wrong"}, {"step": 7, "reason": "a shard is missing"}]
+    made = progress(event("resumed", 3, attempt=2, rejected=rejected))
+    assert made.warnings[-1].text == "the checkpoint of step 9 was not used: its checksum is wrong"
+
+
+def test_a_hang_at_the_time_of_a_step_is_over() -> None:
+    assert progress(trained(10, at=70), event("hang", 10, at=70, sentence="rank 1 does not move")).hang is None

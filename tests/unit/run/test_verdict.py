@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 
 import pytest
 
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode
+from hpctrain.rank.plain_command import ending
 from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.decision import blame, decide, trailing_failures
+from hpctrain.run.decision import blame, decide, starts_again, trailing_failures
+from hpctrain.run.grid import Grid
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord
-from hpctrain.run.verdict import Action, Stop, Verdict, failed_with
+from hpctrain.run.verdict import Action, RunVerdict, Stop, failed_with
 
 PERSON = Stop("signal SIGINT", by_person=True)
 SCHEDULER = Stop("signal SIGUSR1", by_person=False, code=Code.TIME_LIMIT)
@@ -24,7 +27,7 @@ def word(rank: int, ending: Ending, **fields) -> LastWord:
 
 
 def failed(
-    rank: int, what: str, ended: float, exit_code: ExitCode = ExitCode.FAILURE, code: Code = Code.EXCEPTION
+    rank: int, what: str, ended: float | None, exit_code: ExitCode = ExitCode.FAILURE, code: Code = Code.EXCEPTION
 ) -> LastWord:
     error = ErrorWord(what, "fix it", "E", "", code)
     return word(rank, Ending.FAILED, ended=ended, exit_code=int(exit_code), error=error)
@@ -32,7 +35,7 @@ def failed(
 
 def after(code: Code, exit_code: ExitCode = ExitCode.FAILURE) -> Attempt:
     """An attempt that came no further and ended so."""
-    return dataclasses.replace(STUCK, verdict=Verdict(Action.REQUEUE, exit_code, "x", code=code))
+    return dataclasses.replace(STUCK, verdict=RunVerdict(Action.REQUEUE, exit_code, "x", code=code))
 
 
 def both(ending: Ending) -> list[LastWord]:
@@ -72,6 +75,55 @@ def test_the_earliest_error_is_the_cause():
 def test_a_death_comes_before_the_errors_it_causes():
     words = [failed(0, "connection lost", 5.0), word(1, Ending.KILLED, note="was killed by SIGKILL")]
     assert blame(words).reason == "rank 1 on n1 was killed by SIGKILL"
+
+
+def program(rank: int, ended: float, code: int, said: str = "") -> LastWord:
+    """The word of a plain command's rank."""
+    return dataclasses.replace(ending(word(rank, Ending.RUNNING), "python", code, False, said), ended=ended)
+
+
+GONE = "RuntimeError: the disk of the data is gone"
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4711"
+
+
+@pytest.mark.parametrize("cause_ended", [1.0, 2.0])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        program(1, 1.5, -signal.SIGABRT),
+        program(1, 1.5, -signal.SIGTERM),
+        program(1, 1.5, 1, CLOSED),
+        word(1, Ending.KILLED, exit_code=128 + signal.SIGABRT, note="was killed by SIGABRT", code=Code.KILLED),
+        word(1, Ending.KILLED, exit_code=14, note="exited with code 14", code=Code.VANISHED),
+        failed(1, "rank 1 of 2 waited 60 s for the other ranks to begin", 1.5),
+    ],
+)
+def test_a_rank_that_dies_of_another_s_death_is_not_the_cause_whichever_is_noted_first(
+    victim: LastWord, cause_ended: float
+) -> None:
+    verdict = blame([program(0, cause_ended, 1, GONE), victim])
+    assert verdict.rank == 0 and "the disk of the data is gone" in verdict.reason
+    assert blame([victim, failed(0, "the disk of the data is gone", cause_ended)]).rank == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_was_killed_is_the_cause_of_errors_about_lost_peers(number: signal.Signals) -> None:
+    killed = word(1, Ending.KILLED, exit_code=128 + number, note=f"was killed by {number.name}", code=Code.KILLED)
+    assert blame([program(0, 1.0, 1, CLOSED), killed]).rank == 1
+    assert blame([program(0, 1.0, 1, CLOSED), program(1, 1.1, -number)]).rank == 1
+
+
+@pytest.mark.parametrize("ended", [1.0, 3.0])
+def test_a_rank_that_wants_no_other_attempt_is_the_cause_whenever_it_said_so(ended: float) -> None:
+    verdict = blame([program(0, ended, 64, "ConfigError: connection refused"), program(1, 2.0, 1, "lost")])
+    assert (verdict.rank, verdict.action, verdict.exit_code) == (0, Action.FAIL, 64)
+
+
+def test_a_rank_that_aborts_alone_or_long_before_the_others_is_the_cause() -> None:
+    aborted = program(1, 1.0, -signal.SIGABRT)
+    assert blame([aborted, word(0, Ending.TAKEN_DOWN)]).rank == 1
+    assert blame([aborted, program(0, 1.2, 1, CLOSED)]).rank == 1
+    assert blame([aborted, program(0, 100.0, 1, GONE)]).rank == 1
 
 
 @pytest.mark.parametrize("code", [Code.KILLED, Code.VANISHED, Code.OUT_OF_MEMORY])
@@ -157,8 +209,10 @@ def test_the_code_of_repeated_failures_is_the_precise_one_if_there_is_one(code: 
 @pytest.mark.parametrize("code", Code)
 @pytest.mark.parametrize("before_ranks", [False, True])
 def test_a_verdict_is_read_as_it_was_written(code: Code, before_ranks: bool) -> None:
-    verdict = Verdict(Action.FAIL, ExitCode.USER_ERROR, "a", "b", 1, "n1", code, before_ranks or code is Code.PREFLIGHT)
-    assert Verdict.from_json(verdict.to_json()) == verdict
+    verdict = RunVerdict(
+        Action.FAIL, ExitCode.USER_ERROR, "a", "b", 1, "n1", code, before_ranks or code is Code.PREFLIGHT
+    )
+    assert RunVerdict.from_json(verdict.to_json()) == verdict
 
 
 @pytest.mark.parametrize(
@@ -168,17 +222,18 @@ def test_a_verdict_is_read_as_it_was_written(code: Code, before_ranks: bool) -> 
 def test_verdicts_without_codes_tell_what_their_cause_tells(cause: str | None, code: Code) -> None:
     """As an earlier version wrote them: their sentences are not read."""
     saved = {"action": "requeue", "exit_code": 70, "reason": "No space left on device", "cause": cause}
-    verdict = Verdict.from_json(saved)
+    verdict = RunVerdict.from_json(saved)
     assert verdict is not None and (verdict.code, verdict.reason) == (code, saved["reason"])
 
 
 @pytest.mark.parametrize("saved", [{}, {"action": None}, {"action": "of a later version"}])
 def test_what_is_no_verdict(saved: dict[str, str | None]) -> None:
-    assert Verdict.from_json(saved) is None
+    assert RunVerdict.from_json(saved) is None
 
 
 def test_an_attempt_is_read_as_it_was_written() -> None:
-    attempt = Attempt(3, 1.0, 2.0, 4, 8, "n1", ("n1", "n2"), "7_1", "9", 2, 8, 2, {"numpy": "2"}, "abc", STUCK.verdict)
+    known = {"versions": {"numpy": "2"}, "git_commit": "abc", "verdict": STUCK.verdict}
+    attempt = Attempt(3, 1.0, 2.0, 4, 8, "n1", ("n1", "n2"), "7_1", "9", 2, 8, 2, 2, None, "gradients", **known)  # type: ignore[arg-type]
     assert Attempt.from_json({**attempt.to_json(), "mood": "good"}) == attempt
     assert Attempt.from_json({"attempt": 1, "verdict": None, "hosts": None}) == Attempt(1)
 
@@ -286,3 +341,57 @@ def test_the_plan_of_an_attempt_is_kept(parallel: ParallelConfig, plan: str) -> 
     saved = attempt.to_json()
     assert Attempt.from_json(saved).plan == plan
     assert {"tensor", "shard"} & saved.keys() == {word.split()[0] for word in plan.split(", ") if word}
+
+
+def test_an_error_that_repeats_at_the_same_step_is_not_tried_again() -> None:
+    at = [dataclasses.replace(failed(1, "boom", 1.0), step=3)]
+    later = [dataclasses.replace(failed(1, "boom", 1.0), step=4)]
+    verdict = decide(at, [STUCK, ADVANCED], 3, before=at)
+    assert (verdict.action, verdict.exit_code, verdict.code) == (Action.DO_NOT_REQUEUE, 76, Code.NO_PROGRESS)
+    assert verdict.reason.endswith("boom, for the second time at step 3")
+    assert decide(at, [ADVANCED], 3, before=later).action is Action.REQUEUE
+    assert decide(at, [ADVANCED], 3, before=[failed(1, "other", 1.0)]).action is Action.REQUEUE
+    nowhere = [dataclasses.replace(failed(1, "boom", 1.0), step=None)]
+    assert decide(nowhere, [ADVANCED], 3, before=nowhere).reason.endswith("for the second time before the first step")
+    plain = [program(1, 1.0, 1, GONE)]
+    assert decide(plain, [ADVANCED], 3, before=plain).action is Action.REQUEUE, "nobody knows its step"
+    disk = [dataclasses.replace(failed(1, "boom", 1.0, code=Code.UNREADABLE_CHECKPOINT), step=3)]
+    assert decide(disk, [ADVANCED], 3, before=disk).action is Action.REQUEUE
+    dead = [word(1, Ending.KILLED, note="was killed by SIGKILL", code=Code.KILLED)]
+    assert decide(dead, [ADVANCED], 3, before=dead).action is Action.REQUEUE
+
+
+def test_if_no_failure_is_allowed_the_first_one_ends_the_run_with_its_own_code() -> None:
+    verdict = decide([failed(1, "boom", 1.0)], [ADVANCED], max_failures=0)
+    assert (verdict.action, verdict.exit_code) == (Action.DO_NOT_REQUEUE, 70)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "asked", "again"),
+    [
+        (failed_with(Code.KILLED, "x", ""), False, True),
+        (failed_with(Code.KILLED, "x", ""), True, False),
+        (dataclasses.replace(failed_with(Code.NODE, "x", ""), before_ranks=True), False, False),
+        (RunVerdict(Action.REQUEUE, ExitCode.STOPPED, "x"), False, False),
+        (RunVerdict(Action.FAIL, ExitCode.USER_ERROR, "x"), False, False),
+        (RunVerdict(Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "x"), False, False),
+        (RunVerdict(Action.DONE, ExitCode.DONE, "x"), False, False),
+    ],
+)
+def test_what_is_started_again_in_place(verdict: RunVerdict, asked: bool, again: bool) -> None:
+    assert starts_again(verdict, asked) is again
+
+
+def test_an_error_without_a_time_comes_first():
+    verdict = blame([failed(0, "the data is bad", 5.0), failed(1, "the disk is bad", None)])
+    assert verdict.reason == "rank 1 on n1: the disk is bad"
+
+
+def test_two_failures_in_a_row_are_counted():
+    verdict = decide([failed(1, "boom", 1.0)], [STUCK, STUCK], max_failures=2)
+    assert verdict.reason.startswith("2 attempts in a row failed without a new checkpoint; the last one: ")
+
+
+@pytest.mark.parametrize(("rank", "place"), [(3, " (data 1, tensor 1)"), (4, "")])
+def test_a_rank_beyond_the_grid_has_no_place_in_it(rank, place):
+    assert blame([failed(rank, "boom", 1.0)], Grid(4, tensor=2)).reason == f"rank {rank}{place} on n{rank}: boom"

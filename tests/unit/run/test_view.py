@@ -15,7 +15,7 @@ from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import CheckpointSaved, Eval, Event, Resumed, RunStarted, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import WordFile, first_word
-from hpctrain.run.standing import Outcome, Word
+from hpctrain.run.run_status import Outcome, Word
 from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.run.view import RunView
 

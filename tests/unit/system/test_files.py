@@ -134,6 +134,18 @@ def test_files_are_not_for_everybody_to_write(run: Path) -> None:
     assert not [path for path in (run / "a", *(run / "a").iterdir()) if path.stat().st_mode & stat.S_IWOTH]
 
 
+def test_a_file_that_nothing_can_be_written_to_is_not_left_empty(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(RunFailed, match="cannot write"):
+        files.create_exclusively(run / "STOP", b"requeue", run)
+    assert not list(run.iterdir())
+    monkeypatch.undo()
+    assert files.create_exclusively(run / "STOP", b"requeue", run)
+
+
 # Replacing
 
 
@@ -149,6 +161,22 @@ def test_a_replacement_appears_whole_or_not_at_all(run: Path) -> None:
         temporary.write_text("new")
         assert path.read_text() == "old"
     assert [entry.name for entry in run.iterdir()] == ["a.h5"] and path.read_text() == "new"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_first_of_several_may_win(run: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    path = run / "a.h5"
+    with files.replacement(path, first_wins=True) as second:
+        second.write_text("second")
+        with files.replacement(path, first_wins=True) as first:
+            first.write_text("first")
+        assert path.read_text() == "first"
+    assert [entry.name for entry in run.iterdir()] == ["a.h5"] and path.read_text() == "first"
 
 
 def test_a_file_that_cannot_be_replaced_leaves_nothing(run: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import pytest
 
-from hpctrain.system.json_shape import fits, is_count, is_time, misfit, typed, without_misfits
+from hpctrain.errors import Code
+from hpctrain.system.json_shape import fits, is_count, is_time, maker, misfit, sound, without_misfits
 
 INF, NAN = float("inf"), float("nan")
 
@@ -30,11 +34,69 @@ INF, NAN = float("inf"), float("nan")
 def test_shapes(shape: Any, right: list[Any], wrong: list[Any]) -> None:
     fit = fits(shape)
     assert all(map(fit, right)) and not any(map(fit, wrong))
-    assert [typed(shape)(value) for value in right] == right
+    assert [sound(shape)(value) for value in right] == right
+    for value in wrong:
+        with pytest.raises(ValueError):
+            sound(shape)(value)
 
 
 def test_the_misfit_is_named_or_left_out() -> None:
     shape = {"step": is_count, "by": str}
     assert misfit(shape)({"step": 3, "by": 7, "more": []}) == "by"
     assert misfit(shape)({"step": 3}) is None
-    assert without_misfits(shape)({"step": 3, "by": 7, "more": []}) == {"step": 3, "more": []}
+    assert without_misfits({key: sound(each) for key, each in shape.items()})({"step": 3, "by": 7, "more": []}) == {
+        "step": 3,
+        "more": [],
+    }
+
+
+class Mood(StrEnum):
+    GOOD = "good"
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Whole:
+    step: int
+    host: str | None
+    mood: Mood = Mood.GOOD
+    code: Code | None = None
+    parts: tuple[Part, ...] = ()
+    seconds: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def test_dataclasses_are_read_by_their_types() -> None:
+    read = maker(Whole)
+    assert read({"step": 3}) == read({"step": 3, "host": None, "more": 1}) == Whole(3, None)
+    found = read(
+        {
+            **{"step": 3, "host": "n1", "mood": "good", "code": "of a later version"},
+            **{"parts": [{"name": "a", "sizes": {"x": 1}}], "seconds": {"data": None, "forward": 1}},
+        }
+    )
+    assert found == Whole(3, "n1", Mood.GOOD, Code.UNKNOWN, (Part("a", {"x": 1}),), {"data": None, "forward": 1})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *([], None, "x", {}, {"step": None}, {"step": -1}, {"step": 1.5}, {"step": True}, {"step": 3, "host": 1}),
+        *({"step": 3, "mood": "bad"}, {"step": 3, "mood": []}, {"step": 3, "parts": {}}, {"step": 3, "parts": [{}]}),
+        *({"step": 3, "parts": [{"name": "a", "sizes": {"x": None}}]}, {"step": 3, "seconds": {"data": "1"}}),
+    ],
+)
+def test_what_is_none_of_a_dataclass_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError):
+        maker(Whole)(wrong)
+
+
+def test_a_field_may_be_read_in_a_way_of_its_own() -> None:
+    read = maker(Whole, step=sound(is_time))
+    assert read({"step": 1.5}) == Whole(1.5, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError):
+        read({"step": 1e12})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import stat
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpctrain.launch.stdout_relay import Passing
+from hpctrain.launch.launcher_messages import Passing
+from hpctrain.monitor.node import host
 from hpctrain.system import processes
+from tests.support.command import wait_for
 
 TETHERED = """
 import subprocess, sys, time
@@ -36,6 +39,17 @@ leaves = "import subprocess as s; print(s.Popen(['setsid', 'sleep', '60'], stdou
 middle = subprocess.run([sys.executable, "-c", leaves], capture_output=True, text=True)
 print(middle.stdout.strip(), *end_descendants(0.1), flush=True)
 """
+SPARED = """
+import subprocess, sys
+from hpctrain.system.processes import adopt_orphans, descendants, end_descendants
+start = "import subprocess as s, time; print(s.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+before = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True)
+child = int(before.stdout.readline())
+others = descendants()
+ours = subprocess.Popen(["sleep", "60"])
+print(end_descendants(0.1, others) == [ours.pid] and before.poll() is None and child in descendants(), flush=True)
+end_descendants(0.1)
+"""
 
 
 def test_a_process_is_known_by_number_and_birth():
@@ -48,6 +62,11 @@ def test_a_process_is_known_by_number_and_birth():
     assert not processes.is_alive(child.pid, born), "a zombie does not live"
     child.wait()
     assert processes.birth(child.pid) == 0.0
+
+
+def test_what_was_there_before_is_spared_with_its_children():
+    done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_tethered_process_dies_with_its_parent():
@@ -97,3 +116,45 @@ def test_a_session_folder_that_the_user_names_is_used(tmp_path: Path, name: str)
     given = {"TMPDIR": str(tmp_path), name: "/scratch"}
     with processes.own_session(given) as environment:
         assert environment == given and not list(tmp_path.iterdir())
+
+
+def test_a_name_that_the_kernel_cuts_in_mid_character_hides_no_process(tmp_path: Path) -> None:
+    program = tmp_path / ("ä" * 8)  # the kernel keeps 15 bytes
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([str(program), "60"]) as child:
+        wait_for("process of that name", lambda: b"\xc3)" in Path(f"/proc/{child.pid}/stat").read_bytes())
+        try:
+            assert processes.is_alive(child.pid, processes.birth(child.pid))
+            assert child.pid in host.processor_seconds() and host.process_counters(child.pid)
+        finally:
+            child.kill()
+
+
+def test_folders_of_killed_processes_go_and_those_of_others_stay(tmp_path: Path) -> None:
+    program = "from hpctrain.system import processes as p\nwith p.own_folder('.'): p.os.kill(p.os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False)
+    [dead] = tmp_path.iterdir()
+    (tmp_path / f"{processes.MPI_FOLDER}link").symlink_to(tmp_path)
+    with processes.own_folder(str(tmp_path)) as first, processes.own_folder(str(tmp_path)) as second:
+        assert not dead.exists() and first != second
+        assert Path(first).is_dir() and Path(second).stat().st_mode & 0o777 == 0o700
+    assert [path.is_symlink() for path in tmp_path.iterdir()] == [True]
+    with processes.own_folder(str(tmp_path / "missing")) as none:
+        assert none == ""
+    with pytest.raises(OSError, match="of the body"), processes.own_folder(str(tmp_path)):
+        raise OSError("of the body")
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
+@pytest.mark.parametrize(("words", "code"), [(["sleep", "600"], -signal.SIGKILL), (["sh", "-c", "exit 14"], 14)])
+def test_how_a_process_ended_is_known_to_others_than_its_parent(words: list[str], code: int) -> None:
+    child = subprocess.Popen(words)
+    life = os.pidfd_open(child.pid)
+    if code < 0:
+        assert processes.exit_code_of(child.pid, life) is None, "it lives"
+        child.kill()
+    select.select([life], [], [])
+    assert processes.exit_code_of(child.pid, life) == code
+    child.wait()
+    assert processes.exit_code_of(child.pid, life) in (code, None), "only Linux from 6.15 on still knows"
+    os.close(life)

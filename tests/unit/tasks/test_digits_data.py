@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,21 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="digits cannot be written"):
         pack(tmp_path / "file" / "digits")
+
+
+def test_a_rank_that_comes_late_replaces_nothing_that_others_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    load, done = datasets.load_digits, []
+
+    def load_late() -> object:
+        monkeypatch.setattr(datasets, "load_digits", load)
+        done.extend(path.stat() for path in pack(tmp_path))
+        return load()
+
+    monkeypatch.setattr(datasets, "load_digits", load_late)
+    paths = pack(tmp_path)
+    assert len(done) == 2
+    assert all(os.path.samestat(path.stat(), before) for path, before in zip(paths, done, strict=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.h5", "validation.h5"]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain import TorchTask, UserError, from_dataset, open_dataset, write_hdf5
+from hpctrain.backends.torch.strategies.tensor import layers_to_cut
 from hpctrain.cli import main
-from hpctrain.parallel.torch_tensor import planned
 from hpctrain.tasks.torch_gpt import Block, rotate, task
 
 
@@ -77,7 +77,7 @@ def test_no_token_sees_those_behind_it(tokens: str, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=str)
 def test_all_matrices_are_cut(tokens: str, options: dict[str, Any], ranks: int) -> None:
     made = task(tokens, width=16, blocks=2, **options)
-    cut = {id(one.layer) for one in planned(made.model, made.tensor, ranks)}
+    cut = {id(one.layer) for one in layers_to_cut(made.model, made.tensor, ranks)}
     layers = [one for one in made.model.modules() if isinstance(one, (nn.Linear, nn.Embedding))]
     assert cut == set(map(id, layers))
 
@@ -112,7 +112,7 @@ def test_what_it_cannot_be(tokens: str, options: dict[str, Any], what: str) -> N
 
 def test_files_that_do_not_fit(tokens: str, tmp_path: Path) -> None:
     write_hdf5(tmp_path / "numbers.h5", from_dataset(open_dataset({"x": np.arange(3)})))
-    with pytest.raises(UserError, match=r"numbers\.h5 is no file of tokens"):
+    with pytest.raises(UserError, match=r"numbers\.h5 is not a file of tokens"):
         task(str(tmp_path / "numbers.h5"))
     with pytest.raises(UserError, match="were made with different tokenizers"):
         task(tokens, str(tmp_path / "numbers.h5"))

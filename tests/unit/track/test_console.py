@@ -7,8 +7,9 @@ import io
 
 import pytest
 
-from hpctrain.run.events import CheckpointSaved, Eval, RunStarted, Train
-from hpctrain.track.console import BarConsole, PlainConsole, describe, duration, make_console, number
+from hpctrain.run.events import CheckpointSaved, Eval, Hang, RunStarted, Train
+from hpctrain.track.console import BarConsole, PlainConsole, describe, make_console, number
+from hpctrain.track.logs import LoggingSink
 
 STARTED = RunStarted(step=0, ranks=2, hosts=("n1", "n2"), framework="torch", reducer="mpi", total_steps=8)
 
@@ -76,13 +77,6 @@ def test_a_terminal_is_left_alone_if_the_run_never_started():
     assert stream.getvalue().strip() in ("", "\x1b[?25h")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(4.25, "4.2 s"), (185, "3 min 05 s"), (3599.7, "1 h 00 min"), (3725, "1 h 02 min")]
-)
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text
-
-
 def test_numbers_read_well():
     assert [number(value) for value in (None, float("nan"), 0.123456, 123456.7)] == ["nan", "nan", "0.1235", "123,457"]
 
@@ -98,3 +92,18 @@ def test_a_name_that_the_encoding_lacks_does_not_silence_the_log():
     console.event(Eval(step=2, metrics={"loss": 0.25}))
     assert raw.getvalue().startswith(b"step 1  validation: \\u0442")
     assert raw.getvalue().endswith(b"step 2  validation: loss 0.25\n")
+
+
+def test_events_are_records_of_logging(caplog: pytest.LogCaptureFixture) -> None:
+    sink = LoggingSink()
+    with caplog.at_level("DEBUG", "hpctrain"):
+        for event in (
+            Train(step=10, loss=0.5, lr=1.0, samples_per_s=2.0, steps=10),
+            CheckpointSaved(step=10),
+            Hang(step=11),
+        ):
+            sink.event(event)
+    levels = [(record.name, record.levelname, record.event["event"]) for record in caplog.records]
+    names = ("INFO", "train"), ("DEBUG", "checkpoint_saved"), ("WARNING", "hang")
+    assert levels == [("hpctrain.run", *each) for each in names]
+    assert caplog.records[0].getMessage().startswith("step 10  loss 0.5")

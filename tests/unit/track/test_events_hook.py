@@ -19,10 +19,9 @@ from hpctrain.run.events import Eval, Event, RunStarted, decode, encode
 from hpctrain.run.figures import Curve, Figures
 from hpctrain.run.folder import RunDir
 from hpctrain.run.view import RunView
-from hpctrain.track import mlflow_follower
 from hpctrain.track.events_hook import EventsHook
-from hpctrain.track.mlflow import position
-from hpctrain.track.mlflow_follower import Follower, follow
+from hpctrain.track.follower import follow, main, position
+from hpctrain.track.mlflow import MlflowFollower
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.metrics import Evaluation
 
@@ -155,7 +154,7 @@ def tracked(folder: Path) -> RunDir:
 def test_mlflow_gets_names_that_it_takes(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     client = Mlflow()
-    follower = Follower(tracked(tmp_path), client, "uri", "hpctrain")
+    follower = MlflowFollower(tracked(tmp_path), client, "uri", "hpctrain")
     assert follow(follower, lambda seconds: True), follower.problem
     assert {"task_args.a_b", "validation/acc_5", "validation/loss"} <= client.names
 
@@ -164,7 +163,7 @@ def test_a_server_that_fails_while_a_run_is_opened_gets_one_run(tmp_path: Path) 
     pytest.importorskip("mlflow")
     client = Mlflow(fails=3)
     for _ in range(4):
-        follow(Follower(tracked(tmp_path), client, "uri", "hpctrain"), lambda seconds: True)
+        follow(MlflowFollower(tracked(tmp_path), client, "uri", "hpctrain"), lambda seconds: True)
     assert client.runs == 1
     assert {"name", "validation/loss"} <= client.names
 
@@ -174,7 +173,11 @@ def test_a_store_that_is_not_there_keeps_the_position(tmp_path: Path, monkeypatc
         raise OSError("database is locked")
 
     (tmp_path / "mlflow.json").write_text('{"uri": "uri", "run_id": "abc", "offset": 12, "problem": null}')
-    monkeypatch.setattr(mlflow_follower, "make", make)
     monkeypatch.setattr(sys, "argv", ["follower", str(tmp_path), "uri", "hpctrain"])
-    assert mlflow_follower.main() == 1
-    assert position(RunDir(tmp_path)) == {"uri": "uri", "run_id": "abc", "offset": 12, "problem": "database is locked"}
+    assert main("mlflow", make) == 1
+    assert position(RunDir(tmp_path), "mlflow") == {
+        "uri": "uri",
+        "run_id": "abc",
+        "offset": 12,
+        "problem": "database is locked",
+    }

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.world import alone
-from hpctrain.config.sections import EarlyStopConfig, TrainConfig
-from hpctrain.data import Order, TrainingData, ValidationData, open_dataset
+from hpctrain.config.sections import EarlyStopConfig, PlateauConfig, TrainConfig
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.train.clock import IntervalClock, Phase
-from hpctrain.train.early_stop import EarlyStop, improves
-from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult, Sums
+from hpctrain.train.duration import duration_of, global_batch
+from hpctrain.train.framework import Facts, HostBatch, NonFiniteLoss, StepResult, Sums
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
+from hpctrain.train.improvement import EarlyStop, Plateau, improves
 from hpctrain.train.loop import Trainer
 from hpctrain.train.metrics import Meter
-from hpctrain.train.plan import global_batch, make_plan
 from hpctrain.train.state import StateTensor, TrainState
+from hpctrain.train.tree import HostLeaves
 
 
 class Result:
@@ -35,14 +38,8 @@ class Result:
 class LeastSquares:
     """y = x w, by gradient descent."""
 
-    name = "numpy"
-    reducer_name = "none"
-    meeting = None
-    gradient_bytes = 12
-    flops = None
-    num_layers = 0
-    gives_back = True
-    valueless = frozenset[str]()
+    sync_group = None
+    facts = Facts("numpy", HostLeaves(), 12, "none", gives_back=True)
 
     def __init__(self) -> None:
         self.weights = np.zeros(3)
@@ -79,10 +76,12 @@ class LeastSquares:
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         self.weights = arrays["weights"]
 
-    other_names: Mapping[str, str] = {}
+    @property
+    def host(self) -> Any:
+        return self
 
-    def staging(self, num_bytes: int) -> np.ndarray:
-        return np.zeros(num_bytes, np.uint8)
+    def staging(self, num_bytes: int, given: np.ndarray | None = None) -> np.ndarray:
+        return np.zeros(num_bytes, np.uint8) if given is None else given
 
     def synchronize(self) -> None: ...
 
@@ -130,7 +129,7 @@ def make(config: TrainConfig, hooks: Sequence[Hook], state: TrainState | None = 
         data=TrainingData(dataset, order, 0, 1, accumulate=config.accumulate, prefetch=0),
         validation={"validation": ValidationData(dataset, 4, 0, 1, prefetch=0)},
         schedule=lambda step: 1.0,
-        plan=make_plan(config, order.batches_per_epoch),
+        plan=duration_of(config, order.batches_per_epoch),
         clock=IntervalClock(),
         hooks=hooks,
         state=state or TrainState(),
@@ -223,6 +222,23 @@ def test_a_run_that_stopped_early_stays_ended_until_it_is_given_more_patience() 
     assert (other.fit().reason, other.state.step) == (StopReason.EARLY, 18), "the count of another rule is not taken"
 
 
+def test_a_plateau_lowers_the_rate_after_patience_and_counts_again_after_the_cooldown() -> None:
+    def follow(plateau: Plateau, losses: Sequence[float]) -> list[float]:
+        trainer, found = make(TrainConfig(epochs=1, global_batch=4), [plateau]), []
+        for loss in losses:
+            assert plateau.after_eval(trainer, {"loss": loss}) is None
+            found.append(plateau.adjusted(lambda step: 2.0)(0))
+        return found
+
+    config = PlateauConfig(patience=2, factor=0.25, cooldown=1)
+    plateau = Plateau(config, lowest=0.125)
+    assert follow(plateau, [3.0, 3.0, 2.0, 2.0, 2.0]) == [2.0, 2.0, 2.0, 2.0, 0.5]
+    resumed = Plateau(config, lowest=0.125)
+    resumed.load_state_dict(plateau.state_dict())
+    for each in (plateau, resumed):
+        assert follow(each, [2.5, 2.0, 2.0, 1.0, 1.0]) == [0.5, 0.5, 0.25, 0.25, 0.25]
+
+
 @pytest.mark.parametrize(("mode", "better", "worse"), [("min", 0.5, 1.5), ("max", 1.5, 0.5)])
 def test_lower_values_improve_in_mode_min_and_higher_ones_in_mode_max(mode: str, better: float, worse: float) -> None:
     config = EarlyStopConfig(metric="x", mode=mode, min_delta=0.25)  # type: ignore[arg-type]
@@ -236,12 +252,44 @@ def test_hooks_may_be_saved_once_all_of_them_have_seen_the_step() -> None:
         def after_step(self, training: Any, result: Any) -> None:
             calls.append("after")
 
-        def end_step(self, training: Any) -> None:
+        def after_epoch(self, training: Any) -> None:
+            calls.append(f"epoch {training.state.epoch}")
+
+        def after_hooks(self, training: Any) -> None:
             calls.append("end")
 
     calls: list[str] = []
-    make(TrainConfig(steps=2, global_batch=4), [Order(), Order()]).fit()
-    assert calls == ["after", "after", "end", "end"] * 2
+    trainer = make(TrainConfig(epochs=2, global_batch=4), [Order(), Order()])
+    trainer.fit()
+    steps = trainer.state.step // 2
+    assert steps > 1
+    expected: list[str] = []
+    for number in (1, 2):
+        expected += ["after", "after", "end", "end"] * (steps - 1)
+        expected += ["after", "after", f"epoch {number}", f"epoch {number}", "end", "end"]
+    assert calls == expected
+
+
+def test_an_epoch_may_end_the_run() -> None:
+    class OneEpoch(BaseHook):
+        def after_epoch(self, training: Any) -> StopReason:
+            return StopReason.EARLY
+
+    trainer = make(TrainConfig(epochs=3, global_batch=4), [OneEpoch()])
+    assert trainer.fit().reason is StopReason.EARLY
+    assert (trainer.state.epoch, trainer.state.batch) == (1, 0)
+
+
+def test_hooks_of_version_0_2_are_called_by_their_former_name() -> None:
+    class Former(BaseHook):
+        def end_step(self, training: Any) -> None:
+            steps.append(training.state.step)
+            super().end_step(training)
+
+    steps: list[int] = []
+    with pytest.warns(DeprecationWarning, match="Former.end_step is called after_hooks since hpctrain 0.3"):
+        make(TrainConfig(steps=2, global_batch=4), [Former()]).fit()
+    assert steps == [1, 2]
 
 
 def test_early_stop_on_a_metric_that_is_not_there() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.train.reach import MOST_ITEMS, Place, Reach
+from hpctrain.train.reach import MOST_ITEMS, own_attributes, putting_back, reached
 
 
 class Wanted:
@@ -40,11 +40,7 @@ def helper() -> Any:
 
 def paths(root: Any) -> set[str]:
     """Where there is something wanted."""
-    return {place.path for place in Reach().places(root) if isinstance(place.value, Wanted)}
-
-
-def numbers(root: Any) -> dict[str, Place]:
-    return {place.path: place for place in Reach().places(root) if isinstance(place.value, (int, float))}
+    return {path for path, value in reached(root, lambda value: False) if isinstance(value, Wanted)}
 
 
 def closing_over(wanted: Any) -> Any:
@@ -97,19 +93,74 @@ def test_an_installed_package_of_the_users_is_the_users(tmp_path: Path, monkeypa
     assert paths(Holder(library=loss)) == {"method.SEEN_BY_METHOD"}
 
 
-def test_numbers_can_be_replaced_where_they_are() -> None:
+def test_numbers_come_wherever_they_are_also_behind_keys_that_are_no_names() -> None:
     count = 5
 
     def function() -> int:
-        nonlocal count
-        count += 1
         return count
 
-    holder = Holder(a=1, b=[2.0, {"c": True}], d=(4,))
-    found = numbers(holder) | numbers(function)
-    for path, value in {"a": 10, "b.0": 20.0, "b.1.c": False, "count": 50}.items():
-        put = found[path].put
-        assert put is not None
-        put(value)
-    assert (holder.a, holder.b, function()) == (10, [20.0, {"c": False}], 51)
-    assert found["d.0"].put is None
+    held = Holder(a=1, b=[1.0, {"c": True}], d={("x", 2): 4}, function=function)
+    found = {path: value for path, value in reached(held, lambda value: False) if isinstance(value, (int, float))}
+    assert found == {"a": 1, "b.0": 1.0, "b.1.c": True, "d.0": 4, "function.count": 5}
+
+
+def test_keys_of_dicts_are_called_by_the_names_of_objects_and_none_is_lost() -> None:
+    one, other = Wanted(), Wanted()
+    names = {id(one): "weight", id(other): "bias"}
+    for held in ({one: 1, other: 2}, {id(one): 1, id(other): 2}):
+        assert dict(reached(held, lambda value: False, names=names)) == {"": held, "weight": 1, "bias": 2}
+    mixed = {1: 3, one: 4, other: 5, "weight": 6, "1": 7}
+    found = {path: value for path, value in reached(mixed, lambda value: False) if path}
+    assert len(found) == len(mixed) and found["1"] == 3 and found["2"] == 5
+    found = {path: value for path, value in reached(mixed, lambda value: False, names=names) if path}
+    assert found == {"1": 3, "weight": 4, "bias": 5, "weight'": 6, "1'": 7}
+
+
+GLOBAL_COUNT = 0
+
+
+def counting() -> tuple[Holder, Any]:
+    """An object and a function that changes it, its own count and that of the module."""
+    count = 0
+    held = Holder(a=1, none=None, log=[1], last=deque([1, 2], maxlen=2), by={"x": 1}, kept=Wanted())
+
+    def function() -> None:
+        global GLOBAL_COUNT
+        nonlocal count
+        GLOBAL_COUNT += 1
+        count += 1
+        held.a += 1
+        held.none = held.new = 5
+        held.log.append(2)
+        held.last.append(3)
+        held.by["x"] = held.by["y"] = 2
+        held.by["object"] = held.kept = Wanted()
+
+    return held, function
+
+
+def test_plain_values_are_put_back_wherever_they_are_and_objects_are_not() -> None:
+    held, function = counting()
+    before, first = GLOBAL_COUNT, held.kept
+    puts = list(
+        putting_back(function, lambda value: False, own_attributes, lambda value: isinstance(value, int | None))
+    )
+    function()
+    for put in puts:
+        put()
+    now = {name: each for name, each in vars(held).items() if name != "kept"}
+    assert held.kept is not first and held.by.pop("object") is held.kept
+    assert now == {"a": 1, "none": None, "log": [1], "last": deque([1, 2]), "by": {"x": 1}}
+    assert before == GLOBAL_COUNT and "count" in function.__code__.co_freevars
+    assert dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))["count"].cell_contents == 0
+
+
+def test_long_lists_and_objects_of_libraries_are_not_put_back() -> None:
+    decoder, long = json.JSONDecoder(), [0] * (MOST_ITEMS + 1)
+    held = Holder(decoder=decoder, long=long)
+    puts = list(putting_back(held, lambda value: False, own_attributes, lambda value: isinstance(value, int)))
+    vars(decoder)["count"] = 1
+    long.append(1)
+    for put in puts:
+        put()
+    assert vars(decoder)["count"] == 1 and len(long) == MOST_ITEMS + 2

@@ -19,8 +19,9 @@ def factors(config: ScheduleConfig, ranks: int = 1, steps: int = 100, batch: int
     return [schedule(step) for step in range(steps + 1)]
 
 
-def test_constant_is_one_everywhere() -> None:
-    assert factors(ScheduleConfig()) == [1.0] * 101
+@pytest.mark.parametrize("kind", ["constant", "plateau"])
+def test_what_falls_by_itself_never_is_one_everywhere(kind: str) -> None:
+    assert factors(ScheduleConfig(kind=kind)) == [1.0] * 101  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("scaling", "peak"), [("none", 1.0), ("linear", 8.0), ("sqrt", math.sqrt(8))])
@@ -105,10 +106,11 @@ def test_step_needs_epochs_and_only_one_warm_up() -> None:
     with pytest.raises(UserError, match="step_epochs"):
         ScheduleConfig(kind="step")
     with pytest.raises(UserError, match="warmup"):
-        ScheduleConfig(warmup_steps=3, warmup_epochs=1)
+        both = ScheduleConfig(warmup_steps=3, warmup_epochs=1)
+        Config("run", "a:b", TrainConfig(steps=9, global_batch=1), schedule=both)
     with pytest.raises(UserError, match="cycle_epochs"):
         ScheduleConfig(kind="restarts")
-    with pytest.raises(UserError, match="one_cycle, which has a climb of its own"):
+    with pytest.raises(UserError, match="one_cycle, which includes a climb"):
         climbing = ScheduleConfig(kind="one_cycle", warmup_steps=3)
         Config("run", "a:b", TrainConfig(steps=9, global_batch=1), schedule=climbing)
 
@@ -125,6 +127,8 @@ def test_a_decay_over_one_step_is_done_after_it() -> None:
         config = ScheduleConfig(kind=kind, final_factor=0.5, warmup_steps=4, decay_share=0.5)  # type: ignore[arg-type]
         got = factors(config, steps=5)
         assert (got[4], got[5]) == (1.0, 0.5), kind
+    got = factors(ScheduleConfig(kind="wsd", final_factor=0.5, decay_share=0.1), steps=5)
+    assert (got[4], got[5]) == (1.0, 0.5), "never over less than a step"
     got = factors(ScheduleConfig(kind="one_cycle", climb_share=0.8, final_factor=0.5), steps=5)
     assert (got[4], got[5]) == (1.0, 0.5)
 

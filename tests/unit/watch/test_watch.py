@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import Code
-from hpctrain.run import live_lock, standing
+from hpctrain.run import live_lock, run_status
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.job import QueueEntry
 from hpctrain.run.progress import Progress
+from hpctrain.run.run_status import Life, QueueEntry, Word
 from hpctrain.run.snapshot import LiveWindow, RunSnapshot
-from hpctrain.run.standing import Life, Word
 from hpctrain.run.verdict import failed_with
 from hpctrain.run.view import RunView
+from hpctrain.system.json_shape import maker
 from hpctrain.watch.screen import ASCII, clean, draw, sparkline
 from hpctrain.watch.source import Source
 from hpctrain.watch.view import View, make
@@ -66,7 +66,7 @@ def live(ranks: int, most: int = 64) -> dict[str, Any]:
 
 def view(**changes: Any) -> View:
     config = {"name": "wave", "train": {"epochs": 4}}
-    window = LiveWindow.from_json(live(2))
+    window = maker(LiveWindow)(live(2))
     found = RunSnapshot(Path("/runs/wave"), "id", config, typed(attempt()), running(), HERE, window)
     job, age = changes.pop("job", None), changes.pop("job_age_s", 0.0)
     return make(replace(found, **changes), NOW, job, age)
@@ -120,7 +120,7 @@ def text(shown: View, width: int = 100, height: int = 40) -> str:
 def test_how_a_run_stands(
     attempts: list[Any], events: Progress, life: Life | None, entry: QueueEntry | None, word: Word, is_over: bool
 ) -> None:
-    found = standing.of_run(typed(*attempts), events, life, entry, NOW)
+    found = run_status.of_run(typed(*attempts), events, life, entry, NOW)
     assert (found.word, found.is_over) == (word, is_over)
     assert found.why or found.word in (Word.NOT_STARTED, Word.RUNNING, Word.STOPPED)
 
@@ -147,7 +147,7 @@ def test_the_view_of_a_running_run() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 12)])
 def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: int) -> None:
-    made = view(live=LiveWindow.from_json(live(1024)), attempts=typed({**attempt(), "ranks": 1024}))
+    made = view(live=maker(LiveWindow)(live(1024)), attempts=typed({**attempt(), "ranks": 1024}))
     lines = draw(made, width, height)
     assert len(lines) <= height and max(line.cell_len for line in lines) <= width
     bars = [int(line.plain.split()[0]) for line in lines if "node" in line.plain and "█" in line.plain]
@@ -158,12 +158,12 @@ def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: i
 
 def test_a_plain_command_runs_without_events() -> None:
     made = view(progress=Progress(), config={"launch": {"command": ["true"]}})
-    assert made.state == standing.State(Word.RUNNING)
+    assert made.state == run_status.State(Word.RUNNING)
 
 
 def test_verdicts_and_failures_are_sentences() -> None:
     slow = "rank 1 on n2 is 24% slower than its peers: reading data, costs 19% of the run"
-    shown = text(view(live=LiveWindow.from_json({**live(2), "verdicts": [slow]})), width=60)
+    shown = text(view(live=maker(LiveWindow)({**live(2), "verdicts": [slow]})), width=60)
     assert slow.split(":")[0] in shown and "nothing stands out" not in shown
     made = view(attempts=typed(attempt(1, 5.0, KILLED), attempt(2, restarts=1)))
     shown = text(made)
@@ -277,7 +277,7 @@ def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
     Attempts(run).end(number, failed_with(Code.KILLED, KILLED["reason"], KILLED["fix"]), [])
     lock.release()
     made = source.look()
-    assert made.state == standing.State(Word.FAILED, "rank 1 on n2 was killed", is_over=True)
+    assert made.state == run_status.State(Word.FAILED, "rank 1 on n2 was killed", is_over=True)
 
 
 def test_a_holder_on_another_machine_is_believed_while_it_gives_signs_of_life(folder: RunDir) -> None:
@@ -288,3 +288,14 @@ def test_a_holder_on_another_machine_is_believed_while_it_gives_signs_of_life(fo
     os.utime(folder.lock_file, (1.0, 1.0))
     late = Source(RunView(folder.path)).look().state
     assert (late.word, late.is_over) == (Word.UNKNOWN, False) and "no sign of life" in late.why
+
+
+def test_recoveries_are_shown_with_where_the_time_went() -> None:
+    lost = event("recovered", 5, at=NOW - 90, seconds=2.0, reason="rank 1 on n1 was killed")
+    made = progress(event("run_started", 0, at=NOW - 100), lost, trained(10, at=NOW - 50))
+    shown = make(RunSnapshot(Path("/runs/wave"), "id", {}, (), made), NOW)
+    lines = [line.plain for line in draw(shown, 100, 30)]
+    assert "goodput             10% of 50.0 s; lost: 2.0 s to 1 failure" in lines
+    assert any("recovered after 2.0 s: rank 1 on n1 was killed" in line for line in lines)
+    [told] = shown.plain()["recoveries"]
+    assert (told["seconds"], shown.plain()["account"]["goodput"]) == (2.0, 0.1)

@@ -1,21 +1,28 @@
-"""What the supervisor does in a Slurm job before the ranks start: stage in, find a launcher that works."""
+"""What the supervisor does in a Slurm job before the ranks start: stage in, find a launcher that works.
+
+Staging has every node copy what the run file names to its own disk, by ``stage_on_node``, and waits for all.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
-from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage
-from hpctrain.launch.engines.slurm.helper_steps import heard
+from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage_on_node
+from hpctrain.launch.engines.slurm.client import heard
 from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step
+from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
 from hpctrain.launch.engines.slurm.preflight import Expected, Fault
+from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
+from hpctrain.launch.postmortem import last_line
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -42,13 +49,14 @@ class Prepared:
     """Hosts of ranks, if srun starts them and the preflight has seen them."""
 
 
-def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
+def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> Prepared:
     """Stages in and finds a launcher whose preflight passes.
 
     Args:
         config: with the site profile applied.
         run: the run folder, which exists.
-        job: the allocation.
+        job: the allocation, or the part of it that ranks run on.
+        whole: the allocation, spare nodes included, which get copies, too.
 
     Raises:
         UserError: a launcher, MPI type or file that does not exist, ranks that do not find each other.
@@ -59,7 +67,7 @@ def prepare(config: Config, run: RunDir, job: Job) -> Prepared:
     found = launchers(config, job)
     if any(isinstance(launcher, Srun) for launcher in found):
         skip_steps(run, PMIX_STEPS * unclean(Attempts(run).all()[:-1], job.id))
-    interpreter, copies = stage.stage_in(config, run, job)
+    interpreter, copies = stage_in(config, run, whole or job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
     failed: list[tuple[Launcher, Fault]] = []
@@ -100,7 +108,7 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
     if slurm.cpus_per_rank is None and (cores := os.environ.get("SLURM_CPUS_PER_TASK")):  # srun does not inherit it
         slurm = dataclasses.replace(slurm, cpus_per_rank=int(cores))
     launch = dataclasses.replace(config.launch, slurm=slurm)
-    return candidates(launch, job.nodes, job.ranks, offered, mpirun, flavour, config.parallel.tensor > 1)
+    return candidates(launch, job, offered, mpirun, flavour, config.parallel.tensor > 1)
 
 
 def unclean(attempts: Sequence[Attempt], job: str) -> int:
@@ -142,3 +150,68 @@ def check(
     if any(problem.fatal for problem in problems):
         tell(output)
     return problems, preflight.hosts_of_tasks(reports)
+
+
+STAGE_IN_S = 3600.0
+"""Longest time that stage-in may take."""
+STAGE_FROM_NODES = 32
+"""Nodes from which on the environment is staged by default.
+
+A rank makes some 41,000 file calls at its start, nearly all of them to import, and the first one on each node makes
+them to the file server: 1.3 million on 32 nodes, more than a minute for a server that answers 20,000 a second.
+"""
+
+
+def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]]:
+    """Copies what launch.stage_in names to every node; the ranks' interpreter and the copies.
+
+    Raises:
+        NoRequeue: it did not end well on every node.
+    """
+    launch = config.launch
+    if launch.stage_environment is None and stages_by_default(config, job):
+        try:
+            return copies_of(config, run, job, environment=True)
+        except HpctrainError as error:  # no one asked for it
+            say(f"the ranks import from {sys.prefix}, which is slow on many nodes: {error.what}")
+    return copies_of(config, run, job, environment=bool(launch.stage_environment))
+
+
+def stages_by_default(config: Config, job: Job) -> bool:
+    """Whether the Python environment goes to many nodes: not an image, nor Python of the system, which nodes have."""
+    is_own = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists()
+    return job.nodes >= STAGE_FROM_NODES and is_own and bool(config.task) and not config.launch.slurm.wrap
+
+
+def interpreter_of(config: Config) -> str:
+    """The ranks' interpreter: this one, but inside an image the image's."""
+    return "python3" if config.task and config.launch.slurm.wrap else sys.executable
+
+
+def copies_of(config: Config, run: RunDir, job: Job, environment: bool) -> tuple[str, dict[str, str]]:
+    """See ``stage_in``."""
+    launch = config.launch
+    own = interpreter_of(config)
+    if not launch.stage_in and not environment:
+        return own, {}
+    folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
+    command = python.module(
+        "hpctrain.launch.engines.slurm.stage_on_node", str(folder), *map(_absolute, launch.stage_in)
+    )
+    if environment:
+        archive = run.path / "environment.tar"
+        stage_on_node.pack(Path(sys.prefix), archive)
+        command += ["--unpack", str(archive)]
+        own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
+    code, output = heard(run, once_a_node(job, command), launch.env, STAGE_IN_S)
+    if told := preflight.reports(output.splitlines(), stage_on_node.MARK):
+        raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
+    if code:
+        tell(output)
+        why = last_line(output) or f"it ended with code {code}"
+        raise NoRequeue(f"stage-in: {why}", "see the job's log, or leave out launch.stage_in and stage_environment")
+    return own, {name: str(stage_on_node.target(folder, Path(_absolute(name)))) for name in launch.stage_in}
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).absolute())

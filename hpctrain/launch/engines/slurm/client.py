@@ -1,4 +1,4 @@
-"""Slurm's commands: the only place that runs them."""
+"""Slurm's commands: the only place that runs them, and short steps on a job's nodes, such as the preflight."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import functools
 import os
 import re
 import shutil
+import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
-from hpctrain.run.job import QueueEntry
+from hpctrain.launch.patience import patiently
+from hpctrain.run.folder import RunDir
+from hpctrain.run.run_status import QueueEntry
 from hpctrain.system import foreign_text
 
 TIMEOUT_S = 60
@@ -21,6 +25,8 @@ TIMEOUT_S = 60
 SOON_S = 10
 """For questions whose answer is of use only now: a job that Slurm ends has half a minute left."""
 
+DAEMON_S = 2
+"""Longest time until a daemon takes a connection, or its node counts as gone."""
 COMMENT_CHARACTERS = 500
 """Of a verdict in a job's comment, which is one line."""
 ANSWER_S = 5
@@ -68,7 +74,7 @@ class Unheard(Unanswered):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a job comes from, as its submitter told Slurm."""
+    """Where a job comes from, as recorded in Slurm."""
 
     name: str
     command: str
@@ -194,6 +200,25 @@ def job_fields(job: str) -> dict[str, str]:
     return parse_fields(text)
 
 
+def answers(host: str) -> bool:
+    """Whether Slurm's daemon on a node can be reached from here; True if it is not known where it listens."""
+    try:
+        node = parse_fields(run(["scontrol", "--oneliner", "show", "node", host], SOON_S))
+        port = node.get("Port") or parse_port(run(["scontrol", "show", "config"], SOON_S))
+        socket.create_connection((node["NodeAddr"], int(port)), DAEMON_S).close()
+    except (HpctrainError, KeyError, ValueError, socket.gaierror):
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def parse_port(text: str) -> str:
+    """Where all daemons listen, of ``scontrol show config``; empty if it does not say."""
+    found = re.search(r"^SlurmdPort\s*=\s*(\d+)", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
 def parse_fields(text: str) -> dict[str, str]:
     """Fields of one line of scontrol; if a name occurs twice the first counts: comments come last."""
     return dict(reversed(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text)))
@@ -258,3 +283,38 @@ def _advice(message: str) -> str:
         (fix for key, fix in table.items() if key in message.lower()),
         "hpctrain doctor checks the site; sbatch's manual explains the message",
     )
+
+
+def heard(run: RunDir, words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output of a helper on the nodes, which is started again while Slurm's controller is away.
+
+    Raises:
+        RunFailed: the controller stays away.
+        Stopped: a person stopped the run meanwhile.
+    """
+
+    def ask() -> tuple[int, str]:
+        code, output = run_step(words, env, timeout_s)
+        if code and (said := unheard(output)):
+            raise Unheard(f"Slurm starts no step ({said})", "submit the run again when Slurm's controller is up")
+        return code, output
+
+    return patiently(ask, Unheard, run)
+
+
+def run_step(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output of a helper on the nodes; what hangs is ended, with its output until then."""
+    with tempfile.TemporaryFile() as output:
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}
+        ) as process:
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace")

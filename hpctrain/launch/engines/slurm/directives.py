@@ -1,15 +1,18 @@
-"""What a job asks of Slurm, as ordered data: from the configuration, changed by the user's own lines, checked."""
+"""What a job asks of Slurm, as ordered data: from the configuration, changed by the user's own lines, checked.
+
+Text that a script cannot hold is refused; all other text reaches its command unchanged.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.slurm.quoting import directive_value, text
 
 EXCLUSIVE = (
     {"--mem", "--mem-per-cpu", "--mem-per-gpu"},
@@ -110,8 +113,8 @@ def require_whole_groups(config: Config) -> None:
     tensor, ranks = config.parallel.tensor, ranks_per_node(config.launch)
     if ranks % tensor:
         raise UserError(
-            f"parallel.tensor is {tensor}, and a node has {ranks} rank{'s' if ranks > 1 else ''}: ranks that share out "
-            "layers lie on one node",
+            f"parallel.tensor is {tensor}, and a node has {ranks} rank{'s' if ranks > 1 else ''}: ranks that hold "
+            "parts of a layer must be on one node",
             f"set launch.ranks_per_node to a multiple of {tensor}, or choose a parallel.tensor that divides {ranks}",
         )
 
@@ -148,13 +151,15 @@ def build(
     made = [
         Directive("--job-name", text(name, "name")),
         *_given(slurm, "account", "partition", "qos", "constraint", "reservation", "licenses"),
-        Directive("--nodes", str(launch.nodes)),
+        Directive("--nodes", str(launch.nodes + launch.spare_nodes)),
         Directive("--ntasks-per-node", str(ranks_per_node(launch))),
         *([Directive("--distribution", "block")] if in_order else []),
         *_given(slurm, "cpus_per_rank", rename="--cpus-per-task"),
         *_gpus(launch),
         *_memory(slurm),
         *_given(slurm, "time", "time_min", "begin"),
+        # A lost node would end the job, and with it the ranks' other nodes.
+        *([Directive("--no-kill")] if launch.spare_nodes or (launch.min_nodes or launch.nodes) < launch.nodes else []),
         *([Directive("--exclusive")] if slurm.exclusive else []),
         *([Directive("--exclude", ",".join(_hosts(slurm.exclude)))] if slurm.exclude else []),
         *([Directive("--array", array)] if array else []),
@@ -277,3 +282,44 @@ def _hosts(exclude: Iterable[str]) -> list[str]:
         if not re.fullmatch(r"[A-Za-z0-9][\w.,\[\]-]*", host, re.ASCII):
             raise UserError(f"launch.slurm.exclude has {host!r}", "give host names such as node[01-04]")
     return list(exclude)
+
+
+LONGEST = 4096
+"""sbatch reads a directive into a buffer of 8192 bytes; the kernel limits file paths to 4096."""
+
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def text(value: str, key: str) -> str:
+    """The value, if a script can hold it: no control characters (newlines, NUL, escapes), not endless."""
+    bad = next((character for character in value if not character.isprintable() and character != "\u00a0"), None)
+    if bad is not None:
+        raise UserError(f"{key} contains {bad!r}", "remove the control character")
+    if len(value.encode("utf-8", "surrogateescape")) > LONGEST:
+        raise UserError(f"{key} is longer than {LONGEST} bytes", "shorten it")
+    return value
+
+
+def shell_word(value: str) -> str:
+    """One word for bash, whatever the value holds; newlines included."""
+    if "\0" in value:
+        raise UserError(f"{value!r} contains a NUL character", "remove it")
+    return shlex.quote(value)
+
+
+def variable(name: str, key: str) -> str:
+    """The name, if a shell variable can have it."""
+    if not VARIABLE.fullmatch(name):
+        raise UserError(f"{key} has the name {name!r}", "use letters, digits and '_', not beginning with a digit")
+    return name
+
+
+def directive_value(value: str) -> str:
+    """A value as sbatch's own parser of ``#SBATCH`` lines reads it: not bash's.
+
+    Between double quotes it takes everything but quotes and backslashes as it stands, and a backslash before any
+    character makes that one plain.
+    """
+    if re.fullmatch(r"[\w.,:;/@%+=*&|()\[\]-]+", value, re.ASCII):
+        return value
+    return '"' + re.sub(r"([\\\"'#])", r"\\\1", value) + '"'

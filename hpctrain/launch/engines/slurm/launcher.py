@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
 from hpctrain.errors import UserError
+from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.mpi_library import Flavour, MpiRun, launcher_environment
 
 PREFERRED_MPI = ("pmix", "cray_shasta", "pmi2")
@@ -18,30 +19,37 @@ nodes a rank was seen to leave early, and its first message to end one that had 
 mca_pml_ob1_recv_frag_callback_match). So it prepares first, and meets once."""
 
 
-class Launcher(Protocol):
+@dataclass(frozen=True)
+class Launcher(abc.ABC):
     """A way to start the ranks of a job."""
 
-    @property
-    def ranks(self) -> int:
-        """How many it starts."""
+    job: Job
+    """With the nodes that the ranks run on."""
+    slurm: SlurmConfig
+    again: bool = field(default=False, kw_only=True)
+    """A step of this job has failed before: if its node is gone it never ends, and holds the job's cores and memory."""
 
+    @abc.abstractmethod
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command line that starts a program with its arguments on every rank; variables named reach the ranks."""
 
+    @abc.abstractmethod
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """Variables that the launcher itself needs, if the user has not set them."""
 
+    @abc.abstractmethod
     def describe(self) -> str:
         """For people."""
 
+    def after_failure(self, job: Job) -> Launcher:
+        """The same for another attempt in the job, or on what is left of it, after a failed one."""
+        return replace(self, job=job, again=True)
+
 
 @dataclass(frozen=True)
-class Srun:
+class Srun(Launcher):
     """Slurm's own."""
 
-    nodes: int
-    ranks: int
-    slurm: SlurmConfig
     mpi: str | None
     """Value of --mpi; None leaves it to the site."""
     in_order: bool = False
@@ -51,11 +59,13 @@ class Srun:
 
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See Launcher. Its environment reaches the ranks as it is."""
-        slurm = self.slurm
+        slurm, shape = self.slurm, [f"--nodes={self.job.nodes}", f"--ntasks={self.job.ranks}"]
         # Without --kill-on-bad-exit the ranks of a dead one run on to the time limit.
-        words = ["srun", f"--nodes={self.nodes}", f"--ntasks={self.ranks}", "--kill-on-bad-exit=1", "--input=none"]
+        words = ["srun", *shape, "--kill-on-bad-exit=1", "--input=none"]
         words += [f"--mpi={self.mpi}"] if self.mpi else []
         words += ["--distribution=block"] if self.in_order else []
+        words += ["--overlap", "--mem=0"] if self.again else []
+        words += _on(self.job)
         words += [f"--cpus-per-task={slurm.cpus_per_rank}"] if slurm.cpus_per_rank else []
         words += [f"--cpu-bind={slurm.cpu_bind}"] if slurm.cpu_bind else []
         return [*words, *slurm.srun_options, *command]
@@ -63,7 +73,10 @@ class Srun:
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
         wanted = ONE_FENCE if self.flavour is Flavour.OPEN_MPI_5 else {}
-        return {name: value for name, value in wanted.items() if name not in given}
+        # Slurm's PMIx server takes the nodes' numbers in the step for places in this list, and writes to other nodes
+        # for ever if the step's are not the first ones of the list.
+        nodes = {"SLURM_JOB_NODELIST": ",".join(self.job.part)} if self.job.part else {}
+        return {name: value for name, value in wanted.items() if name not in given} | nodes
 
     def describe(self) -> str:
         """See Launcher."""
@@ -71,31 +84,35 @@ class Srun:
 
 
 @dataclass(frozen=True)
-class Mpirun:
-    """The MPI library's own, which finds the job's nodes in Slurm's variables."""
+class Mpirun(Launcher):
+    """The MPI library's own, which finds the job's nodes in Slurm's variables, and starts its daemons by srun."""
 
-    nodes: int
-    ranks: int
-    slurm: SlurmConfig
     program: MpiRun
 
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See Launcher."""
-        words = self.program.argv(self.ranks, env, cores=self.ranks, local=False)
+        job = self.job
+        words = self.program.argv(job.ranks, env, cores=job.ranks, local=False)
+        words += self.program.on(job.part, job.ranks // max(job.nodes, 1)) if job.part else []
         return [*words, *self.slurm.mpirun_options, *command]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
-        return launcher_environment(self.program.flavour, False, given, local=False)
+        found = launcher_environment(self.program.flavour, False, given, local=False)
+        return found | {"SLURM_OVERLAP": "1"} if self.again else found
 
     def describe(self) -> str:
         """See Launcher."""
         return "mpirun"
 
 
-def once_a_node(nodes: int, command: Sequence[str]) -> list[str]:
+def _on(job: Job) -> list[str]:
+    return [f"--nodelist={','.join(job.part)}"] if job.part else []
+
+
+def once_a_node(job: Job, command: Sequence[str]) -> list[str]:
     """The command line that starts a program once on every node, without MPI."""
-    options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    options = [f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *_on(job)]
     return ["srun", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *options, *command]
 
 
@@ -106,8 +123,7 @@ def empty_step() -> list[str]:
 
 def candidates(
     launch: LaunchConfig,
-    nodes: int,
-    ranks: int,
+    job: Job,
     offered: Sequence[str],
     mpirun: MpiRun | None,
     flavour: Flavour | None,
@@ -117,8 +133,7 @@ def candidates(
 
     Args:
         launch: with the site profile applied.
-        nodes: nodes of the job.
-        ranks: ranks of the job.
+        job: the allocation, or the part of it that ranks run on.
         offered: what ``srun --mpi=list`` prints; empty without srun.
         mpirun: the MPI library's mpirun, if there is one.
         flavour: family of the MPI library, if there is one.
@@ -135,9 +150,9 @@ def candidates(
                 f"srun has no --mpi={slurm.mpi} here",
                 f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun",
             )
-        found.append(Srun(nodes, ranks, slurm, slurm.mpi or best_mpi(offered, flavour), in_order, flavour))
+        found.append(Srun(job, slurm, slurm.mpi or best_mpi(offered, flavour), in_order, flavour))
     if launch.launcher != "srun" and mpirun is not None:
-        found.append(Mpirun(nodes, ranks, slurm, mpirun))
+        found.append(Mpirun(job, slurm, mpirun))
     if not found:
         wanted = "srun or mpirun" if launch.launcher == "auto" else launch.launcher
         raise UserError(f"there is no {wanted} in the job", "load the module that brings it in launch.modules")

@@ -41,7 +41,7 @@ def note_culprit(config: Config, run: RunDir) -> None:
 
 
 def note(config: Config, run: RunDir, host: str, reason: str, attempt: int) -> None:
-    """Puts a node on the run's list; what cannot be written is told, and changes nothing else."""
+    """Puts a node on the run's list; what cannot be written is reported, and changes nothing else."""
     hours = config.monitor.exclude_hours
     entry = BadNode(host, time.time() + 3600 * hours, attempt, reason, str(run.path))
     if config.launch.slurm.bad_nodes != "off" and _add(bad_nodes.of_run(run), entry):

@@ -29,7 +29,7 @@ class Expected:
     cpus_per_rank: int = 1
     mpi: bool = True
     tensor: int = 1
-    """Ranks that share out layers, and so lie on one node."""
+    """Ranks that hold parts of a layer, and so must be on one node."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _folders(first: Reports) -> list[Fault]:
 
 
 def _code(report: Mapping[str, Any], folder: str) -> Code:
-    """Why a folder cannot be written, if that is one of the things that have a code of their own."""
+    """Why a folder cannot be written, if that has a code."""
     code = Code.read(report.get(f"{folder}_code"))
     return Code.PREFLIGHT if code in (Code.EXCEPTION, Code.UNKNOWN) else code
 
@@ -220,7 +220,7 @@ def _torn_groups(first: Reports, joined: Reports, expected: Expected) -> Fault |
     if torn is None:
         return None
     ranks = f"ranks {torn * expected.tensor} to {(torn + 1) * expected.tensor - 1}"
-    what = f"{ranks}, which share out layers (parallel.tensor), lie on {' and '.join(sorted(hosts[torn]))}"
+    what = f"{ranks}, which hold parts of a layer (parallel.tensor), are on {' and '.join(sorted(hosts[torn]))}"
     fix = "start ranks one node after the other: no --distribution but block in launch.slurm.srun_options"
     return Fault(what, fix, launcher=True)
 

@@ -12,7 +12,6 @@ import os
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,10 @@ APPLIED = "none"
 REPLACED = {"wrap", "stage_in"}
 """Lists that are one value: a later layer replaces them."""
 
+ABOUT = ("description", "verified")
+"""Keys of a profile that say something of it."""
 Layer = Mapping[str, Any]
 """Values of ``launch``, with those of ``launch.slurm`` under ``slurm``; lists as tuples."""
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A profile and where it was read."""
-
-    name: str
-    source: Path
-    description: str
-    verified: bool
-    layer: Layer
 
 
 def site_dir() -> Path:
@@ -56,10 +46,10 @@ def resolve(launch: LaunchConfig, site: Path | None = None) -> LaunchConfig:
     """The configuration over all profiles that apply to it."""
     if launch.slurm.profile == APPLIED:
         return launch
-    return apply(launch, [profile.layer for profile in layers(launch.slurm.profile, site or site_dir())])
+    return apply(launch, layers(launch.slurm.profile, site or site_dir()))
 
 
-def layers(name: str, site: Path) -> list[Profile]:
+def layers(name: str, site: Path) -> list[Layer]:
     """The profiles under a run file that names this one, lowest first."""
     found = [read(FILES / "profiles" / "generic.toml")]
     if name != "generic":
@@ -83,7 +73,7 @@ def find(name: str, site: Path) -> Path:
     raise UserError(f"there is no Slurm profile {name!r}", fix)
 
 
-def read(path: Path) -> Profile:
+def read(path: Path) -> Layer:
     """Reads and checks one file."""
     try:
         raw = tomllib.loads(safe_read.read(path, MOST_BYTES).decode())
@@ -91,8 +81,7 @@ def read(path: Path) -> Profile:
         raise UserError(f"profile {path} cannot be read: {error.strerror}", "give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"profile {path} is not TOML: {error}", "correct the line") from error
-    description, verified = raw.pop("description", ""), raw.pop("verified", False)
-    return Profile(path.stem, path, description, verified, _checked(raw, path))
+    return _checked({key: value for key, value in raw.items() if key not in ABOUT}, path)
 
 
 def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:

@@ -13,8 +13,7 @@ import jinja2
 
 from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.launch.engines.slurm import FILES
-from hpctrain.launch.engines.slurm.directives import Directive, build, seconds
-from hpctrain.launch.engines.slurm.quoting import shell_word, text, variable
+from hpctrain.launch.engines.slurm.directives import Directive, build, seconds, shell_word, text, variable
 
 EARLY_S = 60
 """Slurm may send the signal this many seconds early (sbatch --signal)."""
@@ -38,7 +37,7 @@ class JobScript:
     run_file: str | None
     """Run file; the folder of the elements' run folders for an array; None: the script's first argument."""
     signal_s: int
-    """Seconds before the time limit at which the supervisor is told to stop; it has them told, too."""
+    """Seconds before the time limit at which the supervisor is asked to stop; it passes the request to the ranks."""
     elements: bool = False
     """The job is an array."""
 
@@ -59,7 +58,7 @@ def job_script(
         run_file: run file that the job supervises; for an array the folder that holds ``<index>/run.yaml``.
         logs: existing folder for the job's own log.
         bin_dir: folder of ``hpctrain``, if the job's environment does not have it on PATH.
-        signal_s: seconds before the time limit at which the supervisor is told to stop.
+        signal_s: seconds before the time limit at which the supervisor is asked to stop.
         array: indices of an array job.
         in_order: ranks fill one node after the other.
 
@@ -94,11 +93,11 @@ def portable_script(config: Config, signal_s: int) -> JobScript:
 
 def render(job: JobScript) -> str:
     """The script's text, ending in a newline."""
-    return _templates().get_template("job.sh.j2").render(job=job)
+    return templates().get_template("job.sh.j2").render(job=job)
 
 
 def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: float | None = None) -> int:
-    """Seconds before the time limit at which a job is told to stop.
+    """Seconds before the time limit at which a job is asked to stop.
 
     As given; else twice the longest step and save that an earlier attempt measured, plus what Slurm may be early; else
     a tenth of the time limit, between 30 s and 5 minutes.
@@ -122,7 +121,8 @@ def _parts(directives: tuple[Directive, ...], launch: LaunchConfig) -> dict[str,
 
 
 @functools.cache
-def _templates() -> jinja2.Environment:
+def templates() -> jinja2.Environment:
+    """Those of job scripts."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FILES / "templates"),
         undefined=jinja2.StrictUndefined,

@@ -8,20 +8,11 @@ from collections.abc import Sequence
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
+from hpctrain.launch.engines.jobs import SCRIPT, Submitted, note, submissions, write
 from hpctrain.launch.engines.slurm import client, leave_out
-from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import (
-    SCRIPT,
-    Submitted,
-    apart,
-    is_element,
-    note,
-    plan,
-    submissions,
-    write,
-)
-from hpctrain.launch.patience import patiently
+from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
+from hpctrain.launch.engines.slurm.submission import apart, is_element, plan
+from hpctrain.launch.patience import patiently, read_patiently
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -52,7 +43,8 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise Ended("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    if requeues(Attempts(run).all(), submissions(run), job.id) >= slurm.max_requeues:
+    attempts, jobs = read_patiently(Attempts(run).all), read_patiently(lambda: submissions(run))
+    if requeues(attempts, jobs, job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it again")
     option = leave_out.option(config, run)
     if option and has_script(config, run, job):
@@ -99,10 +91,16 @@ def put_back(job: Job) -> None:
 def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -> int:
     """Times that the job, or one that it replaces, has started again: by us, by Slurm or by a person."""
     replaced = {each.job: each.replaces for each in jobs}
-    line: list[str | None] = [job]
-    while (before := replaced.get(str(line[-1]))) is not None:
+    line = [job]
+    while (before := replaced.get(line[-1])) is not None and before not in line:  # a damaged file may hold a cycle
         line.append(before)
-    return max(0, sum(attempt.job in line for attempt in attempts) - 1)
+    # A start may have made several attempts in place; where the record lacks its number, each attempt counts.
+    starts = {
+        (attempt.job, attempt.number if attempt.restarts is None else -1 - attempt.restarts)
+        for attempt in attempts
+        if attempt.job in line
+    }
+    return max(0, len(starts) - 1)
 
 
 def end_chain(run: RunDir, job: Job) -> None:

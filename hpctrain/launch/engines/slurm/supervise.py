@@ -1,4 +1,4 @@
-"""``hpctrain supervise`` inside a Slurm job: one attempt, and what follows from its verdict."""
+"""``hpctrain supervise`` inside a Slurm job: its attempts, and what follows from the verdict on the last one."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hpctrain.config.loading import dump, load
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.attempt import Launch, Limits
+from hpctrain.launch.engines.jobs import Submitted, record, submissions
 from hpctrain.launch.engines.local import plain_command, rank_environment
 from hpctrain.launch.engines.slurm import allocation, client, leave_out, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
-from hpctrain.launch.engines.slurm.job import Job, current
-from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import Submitted, record, settle, signal_s, submissions
+from hpctrain.launch.engines.slurm.job import Job, Who, current, who_ends
+from hpctrain.launch.engines.slurm.place import Place
+from hpctrain.launch.engines.slurm.submission import settle, signal_s
 from hpctrain.launch.patience import Stopped
 from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import live_lock
-from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.job import ALIVE
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, STAGED
+from hpctrain.run.run_status import ALIVE
 from hpctrain.run.stop_request import StopRequest, requested_stop
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.system import python
 from hpctrain.system.cores import threads_per_rank
 from hpctrain.system.output import say
@@ -45,7 +45,7 @@ LOOK_S = 0.2
 
 
 def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = False) -> int:
-    """One attempt at a run in the Slurm job that this process is the batch script of; the job's exit code.
+    """Attempts at a run in the Slurm job that this process is the batch script of; the job's exit code.
 
     Raises:
         UserError: not in a Slurm job, a wrong run file, or a run folder that is in use.
@@ -55,8 +55,8 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
         raise UserError("this is not a Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
     config = load(run_file, overrides)
     try:
-        return attempt(config, RunDir.for_config(config), job, parent, verbose)
-    except HpctrainError as error:  # nothing tells of it but this process's output, which may be on a full disk too
+        return attempt(config, RunDir.of(config.name, config.run_dir), job, parent, verbose)
+    except HpctrainError as error:  # only this process's output reports it, which may be on a full disk too
         comment(job, f"{error.what}; fix: {error.fix}", config)
         raise
 
@@ -65,14 +65,19 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     """The same, given a run file that can be read. ``parent`` is Slurm's daemon of the batch script."""
     config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
+    allowed = limits(config, run_dir)
+    place = Place.of(config, run_dir, job)
     verdict = supervise(
         run_dir,
-        lambda number: make_launch(config, run_dir, job, number, verbose),
-        limits(config, run_dir),
-        facts=Attempt(job=job.id, restarts=job.restarts, nodes=job.nodes, ranks=job.ranks).under(config.parallel),
+        lambda number: dataclasses.replace(
+            make_launch(config, run_dir, place.job, number, verbose, place.prepare), can_lose=place.can_lose
+        ),
+        allowed,
+        place.facts,
         run_yaml=dump(config),
         verbose=verbose,
         by_person=lambda number: by_person(number, job),
+        again=lambda verdict: place.facts if place.serves(verdict) else None,
     )
     if verdict.code is Code.IN_USE:  # the run's jobs, this one's next start among them, are the newer attempt's
         report(verdict, run_dir)
@@ -102,7 +107,7 @@ def by_person(number: int, job: Job) -> bool:
     return who_ends(client.job_fields(job.id), job.restarts) in (Who.PERSON, Who.NOBODY)
 
 
-def in_view_of(who: Who, verdict: Verdict, asked: StopRequest | None) -> Verdict:
+def in_view_of(who: Who, verdict: RunVerdict, asked: StopRequest | None) -> RunVerdict:
     """The verdict, knowing who ends the job; pure.
 
     Args:
@@ -129,7 +134,9 @@ def in_view_of(who: Who, verdict: Verdict, asked: StopRequest | None) -> Verdict
 
 def as_allocated(config: Config, job: Job) -> Config:
     """The run on the nodes that it has got: a script for any run file may bring others than the run file names."""
-    launch = dataclasses.replace(config.launch, nodes=job.nodes, ranks_per_node=max(1, job.ranks // job.nodes))
+    spare = min(config.launch.spare_nodes, job.nodes - 1)
+    ranks = max(1, job.ranks // job.nodes)
+    launch = dataclasses.replace(config.launch, nodes=job.nodes - spare, spare_nodes=spare, ranks_per_node=ranks)
     return dataclasses.replace(config, launch=launch)
 
 
@@ -137,11 +144,18 @@ def limits(config: Config, run_dir: RunDir) -> Limits:
     """Ranks that were promised a time between the signal and the end of the job get nearly all of it."""
     lead_s = int(os.environ.get(SIGNAL_S) or signal_s(config, run_dir))
     grace_s = max(config.launch.stop_grace_s, 0.9 * lead_s)
-    return Limits(stop_grace_s=grace_s, max_failures=config.launch.max_failures)
+    return Limits(stop_grace_s=grace_s, max_failures=config.launch.failures_allowed(in_job=True))
 
 
-def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose: bool) -> Launch:
-    """What starts the ranks.
+def make_launch(
+    config: Config,
+    run_dir: RunDir,
+    job: Job,
+    number: int,
+    verbose: bool,
+    prepare: Callable[[], allocation.Prepared] | None = None,
+) -> Launch:
+    """What starts the ranks, with what ``prepare`` gives; by default ``allocation.prepare``.
 
     Raises:
         HpctrainError: what prevents it (see ``allocation.prepare``).
@@ -151,7 +165,7 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
             record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
         except HpctrainError as error:
             say(f"hpctrain status and stop do not know of this job: {error}")
-    prepared = allocation.prepare(config, run_dir, job)
+    prepared = prepare() if prepare is not None else allocation.prepare(config, run_dir, job)
     if config.task:
         quiet = ["--verbose"] if verbose else []
         wrap = config.launch.slurm.wrap
@@ -169,10 +183,11 @@ def make_launch(config: Config, run_dir: RunDir, job: Job, number: int, verbose:
     # mpirun passes on only what is named; the supervisor adds the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
     words = prepared.launcher.words(command, named)
-    return Launch(words, env, job.ranks, bool(config.task), prepared.hosts, lambda text: bool(client.unheard(text)))
+    heard = (lambda text: bool(client.unheard(text)), client.answers)
+    return Launch(words, env, job.ranks, bool(config.task), prepared.hosts, *heard)
 
 
-def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
+def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
     """Requeues if the verdict says so and the site allows it; the exit code of the job."""
     if verdict.action is not Action.REQUEUE:
         requeue.end_chain(run_dir, job)
@@ -205,8 +220,8 @@ def follow(verdict: Verdict, config: Config, run_dir: RunDir, job: Job, parent: 
     return verdict.exit_code
 
 
-def publish(verdict: Verdict, config: Config, run_dir: RunDir, job: Job) -> None:
-    """Says a verdict; what could not be said, or stands in no file, goes into the job's comment."""
+def publish(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job) -> None:
+    """Says a verdict; what could not be said, or is in no file, goes into the job's comment."""
     said = report(verdict, run_dir)
     _, stored = of_job(run_dir, job)
     if not said or stored is None or stored.to_json() != verdict.to_json():
@@ -222,7 +237,7 @@ def comment(job: Job, text: str, config: Config) -> None:
         say(f"the job's comment cannot be set: {error.what}")
 
 
-def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, Verdict | None]:
+def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, RunVerdict | None]:
     """Number of this job's attempt and the verdict on it, as far as the run folder holds them."""
     try:
         attempts = Attempts(run_dir).all()
@@ -244,7 +259,7 @@ def await_end(parent: int) -> None:
         time.sleep(LOOK_S)
 
 
-def amend(run_dir: RunDir, job: Job, verdict: Verdict) -> None:
+def amend(run_dir: RunDir, job: Job, verdict: RunVerdict) -> None:
     """Writes another verdict on this job's attempt; if the disk is full, the job's end still follows from it."""
     number, _ = of_job(run_dir, job)
     try:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data import open_dataset
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5 import BlockArray, Hdf5Dataset
 from hpctrain.data.formats.hdf5_arrays import MappedArray
+from hpctrain.data.formats.sources import open_dataset
 from hpctrain.errors import UserError
 
 LENGTH = 500

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import hpctrain
-from hpctrain.data import Order, TrainingData, open_dataset
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.parquet_rows import ParquetRows
-from hpctrain.data.formats.records import open_records
+from hpctrain.data.formats.open_table import open_table
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.formats.table_dataset import open_table_dataset
+from hpctrain.data.order import Order
+from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import UserError
 
 LENGTH = 29
@@ -133,7 +135,7 @@ def test_numbers_need_no_function(kind: str, tmp_path: Path) -> None:
     assert dataset.fields["id"].dtype == np.int64
     with pytest.raises(UserError, match=r"decode=function"):
         open_dataset(tmp_path / f"a-0.{kind}")
-    with pytest.raises(UserError, match=r"for sample \d+ where .* was expected"):
+    with pytest.raises(UserError, match=r"for sample \d+ where .* was expected|lists of 1 to 4 values"):
         open_dataset(tmp_path / f"a-0.{kind}", [tokens, "id"]).read(np.arange(8))
     with pytest.raises(UserError, match="has no 'label'"):
         open_dataset(tmp_path / f"a-0.{kind}", ["label"])
@@ -149,12 +151,13 @@ def test_a_record_that_fails_is_named(kind: str, tmp_path: Path) -> None:
         open_dataset(tmp_path / f"a-0.{kind}", decode=fail).read(np.arange(5))
 
 
-def test_a_file_that_changes_is_told(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.jsonl", range(9))
-    dataset = open_dataset(tmp_path / "a.jsonl", ["id"])
-    write_json(tmp_path / "a.jsonl", range(8))
+@pytest.mark.parametrize(("name", "write"), [("a.jsonl", write_json), ("a.parquet", write_parquet)])
+def test_a_file_that_changes_is_told(tmp_path: Path, name: str, write: Callable[[Path, range], None]) -> None:
+    write(tmp_path / name, range(9))
+    dataset = open_dataset(tmp_path / name, ["id"])
+    write(tmp_path / name, range(9, 18))
     with pytest.raises(UserError, match="has changed since the run opened it"):
-        dataset.read(np.arange(3))
+        dataset.read(np.arange(9))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_files_that_do_not_go_together(tmp_path: Path) -> None:
 
 
 class NotingCache(BlockCache):
-    """Keeps no block, and notes which were read."""
+    """Keeps no block, and notes which were read, each a row group by its number."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -213,8 +216,8 @@ class NotingCache(BlockCache):
 
     def get(self, key: Hashable, read: Callable[[], Any]) -> Any:
         def noting() -> Any:
-            assert isinstance(key, tuple)
-            self.groups.add(key[1])
+            assert isinstance(key, str)
+            self.groups.add(int(key.partition(") ")[2].split()[0]))
             return read()
 
         return super().get(key, noting)
@@ -223,7 +226,7 @@ class NotingCache(BlockCache):
 def groups_read(path: Path, order: Order, rank: int, size: int, batches: int) -> list[set[int]]:
     """Row groups that a rank needs for each of its first batches."""
     cache = NotingCache()
-    dataset = open_records(ParquetRows(path, cache), None, ("id",), False)
+    dataset = open_table_dataset(open_table(str(path), "parquet"), ("id",), cache, False, None)
     data = TrainingData(dataset, order, rank, size, prefetch=0)
     batches_of_rank, found = data.starting_at(0, 0), []
     for _ in range(batches):

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import Field
+from hpctrain.data.dataset import Field
 from hpctrain.data.formats.row_file import RowWriter, create_row_file
 from hpctrain.errors import RunFailed
 

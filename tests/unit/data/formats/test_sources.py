@@ -1,9 +1,12 @@
 """Data that is not in files."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from hpctrain.data import Field, open_dataset
+from hpctrain.data.dataset import Field
+from hpctrain.data.formats.sources import open_dataset
 from hpctrain.errors import UserError
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
@@ -56,6 +59,20 @@ def test_a_missing_name_is_refused_with_those_present() -> None:
     with pytest.raises(UserError) as caught:
         open_dataset({"x": X, "y": Y}, fields=["label"])
     assert "'label'" in caught.value.what and "x, y" in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_pattern_means_files_of_tables(kind: type, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    from pyarrow import parquet
+
+    for name in ("b", "a", "c[1]"):
+        parquet.write_table(pyarrow.table({"name": [ord(name[0])]}), tmp_path / f"{name}.parquet")
+    for pattern, names in [("*.parquet", "abc"), ("[ab].parquet", "ab"), ("c[1].parquet", "c"), ("b.parquet", "b")]:
+        dataset = open_dataset(kind(tmp_path / pattern))
+        assert bytes(dataset.read(np.arange(len(dataset)))["name"].tolist()).decode() == names
+    with pytest.raises(UserError, match="no file matches"):
+        open_dataset(kind(tmp_path / "no*.parquet"))
 
 
 @pytest.mark.parametrize("source", [5, [], [X], None])

@@ -16,16 +16,16 @@ from hpctrain.errors import Code, ExitCode, RunFailed
 from hpctrain.launch import attempt as attempts
 from hpctrain.launch import patience
 from hpctrain.launch.attempt import Launch, Limits
-from hpctrain.launch.engines.slurm import client, helper_steps, requeue
+from hpctrain.launch.engines.jobs import submissions
+from hpctrain.launch.engines.slurm import client, requeue
 from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.launch.engines.slurm.submission import submissions
 from hpctrain.launch.engines.slurm.supervise import follow
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest, request_stop
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
 JOB = Job("7", nodes=2, ranks=4, restarts=0, nodelist="n[1-2]")
 AWAY = """\
@@ -78,7 +78,7 @@ def test_what_srun_says_of_a_controller_that_is_away(said: str, expected: bool) 
 
 def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program(programs, "srun", away(programs, 2, AWAY, "echo told"))
-    assert helper_steps.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60) == (0, "told\n")
+    assert client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60) == (0, "told\n")
     assert calls(programs) == 3
     assert capfd.readouterr().err.count("Unable to contact slurm controller") == 2
 
@@ -86,17 +86,17 @@ def test_a_step_waits_for_the_controller(programs: Path, capfd: pytest.CaptureFi
 def test_a_step_does_not_wait_for_ever(programs: Path) -> None:
     program(programs, "srun", away(programs, 99, AWAY, ""))
     with pytest.raises(RunFailed, match=r"Slurm starts no step .*Unable to contact"):
-        helper_steps.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
+        client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert calls(programs) == 3
 
 
 def test_a_step_that_fails_for_another_reason_is_not_started_again(programs: Path) -> None:
     program(programs, "srun", away(programs, 99, GAVE_UP, ""))
-    code, output = helper_steps.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
+    code, output = client.heard(RunDir(programs / "run"), ["srun", "true"], {}, 60)
     assert (code, output.strip(), calls(programs)) == (1, GAVE_UP, 1)
 
 
-def launched(programs: Path) -> Verdict:
+def launched(programs: Path) -> RunVerdict:
     """The verdict on an attempt whose launcher is the program ``srun``."""
     rank = [sys.executable, "-m", "hpctrain.rank.plain_command", "true"]
     launch = Launch(["srun", *rank], {}, 1, saves=False, unheard=lambda text: bool(client.unheard(text)))
@@ -133,7 +133,7 @@ def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
     began = time.monotonic()
 
     def preflight(number: int) -> Launch:
-        helper_steps.heard(run, ["srun", "true"], {}, 60)
+        client.heard(run, ["srun", "true"], {}, 60)
         raise AssertionError("ranks are started")
 
     verdict = supervise(run, preflight, Limits(), Attempt())
@@ -171,7 +171,7 @@ DOES_NOT_REQUEUE = """case $* in
     *requeue*) echo 'Requested operation is presently disabled for job 7' >&2; exit 1;;
     *"show job"*) echo 'JobId=7 JobState=RUNNING Requeue=0 Restarts=0';;
 esac"""
-AGAIN = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
+AGAIN = RunVerdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
 CONFIG = Config(name="r", launch=LaunchConfig(command=("true",)))
 
 

@@ -181,3 +181,12 @@ def test_every_field_is_used_or_known_to_be_for_other_parts() -> None:
         "--nice=15",
     ):
         assert value in text
+
+
+@pytest.mark.parametrize(
+    ("launch", "nodes", "survives"),
+    [({}, 2, False), ({"spare_nodes": 1}, 3, True), ({"min_nodes": 1}, 2, True), ({"min_nodes": 2}, 2, False)],
+)
+def test_a_job_that_can_do_without_a_node_survives_its_loss(launch: dict[str, int], nodes: int, survives: bool) -> None:
+    found = [str(each) for each in build("r", LaunchConfig(nodes=2, ranks_per_node=2, **launch), "logs/%j.out", 30)]
+    assert f"--nodes={nodes}" in found and ("--no-kill" in found) is survives

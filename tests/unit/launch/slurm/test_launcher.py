@@ -10,6 +10,7 @@ from hpctrain.launch.engines.slurm.job import Job, current
 from hpctrain.launch.engines.slurm.launcher import best_mpi, candidates, once_a_node
 from hpctrain.launch.mpi_library import Flavour, MpiRun
 
+JOB = Job("7", nodes=2, ranks=4, restarts=0, nodelist="n[1-2]")
 MPIRUN = MpiRun("/mpi/bin/mpirun", Flavour.OPEN_MPI_5)
 
 
@@ -22,7 +23,7 @@ def kinds(
     """What is tried."""
     launch = LaunchConfig(launcher=launcher, slurm=SlurmConfig(**slurm))  # type: ignore[arg-type]
     flavour = mpirun.flavour if mpirun else None
-    return [each.describe() for each in candidates(launch, 2, 4, offered, mpirun, flavour)]
+    return [each.describe() for each in candidates(launch, JOB, offered, mpirun, flavour)]
 
 
 def test_srun_comes_first_where_it_is_there() -> None:
@@ -61,8 +62,10 @@ def test_the_mpi_type_fits_the_library(flavour: Flavour | None, offered: tuple[s
 def test_ranks_of_open_mpi_5_meet_once_while_they_start(
     flavour: Flavour | None, given: dict[str, str], expected: dict[str, str]
 ) -> None:
-    [srun] = candidates(LaunchConfig(launcher="srun"), 2, 4, ("pmix",), MPIRUN, flavour)
+    [srun] = candidates(LaunchConfig(launcher="srun"), JOB, ("pmix",), MPIRUN, flavour)
     assert srun.environment(given) == expected
+    others = srun.after_failure(srun.job.on(["n1", "n3"])).environment({**given, "SLURM_JOB_NODELIST": "n[1-3]"})
+    assert others == {**expected, "SLURM_JOB_NODELIST": "n1,n3"}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_command_lines() -> None:
     slurm = SlurmConfig(
         mpi="pmix", cpu_bind="none", cpus_per_rank=3, srun_options=("--label",), mpirun_options=("--tag",)
     )
-    srun, mpirun = candidates(LaunchConfig(slurm=slurm), 2, 4, ("pmix",), MPIRUN, MPIRUN.flavour)
+    srun, mpirun = candidates(LaunchConfig(slurm=slurm), JOB, ("pmix",), MPIRUN, MPIRUN.flavour)
     words = srun.words(["prog", "my arg"], {"A": "1"})
     assert words[0] == "srun" and words[-3:] == ["--label", "prog", "my arg"]
     assert {
@@ -91,7 +94,7 @@ def test_command_lines() -> None:
     words = mpirun.words(["prog"], {"A": "1", "B": "2"})
     assert words[:3] == ["/mpi/bin/mpirun", "-n", "4"] and words[-2:] == ["--tag", "prog"]
     assert [words[at + 1] for at, word in enumerate(words) if word == "-x"] == ["A", "B"]
-    assert "--ntasks-per-node=1" in once_a_node(3, ["x"])
+    assert "--ntasks-per-node=1" in once_a_node(JOB, ["x"])
 
 
 def test_a_job_from_its_environment() -> None:
@@ -122,5 +125,5 @@ def test_ranks_of_uneven_nodes(text: str, expected: int) -> None:
 
 def test_ranks_that_share_out_layers_fill_one_node_after_the_other() -> None:
     for in_order in (True, False):
-        srun, _ = candidates(LaunchConfig(), 2, 4, ("pmix",), MPIRUN, MPIRUN.flavour, in_order)
+        srun, _ = candidates(LaunchConfig(), JOB, ("pmix",), MPIRUN, MPIRUN.flavour, in_order)
         assert ("--distribution=block" in srun.words(["prog"], {})) == in_order

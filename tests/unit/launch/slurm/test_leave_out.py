@@ -17,9 +17,9 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
-BROKEN = Verdict(Action.REQUEUE, ExitCode.FAILURE, "no module named h5py", "", 1, "n2.local", Code.EXCEPTION)
+BROKEN = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "no module named h5py", "", 1, "n2.local", Code.EXCEPTION)
 ERROR = ErrorWord("no module named h5py", "install it", "ModuleNotFoundError", "", Code.EXCEPTION)
 WORDS = [
     LastWord(0, "n1.local", 1, 1.0, 0.0, Ending.TAKEN_DOWN, 1.0),

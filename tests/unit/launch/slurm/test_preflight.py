@@ -185,5 +185,5 @@ def test_ranks_that_share_out_layers_on_two_nodes_are_found(
         assert problems == []
         return
     [problem] = problems
-    assert problem.what == f"{torn}, which share out layers (parallel.tensor), lie on n1 and n2"
+    assert problem.what == f"{torn}, which hold parts of a layer (parallel.tensor), are on n1 and n2"
     assert problem.fatal and problem.launcher and "--distribution" in problem.fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,9 @@ def test_an_unknown_profile_names_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", BUILT_IN, ids=lambda path: path.stem)
 def test_built_in_profiles_are_sound(path: Path, tmp_path: Path) -> None:
-    found = profile.read(path)
-    assert found.description
-    assert found.verified == (path.stem in ("generic", "local-test")), "what nobody has tried says so"
+    about = tomllib.loads(path.read_text())
+    assert about["description"]
+    assert about.get("verified", False) == (path.stem in ("generic", "local-test")), "what nobody has tried says so"
     made = profile.resolve(LaunchConfig(slurm=SlurmConfig(profile=path.stem)), tmp_path)
     assert dataclasses.is_dataclass(made)
 

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -167,7 +169,7 @@ def test_percent_signs_in_the_log_path_are_not_slurms() -> None:
 
 def test_templates_refuse_what_is_not_defined() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        render._templates().from_string("{{ job.nothing }}").render(job=object())
+        render.templates().from_string("{{ job.nothing }}").render(job=object())
 
 
 @pytest.mark.parametrize(
@@ -186,26 +188,36 @@ def test_the_signal_comes_early_enough(slurm: dict, step_s: float | None, save_s
     assert render.signal_seconds(LaunchConfig(slurm=SlurmConfig(**slurm)), step_s, save_s) == expected
 
 
-def planned(folder: Path, tensor: int, array: tuple[list[str], ...] = (), **launch: object) -> str:
-    """The script of a run whose layers are shared out."""
+def planned(folder: Path, tensor: int, each: Sequence[dict[str, Any]] = (), **launch: object) -> str:
+    """The script of a run, or of an array, whose layers are shared out."""
     made = dataclasses.replace(config(**launch), parallel=ParallelConfig(tensor=tensor), run_dir=str(folder / "run"))
-    return submission.plan(made, RunDir.for_config(made), array).script
+    run = RunDir.of(made.name, made.run_dir)
+    places = [str(run.path / str(index)) for index in range(len(each))]
+    elements = [dataclasses.replace(made, run_dir=place, **own) for place, own in zip(places, each, strict=True)]
+    return submission.plan(made, run, elements).script
 
 
 def test_ranks_that_share_out_layers_stay_on_a_node(tmp_path: Path) -> None:
     script = planned(tmp_path, 2, nodes=2, ranks_per_node=4)
     assert "#SBATCH --distribution=block\n" in script and "#SBATCH --ntasks-per-node=4\n" in script
     assert "--distribution" not in planned(tmp_path, 1, nodes=2, ranks_per_node=4)
-    assert "#SBATCH --distribution=block\n" in planned(tmp_path, 1, (["--parallel.tensor", "2"], []), ranks_per_node=2)
+    assert "#SBATCH --distribution=block\n" in planned(
+        tmp_path, 1, ({"parallel": ParallelConfig(tensor=2)}, {}), ranks_per_node=2
+    )
 
 
-@pytest.mark.parametrize("array", [(), (["--seed", "2"],)])
+@pytest.mark.parametrize("array", [(), ({"seed": 2},)])
 def test_nodes_that_cannot_hold_whole_groups_are_told_before_submission(
-    tmp_path: Path, array: tuple[list[str], ...]
+    tmp_path: Path, array: tuple[dict[str, Any], ...]
 ) -> None:
     """By default a node has a rank for each GPU, or one; what the run file says is looked at when it is read."""
-    with pytest.raises(UserError, match=r"parallel\.tensor is 4, and a node has 6 ranks: ranks that share out layers"):
+    with pytest.raises(UserError, match=r"is 4, and a node has 6 ranks: ranks that hold parts of a layer"):
         planned(tmp_path, 4, array, nodes=2, slurm=SlurmConfig(gpus_per_node=6))
     with pytest.raises(UserError, match="a node has 1 rank:") as caught:
         planned(tmp_path, 2, array, nodes=2)
     assert "set launch.ranks_per_node to a multiple of 2" in caught.value.fix
+
+
+def test_the_runs_of_one_array_ask_for_the_same_job(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the same launch settings"):
+        planned(tmp_path, 1, ({}, {"launch": LaunchConfig(nodes=2)}))

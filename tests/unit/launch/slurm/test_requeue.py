@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.commands import slurm_submit
+from hpctrain.commands import jobs as slurm_commands
 from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmConfig
 from hpctrain.errors import Code, ExitCode, NoRequeue, RunFailed, UserError
 from hpctrain.launch import patience
+from hpctrain.launch.engines.jobs import Plan, Submitted, record, submissions
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.allocation import skip_steps, unclean
-from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.launch.engines.slurm.job_end_cause import Who, who_ends
-from hpctrain.launch.engines.slurm.submission import Plan, Submitted, record, submissions, submit
+from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
+from hpctrain.launch.engines.slurm.submission import submit
 from hpctrain.launch.engines.slurm.supervise import (
     LEAVE_S,
     SIGNAL_S,
@@ -39,11 +39,11 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
-from hpctrain.run.job import QueueEntry
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord
 from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.run_status import QueueEntry
 from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
 
@@ -81,21 +81,21 @@ def test_whose_wish_a_signal_tells(monkeypatch: pytest.MonkeyPatch, number: str,
     assert by_person(signal.Signals[f"SIG{number}"], JOB) is expected
 
 
-STOPPED = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by a request at step 9")
-KILLED = Verdict(
+STOPPED = RunVerdict(Action.STOP, ExitCode.STOPPED, "stopped by a request at step 9")
+KILLED = RunVerdict(
     Action.DO_NOT_REQUEUE, ExitCode.DO_NOT_REQUEUE, "rank 1 on n1 was killed by SIGTERM", rank=1, code=Code.KILLED
 )
 
 
-UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error: n2: Killed", before_ranks=True)
+UNSTARTED = RunVerdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error: n2: Killed", before_ranks=True)
 
 
 @pytest.mark.parametrize(
     ("who", "verdict", "asked", "expected"),
     [
         (Who.REQUEUE, KILLED, None, Action.REQUEUE),
-        (Who.REQUEUE, Verdict(Action.DONE, ExitCode.DONE, "done"), None, Action.DONE),
-        (Who.REQUEUE, Verdict(Action.FAIL, ExitCode.USER_ERROR, "no such file"), None, Action.FAIL),
+        (Who.REQUEUE, RunVerdict(Action.DONE, ExitCode.DONE, "done"), None, Action.DONE),
+        (Who.REQUEUE, RunVerdict(Action.FAIL, ExitCode.USER_ERROR, "no such file"), None, Action.FAIL),
         (Who.REQUEUE, UNSTARTED, None, Action.REQUEUE),
         (Who.PREEMPTION, UNSTARTED, None, Action.REQUEUE),
         (Who.LIMIT, UNSTARTED, None, Action.FAIL),
@@ -111,7 +111,7 @@ UNSTARTED = Verdict(Action.FAIL, ExitCode.DO_NOT_REQUEUE, "stage-in: srun: error
     ],
 )
 def test_what_follows_depends_on_who_ends_the_job(
-    who: Who, verdict: Verdict, asked: StopRequest | None, expected: Action
+    who: Who, verdict: RunVerdict, asked: StopRequest | None, expected: Action
 ) -> None:
     assert in_view_of(who, verdict, asked).action is expected
 
@@ -126,7 +126,7 @@ def test_what_slurm_did_is_no_failure_and_what_became_of_the_ranks_is_kept(who: 
 @pytest.mark.parametrize("code", [Code.NODE, Code.KILLED, Code.VANISHED, Code.HANG, Code.EXCEPTION])
 @pytest.mark.parametrize("who", [Who.REQUEUE, Who.PREEMPTION])
 def test_steps_that_did_not_end_in_order_are_remembered_where_slurm_ended_them(who: Who, code: Code) -> None:
-    lost = Verdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", code=code)
+    lost = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "n2 was lost", host="n2", code=code)
     final = in_view_of(who, lost, None)
     assert unclean([Attempt(1, job="4", verdict=final)], "4") == 1
     assert final.host == ("n2" if code is Code.NODE else None), "a host is named for what it did itself"
@@ -145,6 +145,31 @@ def test_jobs_that_cannot_be_cancelled_change_nothing(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(client, "cancel", silent)
     requeue.take_out(["5"])
+
+
+@pytest.mark.parametrize(("job", "cancelled"), [("5", [["6", "7"]]), ("7", []), ("9", [])])
+def test_the_end_of_a_chain_takes_out_the_jobs_that_follow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    cancelled: list[list[str]],
+) -> None:
+    taken: list[Sequence[str]] = []
+    asked: list[Sequence[str]] = []
+
+    def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        asked.append(ids)
+        return list(ids), ["job 9 is another cluster's"]
+
+    monkeypatch.setattr(requeue, "apart", apart)
+    monkeypatch.setattr(client, "cancel", lambda jobs, pending_only: taken.append(jobs))
+    run = RunDir(tmp_path)
+    for each in ("5", "6", "7"):
+        record(run, Submitted(each, 0.0, "/"))
+    requeue.end_chain(run, dataclasses.replace(JOB, id=job))
+    assert taken == asked == cancelled
+    assert ("job 9 is another cluster's" in capsys.readouterr().err) is bool(asked), "what is left is told"
 
 
 def test_a_torn_line_hides_no_other_job(tmp_path: Path) -> None:
@@ -169,11 +194,18 @@ def attempts(*jobs: str) -> list[Attempt]:
         (["6", "6", "7"], {"7": "6"}, 2),
         (["5", "6", "7", "7"], {"7": "6", "6": "5"}, 3),
         ([], {}, 0),
+        (["6", "7"], {"7": "6", "6": "7"}, 1),
+        (["7"], {"7": "7"}, 0),
     ],
 )
 def test_requeues_of_a_submission(jobs: list[str], replaces: dict[str, str], expected: int) -> None:
     known = [Submitted(job, 0.0, "/", replaces=replaces.get(job)) for job in dict.fromkeys(jobs)]
     assert requeue.requeues(attempts(*jobs), known, "7") == expected
+
+
+def test_attempts_in_place_are_one_start_of_the_job() -> None:
+    made = [Attempt(number=number, job="7", restarts=restarts) for number, restarts in ((1, 0), (2, 0), (3, 0), (4, 1))]
+    assert requeue.requeues(made, [Submitted("7", 0.0, "/")], "7") == 1
 
 
 def unwritable(folder: Path) -> RunDir:
@@ -220,7 +252,7 @@ def test_only_the_lock_of_a_job_of_this_cluster_is_known_to_be_over(
     LiveLock(run, myself()).acquire()
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setattr(client, "queue", lambda ids: [])  # Slurm does not know job 7 any more
+    monkeypatch.setattr(client, "queue", lambda ids, timeout_s=0.0: [])  # Slurm does not know job 7 any more
     forget_dead_holder(run)
     assert run.lock_file.exists() is not removed
 
@@ -252,15 +284,15 @@ def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
 
 
 @pytest.fixture
-def run_after(tmp_path: Path) -> Callable[[Sequence[Verdict | None]], RunDir]:
+def run_after(tmp_path: Path) -> Callable[[Sequence[RunVerdict | None]], RunDir]:
     """``run_after(verdicts)`` is a run whose job 7 has ended with these; with None nobody wrote one."""
 
-    def make(verdicts: Sequence[Verdict | None]) -> RunDir:
+    def make(verdicts: Sequence[RunVerdict | None]) -> RunDir:
         run = RunDir(tmp_path / "run")
         run.create()
         record(run, Submitted("7", 0.0, "/"))
-        for verdict in verdicts:
-            number = Attempts(run).begin(Attempt(job="7", restarts=JOB.restarts))
+        for restarts, verdict in enumerate(verdicts, JOB.restarts + 1 - len(verdicts)):
+            number = Attempts(run).begin(Attempt(job="7", restarts=restarts))
             if verdict is not None:
                 Attempts(run).end(number, verdict, [])
         return run
@@ -272,8 +304,8 @@ def with_cap(number: int) -> Config:
     return Config(name="r", launch=LaunchConfig(command=("true",), slurm=SlurmConfig(max_requeues=number)))
 
 
-STOP = Verdict(Action.STOP, ExitCode.STOPPED, "stopped by signal SIGTERM")
-AGAIN = Verdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 died")
+STOP = RunVerdict(Action.STOP, ExitCode.STOPPED, "stopped by signal SIGTERM")
+AGAIN = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 died")
 
 
 @pytest.mark.parametrize(("job", "has_script"), [("7_4", True), ("7_5", False), ("7", False)])
@@ -288,12 +320,15 @@ def test_an_element_of_an_array_gets_a_script_for_itself_and_no_other_job_does(
 
 @pytest.mark.parametrize("between", [STOP, AGAIN, None])
 def test_the_cap_holds_whoever_requeued_the_job_in_between(
-    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch, between: Verdict | None
+    run_after: Callable[[Sequence[RunVerdict | None]], RunDir],
+    monkeypatch: pytest.MonkeyPatch,
+    between: RunVerdict | None,
 ) -> None:
     requeued: list[str] = []
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setattr(client, "requeue", requeued.append)
     run = run_after([AGAIN, between, AGAIN])
+    (run.path / "job.sbatch").touch()  # is not submitted again: no node is to be left out
     with pytest.raises(NoRequeue, match="max_requeues 2 is used up"):
         requeue.requeue(with_cap(2), run, JOB)
     assert not requeued
@@ -302,7 +337,7 @@ def test_the_cap_holds_whoever_requeued_the_job_in_between(
 
 
 def test_a_cancelled_job_is_never_requeued(
-    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": "None"})
     with pytest.raises(requeue.Ended, match="cancelled"):
@@ -319,7 +354,7 @@ def test_a_job_in_place_of_this_one_learns_nothing_of_it(tmp_path: Path, monkeyp
     assert (tmp_path / "told").read_text().split() == ["c"]
 
 
-def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[Verdict | None]], RunDir]) -> None:
+def test_another_verdict_stands_in_both_places(run_after: Callable[[Sequence[RunVerdict | None]], RunDir]) -> None:
     run = run_after([AGAIN])
     amend(run, JOB, STOP)
     words = last_words.read(run, 1)
@@ -339,8 +374,8 @@ def test_steps_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 LATE_SIGNAL = """
 import os, signal, sys
 from hpctrain.launch.engines.slurm import client, supervise
-from hpctrain.run.verdict import Action, Verdict
-verdict = Verdict(Action.REQUEUE, 70, "rank 1 died")
+from hpctrain.run.verdict import Action, RunVerdict
+verdict = RunVerdict(Action.REQUEUE, 70, "rank 1 died")
 supervise.supervise = lambda *_, **__: verdict
 client.job_fields = lambda job: {}
 supervise.follow = lambda *_: os.kill(os.getpid(), signal.SIGUSR1) or 70
@@ -379,7 +414,7 @@ def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
     ],
 )
 def test_a_controller_that_restarts_is_asked_again(
-    run_after: Callable[[Sequence[Verdict | None]], RunDir],
+    run_after: Callable[[Sequence[RunVerdict | None]], RunDir],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     said: str,
@@ -401,7 +436,7 @@ def test_a_controller_that_restarts_is_asked_again(
 
 
 def test_a_site_that_forbids_requeue(
-    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     forbidden = Config(name="r", launch=LaunchConfig(command=("true",), slurm=SlurmConfig(requeue=False)))
@@ -432,7 +467,7 @@ BUSY = "case $* in *show*) echo 'JobState=RUNNING Restarts=1';; "
 
 
 def test_a_controller_under_load_is_asked_again(
-    run_after: Callable[[Sequence[Verdict | None]], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = tmp_path / "asked"
     once = f"*) [ -e {asked} ] && exit; touch {asked}; echo 'Socket timed out on send/recv' >&2; exit 1;; esac"
@@ -442,7 +477,7 @@ def test_a_controller_under_load_is_asked_again(
 
 
 def test_what_an_unanswered_question_did_is_not_asked_for_again(
-    run_after: Callable[[Sequence[Verdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
+    run_after: Callable[[Sequence[RunVerdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -458,7 +493,7 @@ def test_what_an_unanswered_question_did_is_not_asked_for_again(
 
 @pytest.mark.parametrize("refusal", ["Invalid node name specified", "Requested node configuration is not available"])
 def test_a_host_that_cannot_be_left_out_does_not_end_the_run(
-    run_after: Callable[[Sequence[Verdict | None]], RunDir],
+    run_after: Callable[[Sequence[RunVerdict | None]], RunDir],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     refusal: str,
@@ -483,7 +518,7 @@ def test_a_person_who_asks_while_the_ranks_save_for_slurm_is_heard(tmp_path: Pat
     request_stop(run, StopRequest.of_signal(signal.SIGUSR1))
     request_stop(run, StopRequest("ann@login"))
     request_stop(run, StopRequest.of_signal(signal.SIGTERM))
-    verdict = Verdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
+    verdict = RunVerdict(Action.REQUEUE, ExitCode.STOPPED, "stopped by signal SIGUSR1 at step 9")
     assert in_view_of(who, verdict, requested_stop(run)).action is Action.STOP
 
 
@@ -515,11 +550,11 @@ def test_the_end_of_a_chain_is_that_of_the_job_that_ran_last(tmp_path: Path, mon
     Attempts(run).begin(Attempt(job="5"))
     states = {"5": "COMPLETED", "6": "CANCELLED", "7": "CANCELLED"}
     entries = {job: QueueEntry(job, state, "", "", "", "", "", "") for job, state in states.items()}
-    monkeypatch.setattr(client, "queue", lambda ids: [entries[job] for job in ids])
-    assert slurm_submit._wait(run) == ExitCode.DONE
+    monkeypatch.setattr(client, "queue", lambda ids, timeout_s=0.0: [entries[job] for job in ids])
+    assert slurm_commands._wait(run) == ExitCode.DONE
     record(run, Submitted("8", 0.0, "/"))  # cancelled before it ran
     entries["8"] = dataclasses.replace(entries["7"], id="8")
-    assert slurm_submit._wait(run) == ExitCode.FAILURE
+    assert slurm_commands._wait(run) == ExitCode.FAILURE
 
 
 def test_an_element_that_the_queue_has_forgotten_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,8 +566,8 @@ def test_an_element_that_the_queue_has_forgotten_counts(tmp_path: Path, monkeypa
         element.run_yaml.touch()
         record(element, Submitted(f"7_{index}", 0.0, "/"))
     entry = QueueEntry("7_1", "COMPLETED", "", "", "", "", "", "")
-    monkeypatch.setattr(client, "queue", lambda ids: [entry])
+    monkeypatch.setattr(client, "queue", lambda ids, timeout_s=0.0: [entry])
     monkeypatch.setattr(
-        client, "accounted", lambda ids: [dataclasses.replace(entry, id=job, state="FAILED") for job in ids]
+        client, "accounted", lambda ids, timeout_s: [dataclasses.replace(entry, id=job, state="FAILED") for job in ids]
     )
-    assert slurm_submit._wait(array) == ExitCode.FAILURE
+    assert slurm_commands._wait(array) == ExitCode.FAILURE

@@ -11,9 +11,9 @@ import pytest
 
 from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig, TrainConfig
 from hpctrain.errors import Code, ExitCode, NoRequeue, UserError
-from hpctrain.launch.engines.slurm import preflight, stage, stage_on_node
+from hpctrain.launch.engines.slurm import allocation, preflight, stage_on_node
 from hpctrain.launch.engines.slurm.job import Job
-from hpctrain.rank.staged import staged_args
+from hpctrain.rank.problem import staged_args
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import STAGED
 
@@ -167,7 +167,7 @@ def test_a_stage_in_that_fails_on_a_node_ends_the_attempt(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     config = Config(name="r", launch=LaunchConfig(command=("true",), stage_in=("data.h5",)))
     with pytest.raises(NoRequeue, match="stage-in: ") as caught:
-        stage.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
+        allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]"))
     assert (caught.value.what, caught.value.code) == (f"stage-in: {what}", code)
 
 
@@ -188,7 +188,7 @@ def many_nodes(monkeypatch: pytest.MonkeyPatch, venv: bool = True) -> list[Path]
     made: list[Path] = []
     monkeypatch.setattr(sys, "base_prefix", "/usr" if venv else sys.prefix)
     monkeypatch.setattr(stage_on_node, "pack", lambda prefix, archive: made.append(archive))
-    monkeypatch.setattr(stage, "heard", lambda run, words, env, timeout_s: (0, ""))
+    monkeypatch.setattr(allocation, "heard", lambda run, words, env, timeout_s: (0, ""))
     return made
 
 
@@ -210,7 +210,7 @@ def test_the_environment_is_staged_by_default_on_many_nodes(
     made = many_nodes(monkeypatch, venv)
     launch = LaunchConfig(stage_environment=asked, slurm=SlurmConfig(scratch=str(tmp_path), wrap=wrap))
     config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2), launch=launch)
-    interpreter, _ = stage.stage_in(config, RunDir(tmp_path), Job("7", nodes, nodes, 0, "n[1-32]"))
+    interpreter, _ = allocation.stage_in(config, RunDir(tmp_path), Job("7", nodes, nodes, 0, "n[1-32]"))
     assert bool(made) is expected
     assert interpreter.startswith(str(tmp_path / "hpctrain-7" / "environment")) is expected
 
@@ -225,5 +225,5 @@ def test_an_environment_that_nobody_asked_to_stage_ends_nothing(
     monkeypatch.setattr(stage_on_node, "pack", full)
     config = Config(name="r", task="a:b", train=TrainConfig(steps=1, global_batch=2))
     job = Job("7", 32, 32, 0, "n[1-32]")
-    assert stage.stage_in(config, RunDir(tmp_path), job) == (sys.executable, {})
+    assert allocation.stage_in(config, RunDir(tmp_path), job) == (sys.executable, {})
     assert "no space left" in capsys.readouterr().err

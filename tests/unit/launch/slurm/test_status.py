@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,18 +13,20 @@ from typing import Any
 import pytest
 
 from hpctrain.cli import main
-from hpctrain.commands import slurm_end, slurm_status
+from hpctrain.commands import jobs as slurm_commands
 from hpctrain.errors import ExitCode, RunFailed, UserError
-from hpctrain.launch.engines.slurm import client, status, submission
+from hpctrain.launch.engines import jobs, schedulers, status
+from hpctrain.launch.engines.slurm import client, submission
+from hpctrain.launch.engines.status import RunStatus
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import decode
 from hpctrain.run.folder import RunDir
-from hpctrain.run.job import QueueEntry
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.progress import Progress
+from hpctrain.run.run_status import QueueEntry, State, Word
 from hpctrain.run.snapshot import RunSnapshot
-from hpctrain.run.verdict import Action, Verdict
+from hpctrain.run.verdict import Action, RunVerdict
 
 
 def event(name: str, step: int, time: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -38,8 +41,8 @@ def found(*events: dict[str, Any], attempts: Sequence[dict[str, Any]] = (), **fi
     return RunSnapshot(Path("run"), "id", {}, tuple(map(Attempt.from_json, attempts)), made, **fields)
 
 
-def shown(made: status.Progress, state: str, job: str | None = None, job_state: str | None = None) -> list[str]:
-    return status.lines([status.RunStatus("r", state, "", job, job_state, "", "n1" if job else "", "", "", made)])
+def of(run: RunSnapshot, word: Word = Word.RUNNING, job: str = "", job_state: str = "", now: float = 0.0) -> RunStatus:
+    return RunStatus(run, State(word), QueueEntry(job, job_state, "", "", "", "", "n1" if job else "", ""), now)
 
 
 SQUEUE = """#!/bin/sh
@@ -83,13 +86,13 @@ def submitted(folder: Path, job: str) -> RunDir:
     run = RunDir(folder)
     run.create()
     run.run_yaml.write_text(f"name: {folder.name}\nlaunch: {{command: [sh]}}\nrun_dir: {folder}\n")
-    submission.record(run, submission.Submitted(job, 0.0, "/"))
+    jobs.record(run, jobs.Submitted(job, 0.0, "/"))
     return run
 
 
 def conclude(run: RunDir, action: Action, reason: str) -> None:
     code = ExitCode.DONE if action is Action.DONE else ExitCode.FAILURE
-    Attempts(run).end(Attempts(run).begin(), Verdict(action, code, reason), [])
+    Attempts(run).end(Attempts(run).begin(), RunVerdict(action, code, reason), [])
 
 
 TRAIN = event("train", 30, 100.0, loss=0.5, samples_per_s=640.0, steps=10, seconds={"forward": 1.0, "backward": 4.0})
@@ -97,35 +100,42 @@ STARTED = event("run_started", 0, 0.0, total_steps=100)
 
 
 def test_progress_from_events() -> None:
-    made = status.progress(found(STARTED, TRAIN, attempts=[{"attempt": 1}], checkpoint_step=24), 107.0)
-    assert (made.attempt, made.step, made.steps, made.checkpoint, made.silent_s) == (1, 30, 100, 24, 7.0)
-    assert made.left_s == pytest.approx(35.0), "70 steps at 2 steps a second"
-    assert made.ended is None
+    made = of(found(STARTED, TRAIN, attempts=[{"attempt": 1}], checkpoint_step=24), now=107.0).plain()["progress"]
+    assert [made[key] for key in ("attempt", "step", "steps", "checkpoint", "silent_s")] == [1, 30, 100, 24, 7.0]
+    assert made["left_s"] == pytest.approx(35.0), "70 steps at 2 steps a second"
+    assert made["ended"] is None
 
 
 def test_an_empty_folder_is_no_error() -> None:
-    made = status.progress(found(), 0.0)
-    assert (made.attempt, made.step, made.left_s) == (None, None, None)
-    assert shown(made, "not started") == ["r", "  not started", "  no attempt yet · no step yet"]
+    made = of(found(), Word.NOT_STARTED)
+    assert [made.plain()["progress"][key] for key in ("attempt", "step", "left_s")] == [None] * 3
+    assert status.lines([made]) == ["run", "  not started", "  no attempt yet · no step yet"]
 
 
 def test_the_end_is_in_the_verdicts_words() -> None:
     verdict = {"action": "requeue", "exit_code": 70, "reason": "rank 3 on n2 was killed"}
-    made = status.progress(found(TRAIN, attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), 0.0)
-    assert made.ended == "rank 3 on n2 was killed"
-    text = "\n".join(shown(made, "failed", "7", "FAILED"))
+    made = of(found(TRAIN, attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), Word.FAILED, "7", "FAILED")
+    assert made.plain()["progress"]["ended"] == "rank 3 on n2 was killed"
+    text = "\n".join(status.lines([made]))
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
 
 
 def test_that_nothing_is_saved_is_shown() -> None:
-    made = status.progress(found(event("checkpoint_failed", 9, failures=4, error="disk full")), 0.0)
-    text = "\n".join(shown(made, "running", "7", "RUNNING"))
+    made = of(found(event("checkpoint_failed", 9, failures=4, error="disk full")), Word.RUNNING, "7", "RUNNING")
+    text = "\n".join(status.lines([made]))
     assert "NOT SAVED: 4 checkpoints in a row failed, the last at step 9; there is none: disk full" in text
+
+
+def test_that_the_store_is_away_is_shown() -> None:
+    made = of(found(event("store_away", 9, path="s3://b/x", error="SlowDown")), Word.RUNNING, "7", "RUNNING")
+    text = "\n".join(status.lines([made]))
+    assert "NOT STORED: checkpoints do not reach s3://b/x; none has been sent: SlowDown" in text
 
 
 def test_a_forgotten_job_is_unknown(tmp_path: Path, slurm: Path) -> None:
     [made] = status.of_runs([submitted(tmp_path / "r", "999")])
-    assert (made.state, made.job, made.job_state) == ("unknown", "999", "UNKNOWN") and "forgotten" in made.why
+    assert (made.state.word, made.job.id, made.job.state) == (Word.UNKNOWN, "999", "UNKNOWN")
+    assert "forgotten" in made.state.why
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,7 @@ def test_what_slurm_says_of_runs_that_have_said_nothing(
     tmp_path: Path, slurm: Path, job: str, state: str, why: str
 ) -> None:
     [made] = status.of_runs([submitted(tmp_path / "r", job)])
-    assert (made.state, made.why) == (state, why if state != "running" else made.why)
+    assert (made.state.word, made.state.why) == (state, why if state != "running" else made.state.why)
 
 
 @pytest.mark.parametrize("job", ["12", "10", "2_3", "999"])
@@ -162,7 +172,7 @@ def test_an_element_of_an_array_that_ran_is_not_called_cancelled(tmp_path: Path,
     run = submitted(tmp_path / "3", "2_3")
     Attempts(run).begin()
     [made] = status.of_runs([run])
-    assert made.job_state == "UNKNOWN", "elements that ended long ago are forgotten, too"
+    assert made.job.state == "UNKNOWN", "elements that ended long ago are forgotten, too"
 
 
 def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(
@@ -218,7 +228,7 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("9", "pending", "The run has not begun. Job 9 waits (DependencyNeverSatisfied). A job that it waits for did"),
         ("10", "cancelled", "The run's job was cancelled. Job 10 is CANCELLED (DependencyNeverSatisfied)"),
         ("11", "pending", "lower launch.nodes"),
-        ("2_0", "running", "The run goes on"),
+        ("2_0", "running", "The run continues"),
         ("12", "time_limit", "Job 12 is TIMEOUT"),
         ("999", "unknown", "Job 999: Slurm has forgotten it"),
     ],
@@ -238,7 +248,7 @@ def test_an_array_is_explained_in_as_few_sentences_as_it_has_ends(
         submitted(tmp_path / "many" / str(index), f"2_{index}")
     said = explained(capsys, str(tmp_path / "many"))
     assert "2, 3, 4: The run's job was cancelled" not in said, "each has a number of its own"
-    assert "0: The run goes on" in said and "3: The run's job was cancelled" in said
+    assert "0: The run continues" in said and "3: The run's job was cancelled" in said
     assert len(json.loads(explained(capsys, "--json", str(tmp_path / "many")))) == 6
     for index in range(6):
         conclude(RunDir(tmp_path / "many" / str(index)), Action.DONE, "done")
@@ -269,7 +279,7 @@ def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, caps
     run = submitted(tmp_path / "r", "11")
     conclude(run, Action.REQUEUE, "rank 3 on n2 was killed")
     said = explained(capsys, str(run.path))
-    assert "rank 3 on n2 was killed" in said and "It is to go on: job 11 waits (PartitionNodeLimit)" in said
+    assert "rank 3 on n2 was killed" in said and "It is to resume: job 11 waits (PartitionNodeLimit)" in said
 
 
 @pytest.mark.parametrize(
@@ -306,17 +316,12 @@ def test_a_finished_run_is_not_resumed(tmp_path: Path, slurm: Path, capsys: pyte
     assert status.jobs_of(run) == ["12", "77"]
 
 
-def test_a_long_list_of_values_is_no_file() -> None:
-    seeds = ",".join(map(str, range(150)))
-    assert len(submission.sweep([f"seed={seeds}"])) == 150
-
-
 def test_without_slurm_the_folder_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path)
     Attempts(run).begin()
-    submission.record(run, submission.Submitted("12", 0.0, "/"))
+    jobs.record(run, jobs.Submitted("12", 0.0, "/"))
     monkeypatch.setenv("PATH", "")
     assert main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -325,18 +330,18 @@ def test_without_slurm_the_folder_speaks(
 
 def test_a_folder_of_somebody_else_is_not_asked_to_stop(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="STOP cannot be made"):
-        slurm_end.request_stop(RunDir(tmp_path / "missing"))
+        slurm_commands.request_stop(RunDir(tmp_path / "missing"))
 
 
 def test_slurm_is_asked_once_for_all_elements_of_an_array(tmp_path: Path, slurm: Path) -> None:
     found = status.of_runs([submitted(tmp_path / str(index), f"2_{index}") for index in (0, 1, 3)])
-    assert [each.state for each in found] == ["running", "pending", "cancelled"]
+    assert [each.state.word for each in found] == ["running", "pending", "cancelled"]
     assert (slurm / "asked").read_text().splitlines() == ["2"], "one word for thousands of elements"
 
 
 def test_the_living_job_is_shown_before_the_newest(tmp_path: Path, slurm: Path) -> None:
     run = submitted(tmp_path, "9")
-    submission.record(run, submission.Submitted("10", 0.0, "/"))
+    jobs.record(run, jobs.Submitted("10", 0.0, "/"))
     found = status.ask([run]).job_of(run)
     assert found is not None and found.id == "9"
 
@@ -360,22 +365,6 @@ def test_mpi_types_of_old_and_new_slurm() -> None:
     assert client.parse_mpi_types(old) == ["none", "pmi2", "pmix_v3"]
 
 
-def test_sweeps(tmp_path: Path) -> None:
-    assert submission.sweep(["seed=0,1", "lr=a,b"]) == [
-        ["--seed=0", "--lr=a"], ["--seed=0", "--lr=b"], ["--seed=1", "--lr=a"], ["--seed=1", "--lr=b"],
-    ]  # fmt: skip
-    (tmp_path / "sweep").write_text("# two\n--seed 1 --name 'a b'\n\n--seed 2  # the second\n")
-    assert submission.sweep([str(tmp_path / "sweep")]) == [["--seed", "1", "--name", "a b"], ["--seed", "2"]]
-    with pytest.raises(UserError, match="No such file"):
-        submission.sweep(["nothing"])
-    (tmp_path / "torn").write_text("--name 'a\n")
-    with pytest.raises(UserError, match="No closing quotation"):
-        submission.sweep([str(tmp_path / "torn")])
-    (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(UserError, match="no elements"):
-        submission.sweep([str(tmp_path / "empty")])
-
-
 def test_an_array_is_not_resumed_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "0"):
         folder.mkdir(exist_ok=True)
@@ -389,25 +378,51 @@ def test_following_goes_on_while_a_run_without_a_job_lives(tmp_path: Path) -> No
     run = RunDir(tmp_path)
     lock = LiveLock(run, myself())
     lock.acquire()
-    assert not slurm_status.is_over(run)
+    assert not slurm_commands.is_over(run)
     lock.release()
-    assert slurm_status.is_over(run)
+    assert slurm_commands.is_over(run)
 
 
 def test_a_controller_that_is_silent_ends_no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(ids: list[str]) -> list[QueueEntry]:
+    def silent(ids: list[str], timeout_s: float) -> list[QueueEntry]:
         raise RunFailed("squeue refused: Unable to contact slurm controller", "try again")
 
     run = RunDir(tmp_path)
-    submission.record(run, submission.Submitted("12", 0.0, "/"))
+    jobs.record(run, jobs.Submitted("12", 0.0, "/"))
     monkeypatch.setattr(client, "queue", silent)
-    assert submission.goes_on(run) and not slurm_status.is_over(run)
-    monkeypatch.setattr(client, "queue", lambda ids: [])
-    assert not submission.goes_on(run) and slurm_status.is_over(run)
+    assert schedulers.goes_on(run) and not slurm_commands.is_over(run)
+    monkeypatch.setattr(client, "queue", lambda ids, timeout_s=0.0: [])
+    assert not schedulers.goes_on(run) and slurm_commands.is_over(run)
 
 
 def test_how_ranks_share_out_a_model_is_told_in_a_line() -> None:
     run = found(attempts=[{"attempt": 1, "started": 1.0, "ranks": 8, "tensor": 2}])
-    made = status.progress(run, 2.0)
-    assert made.plan == "tensor 2 x data 4"
-    assert any(line.startswith("  attempt 1 · tensor 2 x data 4 · ") for line in shown(made, "running"))
+    assert of(run).plain()["progress"]["plan"] == "tensor 2 x data 4"
+    assert any(line.startswith("  attempt 1 · tensor 2 x data 4 · ") for line in status.lines([of(run)]))
+
+
+def test_recoveries_are_told_with_where_the_time_went() -> None:
+    lost = [event("recovered", 5, time, seconds=2.0, reason=f"rank {time:.0f} was killed") for time in (1, 2, 3, 4)]
+    train = event("train", 10, 20.0, steps=10, seconds={"forward": 10.0})
+    made = of(found(event("run_started", 0), *lost, train))
+    assert [line for line in status.lines([made]) if "ecovered" in line or "goodput" in line] == [
+        "  goodput: 50% of 20.0 s; lost: 8.0 s to 4 failures",
+        *(f"  recovered after 2.0 s: rank {rank} was killed" for rank in (2, 3, 4)),
+    ]
+
+
+def test_a_daemon_that_takes_no_connection_does_not_answer(slurm: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+        answer = f"case $3 in node) echo NodeName=n1 NodeAddr=$ADDRESS;; *) echo 'SlurmdPort      = {port}';; esac"
+        (slurm / "scontrol").write_text(f"#!/bin/sh\n[ $1 = show ] || shift\nset -- x $@\n{answer}\n")
+        (slurm / "scontrol").chmod(0o755)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ADDRESS", "127.0.0.1")
+            assert client.answers("n1")
+            there.close()
+            assert not client.answers("n1")
+            patch.setenv("ADDRESS", "no-such-host.invalid")
+            assert client.answers("n1"), "it is not known where it is"
+    (slurm / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    assert client.answers("n1")

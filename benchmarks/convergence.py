@@ -1,0 +1,170 @@
+"""What methods that save bytes cost in loss: ``python -m benchmarks.convergence``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.program import start
+from hpctrain.bench.ranks import on_ranks
+from hpctrain.errors import ExitCode, UserError
+from hpctrain.system import foreign_text
+
+PROGRAM = "benchmarks.torch_convergence"
+LOCAL = {"kind": "local", "after_steps": "warm_up"}
+DILOCO = {"every_steps": 32, "outer_lr": 0.7, "outer_momentum": 0.9}
+EVERY, APART, FROM_APART = "every step", "isolated", "isolated after warm-up"
+ACROSS = (0, 1, "updates"), (2, 1e-6, "MB sent by a rank"), (3, 1, "seconds on this machine")
+"""Panels of the picture: column of a curve, scale, label."""
+METHODS: dict[str, dict[str, Any]] = {
+    EVERY: {},
+    APART: {"isolated": True, "share": 0.0},
+    FROM_APART: {"sync": {**LOCAL, "every_steps": 10**9}, "share": 0.0},
+    "fp16": {"reduce": {"compression": "fp16"}, "share": 0.5},
+    "int8": {"reduce": {"compression": "int8"}, "share": 33 / 128},
+    "averaging 32": {"sync": {**LOCAL, "every_steps": 32, "outer_lr": 1.0, "outer_momentum": 0.0}, "share": 1 / 32},
+    "DiLoCo 32": {"sync": {**LOCAL, **DILOCO}, "share": 1 / 32},
+    "momentum 0.5": {"sync": {**LOCAL, "every_steps": 32, "outer_lr": 1.0, "outer_momentum": 0.5}, "share": 1 / 32},
+    "overlap": {"sync": {**LOCAL, "every_steps": 32, "overlap": True}, "share": 1 / 32},
+    "DiLoCo 32 cold": {"sync": {"kind": "local", **DILOCO}, "share": 1 / 32},
+}
+"""Sections of a run file, and the share of fp32's bytes that travels; ``warm_up`` stands for its number of steps."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run."""
+
+    method: str
+    seed: int
+    ranks: int
+    loss: float
+    """At the end, of fixed validation data; of isolated replicas their mean."""
+    bytes_sent: float
+    """By a rank."""
+    seconds: float
+    """Of all steps, on this machine."""
+    curve: Sequence[Sequence[float]]
+    """(step, loss, bytes, seconds)."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method, over all seeds."""
+
+    method: str
+    loss: float
+    spread: float
+    """Standard deviation over the seeds of the loss less that of every step with the same seed."""
+    lost: float
+    """Of the benefit of communicating: 0 as every step, 1 as isolated replicas."""
+    lost_after: float
+    """The same of what communicating gives after the warm-up; for methods that begin with it."""
+    bytes_share: float
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--methods", default=",".join(METHODS), help=f"comma-separated: {', '.join(METHODS)}")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks (default: 2)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each method (default: 3)")
+    parser.add_argument("--steps", type=int, default=600, help="updates of a run (default: 600)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 64 characters of a rank (default: 4)")
+    parser.add_argument("--width", type=int, default=64, help="of the GPT (default: 64)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate (default: 3e-3)")
+    parser.add_argument("--warm-up", type=float, default=1 / 3, help="share of exact steps at first (default: 1/3)")
+    parser.add_argument("--decay", choices=("cosine", "none"), default="cosine", help="of the rate (default: cosine)")
+    parser.add_argument("--kept", type=Path, help="file of runs: those in it are not made again, new ones join it")
+    parser.add_argument("--picture", type=Path, help="draw the curves here (.svg, .png)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    names = list(dict.fromkeys([EVERY, APART, FROM_APART, *args.methods.split(",")]))
+    if unknown := [name for name in names if name not in METHODS]:
+        raise UserError(f"there is no method {unknown[0]!r}", f"choose among {', '.join(METHODS)}")
+    options = {
+        f"--{key}": str(getattr(args, key.replace("-", "_")))
+        for key in ("steps", "batch", "width", "warm-up", "lr", "decay")
+    }
+    kept = json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else []
+    there = {(row["method"], row["seed"]) for row in kept}
+    missing = [f"{name}:{seed}" for seed in range(args.seeds) for name in names if (name, seed) not in there]
+    if missing:
+        kept += on_ranks(PROGRAM, {**options, "--runs": ",".join(missing)}, args.ranks)
+    if args.kept:
+        args.kept.write_text(json.dumps(kept))
+    rows = [row for row in (Row(**row) for row in kept) if row.method in names and row.seed < args.seeds]
+    found = summaries(rows, names)
+    if args.picture:
+        draw(rows, names, args.picture)
+    text = json.dumps({"rows": [asdict(row) for row in rows], "summaries": [asdict(one) for one in found]})
+    foreign_text.show(text if args.json else table(found))
+    return ExitCode.DONE
+
+
+def summaries(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
+    """One for each method; runs of the same seed are compared with each other."""
+    by_method = {name: {row.seed: row for row in rows if row.method == name} for name in names}
+    exact = by_method[EVERY]
+
+    def above(name: str) -> list[float]:
+        return [row.loss - exact[seed].loss for seed, row in by_method[name].items()]
+
+    benefit, benefit_after = (statistics.mean(above(name)) for name in (APART, FROM_APART))
+    return [
+        Summary(
+            method=name,
+            loss=statistics.mean(row.loss for row in of.values()),
+            spread=statistics.stdev(above(name)) if len(of) > 1 else 0.0,
+            lost=statistics.mean(above(name)) / benefit,
+            lost_after=statistics.mean(above(name)) / benefit_after,
+            bytes_share=statistics.mean(row.bytes_sent / exact[seed].bytes_sent for seed, row in of.items()),
+            seconds=statistics.mean(row.seconds for row in of.values()),
+        )
+        for name, of in by_method.items()
+    ]
+
+
+def table(found: Sequence[Summary]) -> str:
+    """For people."""
+    head = f"{'method':<24}{'loss':>9}{'spread':>9}{'lost':>8}{'after':>8}{'bytes':>8}{'seconds':>9}"
+    lines = [
+        f"{one.method:<24}{one.loss:>9.4f}{one.spread:>9.4f}{one.lost:>8.1%}{one.lost_after:>8.1%}"
+        f"{one.bytes_share:>8.3f}{one.seconds:>9.1f}"
+        for one in found
+    ]
+    return "\n".join([head, *lines])
+
+
+def draw(rows: Sequence[Row], names: Sequence[str], path: Path) -> None:
+    """Mean curves over steps, bytes and seconds. Raises UserError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("the picture needs matplotlib", "pip install matplotlib, or leave --picture out") from error
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, len(ACROSS), sharey=True)
+    for number, name in enumerate(names):
+        curves = [row.curve for row in rows if row.method == name]
+        points = [[statistics.mean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
+        _, losses, *_ = zip(*points, strict=True)
+        for each, (column, scale, _) in zip(axes, ACROSS, strict=True):
+            each.plot([point[column] * scale for point in points], losses, label=name, color=f"C{number}")
+    for each, (_, _, label) in zip(axes, ACROSS, strict=True):
+        each.set(xlabel=label, yscale="log")
+        each.yaxis.set_minor_formatter("{x:.2g}")
+        each.grid(which="both", alpha=0.3)
+    axes[0].set_ylabel("validation loss, nats per character")
+    axes[-1].legend(fontsize="small")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(start("convergence", "what methods that save bytes cost in loss", add_arguments, run))

@@ -1,0 +1,62 @@
+"""All rows, one after another, and what came out."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.gpu_proof import page
+from benchmarks.gpu_proof.launch import Found, run_row
+from benchmarks.gpu_proof.machine import facts
+from benchmarks.gpu_proof.rows import ROWS, Row
+from hpctrain.system.cores import usable_cores
+
+LEAST_S = 15.0
+"""A row is not begun with less time left."""
+CORES_OF_A_ROW = 4
+"""Rows that measure no times run at once, one for each of these."""
+
+
+def prove(patterns: Sequence[str], output: Path, minutes: float) -> int:
+    """Runs the rows that match; an exit code: 1 if one failed.
+
+    Args:
+        patterns: of their names.
+        output: folder of gpu-proof.json, gpu-proof.md, and what rows leave.
+        minutes: after which no row is begun, and those that run end.
+    """
+    chosen = [row for row in ROWS.values() if any(fnmatch.fnmatch(row.name, one) for one in patterns)]
+    if not chosen:
+        print(f"no row matches {' '.join(patterns)}; there are {', '.join(ROWS)}", file=sys.stderr)
+        return 64
+    work = output / "rows"
+    shutil.rmtree(work, ignore_errors=True)
+    began = time.monotonic()
+    deadline = began + 60 * minutes
+
+    def run(row: Row) -> Found:
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            found = Found(row.name, row.what, "skipped", reason=f"the {minutes:g} minutes are over")
+        else:
+            found = run_row(row, work / row.name, min(row.timeout_s, left))
+        print(page.line(found), flush=True)
+        return found
+
+    with ThreadPoolExecutor(max(1, usable_cores() // CORES_OF_A_ROW)) as pool:
+        together = pool.map(run, [row for row in chosen if not row.alone])
+        found = [*together, *(run(row) for row in chosen if row.alone)]
+    place = {name: number for number, name in enumerate(ROWS)}
+    found.sort(key=lambda one: place[one.name])
+    result = {"machine": facts(), "seconds": round(time.monotonic() - began, 1), "rows": [asdict(one) for one in found]}
+    (output / "gpu-proof.json").write_text(json.dumps(result, indent=1) + "\n")
+    (output / "gpu-proof.md").write_text(page.page(result))
+    print(f"{page.summary(result)}: {output / 'gpu-proof.md'}")
+    return int(any(one.status == "failed" for one in found))

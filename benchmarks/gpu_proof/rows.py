@@ -1,0 +1,93 @@
+"""The table of rows: what is tried, on how many ranks, and how long it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "benchmarks.gpu_proof"
+HOROVOD = "horovod-0.28.1.tar.gz"
+"""Its sources."""
+WHEELS = "HPCTRAIN_PROOF_WHEELS"
+"""Environment variable: the folder of --wheels."""
+PLANS = ("replicated", "tensor", "pipeline", "optimizer", "gradients", "parameters", "tables")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial."""
+
+    name: str
+    what: str
+    """It shows, for people."""
+    function: str
+    """file:function, which gets a Setting and returns figures."""
+    ranks: int = 1
+    timeout_s: float = 90
+    alone: bool = False
+    """It measures times: nothing else may run at the same time."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row's function is given."""
+
+    row: Row
+    folder: Path
+    """The row's own."""
+    rank: int
+    on_gpu: bool
+
+    @property
+    def word(self) -> str:
+        """What the row's name says besides its group and ranks: ``tensor`` in ``plan-tensor-2``."""
+        return self.row.name.split("-")[1]
+
+
+class Wrong(Exception):
+    """A number is not what it has to be."""
+
+
+class Skipped(Exception):
+    """The machine lacks what the row needs."""
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raises Wrong."""
+    if not holds:
+        raise Wrong(otherwise)
+
+
+Figures = dict[str, Any]
+
+
+def _rows() -> list[Row]:
+    listed = [
+        Row(f"train-{precision}", f"loss curve in {precision} against a bare loop on the CPU in fp32", "precision:row")
+        for precision in ("fp32", "bf16", "fp16")
+    ]
+    for ranks in (2, 4):
+        what = f"sums, gathers, swaps and messages of {ranks} ranks, each value checked"
+        listed.append(Row(f"exchange-device-{ranks}", what, "exchange:row", ranks))
+    for ranks in (2, 4):
+        for plan in (*PLANS, *(("grid",) if ranks == 4 else ())):
+            what = f"{plan} on {ranks} ranks: losses and weights as of one process, resume bit for bit"
+            listed.append(Row(f"plan-{plan}-{ranks}", what, "plans:row", ranks))
+    return [
+        *listed,
+        Row("checkpoint-stall", "a checkpoint of device memory: values, stall, copy and write", "checkpoint:stall",
+            alone=True),
+        Row("checkpoint-resume", "interrupted and resumed in bf16 with dropout, bit for bit", "checkpoint:resume"),
+        Row("feed-pinned", "copies from page-locked and pageable memory to the device", "feed:pinned", alone=True),
+        Row("feed-prefetch", "slow samples are read while the device works", "feed:prefetch", alone=True),
+        Row("monitor-clock", "phases last as long as the device works; marks do not wait", "monitor:row", alone=True),
+        Row("speed-gpt", "GPT in bf16 with torch.compile: hpctrain, DDP, bare loop", "speed:gpt", 1, 180, alone=True),
+        Row("speed-resnet", "ResNet in bf16 with torch.compile: the same", "speed:resnet", 1, 180, alone=True),
+        Row("horovod-build", "Horovod built here with NCCL, or the one that is installed", "horovod:build", 1, 240,
+            alone=True),
+        Row("horovod-train-2", "two ranks that sum by Horovod, as one process", "horovod:train", 2, alone=True),
+    ]  # fmt: skip
+
+
+ROWS = {row.name: row for row in _rows()}

@@ -1,0 +1,68 @@
+"""PyTorch: the task for ``hpctrain run``, and the program for torchrun.
+
+The program is what people write: DDP, and ``torch.save`` on rank 0 under a temporary name, loaded by all at a start.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.recovery.notes import CLASSES, FEATURES, HIDDEN, SAMPLES, SAVE_EVERY, Notes, note, samples
+from hpctrain import TorchTask
+
+
+def network() -> torch.nn.Module:
+    """Equal on all ranks."""
+    torch.manual_seed(0)
+    linear, relu = torch.nn.Linear, torch.nn.ReLU
+    return torch.nn.Sequential(
+        linear(FEATURES, HIDDEN), relu(), linear(HIDDEN, HIDDEN), relu(), linear(HIDDEN, CLASSES)
+    )
+
+
+def task(log: str) -> TorchTask:
+    """For ``hpctrain run``."""
+    net = network()
+    return TorchTask(net, "cross_entropy", torch.optim.AdamW(net.parameters()), train=samples(), hooks=[Notes(log)])
+
+
+def main() -> None:
+    """For torchrun."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--notes", type=Path, required=True, help="file for the times of steps")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True, help="samples of a step on all ranks")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    net = torch.nn.parallel.DistributedDataParallel(network())
+    optimizer = torch.optim.AdamW(net.parameters())
+    first = 0
+    if args.checkpoint.exists():
+        saved = torch.load(args.checkpoint, weights_only=True)
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+    x, y = (torch.from_numpy(values) for values in samples().values())
+    share = args.batch // ranks
+    for step in range(first, args.steps):
+        mine = slice(begin := (step * args.batch + rank * share) % (SAMPLES - share), begin + share)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x[mine]), y[mine]).backward()
+        optimizer.step()
+        if rank == 0:
+            note(args.notes)
+            if (step + 1) % SAVE_EVERY == 0:
+                partial = args.checkpoint.with_suffix(".partial")
+                torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, partial)
+                partial.rename(args.checkpoint)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

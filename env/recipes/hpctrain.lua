@@ -1,0 +1,18 @@
+-- Linted (luac -p, and run against stand-ins of Lmod's functions by the tests), not loaded by Lmod: a module file.
+-- Make the environment first, in the root of a checkout:  VENV=/apps/hpctrain/0.3.0 env/setup.sh
+-- then copy this file to modulefiles/hpctrain/0.3.0.lua. Load the MPI that the environment was made with before it:
+-- replace the depends_on line by your site's modules.
+local version = "0.3.0"
+local root = pathJoin("/apps/hpctrain", version)
+
+help([[Train PyTorch and Keras models on HPC clusters in batch.
+hpctrain --help lists the commands, hpctrain doctor checks this machine.]])
+whatis("Name: hpctrain")
+whatis("Version: " .. version)
+whatis("Description: batch training of neural networks: MPI ranks, Horovod, HDF5, Slurm")
+
+-- depends_on("openmpi")
+conflict("hpctrain")
+prepend_path("PATH", pathJoin(root, "bin"))
+setenv("VIRTUAL_ENV", root)
+unsetenv("PYTHONHOME")

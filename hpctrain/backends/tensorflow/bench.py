@@ -1,0 +1,100 @@
+"""Keras models of ``hpctrain bench step``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from hpctrain.backends.tensorflow.framework import KerasFramework
+from hpctrain.backends.tensorflow.task.opening import open_keras
+from hpctrain.comm.world import World
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.clock import IntervalClock
+from hpctrain.train.framework import HostBatch, StepSettings
+
+
+def mlp() -> keras.Model:
+    """784-2048-2048-10: 5.8 M parameters."""
+    return keras.Sequential(
+        [
+            keras.Input((784,)),
+            layers.Dense(2048, activation="relu"),
+            layers.Dense(2048, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def conv() -> keras.Model:
+    """Four blocks of convolution, BatchNorm and ReLU; 0.4 M parameters."""
+    model = keras.Sequential([keras.Input((32, 32, 3))])
+    for stride, width in ((1, 32), (2, 64), (2, 128), (2, 256)):
+        model.add(layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
+        model.add(layers.BatchNormalization())
+        model.add(layers.ReLU())
+    model.add(layers.GlobalAveragePooling2D())
+    model.add(layers.Dense(10))
+    return model
+
+
+def gpt() -> keras.Model:
+    """Six blocks of width 256 over 64 steps, four heads: 4.9 M parameters."""
+    inputs = keras.Input((64, 64))
+    hidden = layers.Dense(256)(inputs)
+    for _ in range(6):
+        normal = layers.LayerNormalization()(hidden)
+        hidden += layers.MultiHeadAttention(4, 64)(normal, normal, use_causal_mask=True)
+        wide = layers.Dense(1024, activation="gelu")(layers.LayerNormalization()(hidden))
+        hidden += layers.Dense(256)(wide)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(hidden)))
+
+
+MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
+    "gpt": (gpt, (4, 64, 64)),
+    "mlp": (mlp, (64, 784)),
+    "conv": (conv, (16, 32, 32, 3)),
+}
+"""Each model, and the shape of one rank's batch."""
+
+
+def cross_entropy(outputs: tf.Tensor, batch: Any) -> tf.Tensor:
+    """Mean over the samples."""
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model on this rank's samples."""
+
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    batch: HostBatch
+
+    def open(self, world: World, config: StepSettings, choice: ReducerChoice) -> KerasFramework:
+        task = KerasTask(self.model, cross_entropy, self.optimizer, None)
+        return open_keras(task, world, config, IntervalClock(), choice)
+
+
+def problem(name: str, world: World) -> Problem:
+    """One of MODELS, with SGD; the same weights on all ranks."""
+    make, shape = MODELS[name]
+    return Problem(seeded(make), keras.optimizers.SGD(1e-3, momentum=0.9), batch_of(shape, world))
+
+
+def seeded(make: Callable[[], keras.Model]) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return make()
+
+
+def batch_of(shape: tuple[int, ...], world: World) -> HostBatch:
+    """This rank's samples, of ten classes."""
+    random = np.random.default_rng(1 + world.rank)
+    inputs = random.normal(size=shape).astype(np.float32)
+    return {"input": inputs, "label": random.integers(0, 10, shape[0])}

@@ -1,0 +1,239 @@
+"""One Keras model on this rank's device: a step program, an evaluator and the state, as one framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.backends.named_state import named_outputs
+from hpctrain.backends.tensorflow.state.source import KerasState
+from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
+from hpctrain.backends.tensorflow.steps.passes import Passes, TensorFlowMemory, on_device
+from hpctrain.backends.tensorflow.task.dry_call import try_evaluation
+from hpctrain.backends.update import UpdateResult
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import KerasTask, Task
+from hpctrain.tasks.meters import Entry, KerasMetric, entries_of, meter_of
+from hpctrain.train.evaluation import try_meters
+from hpctrain.train.flops import Flops
+from hpctrain.train.framework import Facts, HostBatch, Sums, copied
+from hpctrain.train.metrics import Arrays, Meter, Seen
+from hpctrain.train.schedule import Factors
+from hpctrain.train.state import StateTensor
+
+
+class StepProgram(Protocol):
+    """Makes updates."""
+
+    @property
+    def reducer_name(self) -> str | None:
+        """See train.framework.Facts."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """See train.framework.Facts."""
+
+    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
+        """One update; see train.framework.Step."""
+
+    def dry_call(self, batch: HostBatch) -> Flops | None:
+        """Tries passes on a batch: what training on a sample takes, if that can be counted. Raises UserError."""
+
+    def close(self) -> None:
+        """Closes reducers."""
+
+
+class KerasFramework:
+    """Trains, evaluates and predicts with a KerasTask; see train.framework.Framework and ``open_keras``.
+
+    Args:
+        task: as it was opened.
+        program: makes updates.
+        evaluator: evaluates and predicts.
+        source: of the state.
+    """
+
+    sync_group = None
+    host = TensorFlowMemory()
+
+    def __init__(self, task: KerasTask, program: StepProgram, evaluator: KerasEvaluator, source: KerasState) -> None:
+        self.task, self.program, self.evaluator, self.source = task, program, evaluator, source
+        self.flops: Flops | None = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks, which see different samples."""
+        return self.source.group
+
+    @property
+    def facts(self) -> Facts:
+        program = self.program
+        return Facts("tensorflow", self.source.leaves, program.gradient_bytes, program.reducer_name, self.flops)
+
+    @property
+    def meters(self) -> Mapping[str, Meter]:
+        return self.evaluator.meters
+
+    def set_learning_rate(self, factors: Factors) -> None:
+        self.source.rates.multiply(factors)
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
+        return self.program.run(micro_batches, global_samples)
+
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
+        with self.source.unchanged():
+            self.flops = self.program.dry_call(batch)
+            self.evaluator.try_on(validation or [batch])
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
+        return self.evaluator.evaluate(batch, meters)
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        return self.evaluator.predict(batch)
+
+    def state(self) -> list[StateTensor]:
+        return self.source.state()
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.source.load(arrays)
+
+    def reseed(self, step: int) -> None:
+        self.source.reseed(step)
+
+    def weights_hash(self, shared_only: bool = False) -> str:
+        return self.source.weights_hash(shared_only)
+
+    def weights(self) -> NDArray[Any]:
+        """See backends.local_training.Apart."""
+        return np.concatenate([np.asarray(one.value).reshape(-1) for one in self.task.model.trainable_variables])
+
+    def set_weights(self, flat: NDArray[Any]) -> None:
+        """See backends.local_training.Apart."""
+        begin = 0
+        for one in self.task.model.trainable_variables:
+            end = begin + math.prod(one.shape)
+            one.assign(flat[begin:end].reshape(one.shape))
+            begin = end
+
+    def use(self, choice: ReducerChoice) -> None:
+        """See backends.local_training.Apart."""
+        assert isinstance(self.program, LossProgram), "others are refused"
+        self.program.use(choice)
+
+    def close(self) -> None:
+        self.program.close()
+        self.evaluator.passes.travelling.close()
+        self.source.batch_norms.close()
+
+
+class KerasEvaluator:
+    """See train.framework.Evaluator.
+
+    Args:
+        task: whose metrics.
+        passes: of its model.
+        meters: the task's metrics that are not functions.
+        is_tried: whether a dry call of the step has tried evaluations, too: those of the model's own ``test_step``.
+    """
+
+    sync_group = None
+
+    def __init__(self, task: KerasTask, passes: Passes, meters: Mapping[str, Meter], is_tried: bool = False) -> None:
+        self.task, self.passes, self.meters = task, passes, meters
+        self.tries = task.validation is not None and not is_tried
+
+    def try_on(self, batches: Sequence[HostBatch]) -> None:
+        """Raises UserError if the loss or a metric fails on one of these, which are given if there is validation."""
+        for batch in batches if self.tries else ():
+            try_evaluation(self.task, self.passes, on_device(copied(batch)))
+            try_meters(self, copied(batch))
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
+        """With the averaged weights if an EMA is kept."""
+        inputs = on_device(batch)
+        found, outputs = self.passes.evaluate(inputs)
+        seen = Seen(outputs, inputs, batch, to_host)
+        for meter in meters:
+            meter.update(seen)
+        return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        """A list of outputs is named ``output_0``, ``output_1``, and so on."""
+        outputs = named_outputs(self.passes.predict(on_device(batch)))
+        return {name: np.asarray(value) for name, value in outputs.items()}
+
+
+def keras_meters(task: Task) -> dict[str, Meter]:
+    """Of the task's metrics that are not functions; raises UserError for what is not a metric."""
+    return {
+        name: meter_of(entry, KerasMetric, "Keras") or KerasMeter(entry)
+        for name, entry in entries_of(task.metrics).items()
+    }
+
+
+class KerasMeter:
+    """See train.metrics.Meter. Variables are summed over ranks, as those of all Keras' own metrics may be.
+
+    Whether they add up is tried on the first batch: twice the same batch must give twice the variables.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.metric: keras.metrics.Metric = entry.metric
+        self.adds_up = False
+
+    def reset(self) -> None:
+        self.metric.reset_state()
+
+    def update(self, seen: Seen) -> None:
+        with self.entry.named(seen.batch):
+            predictions, targets, *weights = self.entry.arguments(seen.outputs, seen.batch)
+            self.metric.update_state(targets, predictions, *weights)
+            if not self.adds_up:
+                once = self._values()
+                self.metric.update_state(targets, predictions, *weights)
+                self._require_doubled(once, self._values())
+                self._assign(once)
+                self.adds_up = True
+
+    def state(self) -> Arrays:
+        """Of a metric that has seen no batch yet, variables may be missing."""
+        return {str(number): value for number, value in enumerate(self._values())}
+
+    def merge(self, first: Arrays, second: Arrays) -> Arrays:
+        return {**first, **second, **{name: first[name] + second[name] for name in first if name in second}}
+
+    def compute(self, state: Arrays) -> Any:
+        with self.entry.named():
+            self._assign([state[str(number)] for number in range(len(state))])
+            return to_host(self.metric.result())
+
+    def _values(self) -> list[Any]:
+        return [np.array(variable.numpy()) for variable in self.metric.variables]
+
+    def _assign(self, values: list[Any]) -> None:
+        for variable, value in zip(self.metric.variables, values, strict=True):
+            variable.assign(value)
+
+    def _require_doubled(self, once: list[Any], twice: list[Any]) -> None:
+        for variable, one, two in zip(self.metric.variables, once, twice, strict=True):
+            if not np.allclose(2 * one, two, rtol=1e-4, equal_nan=True):
+                kind = type(self.metric).__name__
+                raise UserError(
+                    f"{self.entry.field} of the task, {kind}, keeps {variable.name!r}, which is not a sum over "
+                    "samples: those of several ranks do not add up",
+                    "write it as an hpctrain.Metric, whose merge says how states of two ranks become one",
+                )
+
+
+def to_host(value: Any) -> Any:
+    """Tensors as NumPy arrays, in whatever structure they are."""
+    return tf.nest.map_structure(lambda one: one.numpy() if isinstance(one, tf.Tensor) else one, value)

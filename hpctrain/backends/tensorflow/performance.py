@@ -1,0 +1,157 @@
+"""Counts a Keras model's operations in the graph of one forward pass, and measures what the device could do at best.
+
+At the start only. See ``backends.torch.metrics.flops`` for the same of PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, converted
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.flops import CPU_SIZE, GPU_SIZE, Flops, peak_per_s
+
+PRODUCTS = re.compile("MatMul|Conv|Einsum|RNN|LSTM|GRU|Dot|PyFunc")
+"""In the names of operations that multiply much, or may."""
+
+
+class Unknown(Exception):
+    """What an operation takes cannot be said."""
+
+
+def training_flops(task: KerasTask, passes: Passes, batch: Tensors) -> Flops | None:
+    """What training on a sample takes: three forward passes.
+
+    The model and its loss are traced once more, and nothing is computed.
+
+    Args:
+        task: whose model is tried.
+        passes: of the task.
+        batch: some samples.
+
+    Returns:
+        None if it cannot be said: products in loops (recurrent layers), in separate functions (convolutions in
+        groups on CPUs) and in Python; shapes that a graph does not know; weights that are not trained.
+    """
+    samples = next(iter(batch.values())).shape[0]
+    if not samples or any(len(one.shape) > 1 for one in task.model.non_trainable_variables):
+        return None
+
+    def forward(tensors: Tensors) -> None:
+        outputs = passes.outputs(tensors, training=True)
+        if task.loss is not None:
+            converted(task.loss)(outputs, tensors)
+
+    try:
+        graph = tf.function(forward, autograph=False).get_concrete_function(dict(batch)).graph
+        taken = [(operations(one), one.inputs[0].dtype) for one in graph.get_operations() if PRODUCTS.search(one.type)]
+        inner = [node.op for function in graph.as_graph_def().library.function for node in function.node_def]
+        if any(map(PRODUCTS.search, inner)) or not taken:
+            return None
+        per_sample = 3 * sum(count for count, _ in taken) / samples
+        return Flops(per_sample, device_peak(max(taken, key=lambda one: one[0])[1]))
+    except Exception:  # never a reason not to train: what is wrong with the task, its trial has said
+        return None
+
+
+def operations(one: tf.Operation) -> int:
+    """Multiplications and additions of a product. Raises Unknown."""
+    count = COUNTS.get(one.type)
+    if count is None:
+        raise Unknown(one.type)
+    return 2 * count(one)
+
+
+def matrices(one: tf.Operation) -> int:
+    """Of two, or two stacks of them."""
+    is_turned = one.get_attr("transpose_a" if one.type == "MatMul" else "adj_x")
+    return elements(one.outputs[0].shape) * elements(one.inputs[0].shape[-2 if is_turned else -1 :][:1])
+
+
+def convolution(one: tf.Operation) -> int:
+    """For each output, what a filter has: all axes of its weights but the last, whatever their number of groups."""
+    return elements(one.outputs[0].shape) * elements(one.inputs[1].shape[:-1])
+
+
+def depthwise(one: tf.Operation) -> int:
+    """For each output, the places that a filter covers in its channel."""
+    return elements(one.outputs[0].shape) * elements(one.inputs[1].shape[:2])
+
+
+def transposed(one: tf.Operation) -> int:
+    """A convolution backwards: its outputs come in."""
+    return elements(one.inputs[2].shape) * elements(one.inputs[1].shape[:-1])
+
+
+def einsum(one: tf.Operation) -> int:
+    """One product for each combination of all indices."""
+    told = one.get_attr("equation").decode()
+    if "." in told:
+        raise Unknown(told)
+    sizes: dict[str, int] = {}
+    for labels, tensor in zip(told.partition("->")[0].split(","), one.inputs, strict=True):
+        sizes |= dict(zip(labels, [elements([size]) for size in tensor.shape], strict=True))
+    return math.prod(sizes.values())
+
+
+def elements(shape: Sequence[int | None]) -> int:
+    """Of a tensor. Raises Unknown."""
+    sizes = [size for size in shape if size is not None]
+    if len(sizes) < len(shape):
+        raise Unknown("shape")
+    return math.prod(sizes)
+
+
+COUNTS: dict[str, Callable[[Any], int]] = {
+    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), matrices),
+    **dict.fromkeys(("Conv2D", "Conv3D"), convolution),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), transposed),
+    "DepthwiseConv2dNative": depthwise,
+    "Einsum": einsum,
+}
+"""Multiplications by kind of operation."""
+
+
+def device_peak(dtype: tf.DType) -> float:
+    """Operations a second of the fastest of some products of matrices; draws no random numbers."""
+    size = GPU_SIZE if tf.config.list_logical_devices("GPU") else CPU_SIZE
+    left = tf.fill((size, size), tf.cast(0.5, dtype))
+
+    def multiply() -> None:
+        tf.matmul(left, left)[0, 0].numpy()  # waits for the device
+
+    return peak_per_s(multiply, 2 * size**3)
+
+
+class KerasProfiler:
+    """See train.profile.Profiler. Writes ``<target>/plugins/profile/<time>/<host>.xplane.pb``."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+
+    def start(self, target: Path) -> None:
+        try:
+            tf.profiler.experimental.start(str(target))
+        except tf.errors.OpError as error:  # the process is profiled already
+            raise OSError(error.message) from error
+        self.is_running = True
+
+    def stop(self) -> None:
+        self.is_running = False
+        try:
+            tf.profiler.experimental.stop()
+        except tf.errors.OpError as error:
+            raise OSError(error.message) from error
+
+    def abandon(self) -> None:
+        if self.is_running:
+            self.is_running = False
+            with suppress(tf.errors.OpError):
+                tf.profiler.experimental.stop(save=False)

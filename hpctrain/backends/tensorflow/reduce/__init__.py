@@ -1,0 +1,1 @@
+"""Gradients summed over ranks: ``reducer``, in pieces; rows of tables go by ``sparse_sums``."""

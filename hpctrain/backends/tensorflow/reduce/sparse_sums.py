@@ -1,0 +1,262 @@
+"""Gradients of Keras embeddings that stay sparse, next to the pieces of all others, in TensorFlow functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.backends.tensorflow.reduce.reducer import Pieces, Told, exchanged_dtype, tell
+from hpctrain.comm.group import Group
+from hpctrain.reduce.row_exchange import RowExchange, Rows
+from hpctrain.train.framework import StepSettings
+
+
+class Gradients:
+    """Gradients of some variables as the tensors that travel: rows of tables, then the pieces of all others.
+
+    Args:
+        variables: those to train, in the order in which gradients are given and returned.
+        tables: those of them whose rows travel alone.
+        group: the ranks. Collective over them if there are tables.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], tables: Sequence[keras.Variable], group: Group) -> None:
+        ids = {id(variable) for variable in tables}
+        self.is_table = [id(variable) in ids for variable in variables]
+        self.pieces = Pieces([one for one, is_table in zip(variables, self.is_table, strict=True) if not is_table])
+        self.rows_of = [one for one, is_table in zip(variables, self.is_table, strict=True) if is_table]
+        self.tables = Tables(self.rows_of, group, exchanged_dtype(self.rows_of))
+
+    def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
+        """See Pieces; a gradient of a table may be tf.IndexedSlices, dense, or None."""
+        pairs = list(zip(self.is_table, gradients, strict=True))
+        rows = self.tables.pack([gradient for is_table, gradient in pairs if is_table])
+        return [*rows, *self.pieces.pack_with([gradient for is_table, gradient in pairs if not is_table], slots)]
+
+    def apart(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Rows, and pieces."""
+        cut = 2 * len(self.tables.shapes)
+        return list(tensors[:cut]), list(tensors[cut:])
+
+    def added(self, tensors: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum of two micro-batches' gradients."""
+        (rows, pieces), (more_rows, more_pieces) = self.apart(tensors), self.apart(more)
+        summed = [old + new for old, new in zip(pieces, more_pieces, strict=True)]
+        return [*self.tables.joined(rows, more_rows), *summed]
+
+    def unpack(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor], as_rows: bool) -> list[Any]:
+        """The gradients, in the order of the variables: of tables as tf.IndexedSlices, or dense."""
+        of_tables: Iterator[Any] = iter(self.tables.unpack(rows) if as_rows else self.tables.whole(rows))
+        others = iter(self.pieces.unpack(pieces))
+        return [next(of_tables if is_table else others) for is_table in self.is_table]
+
+    def zeros(self) -> list[tf.Tensor]:
+        """What a rank contributes whose part of the batch is empty."""
+        return [*self.tables.pack([None] * len(self.tables.shapes)), *self.pieces.zeros()]
+
+    def specs(self) -> list[tf.TensorSpec]:
+        """Of the tensors."""
+        pieces = [tf.TensorSpec(piece.shape, piece.dtype) for piece in self.pieces.zeros()]
+        return [*self.tables.specs(), *pieces]
+
+    def close(self) -> None:
+        """Frees the communicator."""
+        self.tables.close()
+
+
+class Tables:
+    """Rows of some tables: for each, a tensor of indices, each once, and one of values behind it.
+
+    Args:
+        variables: the tables; each has two axes.
+        group: the ranks; one process needs no exchange.
+        dtype: in which gradients are exchanged.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], group: Group, dtype: tf.DType) -> None:
+        self.shapes = [(variable.shape[0], variable.shape[1]) for variable in variables]
+        self.dtype = dtype
+        several = bool(variables) and group.size > 1
+        self.rows = RowExchange(group, self.shapes, dtype.as_numpy_dtype) if several else None
+
+    def pack(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Rows of gradients as TensorFlow gives them; all of a dense one, as a table has that is a matrix, too."""
+        packed = []
+        for gradient, (rows, columns) in zip(gradients, self.shapes, strict=True):
+            if gradient is None:
+                packed += [tf.zeros((0,), tf.int64), tf.zeros((0, columns), self.dtype)]
+            elif isinstance(gradient, tf.IndexedSlices):
+                indices, places = tf.unique(tf.reshape(tf.cast(gradient.indices, tf.int64), (-1,)))
+                values = tf.reshape(tf.cast(gradient.values, self.dtype), (-1, columns))
+                packed += [indices, tf.math.unsorted_segment_sum(values, places, tf.size(indices))]
+            else:
+                packed += [tf.range(rows, dtype=tf.int64), tf.cast(gradient, self.dtype)]
+        return packed
+
+    def joined(self, packed: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Rows of two micro-batches."""
+        both = [tf.concat(pair, 0) for pair in zip(packed, more, strict=True)]
+        return self.pack(self.unpack(both))
+
+    def sum(self, packed: Sequence[tf.Tensor], after: Told | None = None) -> list[tf.Tensor]:
+        """The sums over the ranks, which all meet in it; the same of one process.
+
+        Args:
+            packed: this rank's.
+            after: called when the sums of several ranks are there.
+        """
+        if self.rows is None:
+            return list(packed)
+
+        def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+            sums = self._sum(*arrays)
+            tell(after)
+            return sums
+
+        sums: list[tf.Tensor] = tf.numpy_function(exchanged, packed, [tensor.dtype for tensor in packed])
+        for total, spec in zip(sums, self.specs(), strict=True):
+            total.set_shape(spec.shape)
+        return sums
+
+    def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.IndexedSlices]:
+        """As optimizers take them."""
+        parts = zip(packed[::2], packed[1::2], self.shapes, strict=True)
+        return [tf.IndexedSlices(values, indices, tf.constant(shape, tf.int64)) for indices, values, shape in parts]
+
+    def whole(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """As dense tensors."""
+        parts = zip(packed[::2], packed[1::2], self.shapes, strict=True)
+        return [tf.math.unsorted_segment_sum(values, indices, rows) for indices, values, (rows, _) in parts]
+
+    def scaled(self, packed: Sequence[tf.Tensor], factor: tf.Tensor) -> list[tf.Tensor]:
+        """Rows times a scalar; 0 times anything is 0."""
+        factor = tf.cast(factor, self.dtype)
+        pairs = zip(packed[::2], packed[1::2], strict=True)
+        return [part for indices, values in pairs for part in (indices, tf.math.multiply_no_nan(values, factor))]
+
+    def square(self, packed: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Of the L2 norm."""
+        squares = [2.0 * tf.nn.l2_loss(values) for values in packed[1::2]]
+        return tf.add_n(squares) if squares else tf.zeros((), self.dtype)
+
+    def specs(self) -> list[tf.TensorSpec]:
+        """Of packed rows."""
+        found = []
+        for _, columns in self.shapes:
+            found += [tf.TensorSpec((None,), tf.int64), tf.TensorSpec((None, columns), self.dtype)]
+        return found
+
+    def close(self) -> None:
+        """Frees the communicator."""
+        if self.rows is not None:
+            self.rows.close()
+            self.rows = None
+
+    def _sum(self, *packed: NDArray[Any]) -> list[NDArray[Any]]:
+        assert self.rows is not None, "only traced where ranks exchange"
+        given = [Rows(indices, values) for indices, values in zip(packed[::2], packed[1::2], strict=True)]
+        return [part for rows in self.rows.sum(given) for part in (rows.indices, rows.values)]
+
+
+SMALLEST = 2**18
+"""Elements of a table: a smaller one is summed in less time than the messages of its rows take."""
+
+
+def sparse_variables(
+    variables: Sequence[keras.Variable],
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    config: StepSettings,
+    ranks: int,
+) -> list[keras.Variable]:
+    """Those that are large tables of ``keras.layers.Embedding`` and have no penalty, since its gradient has all rows.
+
+    None under ``train.compile``, since XLA knows no tensors whose size depends on values; none in 16 bits, where
+    gradients of tables are dense; and none in one process if the optimizer changes all rows anyway.
+
+    Args:
+        variables: those that ``optimizer`` trains.
+        model: they are in it.
+        config: what shapes an update.
+        ranks: those that exchange.
+    """
+    train = config.train
+    if config.reduce.sparse != "auto" or train.compile or train.precision != "fp32":
+        return []
+    if ranks == 1 and not updates_rows_alone(optimizer):
+        return []
+    tables = {
+        id(variable)
+        for layer in model._flatten_layers()
+        if type(layer) is keras.layers.Embedding and layer.embeddings_regularizer is None
+        for variable in layer.trainable_variables
+        if variable.name == "embeddings"
+    }
+    return [one for one in variables if id(one) in tables and one.shape[0] * one.shape[1] >= SMALLEST]
+
+
+@contextlib.contextmanager
+def rows_read_alone(tables: Sequence[keras.Variable]) -> Iterator[None]:
+    """In the body, embeddings read the rows of these tables that they look up. Keras has them copy all, each time.
+
+    It is the class that is changed, and changed back at the end. Only for tables that are updated by rows alone: it is
+    such an update after which TensorFlow copies a variable that is read whole.
+    """
+    ids = {id(variable) for variable in tables}
+    original = keras.layers.Embedding.embeddings
+
+    def embeddings(self: keras.layers.Embedding) -> Any:
+        variable = original.fget(self)
+        return variable.value if id(variable) in ids else variable
+
+    keras.layers.Embedding.embeddings = property(embeddings)
+    try:
+        yield
+    finally:
+        keras.layers.Embedding.embeddings = original
+
+
+@contextlib.contextmanager
+def rows_updated_alone() -> Iterator[None]:
+    """In the body, Adagrad reads of its accumulator only the rows that it updates, each of which it gets once.
+
+    Keras takes the root of all of it, each time; the numbers are the same to rounding. It is the class that is changed,
+    and changed back at the end.
+    """
+    original = keras.optimizers.Adagrad.update_step
+
+    def update_step(self: keras.optimizers.Adagrad, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if not isinstance(gradient, tf.IndexedSlices):
+            original(self, gradient, variable, learning_rate)
+            return
+        accumulator = self._accumulators[self._get_variable_index(variable)].value
+        values, rate = tf.cast(gradient.values, variable.dtype), tf.cast(learning_rate, variable.dtype)
+        accumulator.scatter_add(tf.IndexedSlices(tf.square(values), gradient.indices))
+        roots = tf.sqrt(accumulator.sparse_read(gradient.indices) + self.epsilon)
+        variable.scatter_sub(tf.IndexedSlices(rate * values / roots, gradient.indices))
+
+    keras.optimizers.Adagrad.update_step = update_step
+    try:
+        yield
+    finally:
+        keras.optimizers.Adagrad.update_step = original
+
+
+def updates_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it leaves a row as it is that is not in tf.IndexedSlices, and whose gradient is zero when it is dense."""
+    plain = not (
+        optimizer.weight_decay
+        or optimizer.clipnorm
+        or optimizer.clipvalue
+        or optimizer.global_clipnorm
+        or optimizer.use_ema
+        or optimizer.gradient_accumulation_steps
+        or optimizer.loss_scale_factor  # Keras divides by it, which tf.IndexedSlices cannot
+    )
+    kind = type(optimizer)
+    return plain and (kind is keras.optimizers.Adagrad or (kind is keras.optimizers.SGD and not optimizer.momentum))

@@ -1,0 +1,107 @@
+"""What does not go together in Keras, and what only PyTorch has."""
+
+from __future__ import annotations
+
+from hpctrain.config.combinations import Feature, Row, Trait
+
+TRAITS = {
+    **dict.fromkeys((Feature.BF16, Feature.FP16), (Trait.LOW_PRECISION,)),
+    **dict.fromkeys((Feature.CHANNELS_LAST, Feature.RECOMPUTE, Feature.OVERLAP), (Trait.OF_PYTORCH,)),
+}
+OF_TRAIN_STEPS = {
+    Feature.ACCUMULATE: (
+        "train.accumulate: {1}",
+        "give the optimizer gradient_accumulation_steps, or leave train.accumulate out",
+    ),
+    Feature.CLIP: (
+        "train.clip_norm: {1}",
+        "give the optimizers global_clipnorm: they see the gradient of the global batch",
+    ),
+    Feature.FP16: (
+        "train.precision: fp16",
+        "choose bf16 or fp32: fp16 needs a loss scale, which only hpctrain's own step has",
+    ),
+    Feature.COMPILE: ("train.compile", "leave train.compile out: ranks meet inside the step"),
+    Feature.JOINT_LAYERS: (
+        "BatchNormalization over all ranks",
+        "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
+    ),
+}
+WITH_ZERO1 = {
+    Feature.TRAIN_STEP: (
+        "{1} has its own train_step, in which its optimizers update whole weights",
+        "leave parallel.shard out, or give the task loss= and optimizer=, and the model no train_step",
+    ),
+    Feature.BUILT_OPTIMIZER: (
+        "{1} was built by the task, with state for whole weights",
+        "leave optimizer.build out of the task, or parallel.shard",
+    ),
+    Feature.GLOBAL_CLIPNORM: (
+        "{1} has global_clipnorm, and would clip by the gradients of a part",
+        "set train.clip_norm instead, which clips by the whole gradient, or leave parallel.shard out",
+    ),
+}
+ROWS = (
+    *(
+        Row((Feature.SHARD, feature), f"parallel.shard is optimizer, and {what}", fix)
+        for feature, (what, fix) in WITH_ZERO1.items()
+    ),
+    Row(
+        (Trait.OF_PYTORCH, Feature.KERAS),
+        "{0}, which is for PyTorch, and the task is a KerasTask",
+        "leave it out of the run file; Keras layers have a data_format",
+    ),
+    Row(
+        (Feature.KERAS, Feature.TORCH_SCHEDULER),
+        "a KerasTask has a TorchScheduler",
+        "give the optimizer a Keras schedule as its learning rate, or the task a function of the step",
+    ),
+    Row(
+        (Feature.KERAS, Feature.GROUP_RATES),
+        "the task's schedule gives a factor for each parameter group",
+        "return one number: a Keras optimizer has one learning rate",
+    ),
+    Row(
+        (Trait.LOW_PRECISION, Feature.FP32_MODEL),
+        "{0} but no layer of the Keras model computes in it",
+        "call keras.config.set_dtype_policy('mixed_bfloat16'), or 'mixed_float16' for fp16, before the model is made",
+    ),
+    *(
+        Row(
+            (Feature.KERAS_SCHEDULE, feature),
+            f"both the {whose}'s schedule and the Keras optimizer's own change the learning rate",
+            "give the optimizer a number as its learning rate, or leave the schedule to it",
+        )
+        for feature, whose in ((Feature.SCHEDULE, "run file"), (Feature.TASK_SCHEDULE, "task"))
+    ),
+    Row(
+        (Feature.KERAS_SCHEDULE, Feature.RATE_HOOK),
+        "both the Keras optimizer's own schedule and the hook {1} set the learning rate",
+        "give the optimizer a number as its learning rate, or leave the hook out",
+    ),
+    # a train_step of the model's own
+    Row(
+        (Feature.TRAIN_STEP, Feature.OTHER_OPTIMIZER),
+        "{0} has its own train_step, which does not use optimizer= of the task",
+        "leave optimizer= out of the task, and compile the model with it: model.compile(optimizer=...)",
+    ),
+    *(
+        Row((Feature.TRAIN_STEP, feature), f"{what} does not go with the train_step of {{0}}", fix)
+        for feature, (what, fix) in OF_TRAIN_STEPS.items()
+    ),
+    Row(
+        (Feature.TRAIN_STEP, Feature.METRICS, Feature.TEST_STEP),
+        "metrics= of the task does not go with the train_step of {0}",
+        "return them from test_step, or leave test_step out and give the task loss= and metrics=",
+    ),
+    Row(
+        (Feature.TRAIN_STEP, Feature.VALIDATION, Feature.NO_EVAL_LOSS),
+        "{0} has its own train_step and the task has validation data, but nothing says how to evaluate",
+        "write test_step(self, data), give the task loss=, or leave validation= out",
+    ),
+    Row(
+        (Feature.KERAS, Feature.LOSS_SCALE),
+        "the optimizer is a LossScaleOptimizer",
+        "give the task the optimizer inside it: train.precision: fp16 scales the loss by itself",
+    ),
+)

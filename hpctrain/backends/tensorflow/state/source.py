@@ -1,0 +1,158 @@
+"""The state of a Keras run on this rank, to and from named arrays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.named_state import load_tensors
+from hpctrain.backends.tensorflow.state.tensors import VariableTensor, digest, is_seed, model_tensors, path_in
+from hpctrain.backends.tensorflow.task.holdings import Holdings, KerasLeaves, optimizers_in
+from hpctrain.backends.update import LossScale, load_residues, residue_tensors
+from hpctrain.comm.group import Group
+from hpctrain.config.combinations import Feature, refusal
+from hpctrain.reduce.int8_sum import Residue
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.schedule import Factors, OwnRates
+from hpctrain.train.seeds import derive, host_random_state, restore_host_random_state, seed_python
+from hpctrain.train.state import ArrayTensor, Placement, StateTensor
+from hpctrain.train.stateful import Kept, unchanged
+
+
+class Rates:
+    """Of all optimizers of a task, as they were when it was made."""
+
+    def __init__(self, task: KerasTask) -> None:
+        self.task = task
+        self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
+        self.factor: float | None = None
+        """What they were multiplied by last."""
+
+    def forget(self) -> None:
+        """Rates were loaded: those of the run file hold, not the saved ones."""
+        self.factor = None
+
+    def multiply(self, factors: Factors) -> None:
+        """Keras optimizers have one rate."""
+        if isinstance(factors, (Sequence, OwnRates)):
+            raise refusal({Feature.KERAS: True, Feature.GROUP_RATES: True})
+        factor = factors
+        known = [(optimizer, rate) for optimizer, rate in self.rates if rate is not None]
+        if len(known) < len(self.rates):
+            if factor != 1.0:
+                given = Feature.SCHEDULE if self.task.schedule is None else Feature.TASK_SCHEDULE
+                raise refusal({Feature.KERAS_SCHEDULE: True, given: True})
+        elif factor != self.factor:
+            for optimizer, rate in known:
+                optimizer.learning_rate.assign(rate * factor)
+            self.factor = factor
+
+
+def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """The number an optimizer was made with, or None if a Keras schedule sets its learning rate."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    return float(optimizer.learning_rate)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Variables of a task that have names: its model's, what it holds besides, and TensorFlow's noise."""
+
+    model: keras.Model
+    holdings: Holdings
+    noise: tf.random.Generator
+    equal: Sequence[tf.Variable] = ()
+    """Of the model's statistics, those that are equal on all ranks."""
+
+    def tensors(self) -> list[VariableTensor]:
+        """``model/...``, ``optimizer/...``, ``held/...``, ``rng/...``."""
+        noise = VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK)
+        return [*model_tensors(self.model, self.equal), *self.holdings.tensors(), noise]
+
+
+@dataclass(frozen=True)
+class KerasState:
+    """See train.framework.StateSource."""
+
+    named: Named
+    averages: Sequence[tf.Variable]
+    """Of trained variables, in float32; empty without an EMA."""
+    loss_scale: LossScale | None
+    rates: Rates
+    batch_norms: BatchNorms
+    objects: Sequence[Kept]
+    """The task's, whose state is saved."""
+    leaves: KerasLeaves
+    group: Group
+    """Ranks that see different samples."""
+    seed: int
+    """Of the run."""
+    residues: Mapping[str, Residue] = field(default_factory=dict)
+    """Of sums that are compressed."""
+
+    def reseed(self, step: int) -> None:
+        rank_seed = derive(self.seed, self.group.rank, 1, step)  # dropout must differ between ranks
+        seed_python(rank_seed)
+        self.named.noise.reset_from_seed(rank_seed)
+        for number, variable in enumerate(filter(is_seed, self.named.model.non_trainable_variables)):
+            variable.assign([derive(rank_seed, number) % 2**32, 0])
+        if step:  # before the first one, the task's own seeds hold
+            self.named.holdings.reseed(rank_seed)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What forward passes in the body change is put back."""
+        equal = {id(variable) for variable in self.named.equal}
+        known = self.variables()
+        changed = [one for one in known if one.placement is Placement.RANK or id(one.variable) in equal]
+        before = [np.array(tensor.host_view()) for tensor in changed]
+        random = {name: np.array(array) for name, array in host_random_state().items()}
+        try:
+            with unchanged(self.objects, self.leaves):
+                yield
+        finally:
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.assign(value)
+            restore_host_random_state(random)
+
+    def state(self) -> list[StateTensor]:
+        """``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
+        scaler = self.loss_scale.tensors() if self.loss_scale else []
+        host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
+        return [*self.variables(), *scaler, *residue_tensors(self.residues), *host]
+
+    def variables(self) -> list[VariableTensor]:
+        """Those of TensorFlow."""
+        model = self.named.model
+        paths = [path_in(model, variable) for variable in model.trainable_variables]
+        averages = [VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.averages, strict=False)]
+        return [*self.named.tensors(), *averages]
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        self.named.holdings.refuse_strangers(arrays)
+        load_tensors(self.variables(), arrays)
+        if self.loss_scale:
+            self.loss_scale.load(arrays)
+        load_residues(self.residues, arrays)
+        restore_host_random_state(arrays)
+        self.batch_norms.follow()  # each rank may have had its own when they were saved
+        self.rates.forget()
+
+    def begin_averages(self) -> None:
+        """Averages begin at the weights as they are now."""
+        for average, variable in zip(self.averages, self.named.model.trainable_variables, strict=bool(self.averages)):
+            average.assign(tf.cast(variable.value, tf.float32))
+
+    def weights_hash(self, shared_only: bool = False) -> str:
+        tensors = model_tensors(self.named.model, self.named.equal)
+        return digest([tensor for tensor in tensors if tensor.placement is Placement.REPLICATED])

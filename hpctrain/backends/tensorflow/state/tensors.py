@@ -1,0 +1,180 @@
+"""Names and host copies of the variables of a Keras model and its optimizer."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.backends.named_state import digest as digest_of
+from hpctrain.backends.tensorflow.strategies.zero1.sharded import flat, slots_of
+from hpctrain.errors import UserError
+from hpctrain.train.state import Cut, Placement, Tiling, part_of
+
+
+@dataclass(frozen=True)
+class VariableTensor:
+    """A StateTensor over a tf.Variable."""
+
+    name: str
+    variable: tf.Variable
+    placement: Placement = Placement.REPLICATED
+    is_trained: bool = False
+    cut: Cut | None = None
+    tiling: Tiling | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the variable."""
+        return tuple(self.variable.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Logical dtype."""
+        return str(self.variable.dtype.name)
+
+    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+        np.copyto(out, self.host_view()[part_of(begin, out.shape)], casting="no")
+
+    def host_view(self) -> NDArray[Any]:
+        """The value; on a CPU the variable's own memory, so read it before the next update."""
+        value = self.variable.read_value()
+        value = np.asarray(value if self.shape else value.numpy())  # NumPy cannot take a bfloat16 scalar itself
+        return value.view(np.uint16) if self.variable.dtype == tf.bfloat16 else value
+
+    def assign(self, value: NDArray[Any]) -> None:
+        """Takes over a host array as ``copy_into`` gives it."""
+        self.variable.assign(self._native(value))
+
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
+        """Rows are gathered in memory that the variable takes over in place of its old memory.
+
+        After an assigned slice, TensorFlow would copy the whole variable at every read, forever.
+        """
+        self._replace(tf.zeros([0], self.variable.dtype))  # frees its own memory, which the next tensor gets
+        with tf.device("CPU"):
+            value = tf.raw_ops.Empty(shape=[math.prod(self.shape)], dtype=self.variable.dtype)
+        host = writable(value).reshape(self.shape)
+
+        def load(rows: NDArray[Any], first_row: int) -> None:
+            target = host[first_row : first_row + len(rows)] if rows.ndim else host
+            np.copyto(target, self._native(rows), casting="same_kind")
+
+        try:
+            yield load
+        finally:
+            self._replace(tf.reshape(value, self.shape))
+
+    def _native(self, value: NDArray[Any]) -> NDArray[Any]:
+        is_bfloat16 = self.variable.dtype == tf.bfloat16
+        return value.view(self.variable.dtype.as_numpy_dtype) if is_bfloat16 else value
+
+    def _replace(self, value: tf.Tensor) -> None:
+        tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value, validate_shape=False)
+
+
+def writable(value: tf.Tensor) -> NDArray[Any]:
+    """The memory of a new tensor on the host, as long as the tensor exists."""
+    view = np.asarray(value)
+    memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data)
+    return np.ndarray(view.shape, view.dtype, memoryview(memory))
+
+
+def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list[VariableTensor]:
+    """Weights, statistics and random states of a model, trainable variables first.
+
+    ``equal`` names statistics that are equal on all ranks.
+
+    What the forward pass itself changes (BatchNorm statistics, counters, seeds) is each rank's own; frozen weights are
+    replicated as trained ones are.
+    """
+    frozen = {id(variable.value) for layer in model._flatten_layers() for variable in layer._trainable_variables}
+    replicated = frozen | {id(variable) for variable in equal}
+    tensors = [
+        VariableTensor(f"model/{path_in(model, variable)}", variable.value, is_trained=True)
+        for variable in model.trainable_variables
+    ]
+    for variable in model.non_trainable_variables:
+        group = "rng" if is_seed(variable) else "model"
+        placement = Placement.REPLICATED if id(variable.value) in replicated else Placement.RANK
+        tensors.append(VariableTensor(f"{group}/{path_in(model, variable)}", variable.value, placement))
+    return tensors
+
+
+@dataclass(frozen=True)
+class OwnSlots:
+    """Where an optimizer's state lies in that of whole weights, if it has rows of some of them alone."""
+
+    cuts: Mapping[str, Cut]
+    """Of the rows that it has of each weight, by its flat path."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of these rows."""
+    common: frozenset[str]
+    """Slots that have no rows."""
+    nothing: str
+    """Flat path of what is not a weight of the model."""
+
+    def placed(self, tensor: VariableTensor, slot: str, weight: str) -> list[VariableTensor]:
+        """A slot of a weight as this rank saves it; nothing if another one does."""
+        if weight == self.nothing:
+            return []
+        cut = self.cuts[weight]
+        if tensor.shape == self.shapes[weight] and slot not in self.common:
+            return [replace(tensor, placement=Placement.CUT, cut=cut)]
+        if any(cut.begin):  # whoever has the first row saves what has none
+            return []
+        return [replace(tensor, placement=Placement.CUT, cut=Cut(tensor.shape, (0,) * len(tensor.shape)))]
+
+
+def optimizer_tensors(
+    optimizer: keras.optimizers.Optimizer, model: keras.Model, prefix: str = "", own: OwnSlots | None = None
+) -> list[VariableTensor]:
+    """``optimizer/<slot>/<path of the weight>`` and ``optimizer/<name>`` for what belongs to no weight.
+
+    Slots and names begin with a prefix, by which optimizers that one optimizer wraps differ. ``own`` says what this
+    rank's optimizer has if its weights are sharded.
+    """
+    weights = {flat(variable.path): path_in(model, variable) for variable in model.trainable_variables}
+    weights |= {} if own is None else {own.nothing: own.nothing}
+    tensors = []
+    for variable, slot, weight in slots_of(optimizer, list(weights)):
+        name = f"{slot}/{weights[weight]}" if weight else slot
+        tensor = VariableTensor(f"optimizer/{prefix}{name}", variable.value)
+        tensors += [tensor] if own is None or not weight else own.placed(tensor, slot, weight)
+    return tensors
+
+
+def path_in(model: keras.Model, variable: keras.Variable) -> str:
+    """Path of a variable without the model's own name, which Keras puts before some paths and not before others."""
+    return str(variable.path).removeprefix(f"{model.name}/")
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a keras.random.SeedGenerator."""
+    return bool(variable.name == "seed_generator_state")
+
+
+def require_different_names(tensors: Sequence[VariableTensor]) -> None:
+    """Raises UserError if two variables have one name."""
+    names = Counter(tensor.name for tensor in tensors)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise UserError(
+            f"{names[twice[0]]} variables of the Keras model or optimizer are called {twice[0]}",
+            "give layers of the same model different names",
+        )
+
+
+def digest(tensors: Sequence[VariableTensor]) -> str:
+    """SHA-256 over the values in order, hexadecimal."""
+    return digest_of(np.ascontiguousarray(tensor.host_view()) for tensor in tensors)

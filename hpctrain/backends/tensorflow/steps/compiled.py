@@ -1,0 +1,166 @@
+"""What a Keras model brings along from ``compile``, or in a custom ``train_step``, as fields of its task."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from hpctrain.backends.tensorflow.task.by_name import MEANS, as_loss, refuse_masked
+from hpctrain.backends.tensorflow.task.holdings import optimizers_in
+from hpctrain.backends.tensorflow.task.overrides import trains_itself
+from hpctrain.config.combinations import Feature, refusal
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import KerasTask, first_field
+from hpctrain.tasks.user_errors import no_mean, not_called
+
+
+class CompiledLoss:
+    """A compiled model's loss, as a task's: loss(outputs, batch).
+
+    Args:
+        model: compiled with a loss.
+        fit_data: the task's.
+    """
+
+    def __init__(self, model: keras.Model, fit_data: Callable[[Mapping[str, Any]], Any]) -> None:
+        self.model = model
+        self.fit_data = fit_data
+
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        targets, weights = self.targets(batch)
+        refuse_masked(outputs)
+        value = self.model._compile_loss(targets, outputs, weights)
+        for one in self.model._compile_loss._flat_losses:
+            self.refuse_no_mean(one.loss, weights)
+        return value
+
+    def scores(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """(sum, weight) of compiled metrics, by name; in a TensorFlow function."""
+        compiled = self.model._compile_metrics
+        if compiled is None:
+            return {}
+        targets, weights = self.targets(batch)
+        compiled.reset_state()
+        compiled.update_state(targets, outputs, weights)
+        found = dict(zip(compiled.result(), compiled.metrics, strict=True))
+        require_means(found)
+        return {name: (metric.total.value, metric.count.value) for name, metric in found.items()}
+
+    def targets(self, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        """y and sample weights. Raises UserError if ``fit_data`` gives none."""
+        _, targets, weights = parts_of(self.fit_data, batch)
+        return targets, weights
+
+    def refuse_no_mean(self, loss: keras.losses.Loss, weights: Any) -> None:
+        """Raises UserError if one of the losses is not the mean over the samples."""
+        if loss.reduction not in MEANS:
+            raise no_mean(loss.name)
+        if weights is not None and loss.reduction == "mean_with_sample_weight":
+            raise UserError(
+                f"compile's loss {loss.name} divides by the sum of the sample weights, which ranks would do apart",
+                "leave its reduction at sum_over_batch_size, or give the task a loss that returns (sum, weight)",
+            )
+
+
+def require_means(metrics: Mapping[str, keras.metrics.Metric]) -> None:
+    """Raises UserError if one of a model's compiled metrics is not the mean over the samples."""
+    for name, metric in metrics.items():
+        if not isinstance(metric, keras.metrics.Mean):
+            raise UserError(
+                f"compile's metric {name} is of class {type(metric).__name__}, which is not a mean over the samples",
+                f"give it to the task instead: metrics={{{name!r}: {type(metric).__name__}()}}",
+            )
+
+
+def parts_of(fit_data: Callable[[Mapping[str, Any]], Any], batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """x, y and sample weights, or None. Raises UserError if ``fit_data`` gives something else."""
+    data = fit_data(dict(batch))
+    if not isinstance(data, tuple) or not 2 <= len(data) <= 3:
+        raise UserError(
+            f"compile's loss needs x, y and perhaps sample weights, and samples hold {', '.join(batch)}",
+            "say which is which: fit_data=lambda batch: (batch['x'], batch['y'])",
+        )
+    x, targets, weights = keras.utils.unpack_x_y_sample_weight(data)
+    return x, targets, weights
+
+
+def of_fit(fit_data: Callable[[Mapping[str, Any]], Any], model: keras.Model, batch: Mapping[str, Any]) -> Any:
+    """The model applied to what ``fit`` would give it."""
+    return model(keras.utils.unpack_x_y_sample_weight(fit_data(dict(batch)))[0])
+
+
+def of_compiled(fit_data: Callable[[Mapping[str, Any]], Any], model: keras.Model, batch: Mapping[str, Any]) -> Any:
+    """The same, if the loss of ``compile`` needs targets too."""
+    return model(parts_of(fit_data, batch)[0])
+
+
+def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
+    """The task with what its model brings along in place of fields that it leaves out; with a function as its loss.
+
+    Args:
+        task: as the user gave it.
+        fields: names of a sample's arrays.
+
+    Raises:
+        UserError: something is missing, or is there twice.
+    """
+    model = task.model
+    if not isinstance(model, keras.Model):
+        return dataclasses.replace(task, loss=as_loss(task.loss, fields))
+    if trains_itself(model):
+        return with_own_optimizers(task, fields)
+    if not model.compiled:
+        return dataclasses.replace(task, loss=as_loss(task.loss, fields))
+    optimizer = model.optimizer if task.optimizer is None else task.optimizer
+    if task.optimizer is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer  # compile wraps it for fp16, and the run scales the loss by itself
+    task = dataclasses.replace(task, optimizer=optimizer)
+    if task.loss is not None:
+        return dataclasses.replace(task, loss=as_loss(task.loss, fields))
+    if model._compile_loss is None:
+        raise UserError("neither the task nor compile has a loss", "give one: model.compile(optimizer, loss='mse')")
+    for one in keras.tree.flatten(model.loss):
+        if isinstance(one, type):
+            raise not_called(one.__name__)
+    if model._compile_metrics is not None:
+        given = keras.tree.flatten(
+            [model._compile_metrics._user_metrics, model._compile_metrics._user_weighted_metrics]
+        )
+        require_means({one.name: one for one in given if isinstance(one, keras.metrics.Metric)})
+    forward = functools.partial(of_compiled, task.fit_data) if task.forward is first_field else task.forward
+    return dataclasses.replace(task, loss=CompiledLoss(model, task.fit_data), forward=forward)
+
+
+def with_own_optimizers(task: KerasTask, fields: Sequence[str]) -> KerasTask:
+    """A task whose model trains itself, with all optimizers of the model, by path; '' is its ``optimizer``."""
+    model = task.model
+    found = optimizers_in(attributes(model))
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has a custom train_step, but no optimizer",
+            "compile the model before the task returns it: model.compile(optimizer=keras.optimizers.Adam(1e-3))",
+        )
+    if task.optimizer is not None and all(task.optimizer is not one for one in found.values()):
+        raise refusal({Feature.TRAIN_STEP: type(model).__name__, Feature.OTHER_OPTIMIZER: True})
+    optimizers = {"" if path == "optimizer" else path: one for path, one in found.items()}
+    loss = None if task.loss is None else as_loss(task.loss, fields)
+    forward = functools.partial(of_fit, task.fit_data) if task.forward is first_field else task.forward
+    return dataclasses.replace(task, optimizer=optimizers, loss=loss, forward=forward)
+
+
+def attributes(model: keras.Model) -> dict[str, Any]:
+    """Of a model, those that are not Keras' own first: what is found in several places is named by the first."""
+    return dict(sorted(vars(model).items(), key=lambda item: item[0].startswith("_")))
+
+
+def holders(task: KerasTask) -> dict[str, Any]:
+    """What sees each rank's own samples and may have state, by name."""
+    held = {"loss": task.model.loss if isinstance(task.loss, CompiledLoss) else task.loss, "forward": task.forward}
+    if isinstance(task.model, keras.Model) and trains_itself(task.model):
+        held |= {"model": attributes(task.model), "train_step": type(task.model).train_step}
+        held["metrics"] = list(task.model.metrics)
+    return held

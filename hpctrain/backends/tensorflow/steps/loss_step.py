@@ -1,0 +1,257 @@
+"""The program of a task with a model and a loss: an update as one TensorFlow function, in which ranks meet: forward,
+backward, exchange and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.tensorflow.performance import training_flops
+from hpctrain.backends.tensorflow.reduce.reducer import Reducer
+from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, Update, float64, on_device
+from hpctrain.backends.tensorflow.strategies.strategy import Prepared
+from hpctrain.backends.tensorflow.strategies.zero1.sharding import ShardedUpdate
+from hpctrain.backends.tensorflow.task.dry_call import try_training
+from hpctrain.backends.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.comm.group import Group
+from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, WEIGHT, read_slots
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.flops import Flops
+from hpctrain.train.framework import HostBatch, copied
+
+READ = 4
+"""Slots that are read after an update: LOSS to SQUARE."""
+
+
+class Judge:
+    """The host's side of an update: it marks the clock where ranks meet, and learns how the update went."""
+
+    def __init__(self, clock: StepClock, rule: UpdateRule) -> None:
+        self.clock = clock
+        self.rule = rule
+        self.own = (0.0, 0.0)
+        """Sum and weight of this rank's loss, divided by the samples of the global batch."""
+        self.norm: float | None = None
+        """L2 norm of the averaged gradient before clipping; None if the update was left out."""
+        self.finite = tf.Variable(True, trainable=False)
+        """Whether loss and gradient of the last update were finite; assigned by the update."""
+
+    def arrive(self) -> None:
+        """This rank's gradients are complete."""
+        self.clock.mark(Phase.BACKWARD)
+
+    def leave(self) -> None:
+        """The sums are there."""
+        self.clock.mark(Phase.EXCHANGE)
+
+    def hear(self, told: tf.Tensor) -> None:
+        """What an update reports; see Step.
+
+        Raises:
+            NotFinite: loss or gradient is not finite, and it is not the loss scale that is at fault.
+        """
+        loss, weight, *slots, arrived = told.numpy().tolist()
+        self.own = loss, weight
+        if arrived:
+            self.clock.mark_past(Phase.BACKWARD, time.time() - arrived)
+        square = slots[SQUARE]
+        self.norm = self.rule.decide(read_slots(slots), math.sqrt(square) if square >= 0 else math.nan).norm
+
+
+class Step:
+    """Updates with one reducer. TensorFlow calls Python where ranks meet, else never.
+
+    An update that is not finite is ended by an error of TensorFlow, and leaves ``Judge.finite`` False.
+
+    Both functions return what ``Judge.hear`` reads, in float64: LOSS and WEIGHT of this rank, the first READ slots of
+    the sums, and, on one rank, the time of day when the gradients were complete.
+    """
+
+    def __init__(self, passes: Passes, update: Update | ShardedUpdate, reducer: Reducer, judge: Judge) -> None:
+        self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
+        self.whole = Traced(self._whole, compiled=False)
+        """whole(batch, share, loss_scale): all of an update from one batch; arguments as those of Passes.gradients."""
+        self.travelling = passes.travelling
+        signature = [self.travelling.specs(), tf.TensorSpec((), tf.float64)]
+        self.complete = tf.function(self._complete, autograph=False, input_signature=signature)
+        """complete(gradients, loss_scale): the rest of an update, from this rank's gradients."""
+
+    def _whole(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
+        return self._complete(self.passes.gradients(batch, share, loss_scale), loss_scale)
+
+    def _complete(self, tensors: Sequence[tf.Tensor], loss_scale: tf.Tensor) -> tf.Tensor:
+        rows, (*gradients, own) = self.travelling.apart(tensors)
+        judge, arrived, alone = self.judge, tf.zeros((), tf.float64), not self.reducer.meets
+        if alone:  # Python is notified afterwards
+            with tf.device("CPU"), tf.control_dependencies([*gradients, *rows, tf.identity(own)]):
+                arrived = tf.timestamp()
+        with tf.control_dependencies([arrived] if alone else rows):
+            around = (None, None) if alone else (judge.arrive, None if rows else judge.leave)
+            *sums, slots = self.reducer.borrow([*gradients, own], *around)
+        if rows:
+            with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
+                rows = self.travelling.tables.sum([tf.identity(tensor) for tensor in rows], judge.leave)
+            square = tf.cast(self.travelling.tables.square(rows), slots.dtype)
+            slots += square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
+        plain = not judge.rule.needs_norm and self.passes.weighted is False
+        if plain:
+            finite, factor = tf.reduce_all(tf.math.is_finite(slots)), None
+        else:
+            finite, factor = decision(slots, loss_scale, judge.rule.clip_norm)
+        with tf.control_dependencies([*sums, *rows]):
+            if judge.rule.loss_scale is None:
+                with tf.control_dependencies([judge.finite.assign(finite, read_value=False)]):
+                    goes_on = tf.raw_ops.Assert(
+                        condition=finite, data=[finite]
+                    )  # unlike tf.cond, it costs next to nothing
+                with tf.control_dependencies([goes_on]):
+                    done = self._update(rows, sums, factor)
+            else:
+                done = tf.cond(finite, lambda: self._update(rows, sums, factor), lambda: tf.constant(True))
+        if self.reducer.lends:
+            with tf.control_dependencies([done]):
+                tf.raw_ops.Assert(condition=done, data=[*sums, slots])  # holds them until the update is done
+        told = tf.cast(tf.concat([own[: WEIGHT + 1], slots[:READ]], 0), tf.float64)
+        return tf.concat([told, [arrived]], 0)
+
+    def _update(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor], factor: tf.Tensor | None) -> tf.Tensor:
+        if factor is not None:
+            sums = [total * tf.cast(factor, total.dtype) for total in sums]
+            rows = self.travelling.tables.scaled(rows, factor)
+        elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
+            sums = [tf.raw_ops.DeepCopy(x=total) for total in sums]
+        return self.update.run(rows, sums)
+
+
+def decision(slots: tf.Tensor, loss_scale: tf.Tensor, clip_norm: float | None) -> tuple[tf.Tensor, tf.Tensor]:
+    """Whether loss and gradient are finite, and what the sums are to be multiplied by: as UpdateRule.decide says it.
+
+    Args:
+        slots: summed over the ranks.
+        loss_scale: float64.
+        clip_norm: largest norm, if there is one.
+    """
+    loss, weight, weighted, square = tf.unstack(tf.cast(slots[:READ], tf.float64))
+    divisor = tf.where((weighted != 0.0) & (weight != 0.0), weight, tf.ones_like(weight))
+    scaled = divisor * loss_scale
+    norm = tf.sqrt(square) / scaled
+    clip = tf.ones_like(norm) if clip_norm is None else tf.where(norm > clip_norm, clip_norm / norm, tf.ones_like(norm))
+    return tf.math.is_finite(loss / divisor) & tf.math.is_finite(norm), clip / scaled
+
+
+def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it computes with gradients only, as Keras' own do: a variable that is assigned one shares its memory."""
+    return type(optimizer).__module__.partition(".")[0] == "keras"
+
+
+@dataclass(eq=False)
+class LossProgram:
+    """See StepProgram. If the reducer has to be measured, that is done on the batch of the first update."""
+
+    task: KerasTask
+    passes: Passes
+    prepared: InitVar[Prepared]
+    """How gradients are exchanged."""
+    update: Update | ShardedUpdate
+    rule: UpdateRule
+    """Clipping and loss scale."""
+    batch_norms: BatchNorms
+    unchanged: Callable[[], contextlib.AbstractContextManager[None]]
+    """A context in which passes leave no trace."""
+    group: Group
+    clock: StepClock
+    choice: ReducerChoice
+    """How the reducer is chosen."""
+
+    def __post_init__(self, prepared: Prepared) -> None:
+        self.travelling, self.reducers, self.reducer = prepared.travelling, prepared.reducers, prepared.reducer
+        self.judge = Judge(self.clock, self.rule)
+        self.steps: Step | None = None
+
+    @property
+    def reducer_name(self) -> str | None:
+        return self.reducer.name if self.reducer else None
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 4 * self.travelling.pieces.layout.gradients
+
+    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
+        """Forward and backward are one function: their time is all Phase.BACKWARD."""
+        batches = [on_device(batch) for batch in micro_batches]
+        self.clock.mark(Phase.TO_DEVICE)
+        if self.reducer is None:
+            self.reducer = self._measure(batches, global_samples)
+        if self.steps is None or self.steps.reducer is not self.reducer:
+            self.steps = Step(self.passes, self.update, self.reducer, self.judge)
+        try:
+            with self.batch_norms.update(len(batches)):
+                share, scale = self._scalars(global_samples)
+                if len(batches) == 1:
+                    self.batch_norms.begin_micro_batch(0)
+                    told = self.steps.whole(batches[0], share, scale)
+                else:
+                    told = self.steps.complete(self._gradients(batches, global_samples), scale)
+                self.judge.hear(told)
+        except (tf.errors.OpError, NotFinite) as error:
+            if self.batch_norms.problem is not None:
+                raise self.batch_norms.problem from error
+            if isinstance(error, NotFinite) or not self.judge.finite.numpy():
+                own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
+                raise ranks_at_fault(self.group, bool(all(own))) from error
+            raise
+        self.clock.mark(Phase.OPTIMIZER)
+        loss, weight = self.judge.own
+        return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
+
+    def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
+        """The reducer that is fastest on these batches; rehearsals leave the model as it was."""
+        sums: dict[int, Callable[..., Any]] = {}
+
+        def rehearse(reducer: Reducer) -> None:
+            add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
+            with self.batch_norms.update(len(batches)):
+                _, pieces = self.travelling.apart(self._gradients(batches, global_samples))
+                np.asarray(add_up(pieces)[-1])  # waits for a device
+
+        with self.unchanged():
+            return self.choice.measured(self.reducers, rehearse)
+
+    def dry_call(self, batch: HostBatch) -> Flops | None:
+        try_training(self.task, self.passes, on_device(copied(batch)))
+        return training_flops(self.task, self.passes, on_device(copied(batch)))
+
+    def use(self, choice: ReducerChoice) -> None:
+        """Sums as this choice says, whose reducer is known. Collective."""
+        self.close()
+        self.choice = choice
+        self.reducer = choice.known(self.reducers)
+
+    def close(self) -> None:
+        if self.reducer:
+            self.reducer.close()
+            self.reducer = self.steps = None
+
+    def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
+        """This rank's contribution; zeros if its part of the batch is empty."""
+        tensors: list[tf.Tensor] = []
+        for index, batch in enumerate(batches):
+            self.batch_norms.begin_micro_batch(index)
+            more = self.passes.gradients(batch, *self._scalars(global_samples))
+            tensors = self.travelling.added(tensors, more) if tensors else more
+        return tensors or self.travelling.zeros()
+
+    def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Each sample's share, and the loss scale."""
+        return float64(1.0 / global_samples), float64(self.rule.scale)

@@ -1,0 +1,353 @@
+"""Models with a custom ``train_step``: each of their optimizers updates with gradients summed over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.backends.tensorflow.reduce.reducer import KerasReducers, Reducer, python_called
+from hpctrain.backends.tensorflow.reduce.sparse_sums import (
+    Gradients,
+    rows_read_alone,
+    rows_updated_alone,
+    sparse_variables,
+    updates_rows_alone,
+)
+from hpctrain.backends.tensorflow.state.tensors import model_tensors
+from hpctrain.backends.tensorflow.steps.passes import Applying, Tensors, Traced, refused_or_dense
+from hpctrain.backends.tensorflow.task.holdings import optimizers_in
+from hpctrain.backends.tensorflow.task.overrides import (
+    Apply,
+    evaluates_itself,
+    intercepted,
+    scalars,
+    tested,
+    written_by_own_values,
+)
+from hpctrain.backends.update import NotFinite
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.exchange_slots import SQUARE
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.tasks.user_errors import blamed, shapes
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.framework import StepSettings
+from hpctrain.train.state import Placement
+
+Variables = tuple[keras.Variable, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one ``apply`` of a step changes."""
+
+    optimizer: str
+    """Path in the model of ``by``."""
+    by: keras.optimizers.Optimizer
+    variables: Variables
+    """Those that have a gradient."""
+
+
+@dataclass
+class Tracing:
+    """One trace of ``train_step``."""
+
+    optimizers: Mapping[int, str]
+    """Path by identity of the model's optimizers."""
+    graph: tf.Graph
+    updates: list[Update] = field(default_factory=list)
+    done: list[tf.Tensor] = field(default_factory=list)
+    """The last exchange: the next one waits for it, so that all ranks exchange in the same order."""
+    summed: list[tf.Tensor] = field(default_factory=list)
+    """All tensors that came out of exchanges."""
+
+    def known(
+        self, optimizer: keras.optimizers.Optimizer, given: Any, variables: Any
+    ) -> tuple[list[Any], list[keras.Variable]]:
+        """Gradients and variables of an ``apply``, and notes it down. Raises UserError if it cannot be exchanged."""
+        if id(optimizer) not in self.optimizers:
+            raise UserError(
+                f"train_step applies gradients by the {type(optimizer).__name__} {optimizer.name!r}, which is not an "
+                "attribute of the model, so that its state would not be saved",
+                "keep the optimizer as an attribute of the model (self.d_optimizer), set in __init__ or compile",
+            )
+        name = self.optimizers[id(optimizer)]
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            raise UserError(
+                f"train_step applies gradients by {name} inside tf.cond or tf.while_loop, where ranks might not meet",
+                "apply them in every step, or in a Python loop; multiply gradients by 0 where nothing is to change",
+            )
+        variables = list(optimizer._trainable_variables if variables is None else variables)
+        gradients = list(given)
+        present = [one for gradient, one in zip(gradients, variables, strict=True) if gradient is not None]
+        if not present:
+            raise UserError(
+                f"train_step gives {name} no gradient at all: what it differentiates does not depend on the weights",
+                "compute the loss inside tf.GradientTape, by operations that have gradients, unlike argmax",
+            )
+        self.updates.append(Update(name, optimizer, tuple(present)))
+        return gradients, variables
+
+
+def new_tracing(task: KerasTask) -> Tracing:
+    """In the TensorFlow function that is being traced."""
+    optimizers = {id(one): path or "optimizer" for path, one in optimizers_in(task.optimizer).items()}
+    return Tracing(optimizers, tf.compat.v1.get_default_graph())
+
+
+def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[Update]:
+    """What ``train_step`` updates, and in which order: traces it, and computes nothing.
+
+    Builds optimizers and layers that are not built. No other rank is needed.
+
+    Args:
+        task: with the optimizers of its model.
+        batch: shapes and types of a batch.
+
+    Raises:
+        UserError: the step fails, or its gradients cannot be exchanged.
+    """
+    tracings: list[Tracing] = []
+
+    def call(tensors: Tensors) -> None:
+        tracing = new_tracing(task)
+        tracings.append(tracing)
+
+        def note(optimizer: keras.optimizers.Optimizer, apply: Apply, gradients: Any, variables: Any) -> None:
+            _, variables = tracing.known(optimizer, gradients, variables)
+            if not optimizer.built:
+                with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build(variables)
+
+        task.model.reset_metrics()
+        fix = f"train_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
+        with blamed("train_step of the model", fix), intercepted(note):
+            logs = task.model.train_step(task.fit_data(dict(tensors)))
+        scalars(logs, "train_step")
+        if not tracing.updates:
+            raise UserError(
+                "train_step of the model applies no gradients by an optimizer",
+                "call self.optimizer.apply_gradients(zip(gradients, self.trainable_weights)) in it",
+            )
+
+    tf.function(call, autograph=False).get_concrete_function(dict(batch))
+    return tracings[-1].updates
+
+
+def build_by_own_step(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
+    """Makes the weights of a model that trains itself, and its optimizers' state; nothing is computed."""
+    planned(task, {name: tf.TensorSpec((None, *one.shape[1:]), one.dtype) for name, one in specs(samples).items()})
+
+
+def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[Update]:
+    """What ``train_step`` updates. Raises UserError if it fails on a batch, or ``test_step`` does where it is used."""
+    updates = planned(task, specs(batch))
+    if task.validation is not None and evaluates_itself(task.model):
+        fix = f"test_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
+
+        def call(tensors: Tensors) -> None:
+            with blamed("test_step of the model", fix):
+                tested(task, tensors)
+
+        tf.function(call, autograph=False).get_concrete_function(specs(batch))
+    return updates
+
+
+def specs(batch: Mapping[str, NDArray[Any]]) -> dict[str, tf.TensorSpec]:
+    """Shapes and types of arrays."""
+    return {name: tf.TensorSpec(array.shape, tf.as_dtype(array.dtype)) for name, array in batch.items()}
+
+
+class Meeting:
+    """What happens on the host where ranks meet in a step."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+        self.own_finite: bool | None = None
+        """Of the exchange at which the step was ended by NotFinite; None if it was not."""
+
+    def arrive(self) -> None:
+        """This rank's gradients are complete."""
+        self.own_finite = None
+        self.clock.mark(Phase.BACKWARD)
+
+    def leave(self) -> None:
+        """The sums are there."""
+        self.clock.mark(Phase.EXCHANGE)
+
+    def stop(self, own: NDArray[Any]) -> np.bool_:
+        """Ends the step on all ranks: sums are not finite. ``own``: what is not finite either if its part is."""
+        self.own_finite = bool(np.isfinite(own))
+        raise NotFinite
+
+
+@dataclass(eq=False)
+class OwnStep:
+    """Runs a model's ``train_step``, traced once; in it, ranks meet at each ``apply`` of an optimizer."""
+
+    task: KerasTask
+    """Its ``optimizer`` holds those of the model, by path."""
+    config: StepSettings
+    group: Group
+    clock: InitVar[StepClock]
+    applying: Applying
+    updates: list[Update] | None = None
+    """Those of one step, once it has been planned."""
+    travelling: dict[Any, Gradients] = field(default_factory=dict)
+    reducers: dict[Any, Reducer] = field(default_factory=dict)
+    """By the variables whose gradients travel together."""
+
+    def __post_init__(self, clock: StepClock) -> None:
+        self.meeting = Meeting(clock)
+        self.must_agree = self.group.size > 1
+        """Whether weights that the step changes by this rank's own values are refused: on one rank it may."""
+        self.run = Traced(self._run, compiled=False)
+        """run(batch, share) -> {name: scalar}: ``share`` is this rank's part of the global batch."""
+
+    def plan(self, batch: Mapping[str, NDArray[Any]]) -> None:
+        """Tries a step on a batch, and notes what it updates; see ``try_own_step``."""
+        self.updates = try_own_step(self.task, batch)
+
+    def open(self, choice: ReducerChoice) -> None:
+        """Makes the reducers of a planned step. Collective.
+
+        Raises:
+            UserError: ranks would exchange other gradients than rank 0.
+        """
+        updates = self.updates or []
+        described = [(one.optimizer, [variable.path for variable in one.variables]) for one in updates]
+        everywhere = self.group.allgather(described, "compare what their train_step updates")
+        odd = [rank for rank, each in enumerate(everywhere) if each != everywhere[0]]
+        if odd:
+            raise UserError(
+                f"train_step of rank {odd[0]} updates other weights than that of rank 0, or in another order",
+                "make the same updates on every rank: only data may depend on the rank",
+            )
+        self.travelling = {key(one.variables): self._travelling(one) for one in updates}
+        largest, *others = sorted(self.travelling, key=lambda each: -self.travelling[each].pieces.layout.gradients)
+        reducers = {each: KerasReducers(gradients.pieces) for each, gradients in self.travelling.items()}
+        zeros = self.travelling[largest].pieces.zeros()
+        first = choice.reducer(reducers[largest], lambda reducer: np.asarray(reducer.sum(zeros)[-1]))
+        self.reducers = {largest: first}
+        for each in others:
+            self.reducers[each] = reducers[each].open(Candidate.parse(first.name), self.group)
+
+    def _travelling(self, update: Update) -> Gradients:
+        """Its gradients. Collective."""
+        sparse = sparse_variables(update.variables, self.task.model, update.by, self.config, self.group.size)
+        return Gradients(update.variables, sparse, self.group)
+
+    def _tables_by_rows(self) -> list[keras.Variable]:
+        """Those that an optimizer updates by rows alone."""
+        by_rows = [one for one in self.updates or [] if updates_rows_alone(one.by)]
+        return [table for one in by_rows for table in self.travelling[key(one.variables)].rows_of]
+
+    def close(self) -> None:
+        """Releases the reducers."""
+        while self.reducers:
+            self.reducers.popitem()[1].close()
+        while self.travelling:
+            self.travelling.popitem()[1].close()
+
+    @property
+    def reducer_name(self) -> str | None:
+        """Of all of them."""
+        return next((reducer.name for reducer in self.reducers.values()), None)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one step."""
+        known = self.travelling
+        return 4 * sum(known[key(one.variables)].pieces.layout.gradients for one in self.updates or [] if known)
+
+    def _run(self, batch: Tensors, share: tf.Tensor) -> dict[str, tf.Tensor]:
+        tracing = new_tracing(self.task)
+
+        def exchange(optimizer: keras.optimizers.Optimizer, apply: Apply, gradients: Any, variables: Any) -> None:
+            gradients, variables = tracing.known(optimizer, gradients, variables)
+            self.applying.apply(apply, self._summed(tracing, share, optimizer, gradients, variables), variables)
+
+        model = self.task.model
+        model.reset_metrics()
+        with intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
+            logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
+        self.applying.follow(model.trainable_variables)
+        if self.must_agree:
+            self._refuse_own_values(tracing, list(batch.values()))
+        return logs
+
+    def _summed(
+        self,
+        tracing: Tracing,
+        share: tf.Tensor,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+        variables: Sequence[keras.Variable],
+    ) -> list[Any]:
+        """Means over the samples of the global batch, in place of those over this rank's part."""
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        known = key(tuple(variables[index] for index in present))
+        if known not in self.reducers:
+            raise UserError(
+                f"train_step updates other weights by {tracing.updates[-1].optimizer} than it did when it was planned",
+                "make the same updates in every step",
+            )
+        travelling, reducer = self.travelling[known], self.reducers[known]
+        given = [gradients[each] for each in present]
+        ready = refused_or_dense(travelling, [variables[each] for each in present], given, self.config.reduce.sparse)
+        rows, pieces = travelling.apart(travelling.pack_with(ready, {}))
+        part = tf.cast(share, travelling.pieces.dtype)
+        rows = travelling.tables.scaled(rows, part)
+        *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # 0 of a rank without samples
+        meeting, leave = self.meeting, self.meeting.leave if reducer.meets else None
+        with tf.control_dependencies([*mine, *rows, *tracing.done]):
+            slots = tf.identity(slots)
+            *sums, slots = reducer.sum([*mine, slots], meeting.arrive, None if rows else leave)
+        own_rows = rows
+        if rows:
+            with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
+                rows = travelling.tables.sum([tf.identity(tensor) for tensor in rows], leave)
+        square = slots[SQUARE] + tf.cast(travelling.tables.square(rows), slots.dtype)
+
+        def stop() -> tf.Tensor:
+            norms = [tf.cast(tf.nn.l2_loss(one), slots.dtype) for one in (*mine, *own_rows[1::2])]
+            return python_called(meeting.stop, [tf.add_n(norms)], tf.bool)
+
+        with tf.control_dependencies([*sums, *rows]):
+            tracing.done = [tf.cond(tf.math.is_finite(square), lambda: tf.constant(True), stop)]
+        with tf.control_dependencies(tracing.done):
+            sums, rows = [tf.identity(total) for total in sums], [tf.identity(tensor) for tensor in rows]
+        tracing.summed += [*sums, *rows]
+        found: list[Any] = [None] * len(variables)
+        totals = travelling.unpack(rows, sums, updates_rows_alone(optimizer))
+        for each, total in zip(present, totals, strict=True):
+            found[each] = total
+        return found
+
+    def _refuse_own_values(self, tracing: Tracing, inputs: Sequence[tf.Tensor]) -> None:
+        """Raises UserError if the step writes into weights what it has computed from this rank's samples."""
+        weights = [one for one in model_tensors(self.task.model) if one.placement is Placement.REPLICATED]
+        slots = [one.value for each in optimizers_in(self.task.optimizer).values() for one in each.variables]
+        variable = written_by_own_values(
+            tracing.graph, inputs, [*(one.variable for one in weights), *slots], tracing.summed
+        )
+        if variable is not None:
+            names = {id(one.variable): one.name.removeprefix("model/") for one in weights}
+            raise UserError(
+                f"train_step changes {names.get(id(variable), variable.name)} by values computed from this rank's "
+                "samples, and not by an optimizer: the weights of the ranks would differ",
+                "change trained and frozen weights by optimizer.apply_gradients, or by values equal on all ranks",
+            )
+
+
+def key(variables: Sequence[keras.Variable]) -> tuple[int, ...]:
+    """Of those whose gradients travel together."""
+    return tuple(id(variable) for variable in variables)

@@ -1,0 +1,358 @@
+"""Forward, backward and update of a Keras task as TensorFlow functions, each traced once for batches of any size."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, cast
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.backends.tensorflow.reduce.sparse_sums import (
+    Gradients,
+    rows_read_alone,
+    rows_updated_alone,
+    updates_rows_alone,
+)
+from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
+from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, predicts_itself, tested
+from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm
+from hpctrain.config.sections import TrainConfig
+from hpctrain.data.dataset import Samples
+from hpctrain.errors import UserError
+from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.tasks.user_errors import words
+from hpctrain.train.framework import HostBatch
+
+Tensors = Mapping[str, tf.Tensor]
+_AS_GRAPH = tf.__internal__.autograph.control_status_ctx()
+"""AutoGraph's state outside of every TensorFlow function, in which it converts what it is asked to."""
+
+
+class Traced:
+    """A TensorFlow function of a batch with any number of samples: a smaller last batch is not traced again."""
+
+    def __init__(self, function: Callable[..., Any], compiled: bool) -> None:
+        self.function = tf.function(function, jit_compile=compiled or None, autograph=False)
+        self.by_structure: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, batch: Tensors, *scalars: tf.Tensor) -> Any:
+        structure = tuple((name, value.dtype, *value.shape[1:]) for name, value in batch.items())
+        if structure not in self.by_structure:
+            self.by_structure[structure] = self._trace(batch, scalars)
+        return self.by_structure[structure](dict(batch), *scalars)
+
+    def _trace(self, batch: Tensors, scalars: Sequence[tf.Tensor]) -> Any:
+        spec = {name: tf.TensorSpec((None, *value.shape[1:]), value.dtype) for name, value in batch.items()}
+        try:
+            return self.function.get_concrete_function(spec, *[tf.TensorSpec((), scalar.dtype) for scalar in scalars])
+        except Exception as error:  # AutoGraph wraps errors of the code that it traces
+            if isinstance(error.__context__, UserError):
+                raise error.__context__ from None
+            if "ag_error_metadata" in vars(error):
+                what = f"the task cannot be traced: {type(error).__name__}: {words(error)}{traced_line(error)}"
+                raise UserError(
+                    what, "use TensorFlow or Keras operations there: this code runs once, as a graph"
+                ) from error
+            raise
+
+
+def traced_line(error: Any) -> str:
+    """' (task.py:12)': the innermost line of the user's that AutoGraph has converted."""
+    frames = [frame for frame in error.ag_error_metadata.translated_stack if frame.is_converted]
+    return f" ({PurePath(frames[0].filename).name}:{frames[0].lineno}: `{frames[0].code}`)" if frames else ""
+
+
+def converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss or metric of a task, with Python's ``if`` and ``for`` of tensors made operations of the graph.
+
+    The code around it has none: to convert that as well would take longer than to trace it.
+    """
+    if isinstance(function, CompiledLoss) or not tf.inside_function():
+        return function
+    return cast(Callable[..., Any], tf.__internal__.autograph.tf_convert(function, _AS_GRAPH))
+
+
+class InMode(keras.Layer):
+    """Calls a function as an outer layer would: every layer called in it learns whether it trains."""
+
+    def __init__(self, function: Callable[[Tensors], Any]) -> None:
+        super().__init__(dtype="float32", autocast=False)
+        self.function = function
+
+    def call(self, batch: Tensors, training: bool | None = None) -> Any:
+        """What the function makes of the batch."""
+        return self.function(batch)
+
+    def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Weights that layers make inside have the paths that they would have without this one around them."""
+        return contextlib.nullcontext()
+
+
+class Passes:
+    """What is computed from one batch of one task."""
+
+    def __init__(
+        self,
+        task: KerasTask,
+        travelling: Gradients,
+        sparse: str,
+        compiled: bool,
+        averages: Sequence[tf.Variable] = (),
+        joint: SyncBatchNorm | None = None,
+    ) -> None:
+        """
+        Args:
+            travelling: the trainable variables' gradients.
+            sparse: ``reduce.sparse``.
+            compiled: let XLA compile the forward and backward pass.
+            averages: what evaluation and prediction use in place of the trainable variables, if there are any.
+            joint: what joins the statistics of BatchNormalization layers, if that is wanted on several ranks.
+        """
+        self.joint = joint
+        self.task = task
+        self.variables = task.model.trainable_variables
+        self.travelling = travelling
+        by_rows = bool(travelling.rows_of) and updates_rows_alone(task.optimizer)
+        self.by_rows = travelling.rows_of if by_rows else []
+        """Tables that are updated by rows alone."""
+        self.sparse = sparse
+        self.weighted: bool | None = None
+        """Whether the task's loss gives a weight, once it is known."""
+        self.averages = averages
+        self.gradients = Traced(self._gradients if joint is None else self._joint_gradients, compiled)
+        """gradients(batch, share, loss_scale) -> what travels: of the loss' sum over the batch times both.
+
+        ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
+        """
+        self.evaluate = Traced(self._evaluate, compiled)
+        """evaluate(batch) -> {name: (sum, weight)}, and the outputs."""
+        self.predict = Traced(self._predict, compiled)
+        """predict(batch) -> outputs, as the model gives them."""
+
+    def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = self._loss(self.outputs(batch, training=True), batch)
+            share, loss_scale = tf.cast(share, loss.total.dtype), tf.cast(loss_scale, loss.total.dtype)
+            target = loss.total * share * loss_scale
+        self.weighted = loss.weighted
+        refuse_late_weights(self.variables, self.task.model)
+        gradients = tape.gradient(target, [variable.value for variable in self.variables])
+        if all(gradient is None for gradient in gradients):
+            raise loss_of_nothing()
+        known = refused_or_dense(self.travelling, self.variables, gradients, self.sparse)
+        slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
+        return self.travelling.pack_with(known, slots)
+
+    def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
+        assert self.joint is not None, "see __init__"
+        with self.joint.traced():
+            return self.joint.before(self._gradients(batch, share, loss_scale))
+
+    def _evaluate(self, batch: Tensors) -> tuple[dict[str, tuple[tf.Tensor, tf.Tensor]], Any]:
+        with self._average_weights():
+            if evaluates_itself(self.task.model):
+                return tested(self.task, batch), ()
+            outputs = self.outputs(batch, training=False)
+            judged = {name: converted(metric)(outputs, batch) for name, metric in self.task.mean_metrics.items()}
+            if isinstance(self.task.loss, CompiledLoss):
+                judged |= self.task.loss.scores(outputs, batch)
+            scores = {name: score_of(score, batch) for name, score in judged.items()}
+            scores["loss"] = self._loss(outputs, batch)
+        return {name: (score.total, score.weight) for name, score in scores.items()}, outputs
+
+    def _predict(self, batch: Tensors) -> Any:
+        with self._average_weights():
+            if predicts_itself(self.task.model):
+                outputs = self.task.model.predict_step(self.task.fit_data(dict(batch)))
+                return tf.nest.map_structure(full_precision, outputs)
+            return self.outputs(batch, training=False)
+
+    def _average_weights(self) -> contextlib.AbstractContextManager[Any]:
+        pairs = zip(self.task.model.trainable_variables, self.averages, strict=False)
+        values = [(variable, tf.cast(average, variable.dtype)) for variable, average in pairs]
+        return keras.StatelessScope(values, collect_losses=True) if values else contextlib.nullcontext()
+
+    def outputs(self, batch: Tensors, training: bool) -> Any:
+        """Of the model, in full precision."""
+        self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
+        with rows_read_alone(self.by_rows):
+            outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
+        return None if outputs is None else tf.nest.map_structure(full_precision, outputs)
+
+    def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
+        """The task's loss and the model's own penalties, which weigh as much as the samples do."""
+        loss = score_of(converted(self.task.loss)(outputs, batch), batch)
+        penalties = [tf.cast(penalty, loss.total.dtype) for penalty in self.task.model.losses]
+        return replace(loss, total=loss.total + loss.weight * tf.add_n(penalties)) if penalties else loss
+
+
+def loss_of_nothing() -> UserError:
+    """A loss without gradients."""
+    return UserError(
+        "loss does not depend on the weights of the Keras model: nothing would be trained",
+        "compute it from the outputs with Keras or TensorFlow operations that have gradients, unlike argmax and NumPy",
+    )
+
+
+def refused_or_dense(
+    travelling: Gradients, variables: Sequence[keras.Variable], gradients: Sequence[Any], sparse: str
+) -> list[Any]:
+    """Gradients as they are exchanged: those of tables as they are, all others dense.
+
+    Args:
+        sparse: ``reduce.sparse``.
+
+    Raises:
+        UserError: a gradient is sparse, and that is refused.
+    """
+    triples = zip(travelling.is_table, variables, gradients, strict=True)
+    return [given if is_table else dense(variable, given, sparse) for is_table, variable, given in triples]
+
+
+def dense(variable: keras.Variable, gradient: Any, sparse: str) -> tf.Tensor:
+    """A gradient; zeros for None. Raises UserError if it is sparse and that is refused."""
+    if gradient is None:
+        return tf.zeros(variable.shape)
+    if isinstance(gradient, tf.IndexedSlices) and sparse == "refuse":
+        raise UserError(
+            f"the gradient of {variable.path} is sparse, and reduce.sparse is refuse",
+            "set reduce.sparse: densify, or compute the gradient densely",
+        )
+    return tf.convert_to_tensor(gradient)
+
+
+def refuse_late_weights(known: Sequence[keras.Variable], model: keras.Model) -> None:
+    """Raises UserError if a forward pass made weights that no optimizer and no other rank knows."""
+    ids = {id(variable) for variable in known}
+    late = [variable.path for variable in model.trainable_variables if id(variable) not in ids]
+    if late:
+        raise UserError(
+            f"the model made the weight {late[0]} in its first training step, too late to be trained",
+            "call each layer once before the task returns, or in every forward pass",
+        )
+
+
+@dataclass(frozen=True)
+class BatchScore:
+    """What a loss or metric says of one batch."""
+
+    total: tf.Tensor
+    """Sum over the batch."""
+    weight: tf.Tensor
+    """What to divide the sum by for a mean: samples, or what the task gave."""
+    weighted: bool
+    """Whether the task gave the weight."""
+
+
+def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> BatchScore:
+    """Reads what a task's loss or metric returned; raises UserError if it is neither a scalar nor (sum, weight)."""
+    weighted = isinstance(score, (tuple, list)) and len(score) == 2
+    scalars = [tf.convert_to_tensor(part) for part in (score if weighted else [score])]
+    dtype = tf.float64 if scalars[0].dtype == tf.float64 else tf.float32
+    scalars = [tf.cast(scalar, dtype) for scalar in scalars]
+    if any(scalar.shape.rank != 0 for scalar in scalars):
+        raise UserError(
+            f"{name} returned {' and '.join(f'a tensor of shape {list(scalar.shape)}' for scalar in scalars)}",
+            "return its mean over the samples, a scalar, or (sum, weight), two scalars",
+        )
+    if weighted:
+        return BatchScore(scalars[0], tf.stop_gradient(scalars[1]), True)
+    samples = tf.cast(tf.shape(next(iter(batch.values())))[0], dtype)
+    return BatchScore(scalars[0] * samples, samples, False)
+
+
+def full_precision(value: tf.Tensor) -> tf.Tensor:
+    """Half-precision outputs in float32, for losses and files; their masks stay."""
+    if value.dtype not in (tf.float16, tf.bfloat16):
+        return value
+    cast, mask = tf.cast(value, tf.float32), keras.src.backend.get_keras_mask(value)
+    if mask is not None:
+        keras.src.backend.set_keras_mask(cast, mask)
+    return cast
+
+
+class Applying:
+    """What every update of weights goes through, whichever program makes it, under whichever strategy: here is the
+    place for what changes gradients.
+
+    Args:
+        train: what the run file says of updates.
+        averages: moving averages of all trained variables, in float32; empty without an EMA.
+    """
+
+    def __init__(self, train: TrainConfig, averages: Sequence[tf.Variable] = ()) -> None:
+        self.train, self.averages = train, averages
+
+    def apply(self, apply: Apply, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
+        """Has an optimizer apply means over the global batch.
+
+        Args:
+            apply: the optimizer's.
+            gradients: of each variable; of a table that is updated by rows IndexedSlices, and None of what stays.
+            variables: whole, or the rows of them that this rank updates, which have the path of the whole.
+        """
+        pairs = zip(gradients, variables, strict=True)
+        apply([None if given is None else tf.cast(given, variable.dtype) for given, variable in pairs], variables)
+
+    def follow(self, variables: Sequence[keras.Variable]) -> None:
+        """Moves averages on by one update of all trained variables, if there are any."""
+        for average, variable in zip(self.averages, variables, strict=False):
+            difference = average - tf.cast(variable.value, tf.float32)
+            average.assign_sub(difference * (1.0 - (self.train.ema_decay or 0.0)))
+
+
+@dataclass(eq=False)
+class Update:
+    """The optimizer's step, then the EMA of the weights."""
+
+    optimizer: keras.optimizers.Optimizer
+    variables: Sequence[keras.Variable]
+    travelling: Gradients
+    applying: Applying
+
+    def __post_init__(self) -> None:
+        self.run = tf.function(self._run, jit_compile=self.applying.train.compile or None, autograph=False)
+        """run(rows, pieces) -> True: with gradients of the global batch; slots are left out."""
+
+    def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        gradients = self.travelling.unpack(rows, pieces, updates_rows_alone(self.optimizer))
+        with rows_updated_alone():
+            self.applying.apply(self.optimizer.apply, gradients, self.variables)
+        self.applying.follow(self.variables)
+        return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # of one that accumulates it is not a variable
+
+
+class TensorFlowMemory:
+    """See train.framework.HostMemory: TensorFlow copies by itself."""
+
+    def place(self, samples: Samples) -> Samples:
+        return samples
+
+    def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Written to, so that the first snapshot does not pay for it."""
+        return np.full(num_bytes, 0, np.uint8) if given is None else given
+
+    def synchronize(self) -> None:
+        """Copies are complete when ``copy_into`` returns."""
+
+
+def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
+    """A host batch as tensors in separate memory: a variable of the model that is assigned one keeps it.
+
+    For a process in which TensorFlow has begun, as models have it begin. 2 us for each, where tf.constant takes 10.
+    """
+    return {name: tf.__internal__.EagerTensor(array.copy(), None, None) for name, array in batch.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def float64(value: float) -> tf.Tensor:
+    """A scalar; most steps need the same ones."""
+    return tf.constant(value, tf.float64)

@@ -1,0 +1,270 @@
+"""Asks a Keras optimizer how its variables may be sharded over ranks: copies of it are tried on small ones.
+
+All variables are tried at once, under their own names, since some optimizers (Muon) choose by the name what they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from numpy.typing import NDArray
+
+from hpctrain.backends.tensorflow.strategies.zero1.sharded import build_on, flat, slots_of, stand_in
+from hpctrain.errors import UserError
+from hpctrain.parallel.sharded import LEAST_RATE, STEPS, small, uneven_rows
+
+VECTOR = 32
+"""Elements, or a multiple of what a core computes at once. Kernels may round what is beyond in another way (a root, in
+its last bit): that says nothing of the optimizer."""
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """How the variables of an optimizer may be sharded."""
+
+    is_alone: bool
+    """Whether the update of each depends on nothing of others: else they cannot be sharded at all."""
+    by_rows: tuple[bool, ...]
+    """Of each variable, whether its rows are updated apart from each other, with the same bits."""
+    common: frozenset[str]
+    """Slots that are not cut with the rows."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A variable's stand-in."""
+
+    weight: keras.Variable
+    value: NDArray[Any]
+    gradients: tuple[NDArray[Any], ...]
+    """Of each step."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of some variables in a few steps."""
+
+    values: Mapping[int, NDArray[Any]]
+    """By index."""
+    slots: Mapping[int, Mapping[str, NDArray[Any]]]
+    others: Sequence[NDArray[Any]]
+    """Variables of the optimizer that belong to none of them."""
+
+
+def try_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> OptimizerTraits:
+    """Updates small variables whole, some of them without the others, and cut into rows. Changes nothing.
+
+    Args:
+        optimizer: as the task made it, not built.
+        variables: those that it is to update.
+
+    Raises:
+        UserError: it cannot be copied, or fails.
+    """
+    random = np.random.default_rng(1)
+    steps = STEPS * (optimizer.gradient_accumulation_steps or 1)
+    rate = rate_of(optimizer)
+    every = {index: drawn(variable, random, steps, min(1.0, 10 * rate)) for index, variable in enumerate(variables)}
+    try:
+        with names_kept():
+            kinds = kinds_of(Copy(optimizer, rate, every).trial().slots, every)
+            chosen = [members[0] for members in kinds] if len(kinds) > 1 else kinds[0][:2]
+            tried = {index: every[index] for index in chosen}
+            whole = run(optimizer, rate, tried)
+            halves = [dict(list(tried.items())[first::2]) for first in range(2)]
+            beside = [run(optimizer, rate, half) for half in halves if half]
+            parts = [run(optimizer, rate, some) for some in cut(tried)]
+    except Exception as error:
+        raise UserError(
+            f"{type(optimizer).__name__} fails on small copies of its variables, by which it is tried before its state "
+            f"is sharded: {type(error).__name__}: {error}",
+            "use an optimizer that can be copied and updates what apply gives it, or leave parallel.shard out",
+        ) from error
+    common = frozenset(
+        name
+        for index, slots in whole.slots.items()
+        for name, slot in slots.items()
+        if slot.shape != every[index].value.shape
+    )
+    by_rows = [False] * len(variables)
+    for members in kinds:
+        goes = all(goes_by_rows(tried[index], index, whole, parts, common) for index in members if index in tried)
+        for index in members:
+            plain = variables[index].constraint is None and not variables[index].overwrite_with_gradient
+            by_rows[index] = goes and plain and not optimizer.clipnorm
+    is_alone = all(found_in(trial, whole) for trial in beside)
+    return OptimizerTraits(
+        is_alone and all(equal(trial.others, whole.others) for trial in parts), tuple(by_rows), common
+    )
+
+
+def kinds_of(slots: Mapping[int, Mapping[str, NDArray[Any]]], every: Mapping[int, Tried]) -> list[list[int]]:
+    """Indices of variables that an optimizer treats in the same way: of one shape and type and the same slots,
+    whose names differ in numbers only."""
+    found: dict[object, list[int]] = {}
+    for index, one in every.items():
+        made = tuple(sorted((name, slot.shape) for name, slot in slots[index].items()))
+        name = re.sub(r"\d", "", one.weight.path)
+        found.setdefault((one.value.shape, one.weight.dtype, name, made), []).append(index)
+    return list(found.values())
+
+
+def cut(tried: Mapping[int, Tried]) -> Iterator[dict[int, Tried]]:
+    """First the first parts of all variables, and so on; some have fewer than others."""
+    cuts = {index: cuts_of(one.value.shape) for index, one in tried.items()}
+    for number in range(max(map(len, cuts.values()))):
+        yield {index: part_of(one, cuts[index][number]) for index, one in tried.items() if number < len(cuts[index])}
+
+
+def found_in(some: Trial, whole: Trial) -> bool:
+    """Whether variables came out bitwise as they did together with others."""
+    return (
+        equal(some.others, whole.others)
+        and all(equal([value], [whole.values[index]]) for index, value in some.values.items())
+        and all(same_slots(slots, whole.slots[index]) for index, slots in some.slots.items())
+    )
+
+
+def goes_by_rows(tried: Tried, index: int, whole: Trial, parts: Sequence[Trial], common: frozenset[str]) -> bool:
+    """Whether rows that were updated apart are, with their slots, what the whole variable is, bit for bit."""
+    own = [part for part in parts if index in part.values]
+    first = np.asarray(tf.cast(tried.value, tried.weight.dtype))
+    if len(own) < 2 or equal([whole.values[index]], [first]):
+        return False
+    if not equal([whole.values[index]], [np.concatenate([part.values[index] for part in own])]):
+        return False
+    for name, slot in whole.slots[index].items():
+        if any(name not in part.slots[index] for part in own):
+            return False
+        cut = [part.slots[index][name] for part in own]
+        if name in common:
+            if not all(equal([each], [slot]) for each in cut):
+                return False
+            continue
+        shapes = [part.values[index].shape for part in own]
+        if [each.shape for each in cut] != shapes or not equal([np.concatenate(cut)], [slot]):
+            return False
+    return True
+
+
+def drawn(variable: keras.Variable, random: np.random.Generator, steps: int, scale: float) -> Tried:
+    """A small variable of the same kind."""
+    shape = even(small(tuple(variable.shape)))
+    gradients = tuple(random.choice([1.0, 3.0]) * random.normal(size=shape) for _ in range(steps))
+    return Tried(variable, scale * np.asarray(random.normal(size=shape)), gradients)
+
+
+def even(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """With rows, or parts of a vector, that fill VECTOR."""
+    if not shape or shape[0] < 2:
+        return shape
+    count = -(-shape[-1] // VECTOR)
+    return (*shape[:-1], VECTOR * (count if len(shape) > 1 else max(3, count)))
+
+
+def cuts_of(shape: tuple[int, ...]) -> list[slice]:
+    """Uneven parts of the first axis, of a vector in multiples of VECTOR."""
+    if len(shape) != 1 or shape[0] < 2:
+        return uneven_rows(shape)
+    return [slice(VECTOR * one.start, VECTOR * one.stop) for one in uneven_rows((shape[0] // VECTOR,))]
+
+
+def part_of(tried: Tried, rows: slice) -> Tried:
+    """Rows of it; a number stays as it is."""
+    if not tried.value.ndim:
+        return tried
+    return replace(tried, value=tried.value[rows], gradients=tuple(one[rows] for one in tried.gradients))
+
+
+class Copy:
+    """A copy of an optimizer, built of stand-ins.
+
+    Args:
+        optimizer: not built.
+        rate: in place of the rate of a schedule, or of 0.
+        every: its variables, by index.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, rate: float, every: Mapping[int, Tried]) -> None:
+        self.every = every
+        self.optimizer = copied(optimizer)
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            self.optimizer.learning_rate = lambda: tf.constant(rate, tf.float32)
+        elif not float(optimizer.learning_rate):
+            self.optimizer.learning_rate = rate
+        self.parts = [stand_in(one.weight, one.value) for one in every.values()]
+        build_on(self.optimizer, [one.weight for one in every.values()], self.parts)
+
+    def step(self, number: int) -> None:
+        """One update."""
+        given = [tf.cast(one.gradients[number], part.dtype) for one, part in self.pairs()]
+        self.optimizer.apply(given, self.parts)
+
+    def trial(self) -> Trial:
+        """How they stand."""
+        index_of = {flat(one.weight.path): index for index, one in self.every.items()}
+        slots: dict[int, dict[str, NDArray[Any]]] = {index: {} for index in self.every}
+        others = []
+        for variable, slot, weight in slots_of(self.optimizer, list(index_of)):
+            if weight:
+                slots[index_of[weight]][slot] = np.asarray(variable.value)
+            else:
+                others.append(np.asarray(variable.value))
+        return Trial({i: np.asarray(part.value) for i, part in zip(self.every, self.parts, strict=True)}, slots, others)
+
+    def pairs(self) -> Iterator[tuple[Tried, keras.Variable]]:
+        """Stand-ins, and the variables that they are here."""
+        return zip(self.every.values(), self.parts, strict=True)
+
+
+def run(optimizer: keras.optimizers.Optimizer, rate: float, every: Mapping[int, Tried]) -> Trial:
+    """What comes of all steps of a copy."""
+    own = Copy(optimizer, rate, every)
+    for number in range(len(next(iter(every.values())).gradients)):
+        own.step(number)
+    return own.trial()
+
+
+def copied(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """With the same settings and separate variables. Keras' own way of copying knows registered classes alone."""
+    own: keras.optimizers.Optimizer = object.__new__(type(optimizer))
+    strategy = optimizer._distribution_strategy
+    own.__dict__.update(copy.deepcopy(vars(optimizer), {id(optimizer): own, id(strategy): strategy}))
+    return own
+
+
+def rate_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """A learning rate with which something happens."""
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate)) or LEAST_RATE
+
+
+@contextlib.contextmanager
+def names_kept() -> Iterator[None]:
+    """Keras numbers variables without a name: those that are made later are called as if none had been made here."""
+    counted = global_state.get_global_attribute("object_name_uids")
+    before = None if counted is None else counted.copy()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", before)
+
+
+def same_slots(ones: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]]) -> bool:
+    """Bit for bit."""
+    return ones.keys() == others.keys() and all(equal([one], [others[name]]) for name, one in ones.items())
+
+
+def equal(ones: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> bool:
+    """Bit for bit."""
+    return len(ones) == len(others) and all(
+        one.shape == other.shape and one.tobytes() == other.tobytes() for one, other in zip(ones, others, strict=True)
+    )

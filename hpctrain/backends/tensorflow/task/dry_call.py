@@ -1,0 +1,66 @@
+"""A task's forward pass, loss and metrics on one batch, eagerly; errors name the field and the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
+from hpctrain.backends.tensorflow.steps.passes import BatchScore, Passes, Tensors, loss_of_nothing, score_of
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.tasks.user_errors import blamed, shapes
+
+
+def try_training(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+    """Raises UserError if the loss cannot be computed, or cannot be trained on."""
+    variables = [variable.value for variable in task.model.trainable_variables]
+    with tf.GradientTape() as tape:
+        scores = judged(passes, batch, loss_of(task), training=True)
+    if scores and all(gradient is None for gradient in tape.gradient(scores[0].total, variables)):
+        raise loss_of_nothing()
+
+
+def try_evaluation(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+    """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
+    metrics = {f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}
+    judged(passes, batch, loss_of(task) | metrics, training=False)
+    if isinstance(task.loss, CompiledLoss):
+        with blamed("metrics of compile", "compile the model with metrics of the targets that fit_data gives"):
+            task.loss.scores(passes.outputs(batch, training=False), batch)
+
+
+def loss_of(task: KerasTask) -> dict[str, Any]:
+    """By its field; a model that trains itself may have none."""
+    return {"loss": task.loss} if task.loss is not None else {}
+
+
+def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: bool) -> list[BatchScore]:
+    """What functions of the task's, by field, say of the model's outputs."""
+    fix = f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the first array"
+    with blamed("the model or forward", fix):
+        outputs = passes.outputs(batch, training)
+    if outputs is None:
+        raise UserError("the model or forward returned None", "return the outputs: a return is missing")
+    scores = []
+    for name, judge in judges.items():
+        told = f"outputs {describe(outputs)}, and the batch, a dict of {shapes(batch)}"
+        fix = f"{name} gets (outputs, batch){'' if training else ' in an evaluation'}: {told}"
+        with blamed(name, fix):
+            score = judge(outputs, batch)
+        if score is None:
+            raise UserError(f"{name} returned None", "a return is missing: return a scalar, or (sum, weight)")
+        with blamed(name, "return its mean over the samples, a scalar, or (sum, weight), two scalars"):
+            scores.append(score_of(score, batch, name))
+    return scores
+
+
+def describe(outputs: Any) -> str:
+    """Shapes and types, in words."""
+    if isinstance(outputs, Mapping):
+        return f"a dict of {shapes(outputs)}"
+    if isinstance(outputs, tf.Tensor):
+        return f"a tensor of shape {list(outputs.shape)}"
+    return f"a {type(outputs).__name__}"

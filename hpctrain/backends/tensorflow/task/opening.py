@@ -1,0 +1,160 @@
+"""From a KerasTask to a framework: what it uses is checked, variables get names, and ranks the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.named_state import require_same_model
+from hpctrain.backends.tensorflow.framework import KerasEvaluator, KerasFramework, StepProgram, keras_meters
+from hpctrain.backends.tensorflow.reduce.reducer import HostReducer, broadcast
+from hpctrain.backends.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.backends.tensorflow.state.source import KerasState, Named, Rates, own_learning_rate
+from hpctrain.backends.tensorflow.state.tensors import require_different_names
+from hpctrain.backends.tensorflow.steps.compiled import holders
+from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
+from hpctrain.backends.tensorflow.steps.own_step import OwnStep
+from hpctrain.backends.tensorflow.steps.passes import Applying, Passes
+from hpctrain.backends.tensorflow.steps.train_step import TrainStepProgram
+from hpctrain.backends.tensorflow.strategies import whole
+from hpctrain.backends.tensorflow.strategies.strategy import Opening, Planner, Prepared
+from hpctrain.backends.tensorflow.strategies.zero1 import strategy as zero1
+from hpctrain.backends.tensorflow.task.holdings import Holdings, KerasLeaves, optimizers_in
+from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
+from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm, joint_layers
+from hpctrain.backends.update import LossScale, UpdateRule
+from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.errors import UserError
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import KerasTask, kept_objects
+from hpctrain.train.clock import StepClock
+from hpctrain.train.framework import StepSettings
+from hpctrain.train.hooks import rate_hook
+from hpctrain.train.stateful import Kept
+
+STRATEGIES: Sequence[Planner] = (zero1.planned, whole.planned)
+"""The first that a run uses prepares its model."""
+
+
+def open_keras(
+    task: KerasTask, world: World, config: StepSettings, clock: StepClock, choice: ReducerChoice
+) -> KerasFramework:
+    """A framework whose model and optimizer are equal on all ranks; noise is each rank's own. Collective.
+
+    Args:
+        task: its model has weights.
+        world: the ranks.
+        config: what shapes an update.
+        clock: marks where the time of a step goes.
+        choice: how the reducer is chosen.
+
+    Raises:
+        UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
+            models differ, or the reducer that the configuration names cannot be used.
+    """
+    require_trainable(task)
+    layers = joint_layers(task.model, config.train.sync_batchnorm)
+    features = config.features() | model_features(task, POLICIES[config.train.precision], layers, world.data.size)
+    refuse(features)
+    joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
+    require_own_gpu(world.local_size)
+    opening = Opening(task, world, config, clock, choice, features)
+    prepared = next(one for planned in STRATEGIES if (one := planned(opening)) is not None)()
+    noise = tf.random.get_global_generator()
+    objects = kept_objects(task)
+    apart = [one.value for one in objects]
+    held = Holdings(task.optimizer, holders(task), task.model, [noise.state, *prepared.parts], apart, prepared.slots)
+    named = Named(task.model, held, noise, joint.variables if joint else ())
+    tensors = named.tensors()
+    require_different_names(tensors)
+    prepared.require(tensors)
+    everywhere = [tensor for tensor in tensors if tensor.cut is None]
+    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in everywhere]
+    require_same_model(world.data, described, "variables")
+    broadcast(world.data, [tensor.variable for tensor in everywhere], "receive the model")
+    framework = assembled(opening, prepared, named, joint, objects)
+    framework.reseed(0)
+    return framework
+
+
+def assembled(
+    opening: Opening, prepared: Prepared, named: Named, joint: SyncBatchNorm | None, objects: Sequence[Kept]
+) -> KerasFramework:
+    """The framework of a model that a strategy has prepared, and that is equal on all ranks."""
+    task, config, group, clock = opening.task, opening.config, opening.world.data, opening.clock
+    train, batch_norms = config.train, joint or BatchNorms()
+    averaged = opening.variables if train.ema_decay is not None else []
+    averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
+    scale = LossScale() if train.precision == "fp16" else None
+    leaves, rates = KerasLeaves(), Rates(task)
+    residue = prepared.reducer.residue if isinstance(prepared.reducer, HostReducer) else None
+    residues = {"": residue} if residue is not None else {}
+    source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, config.seed, residues)
+    passes = Passes(task, prepared.travelling, config.reduce.sparse, train.compile, averages, joint)
+    is_tried = trains_itself(task.model) and evaluates_itself(task.model)
+    evaluator = KerasEvaluator(task, passes, keras_meters(task), is_tried)
+    program: StepProgram
+    applying = Applying(train, averages)
+    if prepared.open_update is None:
+        own = OwnStep(task, config, group, clock, applying)
+        program = TrainStepProgram(task, own, passes, source.unchanged, group, clock, opening.choice)
+    else:
+        update, rule = prepared.open_update(applying), UpdateRule(train.clip_norm, scale)
+        program = LossProgram(
+            task, passes, prepared, update, rule, batch_norms, source.unchanged, group, clock, opening.choice
+        )
+    return KerasFramework(task, program, evaluator, source)
+
+
+def require_trainable(task: KerasTask) -> None:
+    """Raises UserError if a model cannot be trained."""
+    if keras.backend.backend() != "tensorflow":
+        raise UserError(
+            f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
+            "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
+        )
+    if not trains_itself(task.model) and not task.model.built:
+        raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
+    if not task.model.trainable_variables:
+        raise UserError("the Keras model has no weight to train", "leave some layers trainable")
+
+
+def model_features(
+    task: KerasTask, policy: str, layers: Sequence[keras.layers.Layer], ranks: int
+) -> dict[Feature, Any]:
+    """What a task's model and optimizer use.
+
+    Args:
+        task: with what its model brings along.
+        policy: of layers that compute in the run's precision.
+        layers: that normalise over all ranks.
+        ranks: that the model is trained on.
+    """
+    model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
+    optimizers = list(optimizers_in(task.optimizer).values())
+    policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
+    scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
+    given = {
+        Feature.BUILT_OPTIMIZER: any(one.built for one in optimizers) and type(optimizers[-1]).__name__,
+        Feature.FP32_MODEL: policy not in policies,
+        Feature.GLOBAL_CLIPNORM: next((type(one).__name__ for one in optimizers if one.global_clipnorm), None),
+        Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
+        Feature.KERAS: True,
+        Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
+        Feature.LOSS_SCALE: any(scaled if trains else scaled[:1]),
+        Feature.METRICS: bool(task.metrics),
+        Feature.OWN_OPTIMIZER_STATE: not trains and len(optimizers) > 1 and type(task.optimizer).__name__,
+        Feature.NO_EVAL_LOSS: task.loss is None and not tests,
+        Feature.RANKS: ranks > 1 and ranks,
+        Feature.RATE_HOOK: rate_hook(task.hooks),
+        Feature.TASK_SCHEDULE: task.schedule is not None,
+        Feature.TEST_STEP: tests,
+        Feature.TRAIN_STEP: trains and type(model).__name__,
+        Feature.VALIDATION: task.validation is not None,
+    }
+    return used(given)

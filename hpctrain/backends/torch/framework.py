@@ -1,0 +1,227 @@
+"""One PyTorch model on this rank's device: a step program, an evaluator and the state, as one framework."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.named_state import named_outputs
+from hpctrain.backends.torch.metrics import to_host
+from hpctrain.backends.torch.state.source import Averages, TorchState
+from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
+from hpctrain.backends.torch.strategies.strategy import Prepared
+from hpctrain.backends.torch.task.dry_call import judges, try_metrics
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.evaluation import try_meters
+from hpctrain.train.flops import Flops
+from hpctrain.train.framework import Facts, HostBatch, HostMemory, StepResult, Sums, copied, samples_of
+from hpctrain.train.metrics import Meter, Seen
+from hpctrain.train.schedule import Factors
+from hpctrain.train.state import StateTensor
+
+
+class TorchFramework:
+    """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework and ``open_torch``.
+
+    Args:
+        parts: what its programs share.
+        program: makes updates.
+        evaluator: evaluates and predicts.
+        source: of the state.
+        prepared: what strategies have made of the model.
+    """
+
+    def __init__(
+        self, parts: Parts, program: StepProgram, evaluator: TorchEvaluator, source: TorchState, prepared: Prepared
+    ) -> None:
+        self.parts, self.program, self.evaluator, self.source = parts, program, evaluator, source
+        self.prepared = prepared
+        self.flops: Flops | None = None
+
+    @property
+    def task(self) -> TorchTask:
+        """As it was opened."""
+        return self.parts.task
+
+    @property
+    def model(self) -> Module:
+        """All models of the task as one."""
+        return self.parts.model
+
+    @property
+    def optimizer(self) -> Any:
+        """The task's, or all of them by name."""
+        return self.parts.task.optimizer
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+        return self.parts.world
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self.parts.compute.device
+
+    @property
+    def host(self) -> HostMemory:
+        return self.parts.compute
+
+    @property
+    def facts(self) -> Facts:
+        exchanges, source = self.parts.exchanges, self.source
+        tables = {id(one) for reducers in exchanges.possible.of.values() for one in reducers.sparse}
+        apart = tables | self.parts.partition.complete
+        return Facts(
+            name="torch",
+            leaves=source.holdings.leaves,
+            gradient_bytes=sum(4 * one.numel() for one in source.averages.parameters if id(one) not in apart),
+            reducer_name=exchanges.used.name if exchanges.used else None,
+            flops=self.flops,
+            num_layers=self.prepared.num_layers,
+            other_names=source.other_names,
+            meta_init=source.meta_init,
+            undeclared=tuple(source.holdings.undeclared),
+            gives_back=self.device.type == "cpu",
+        )
+
+    @property
+    def meters(self) -> Mapping[str, Meter]:
+        return self.evaluator.meters
+
+    @property
+    def sync_group(self) -> Group | None:
+        return self.evaluator.sync_group
+
+    def set_learning_rate(self, factors: Factors) -> None:
+        self.source.optimizer_state.set_rates(factors)
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
+        return self.program.run(micro_batches, global_samples)
+
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
+        with self.parts.unchanged(), self.parts.compute.autocast(), self.parts.batch_norms.trial():
+            self.parts.modes.train()
+            self.flops = self.program.dry_call(batch)
+            self.evaluator.try_on(validation or [batch])
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
+        return self.evaluator.evaluate(batch, meters)
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        return self.evaluator.predict(batch)
+
+    def state(self) -> list[StateTensor]:
+        return self.source.state()
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.source.load(arrays)
+
+    def reseed(self, step: int) -> None:
+        self.source.reseed(step)
+
+    def weights_hash(self, shared_only: bool = False) -> str:
+        return self.source.weights_hash(shared_only)
+
+    def weights(self) -> NDArray[Any]:
+        """See backends.local_training.Apart."""
+        parts = [one.detach().reshape(-1) for one in self.model.parameters() if one.requires_grad]
+        flat: NDArray[Any] = torch.cat(parts).cpu().numpy()
+        return flat.copy() if len(parts) == 1 else flat
+
+    def set_weights(self, flat: NDArray[Any]) -> None:
+        """See backends.local_training.Apart."""
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        parts = torch.from_numpy(flat).split([one.numel() for one in trained])
+        with torch.no_grad():
+            for parameter, part in zip(trained, parts, strict=True):
+                parameter.copy_(part.view(parameter.shape))
+
+    def use(self, choice: ReducerChoice) -> None:
+        """See backends.local_training.Apart."""
+        self.parts.exchanges.use(choice)
+
+    def close(self) -> None:
+        self.parts.exchanges.close()
+        self.parts.partition.region.exchange.close()
+        self.prepared.close()
+        self.program.close()
+        self.parts.batch_norms.close()
+
+
+class TorchEvaluator:
+    """See train.framework.Evaluator.
+
+    Args:
+        parts: of the framework.
+        passes: stand for the model.
+        averages: take the place of parameters, if there are any.
+        meters: the task's metrics that are not functions.
+    """
+
+    def __init__(self, parts: Parts, passes: PassRunner, averages: Averages, meters: Mapping[str, Meter]) -> None:
+        self.parts, self.passes, self.averages, self.meters = parts, passes, averages, meters
+
+    @property
+    def sync_group(self) -> Group | None:
+        return self.parts.partition.sync_group
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
+        task, compute = self.parts.task, self.parts.compute
+        with self._evaluating():
+            inputs = compute.tensors(batch)
+            with compute.autocast(), self.parts.partition.passing():
+                outputs = task.forward(self.passes.called, inputs)
+                scores = {name: judge(outputs, inputs) for name, judge in judges(task).items()}
+            seen = Seen(outputs, inputs, batch, to_host)
+            for meter in meters:
+                meter.update(seen)
+            samples = samples_of(batch)
+            return {name: sum_and_weight(score, samples) for name, score in scores.items()}
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        task, compute = self.parts.task, self.parts.compute
+        with self._evaluating(), compute.autocast(), self.parts.partition.passing():
+            outputs = task.forward(self.passes.called, compute.tensors(batch))
+        return {name: on_host(value) for name, value in named_outputs(outputs).items()}
+
+    def try_on(self, batches: Sequence[HostBatch]) -> None:
+        """Raises UserError if the loss or a metric fails on one of these, which are given if there is validation."""
+        task, compute = self.parts.task, self.parts.compute
+        for batch in batches if task.validation is not None else ():
+            with self._evaluating(), self.parts.partition.passing():
+                try_metrics(task, self.passes.uncompiled, compute.tensors(copied(batch)))
+            try_meters(self, copied(batch))
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """No gradients, layers in evaluation mode, and the averaged weights if there are any."""
+        self.parts.modes.evaluate()
+        self.averages.swap()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.averages.swap()
+
+
+def sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
+    """Of a score that is a mean over the samples, or (sum, weight)."""
+    if isinstance(score, tuple):
+        return float(score[0]), float(score[1])
+    return float(score) * samples, float(samples)
+
+
+def on_host(output: Tensor) -> NDArray[Any]:
+    """As NumPy has it; bfloat16 becomes float32."""
+    output = output.detach().cpu()
+    return (output.float() if output.dtype == torch.bfloat16 else output).numpy()

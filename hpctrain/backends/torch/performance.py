@@ -1,0 +1,111 @@
+"""Counts a model's operations in one forward pass, and measures what the device could do at best. At the start only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Bilinear, Module, RNNBase
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from hpctrain.train import flops
+from hpctrain.train.flops import CPU_SIZE, GPU_SIZE, Flops
+
+Found = TypeVar("Found")
+UNCOUNTED = (RNNBase, Bilinear)
+"""Layers whose kernels the counter does not know."""
+
+
+def on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Of attention in one kernel, from the shapes of its inputs."""
+    return int(sdpa_flop_count(query, key, value))
+
+
+ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: on_cpu}
+"""The counter knows those of GPUs."""
+
+
+def trying(
+    call: Callable[[], Found], model: Module, samples: int, computes_in: torch.dtype | None, meets: bool = False
+) -> tuple[Found, Flops | None]:
+    """Makes a call with a forward pass of the model, and counts what it computes.
+
+    Whatever counting comes to, the call is as it would be without.
+
+    Args:
+        call: is made again if it fails while it is counted; its errors pass through.
+        model: whose forward pass it is.
+        samples: in it.
+        computes_in: type of matrix products if it is not that of the parameters.
+        meets: whether other ranks take part in the call, so that it is made once, and may compute nothing on this one.
+
+    Returns:
+        What the call returned; None for the operations if that cannot be said: layers that the counter does not know,
+        weights that are not trained.
+    """
+    parameters = list(model.parameters())
+    every = parameters and all(one.requires_grad for one in parameters)
+    if not every or samples == 0 or any(isinstance(one, UNCOUNTED) for one in model.modules()):
+        return call(), None
+    counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+    try:
+        with counter:
+            found = call()
+    except Exception:  # of the call, which says it again, or of the counter
+        if meets:
+            raise
+        return call(), None
+    per_sample = 3 * counter.get_total_flops() / samples
+    if not per_sample and not meets:  # of a part of the model it may be so
+        return found, None
+    largest = max(parameters, key=lambda one: one.numel())
+    return found, Flops(per_sample, peak_per_s(largest.device, computes_in or largest.dtype))
+
+
+def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of the fastest of some products of matrices; draws no random numbers."""
+    size = CPU_SIZE if device.type == "cpu" else GPU_SIZE
+    left = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    out = torch.empty_like(left)
+    synchronize(device)
+
+    def multiply() -> None:
+        torch.mm(left, left, out=out)
+        synchronize(device)
+
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        return flops.peak_per_s(multiply, 2 * size**3)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device; only here, before training."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class TorchProfiler:
+    """See train.profile.Profiler. Writes ``<target>.pt.trace.json``."""
+
+    def __init__(self) -> None:
+        self.running: profile | None = None
+        self.target = Path()
+
+    def start(self, target: Path) -> None:
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self.target = target
+        self.running = profile(activities=[ProfilerActivity.CPU, *gpu])
+        self.running.start()
+
+    def stop(self) -> None:
+        running, self.running = self.running, None
+        if running is not None:
+            running.stop()
+            running.export_chrome_trace(f"{self.target}.pt.trace.json")
+
+    def abandon(self) -> None:
+        running, self.running = self.running, None
+        if running is not None:
+            running.stop()

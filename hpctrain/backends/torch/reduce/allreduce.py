@@ -1,0 +1,190 @@
+"""Sums of a flat torch tensor over ranks: by MPI on the host, or by Horovod, which takes NCCL on GPUs if it was built
+for that, and MPI otherwise."""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.backends.torch.device import gpu_for_nccl, pin, unpin
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.horovod_setup import Lease
+from hpctrain.reduce.host_allreduce import open_host_allreduce
+from hpctrain.reduce.int8_sum import Residue
+from hpctrain.reduce.layout import Layout
+from hpctrain.reduce.mpi_allreduce import HostAllreduce
+from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
+
+
+class TensorAllreduce(Protocol):
+    """Sums ``flat`` over the ranks, in place. Every rank makes the same calls in the same order."""
+
+    flat: Tensor
+    """This rank's values before, the sums after ``finish``; one-dimensional."""
+
+    def start(self, begin: int, end: int) -> None:
+        """These elements are complete and may travel."""
+
+    def finish(self) -> None:
+        """Returns when the whole tensor holds the sums."""
+
+    def close(self) -> None:
+        """Ends threads, frees communicators."""
+
+
+class HostTensorAllreduce:
+    """A host sum for tensors on the CPU: they are the same memory."""
+
+    def __init__(self, host: HostAllreduce) -> None:
+        self.host = host
+        self.flat = torch.from_numpy(host.buffer)
+        self.start = host.start
+        self.finish = host.finish
+        self.close = host.close
+        self.arrive = host.arrive if isinstance(host, StreamedAllreduce) else None
+        """See there; None if sums come all at once."""
+
+
+class StagedTensorAllreduce:
+    """A host sum for tensors on a GPU: through page-locked memory, each part as soon as it is ready."""
+
+    def __init__(self, host: HostAllreduce, device: torch.device) -> None:
+        self.host = host
+        self.staging = torch.from_numpy(host.buffer)
+        pin(self.staging)
+        self.flat = torch.zeros(len(host.buffer), dtype=self.staging.dtype, device=device)
+        self.stream = torch.cuda.Stream(device)
+        self.copies: list[tuple[int, int, torch.cuda.Event]] = []
+
+    def start(self, begin: int, end: int) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.flat.device))
+        with torch.cuda.stream(self.stream):
+            self.staging[begin:end].copy_(self.flat[begin:end], non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self.copies.append((begin, end, done))
+
+    def finish(self) -> None:
+        for begin, end, done in self.copies:  # the first travel while the last are being copied
+            done.synchronize()
+            self.host.start(begin, end)
+        self.copies.clear()
+        self.host.finish()
+        self.flat.copy_(self.staging, non_blocking=True)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.flat.device)
+        unpin(self.staging.data_ptr())
+        self.host.close()
+
+
+class TorchCodec:
+    """16-bit forms by torch's vectorised conversions."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        torch.from_numpy(out.view(np.int16)).view(self.dtype).copy_(torch.from_numpy(values))
+
+    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        torch.from_numpy(out).copy_(torch.from_numpy(packed.view(np.int16)).view(self.dtype))
+
+
+CODECS = {"fp16": TorchCodec(torch.float16), "bf16": TorchCodec(torch.bfloat16)}
+
+
+def open_tensor_allreduce(
+    candidate: Candidate,
+    group: Group,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    residue: Residue | None = None,
+) -> tuple[Candidate, TensorAllreduce]:
+    """The sum that a candidate of kind mpi names; if shared memory is impossible, one flat message in its place."""
+    candidate, host = open_host_allreduce(
+        candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS, residue
+    )
+    return candidate, HostTensorAllreduce(host) if device.type == "cpu" else StagedTensorAllreduce(host, device)
+
+
+POLL_S = 2e-4
+"""Horovod's own wait looks once a millisecond."""
+
+
+class HorovodAllreduce:
+    """Few large messages of fixed names and bounds: nothing is negotiated again, and timing changes no sum."""
+
+    def __init__(self, lease: Lease, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> None:
+        self.lease = lease
+        self.horovod = lease.module
+        self.gradients = layout.gradients
+        self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
+        self.half = torch.zeros(layout.gradients, dtype=torch.float16, device=device) if half else None
+        self.handles: list[int] = []
+
+    def start(self, begin: int, end: int) -> None:
+        if self.half is None:
+            self._send(self.flat[begin:end], begin)
+            return
+        part = slice(begin, min(end, self.gradients))
+        self.half[part].copy_(self.flat[part])
+        self._send(self.half[part], begin)
+        if end > self.gradients:  # losses and weights keep fp32's precision
+            self._send(self.flat[self.gradients :], self.gradients)
+
+    def finish(self) -> None:
+        for handle in self.handles:
+            while not self.horovod.poll(handle):
+                time.sleep(POLL_S)
+            self.horovod.synchronize(handle)
+        self.handles.clear()
+        if self.half is not None:
+            self.flat[: self.gradients].copy_(self.half)
+
+    def close(self) -> None:
+        """Gives up its use of Horovod."""
+        self.lease.end()
+
+    def _send(self, part: Tensor, begin: int) -> None:
+        # A separate group: groups are not fused (horovod_setup.SETTINGS).
+        name = f"hpctrain.gradients.{self.lease.number}.{begin}"
+        self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))
+
+
+def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError | None:
+    """What keeps Horovod from summing tensors of this device, the same on all ranks. Collective over the group."""
+    on_gpu = device.type == "cuda"
+    for_cpus = on_gpu and not (horovod.cuda_built() or horovod.rocm_built())
+    gpu = gpu_for_nccl(device) if on_gpu and horovod.nccl_built() else None
+    everywhere = group.allgather([for_cpus, gpu], "compare GPUs")
+    if any(for_cpus for for_cpus, _ in everywhere):  # it would read values before they are there, and then hang
+        return UserError(
+            "Horovod was built for CPUs, but the model is on a GPU",
+            f"{horovod_setup.BUILD} --gpu --force, or set reduce.kind: mpi",
+        )
+    gpus = [gpu for _, gpu in everywhere if gpu]
+    if len(set(gpus)) < len(gpus):
+        return UserError("ranks share a GPU, which NCCL refuses", "start one rank a GPU, or set reduce.kind: mpi")
+    return None
+
+
+def open_horovod_allreduce(
+    group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
+) -> HorovodAllreduce:
+    """Starts Horovod; raises UserError if it is missing or does not match."""
+    horovod = horovod_setup.load("torch")
+    if error := unfit(horovod, group, device):
+        raise error
+    lease = horovod_setup.start(horovod, group, on_gpu=device.type != "cpu")
+    return HorovodAllreduce(lease, layout, dtype, device, half)

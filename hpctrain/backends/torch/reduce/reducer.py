@@ -1,0 +1,434 @@
+"""Averages the gradients of a torch model over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from hpctrain.backends.torch.reduce.allreduce import (
+    HostTensorAllreduce,
+    TensorAllreduce,
+    open_horovod_allreduce,
+    open_tensor_allreduce,
+    unfit,
+)
+from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, densify
+from hpctrain.backends.torch.reduce.sparse_sums import SparseGradients
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import UserError
+from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.candidates import Candidate, candidates, look_around
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, read_slots
+from hpctrain.reduce.int8_sum import Residue, residue_of
+from hpctrain.reduce.layout import plan
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.reduce.ring_allreduce import PIECE_BYTES
+
+Number: TypeAlias = float | Tensor
+"""A float, or a scalar tensor on any device."""
+
+
+class Parameters(Protocol):
+    """A module, or some parameters of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """In a fixed order."""
+
+
+class Reducer(Protocol):
+    """Turns the gradients of this rank into those of the global batch.
+
+    Each update: ``begin``, backward (several times, if need be, with ``last_backward`` False before all but the last),
+    ``exchange``. Losses must be scaled before backward as ExchangeResult describes; then ``grad`` of each parameter is
+    the sum.
+    """
+
+    name: str
+    """Of the candidate, such as mpi-node."""
+    last_backward: bool
+    """Whether the next backward completes the gradients, so that they may travel while it runs."""
+
+    def begin(self) -> None:
+        """Forgets all gradients."""
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        """Returns when all gradients are sums over the ranks, with what travelled along.
+
+        Args:
+            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, if a weight is given.
+            weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
+        """
+
+    def gradients(self) -> list[Tensor]:
+        """Tensors that hold the summed gradients that this rank's optimizer gets, to scale in place."""
+
+    def norm(self) -> float:
+        """L2 norm of all summed gradients."""
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        """What has these gradients as its ``grad``: parameters by name, or this rank's parts of them."""
+
+    def spread(self) -> bool:
+        """After the optimizer's step: all ranks get what each has updated. Whether there was something to wait for."""
+
+    def close(self) -> None:
+        """Gives the gradients back to autograd, ends threads, frees memory."""
+
+
+class NoReducer:
+    """One rank: gradients stay where autograd puts them."""
+
+    name = "none"
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        tables: SparseGradients | None = None,
+        sparse: Sparse = "auto",
+    ) -> None:
+        self.named = parameters
+        self.parameters = [parameter for _, parameter in parameters]
+        self.tables = tables or SparseGradients(())
+        self.sparse = sparse
+        self.last_backward = True
+
+    def begin(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.tables.begin()
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        for name, parameter in self.named:
+            if parameter.grad is None:  # several ranks could not know that it took no part on any of them
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = densify(name, parameter.grad, self.sparse)
+        self.tables.exchange()
+        slots: list[Number] = [0.0] * SLOTS
+        fill_slots(slots, loss, weight)
+        return read_slots(list(map(float, slots)))
+
+    def gradients(self) -> list[Tensor]:
+        dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [*dense, *self.tables.values()]
+
+    def norm(self) -> float:
+        return global_norm(self.gradients())
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return self.named
+
+    def spread(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.tables.close()
+
+
+PARTS = 4
+"""In which gradients arrive, if they do early; each costs a call of the optimizer."""
+
+
+class FlatReducer:
+    """Gradients in one flat buffer that is summed over the ranks, and those of tables next to it."""
+
+    def __init__(
+        self,
+        name: str,
+        flat_gradients: FlatGradients,
+        sum_: TensorAllreduce,
+        tables: SparseGradients | None = None,
+        residue: Residue | None = None,
+        arrive: Callable[[float], None] | None = None,
+    ) -> None:
+        """``arrive``: see StreamedAllreduce; None if sums come all at once."""
+        self.residue = residue
+        self.arrive = arrive
+        self.early = self.told = False
+        """Early: the loss travels first, ``exchange`` returns when it is there, and gradients come by ``arrivals``."""
+        self.name = name
+        self.flat_gradients = flat_gradients
+        self.sum = sum_
+        boundary = flat_gradients.layout.gradients
+        self.values = sum_.flat[:boundary]
+        self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
+        self.slots = sum_.flat[boundary:]
+        self.tables = tables or SparseGradients(())
+        self.parts = flat_gradients.parts(PARTS)
+        flat_gradients.attach()
+
+    @property
+    def last_backward(self) -> bool:
+        return self.flat_gradients.last_backward
+
+    @last_backward.setter
+    def last_backward(self, value: bool) -> None:
+        self.flat_gradients.last_backward = value
+
+    def let_arrive_early(self, allowed: bool) -> None:
+        """From the next update on, if they can. All ranks say the same."""
+        self.early = allowed and self.arrive is not None and not self.converts
+
+    def begin(self) -> None:
+        self.flat_gradients.begin()
+        self.tables.begin()
+
+    def tell(self, loss: Number, weight: Number | None) -> None:
+        """What ``exchange`` gets; before the first gradient, if they travel early."""
+        fill_slots(self.slots.zero_(), loss, weight)
+        if self.early:
+            self.sum.start(len(self.values), len(self.sum.flat))
+        self.told = True
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        if not self.told:
+            self.tell(loss, weight)
+        self.told = False
+        self.flat_gradients.complete()
+        if self.early and self.arrive is not None:
+            self.arrive(1)
+            return read_slots(self.slots.tolist())
+        self.finish()
+        self.tables.exchange()
+        return read_slots(self.slots.tolist())
+
+    def arrivals(self) -> Iterator[list[Tensor]]:
+        """Gradients of some parameters at a time, the only ones that then have any, while the others travel."""
+        if self.arrive is not None:
+            for buckets, elements, members in self.parts:
+                self.arrive(1 + buckets.stop)
+                self.flat_gradients.publish(members)
+                yield [self.sum.flat[elements]]
+        self.finish()
+
+    def finish(self) -> None:
+        """Returns when all dense gradients are there."""
+        self.sum.finish()
+        self.flat_gradients.publish()
+        self.flat_gradients.restart()
+
+    def gradients(self) -> list[Tensor]:
+        if self.converts:  # then ``grad`` of some parameters is not a view of the buffer
+            dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
+            return [*dense, *self.tables.values()]
+        return [self.values, *self.tables.values()]
+
+    def norm(self) -> float:
+        return global_norm(self.gradients())
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return list(zip(self.flat_gradients.names, self.flat_gradients.parameters, strict=True))
+
+    def spread(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.flat_gradients.detach()
+        self.sum.close()
+        self.tables.close()
+
+
+class PartlyOwn:
+    """Sums gradients over the ranks, but for those of a rank's own parameters, which are complete as they are."""
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], shared: Reducer, own: NoReducer) -> None:
+        self.name = shared.name
+        self.named = named
+        self.shared = shared
+        self.own = own
+
+    @property
+    def last_backward(self) -> bool:
+        return self.shared.last_backward
+
+    @last_backward.setter
+    def last_backward(self, value: bool) -> None:
+        self.shared.last_backward = value
+
+    def begin(self) -> None:
+        self.shared.begin()
+        self.own.begin()
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        self.own.exchange()
+        return self.shared.exchange(loss, weight)
+
+    def gradients(self) -> list[Tensor]:
+        return [*self.shared.gradients(), *self.own.gradients()]
+
+    def norm(self) -> float:
+        raise NotImplementedError("other ranks have other gradients: see Partition.norm")
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return self.named
+
+    def spread(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.shared.close()
+        self.own.close()
+
+
+def make_reducer(
+    candidate: Candidate,
+    group: Group,
+    model: Parameters,
+    config: ReduceConfig,
+    sparse: Iterable[Parameter] = (),
+    own: Iterable[Parameter] = (),
+) -> Reducer:
+    """The reducer of a candidate for the parameters of this model that want gradients. Collective over the group.
+
+    Gradients of ``sparse``, which are some of them, stay sparse; those of ``own`` are not exchanged.
+
+    Raises:
+        UserError: Horovod is missing or does not fit.
+    """
+    sparse_ids, own_ids = ({id(parameter) for parameter in some} for some in (sparse, own))
+    wanted = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
+    parameters, rows_of = divided(shared, sparse_ids)
+    if candidate.kind == "none":
+        return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
+    dtype, device = common_kind(wanted)
+    most = min(config.bucket_bytes, PIECE_BYTES if candidate.kind == "mpi" else config.bucket_bytes)
+    layout = plan(
+        [parameter.numel() for _, parameter in parameters],
+        max(1, most // (8 if dtype == torch.float64 else 4)) if candidate.way == "overlap" else None,
+        SLOTS,
+    )
+    residue = residue_of(candidate, layout, config.compress_after_steps)
+    if candidate.kind == "horovod":
+        sum_: TensorAllreduce = open_horovod_allreduce(group, layout, dtype, device, candidate.compression == "fp16")
+    else:
+        candidate, sum_ = open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
+
+    def ready(number: int) -> None:
+        end = layout.gradients if reducer.early else layout.length
+        sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
+
+    gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
+    tables = SparseGradients(rows_of, group, dtype)
+    arrive = sum_.arrive if isinstance(sum_, HostTensorAllreduce) and not rows_of else None
+    reducer = FlatReducer(candidate.name, gradients, sum_, tables, residue, arrive)
+    if not own_ids:
+        return reducer
+    dense, rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
+    return PartlyOwn(wanted, reducer, NoReducer(dense, SparseGradients(rows), config.sparse))
+
+
+def divided(
+    named: Sequence[tuple[str, Parameter]], sparse: Container[int]
+) -> tuple[list[tuple[str, Parameter]], list[Parameter]]:
+    """Parameters whose gradients are dense, and those whose gradients are sparse, by id."""
+    dense = [(name, parameter) for name, parameter in named if id(parameter) not in sparse]
+    return dense, [parameter for _, parameter in named if id(parameter) in sparse]
+
+
+@dataclass(frozen=True)
+class TorchReducers:
+    """Reducers of one model; see reducer_choice.Reducers. Its parameters must be on their device already."""
+
+    model: Parameters
+    config: ReduceConfig
+    sparse: Sequence[Parameter] = ()
+    """Parameters whose gradients stay sparse."""
+    own: Sequence[Parameter] = ()
+    """Parameters that no other rank has: their gradients are complete."""
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
+
+        def has_horovod() -> bool:  # asked on all ranks or on none
+            there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
+            return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+
+        return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
+
+    def open(self, candidate: Candidate, group: Group) -> Reducer:
+        return make_reducer(candidate, group, self.model, self.config, self.sparse, self.own)
+
+
+def measured_reducer(
+    config: ReduceConfig,
+    world: World,
+    model: Module,
+    rehearse: Callable[[Reducer], object],
+    chosen: str | None = None,
+    announce: Callable[[Choice], object] | None = None,
+    sparse: Sequence[Parameter] = (),
+) -> Reducer:
+    """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
+
+    Args:
+        config: the run file's section.
+        world: the ranks.
+        model: its parameters must be on their device already.
+        rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
+        chosen: the name of an earlier choice, which is kept without measuring.
+        announce: called with what was measured, if there was a choice.
+        sparse: tables whose gradients stay sparse, so that only rows travel; others become dense.
+
+    Raises:
+        UserError: the configured kind cannot be used here, for example Horovod that is not installed.
+    """
+    return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config, sparse), rehearse)
+
+
+def fill_slots(slots: Tensor | list[Number], loss: Number, weight: Number | None) -> None:
+    """Puts this rank's part of the loss, and of the weights if it has one, into slots that are zero."""
+    slots[LOSS] = loss
+    if weight is not None:
+        slots[WEIGHT] = weight
+        slots[WEIGHTED] = 1.0
+
+
+def global_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm over all elements of all tensors."""
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(list(tensors))
+    return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])
+
+
+def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
+    """Overwrites tensors with those of the group's rank 0. Collective.
+
+    Args:
+        group: the ranks, such as ``world.data``.
+        tensors: on any device, of the same shapes and types on every rank.
+        what: completes "waited for the other ranks to ..." in an error.
+    """
+    if group.comm is None:
+        return
+    for tensor in tensors:
+        host = tensor.detach().to("cpu", copy=True).contiguous()
+        group.broadcast_array(host.view(-1).view(torch.uint8).numpy(), what)
+        with torch.no_grad():
+            tensor.copy_(host)
+
+
+def common_kind(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:
+    """The type in which gradients are summed and the device they lie on."""
+    if not parameters:
+        raise UserError(
+            "the model has no parameter that wants a gradient", "leave requires_grad on for what is to be trained"
+        )
+    devices = {parameter.device for _, parameter in parameters}
+    if len(devices) > 1:
+        raise UserError(
+            f"the model is spread over {len(devices)} devices", "put all parameters of a rank on one device"
+        )
+    odd = [name for name, parameter in parameters if not parameter.dtype.is_floating_point]
+    if odd:
+        raise UserError(f"parameter {odd[0]} is not of a real floating-point type", "use real-valued parameters")
+    wide = any(parameter.dtype == torch.float64 for _, parameter in parameters)
+    return torch.float64 if wide else torch.float32, devices.pop()

@@ -1,0 +1,63 @@
+"""Which parameters of a torch task keep their sparse gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.optim import SGD, Adagrad, SparseAdam
+
+from hpctrain.backends.torch.state.optimizer import Part, Together
+from hpctrain.errors import UserError
+
+
+def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[Parameter]:
+    """Tables of embeddings made with ``sparse=True`` whose optimizers update rows alone, as they update whole tables;
+    and all that SparseAdam updates, which takes nothing else.
+
+    Args:
+        model: of the task.
+        parts: its optimizers.
+        mode: ``reduce.sparse``.
+
+    Raises:
+        UserError: SparseAdam updates what is not a table.
+    """
+    tables = {
+        id(module._parameters["weight"])
+        for module in model.modules()
+        if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
+    }
+    found, of_adam = [], set(of_sparse_adam(model, parts))
+    updating = [part for part in parts if type(part.optimizer) is not Together]  # which itself updates nothing
+    for name, parameter in model.named_parameters():
+        holders = [(part.optimizer, group) for part in updating for group in holding(part, parameter)]
+        needed = name in of_adam
+        if needed and parameter.ndim != 2:
+            raise UserError(
+                f"SparseAdam updates {name}, which has {parameter.ndim} axes",
+                "give it the tables of embeddings alone: optimizer=[SparseAdam(tables), Adam(rest)]",
+            )
+        updates_rows = bool(holders) and all(updates_rows_alone(*holder) for holder in holders)
+        if parameter.requires_grad and mode == "auto" and (needed or (id(parameter) in tables and updates_rows)):
+            found.append(parameter)
+    return found
+
+
+def of_sparse_adam(model: Module, parts: Sequence[Part]) -> Iterator[str]:
+    """Names of the parameters that SparseAdam updates."""
+    own = [part for part in parts if isinstance(part.optimizer, SparseAdam)]
+    return (name for name, one in model.named_parameters() if any(True for part in own for _ in holding(part, one)))
+
+
+def holding(part: Part, parameter: Parameter) -> Iterator[dict[str, Any]]:
+    """The groups of an optimizer that hold a parameter."""
+    return (group for group in part.optimizer.param_groups if any(one is parameter for one in group["params"]))
+
+
+def updates_rows_alone(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether a row whose gradient is zero would stay as it is, so that it may be left out."""
+    if group.get("weight_decay") or group.get("fused"):
+        return False
+    return type(optimizer) in (SparseAdam, Adagrad) or (type(optimizer) is SGD and not group.get("momentum"))

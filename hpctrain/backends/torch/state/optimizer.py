@@ -1,0 +1,367 @@
+"""The optimizer of a torch task, and those that it holds: their state as named tensors, and their learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.backends.named_state import load_tensors
+from hpctrain.backends.torch.state.tensors import NUMBER, TorchTensor, tensor_of, tensors_of
+from hpctrain.backends.torch.strategies.partition import Slices
+from hpctrain.errors import UserError
+from hpctrain.train.saved_arrays import SavedArrays, as_saved
+from hpctrain.train.schedule import Factors, OwnRates
+from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
+
+Group = dict[str, Any]
+
+
+class Together(Optimizer):
+    """Several optimizers that follow the same loss, as one.
+
+    Args:
+        each: no two of which update the same parameter.
+    """
+
+    each: tuple[Optimizer, ...] = ()
+
+    def __init__(self, each: Sequence[Optimizer]) -> None:
+        super().__init__([group for one in each for group in one.param_groups], common([one.defaults for one in each]))
+        self.each = tuple(each)
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """Those of each, as they are now: an optimizer that loads its state makes new ones."""
+        return [group for one in self.each for group in one.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        """Nothing: there are no others."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which hold copies of each."""
+        known = super().__getstate__()
+        return {"defaults": known["defaults"], "state": known["state"], "each": self.each}
+
+    def step(self, closure: Any = None) -> Any:
+        """Each takes its own."""
+        for one in self.each:
+            one.step()
+
+
+def common(defaults: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings that all have: schedulers look there whether there is a momentum."""
+    first, *others = defaults
+    return {key: value for key, value in first.items() if all(key in other for other in others)}
+
+
+def joined(optimizer: Any) -> Any:
+    """A task's optimizer, or several by name, where lists of them have become one.
+
+    Raises:
+        UserError: a list holds something else, nothing, or two optimizers of the same parameter.
+    """
+    if isinstance(optimizer, Mapping):
+        return {name: joined(one) for name, one in optimizer.items()}
+    if isinstance(optimizer, Iterator):
+        what = f"optimizer of the task is a {type(optimizer).__name__}, which can be read only once"
+        raise UserError(what, "give a list of objects: optimizer=[SparseAdam(...), Adam(...)]")
+    if not isinstance(optimizer, (list, tuple)):
+        return optimizer
+    wrong = [type(one).__name__ for one in optimizer if not isinstance(one, Optimizer)]
+    if wrong or not optimizer:
+        told = f"holds {wrong[0]}, which is not a torch.optim.Optimizer" if wrong else "is an empty list"
+        raise UserError(f"optimizer of the task {told}", "give a list of objects: [SparseAdam(...), Adam(...)]")
+    updated = Counter(place for each in optimizer for place in {id(one) for one in parameters_of(each)})
+    if max(updated.values(), default=0) > 1:
+        told = "some parameters appear in more than one"
+        raise UserError(f"the optimizers of the task do not go together: {told}", "give each parameter to one")
+    return Together(optimizer)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Of all groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the optimizers that a task's optimizer is made of."""
+
+    path: str
+    """Where the task's optimizer holds it; empty for that itself."""
+    optimizer: Optimizer
+    speaks: bool = False
+    """Whether it, or what holds it, has its own ``state_dict``, and so is saved by that."""
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of its slots."""
+        return f"{self.path}." if self.path else ""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the state of parameters lies in that of whole ones, if optimizers have parts of them."""
+
+    slices: Mapping[int, Slices] = field(default_factory=dict)
+    """Where what an optimizer has of a parameter lies in the whole one, by id."""
+    common: frozenset[str] = frozenset()
+    """Names of slots that have no rows, such as a count of steps: they are the same for all parts of a parameter."""
+
+    def slices_of(self, slot: str, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Slices | None:
+        """Where a slot of a parameter lies if it is cut as that is.
+
+        Args:
+            slot: its name.
+            shape: of its value here, or as it was saved.
+            parameter: as the optimizer has it.
+            is_saved: which shape it is.
+        """
+        slices = self.slices.get(id(parameter))
+        whole = None if slices is None else slices.whole if is_saved else tuple(parameter.shape)
+        return slices if shape == whole and slot not in self.common else None
+
+    def placed(self, tensor: TorchTensor | ArrayTensor, slot: str, parameter: Tensor) -> Sequence[StateTensor]:
+        """A slot as this rank saves it; nothing if another one does.
+
+        Raises UserError if a slot of a parameter that is cut has another shape.
+        """
+        known = self.slices.get(id(parameter))
+        if known is None:
+            return [tensor]
+        slices = self.slices_of(slot, tensor.shape, parameter)
+        if slices is not None and isinstance(tensor, TorchTensor):
+            return tensors_of(tensor.name, tensor.tensor, slices)
+        if known.is_cut and math.prod(tensor.shape) > 1:
+            raise UserError(
+                f"{tensor.name} has the shape {list(tensor.shape)}, and its parameter is cut: it is not known where in "
+                "the whole it lies",
+                "use an optimizer whose state has the shape of the parameter, such as AdamW",
+            )
+        if known.rows is None:
+            return [tensor]
+        cut = Cut(tensor.shape, (0,) * len(tensor.shape), known.copy, known.copies)
+        return [replace(tensor, placement=Placement.CUT, cut=cut)] if known.starts else []  # who has the first row
+
+
+class OptimizerState:
+    """State of all parts, the inner ones first, so that what an outer one only passes on has the inner one's name.
+
+    Args:
+        every: all parts, inner ones first.
+        names: of the model's parameters, and of parts of them, by id.
+        slots: where state lies if optimizers have parts of parameters.
+    """
+
+    def __init__(self, every: Sequence[Part], names: Mapping[int, str], slots: Slots) -> None:
+        self.slots = slots
+        self.every = every
+        self.parts = [part for part in every if not part.speaks]
+        self.names = names
+        self.initial_rates = {place: float(group["lr"]) for place, group in self.rated_groups()}
+        self.made_with = dict(self.group_numbers())
+        self.rate_factors: Factors = 1.0
+        """What the rates were multiplied by last."""
+
+    def rated_groups(self) -> Iterator[tuple[tuple[str, int], Group]]:
+        """Groups that have a learning rate, by part and number; those that parts share come once for each."""
+        for part in self.every:
+            groups = enumerate(part.optimizer.param_groups)
+            yield from (((part.path, index), group) for index, group in groups if "lr" in group)
+
+    def set_rates(self, factors: Factors) -> None:
+        """Multiplies the learning rates as they were when the task was made; ``OwnRates`` leaves them.
+
+        Raises UserError if there are not as many factors as parameter groups.
+        """
+        if factors == self.rate_factors or isinstance(factors, OwnRates):
+            return
+        self.rate_factors = factors
+        outermost = {id(group): place for place, group in self.rated_groups()}
+        for place, group in self.rated_groups():
+            rate = self.initial_rates[place] * self._factor_of(outermost[id(group)], factors)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _factor_of(self, place: tuple[str, int], factors: float | Sequence[float]) -> float:
+        if not isinstance(factors, Sequence):
+            return factors
+        groups = max(index for path, index in self.initial_rates if path == place[0]) + 1
+        if len(factors) != groups:
+            raise UserError(
+                f"the task's schedule gives {len(factors)} factors for the {groups} parameter groups of the optimizer",
+                "return one number for all groups, or one for each of them, in their order",
+            )
+        return factors[place[1]]
+
+    def group_numbers(self) -> Iterator[tuple[str, float]]:
+        """Numbers of the groups, except the rates, by name: some optimizers count or adapt there."""
+        for name, index, group in groups_of(self.parts):
+            for key, value in group.items():
+                if key != "lr" and isinstance(value, (bool, int, float)):
+                    yield f"optimizer/{name}{NUMBER}/{index}/{key}", value
+
+    def held(self) -> Iterator[tuple[Part, Group, Tensor, dict[str, Any]]]:
+        """(part, group, parameter, slots) of each parameter that has state, once."""
+        seen: set[int] = set()
+        states = [part.optimizer.state for part in self.parts]  # an outer part may make its own up at each look
+        for part, state in zip(self.parts, states, strict=True):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    slots = state.get(parameter)
+                    if slots and id(slots) not in seen:
+                        seen.add(id(slots))
+                        yield part, group, parameter, slots
+
+    def tensors(self) -> list[StateTensor]:
+        """``optimizer/<slot>/<parameter>``; empty before the first update.
+
+        Raises:
+            UserError: an optimizer holds what is neither tensor nor number, or state of what is not a parameter.
+        """
+        tensors: list[StateTensor] = []
+        for part in self.parts:
+            refuse_strangers(part.optimizer)
+        for part, _, parameter, slots in self.held():
+            own = self.names[id(parameter)]
+            for slot, value in slots.items():
+                name = f"optimizer/{part.prefix}{slot}"
+                if isinstance(value, Tensor):
+                    tensors += self.slots.placed(TorchTensor(f"{name}/{own}", value), slot, parameter)
+                elif isinstance(value, (bool, int, float)):
+                    number = ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64))
+                    tensors += self.slots.placed(number, slot, parameter)
+                elif value is not None:
+                    raise UserError(
+                        f"{type(part.optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of a parameter",
+                        "use an optimizer whose state is tensors and numbers: others cannot be saved",
+                    )
+        changed = [(name, value) for name, value in self.group_numbers() if value != self.made_with.get(name)]
+        tensors += [ArrayTensor(name, np.array(value)) for name, value in changed]
+        for name, index, group in groups_of(self.parts):
+            for key, value in group.items():
+                if key != "lr" and isinstance(value, Tensor):
+                    tensors.append(TorchTensor(f"optimizer/{name}/{index}/{key}", value))
+        return tensors
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Gives each parameter the state of its name, on its own device; groups keep what they have for rates.
+
+        State is put into the mappings that are there, since parts may share them.
+        """
+        self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
+        found: dict[str, dict[str, str]] = {}
+        for key in arrays:
+            kind, _, rest = key.partition("/")
+            slot, _, parameter_name = rest.partition("/")
+            if kind == "optimizer":
+                found.setdefault(parameter_name, {})[slot] = key
+        states: list[Any] = []
+        for part in self.parts:
+            state = part.optimizer.state
+            if not any(state is other for other in states):
+                states.append(state)
+                for group in part.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        names = of_part(found.get(self.names[id(parameter)], {}), part, self.parts)
+                        put_slots(state, group, parameter, names, as_saved(arrays), self.slots)
+        for name, index, group in groups_of(self.parts):
+            for full in arrays:
+                kind, _, key = full.removeprefix(f"optimizer/{name}").rpartition("/")
+                if kind == f"{NUMBER}/{index}":
+                    number = arrays[full]
+                    group[key] = type(group[key])(number) if key in group else number.item()
+                elif kind == f"/{index}":
+                    device = group[key].device if key in group else group["params"][0].device
+                    group[key] = tensor_of(arrays[full]).to(device)
+
+    def to_device(self) -> None:
+        """Moves state that is there from the start (Adagrad's) to where its parameters are."""
+        for part in self.every:
+            if part.speaks and part.optimizer.state:
+                part.optimizer.load_state_dict(part.optimizer.state_dict())
+        for _, group, parameter, slots in self.held():
+            for slot, value in slots.items():
+                if isinstance(value, Tensor):
+                    slots[slot] = value.to(device_of(slot, group, parameter))
+
+
+def groups_of(parts: Sequence[Part]) -> Iterator[tuple[str, str, Group]]:
+    """Each parameter group once, with a name of its part's groups, and its number there."""
+    seen: set[int] = set()
+    for part in parts:
+        for index, group in enumerate(part.optimizer.param_groups):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield f"{part.prefix}group", str(index), group
+
+
+def refuse_strangers(optimizer: Optimizer) -> None:
+    """Raises UserError if an optimizer keeps state that belongs to none of its parameters."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for key, value in optimizer.state.items():
+        if id(key) not in own and not (isinstance(value, dict) and not value):
+            raise UserError(
+                f"{type(optimizer).__name__} keeps state under {str(key)[:50]!r}, which is not one of its parameters",
+                "keep it in the parameters' state or groups, or give the optimizer a state_dict and load_state_dict",
+            )
+
+
+def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict[str, str]:
+    """Those slots of a parameter that are one part's, by their own names, and the name of each in what was saved."""
+    others = [other.prefix for other in parts if len(other.prefix) > len(part.prefix)]
+    mine = {name: key for name, key in slots.items() if name.startswith(part.prefix)}
+    return {
+        name.removeprefix(part.prefix): key
+        for name, key in mine.items()
+        if not any(name.startswith(prefix) for prefix in others)
+    }
+
+
+def put_slots(
+    state: Any, group: Group, parameter: Tensor, names: Mapping[str, str], saved: SavedArrays, slots: Slots
+) -> None:
+    """Replaces the state of a parameter by the saved values, each slot under its name."""
+    state.pop(parameter, None)
+    if names:
+        state[parameter] = {
+            slot.removesuffix(NUMBER): slot_value(slot, name, saved, group, parameter, slots)
+            for slot, name in names.items()
+        }
+
+
+def slot_value(
+    slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor, slots: Slots
+) -> Tensor | float:
+    """A slot as the optimizer keeps it."""
+    if slot.endswith(NUMBER):
+        number = float(saved[name])
+        return int(number) if number.is_integer() else number
+    shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
+    device = device_of(slot, group, parameter)
+    slices = slots.slices_of(slot, shape, parameter, is_saved=True)
+    is_like_parameter = slices is not None or shape == tuple(parameter.shape)
+    if is_like_parameter:  # same memory format as the parameter, so that fused updates stay fast
+        value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    else:
+        value = torch.empty(shape, dtype=dtype, device=device)
+    load_tensors(tensors_of(name, value, slices), saved)
+    return value
+
+
+def device_of(slot: str, group: Group, parameter: Tensor) -> torch.device:
+    """Where a slot lies: on its parameter's device, except counts that are read on the host, as torch has it."""
+    on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.device("cpu") if on_host else parameter.device

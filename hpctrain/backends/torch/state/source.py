@@ -1,0 +1,172 @@
+"""The state of a PyTorch run on this rank, to and from named arrays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.named_state import load_tensors, parameter_of, plain_name
+from hpctrain.backends.torch.state.optimizer import OptimizerState
+from hpctrain.backends.torch.state.tensors import (
+    TorchTensor,
+    digest,
+    load_random,
+    model_tensors,
+    random_tensors,
+    tensors_of,
+)
+from hpctrain.backends.torch.steps.update_step import Parts, StepProgram
+from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.backends.update import LossScale, load_residues, residue_tensors
+from hpctrain.reduce.int8_sum import Residue
+from hpctrain.train.saved_arrays import DerivedArrays, as_saved
+from hpctrain.train.seeds import derive, seed_python
+from hpctrain.train.state import StateTensor, Tiling
+from hpctrain.train.stateful import Kept, unchanged
+
+
+class Averages:
+    """Of what this rank has of trained parameters; none without a decay.
+
+    Args:
+        partition: what this rank has of the model.
+        model: whose parameters.
+        names: of them, by id.
+        decay: of the averages; None: none are kept.
+    """
+
+    def __init__(self, partition: Partition, model: Module, names: Mapping[int, str], decay: float | None) -> None:
+        self.partition, self.names = partition, names
+        self.parameters = [one for _, one in partition.parameters(model) if one.requires_grad]
+        self.values = [parameter.detach().clone() for parameter in self.parameters] if decay else []
+
+    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The averages of some parameters."""
+        known = {id(one): average for one, average in zip(self.parameters, self.values, strict=False)}
+        return [known[id(one)] for one in parameters] if known else []
+
+    def swap(self) -> None:
+        """Gives the model the averages, and these the parameters' values; a second call puts both back."""
+        if self.values:
+            self.partition.swap(self.parameters, self.values)
+
+    def tensors(self) -> list[TorchTensor]:
+        """``ema/<parameter>``."""
+        found: list[TorchTensor] = []
+        for parameter, average in zip(self.parameters, self.values, strict=bool(self.values)):
+            name = self.names[id(parameter)]
+            found += tensors_of(f"ema/{name}", average, self.partition.places.get(name))
+        return found
+
+
+@dataclass
+class TorchState:
+    """See train.framework.StateSource."""
+
+    parts: Parts
+    program: StepProgram
+    optimizer_state: OptimizerState
+    averages: Averages
+    holdings: Holdings
+    tilings: Mapping[str, Tiling]
+    """How any number of ranks would cut parameters, by name."""
+    placed: Callable[[Iterable[StateTensor]], list[StateTensor]]
+    """See strategies.strategy.Prepared."""
+    other_names: Mapping[str, str]
+    meta_init: frozenset[str]
+    seed: int
+    """Of the run."""
+
+    def state(self) -> list[StateTensor]:
+        scaler = [tensor for scale in self._scales() for tensor in scale.tensors()]
+        optimizer = self.optimizer_state.tensors()
+        known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
+        found: list[StateTensor] = [
+            *self._model(),
+            *optimizer,
+            *self.holdings.tensors(known, self.program.updates),
+            *self.averages.tensors(),
+            *scaler,
+            *self.program.counters,
+            *residue_tensors(self._residues()),
+            *random_tensors(self.parts.compute.device),
+        ]
+        for place, it in enumerate(found):
+            if isinstance(it, TorchTensor) and parameter_of(it.name) in self.tilings:
+                found[place] = replace(it, tiling=self.tilings[parameter_of(it.name)])
+        return self.placed(found)
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        saved = as_saved(arrays)
+        arrays = DerivedArrays({plain_name(name): (saved, name) for name in saved})  # 0.2 saved those of compiled ones
+        load_tensors([*self._model(), *self.averages.tensors()], arrays)
+        self.meta_init = frozenset()
+        self.optimizer_state.load(arrays)
+        self.holdings.load(arrays)
+        for scale in self._scales():
+            scale.load(arrays)
+        for counter in self.program.counters:
+            counter.array[...] = arrays.get(counter.name, 0)
+        load_residues(self._residues(), arrays)
+        load_random(self.parts.compute.device, arrays)
+        self.parts.batch_norms.follow()  # each rank may have had its own when they were saved
+
+    def reseed(self, step: int) -> None:
+        rank_seed = derive(self.seed, 1, self.parts.world.data.rank, step)  # dropout must differ between ranks
+        seed_python(rank_seed)
+        torch.manual_seed(rank_seed)
+        if step:  # before the first one, the task's own seeds hold
+            self.holdings.reseed(rank_seed)
+
+    def weights_hash(self, shared_only: bool = False) -> str:
+        model, partition, equal = self.parts.model, self.parts.partition, self.parts.batch_norms.names
+        joint = [buffer for name, buffer in model.named_buffers() if name in equal]
+        weights = partition.shared(model) if shared_only else partition.parameters(model)
+        return digest([*(one for _, one in weights), *joint])
+
+    def _model(self) -> list[TorchTensor]:
+        return model_tensors(self.parts.model, self.parts.batch_norms.names, self.parts.partition)
+
+    def _residues(self) -> dict[str, Residue]:
+        return self.parts.exchanges.used.residues if self.parts.exchanges.used else {}
+
+    def _scales(self) -> list[LossScale]:
+        """Of all optimizers."""
+        return [each.rule.loss_scale for each in self.parts.trained.values() if each.rule.loss_scale is not None]
+
+
+@contextlib.contextmanager
+def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], device: torch.device) -> Iterator[None]:
+    """What passes in the body change in model, loss, the task's objects and random states is put back.
+
+    Args:
+        model: on its device.
+        holdings: what the task's functions hold.
+        objects: the task's, whose state is saved.
+        device: of the model.
+    """
+    buffers_of = [(dict(module._buffers), module) for module in model.modules()]
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(device)}
+    put_back = holdings.snapshot()
+    try:
+        with unchanged(objects, holdings.leaves):
+            yield
+    finally:
+        for buffers, module in buffers_of:
+            module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+        put_back()
+        load_random(device, random)

@@ -1,0 +1,225 @@
+"""Names of the tensors that make up a torch model, its optimizer and its random states, and copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.named_state import digest as digest_of
+from hpctrain.backends.named_state import plain_name
+from hpctrain.backends.torch.strategies.partition import Partition, Slices
+from hpctrain.errors import UserError
+from hpctrain.train.seeds import host_random_state, restore_host_random_state
+from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling, part_of
+
+NUMBER = ".number"
+"""Ends the slot names of optimizer state that is a Python number."""
+
+
+@dataclass(frozen=True)
+class TorchTensor:
+    """A StateTensor over a torch tensor."""
+
+    name: str
+    tensor: Tensor
+    placement: Placement = Placement.REPLICATED
+    is_trained: bool = False
+    cut: Cut | None = None
+    tiling: Tiling | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Logical dtype."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
+        """Asynchronous if the tensor is on a GPU and ``out`` is page-locked."""
+        source = self.tensor.detach()
+        if source.shape != out.shape:  # of a small tensor, taking a part is as long as copying it
+            source = source[part_of(begin, out.shape)]
+        host_tensor(out, self.tensor.dtype).copy_(source, non_blocking=True)
+
+    def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
+        """Takes over a host array as ``copy_into`` gives it."""
+        target = self.tensor[first_row : first_row + len(value)] if value.ndim else self.tensor
+        with torch.no_grad():
+            target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
+
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
+        """Rows are copied to their place as they come."""
+        yield self.assign
+
+
+def tensors_of(
+    name: str,
+    tensor: Tensor,
+    slices: Slices | None,
+    placement: Placement = Placement.REPLICATED,
+    is_trained: bool = False,
+) -> list[TorchTensor]:
+    """A tensor of the state; of a parameter that is cut, one for each part that is here."""
+    if slices is None:
+        return [TorchTensor(name, tensor, placement, is_trained)]
+    return [TorchTensor(name, view, Placement.CUT, is_trained, cut) for view, cut in slices.views(tensor)]
+
+
+def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """A writable host array as a tensor over the same memory; bfloat16 is held as uint16."""
+    return torch.from_numpy(array.view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)
+
+
+def tensor_of(value: NDArray[Any]) -> Tensor:
+    """A copy of a saved array as a tensor on the host."""
+    array = np.require(value, requirements=["C", "W"])
+    return host_tensor(array, torch.bfloat16 if array.dtype == np.uint16 else torch.float32).clone()
+
+
+def module_tensors(module: Module) -> Iterator[tuple[str, Tensor, Placement]]:
+    """What of a module's ``state_dict`` are parameters, then what are buffers, each in the order of the modules.
+
+    Names are those that it has without ``torch.compile``.
+    Buffers are each rank's own: what a forward pass changes there (running statistics) follows the rank's samples.
+    """
+    kept = module.state_dict(keep_vars=True).keys()
+    parameters = ((name, parameter.data, Placement.REPLICATED) for name, parameter in module.named_parameters())
+    buffers = ((name, buffer, Placement.RANK) for name, buffer in module.named_buffers())
+    yield from (
+        (plain_name(name), tensor, placement) for name, tensor, placement in (*parameters, *buffers) if name in kept
+    )
+
+
+def state_of(model: Module) -> dict[str, Tensor]:
+    """Tensors of a model's ``state_dict``, which may hold what is none: the extra state of modules."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def model_tensors(model: Module, equal: Container[str] = (), own: Partition | None = None) -> list[TorchTensor]:
+    """``model/<name>`` of a model's tensors.
+
+    Args:
+        model: whose.
+        equal: names of buffers that are equal on all ranks.
+        own: what this rank has of parameters that are cut or sharded.
+    """
+    slices, held = (own.places, own.held) if own else ({}, {})
+    trained = {plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: list[TorchTensor] = []
+    for name, tensor, placement in module_tensors(model):
+        placed = Placement.REPLICATED if name in equal else placement
+        value = held[name].data if name in held else tensor
+        found += tensors_of(f"model/{name}", value, slices.get(name), placed, name in trained)
+    return found
+
+
+def other_names(model: Module) -> dict[str, str]:
+    """Names under which ``state_dict`` holds a shared tensor once more (tied weights), and the one it is saved by."""
+    first = {id(tensor): plain_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held = {
+        plain_name(name): first.get(id(tensor), plain_name(name))
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)  # and not extra state
+    }
+    return {name: saved for name, saved in held.items() if name != saved}
+
+
+def random_tensors(device: torch.device) -> list[ArrayTensor]:
+    """This rank's random states."""
+    arrays = host_random_state() | {"rng/torch": torch.get_rng_state().numpy()}
+    if device.type == "cuda":
+        arrays["rng/torch_cuda"] = torch.cuda.get_rng_state(device).numpy()
+    return [ArrayTensor(name, array, Placement.RANK) for name, array in arrays.items()]
+
+
+def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Takes over the random states that are there; a rank that is new keeps its own seed."""
+    restore_host_random_state(arrays)
+    if "rng/torch" in arrays:
+        torch.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch"], np.uint8)))
+    if device.type == "cuda" and "rng/torch_cuda" in arrays:
+        torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch_cuda"], np.uint8)), device)
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """SHA-256 over the values in order, hexadecimal."""
+    return digest_of(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)
+
+
+INNER = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which programs save a model's state: Lightning, PyTorch's tutorials, timm, DeepSpeed."""
+
+
+def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Arrays (bfloat16 as uint16) and logical types by name, of a ``state_dict`` or of a mapping that holds one.
+
+    Only tensors are read (``weights_only=True``): no code of the file is run.
+
+    Args:
+        file: open.
+        path: of the file, for people.
+        known: logical types that the caller can read.
+
+    Raises:
+        UserError: it is none, or holds more than tensors, lists, mappings and numbers.
+        OSError: it cannot be read now.
+    """
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # PyTorch raises what it finds: UnpicklingError, RuntimeError, EOFError, KeyError
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path} is not a file of PyTorch that holds only weights: {first[:200]}",
+            "save it with torch.save(model.state_dict(), path): objects are not read, since that runs their code",
+        ) from error
+    state = state_dict_in(content, path)
+    arrays, dtypes = {}, {}
+    for name, value in state.items():
+        if str(name).endswith("_extra_state"):  # which is state, but no weight
+            continue
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            kind = str(value.layout) if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f"{name} of {path} is a {kind}, not a dense tensor", "save model.state_dict() alone")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in known:
+            raise UserError(f"{name} of {path} is {dtype}, which cannot be read", "save weights as numbers of 16 bits")
+        host = value.detach().contiguous()
+        arrays[str(name)] = host.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else host.numpy()
+        dtypes[str(name)] = dtype
+    return arrays, dtypes
+
+
+def state_dict_in(content: Any, path: Path) -> Mapping[str, Any]:
+    """The model's state in what was saved."""
+    inner = next((content[key] for key in INNER if key in content), content) if isinstance(content, Mapping) else None
+    if not isinstance(inner, Mapping) or not any(isinstance(value, Tensor) for value in inner.values()):
+        raise UserError(
+            f"{path} holds no state_dict", f"save model.state_dict(), by itself or under one of {', '.join(INNER)}"
+        )
+    return inner
+
+
+def write_weights(state: Mapping[str, Any], path: Path) -> None:
+    """Writes tensors for ``torch.load(path, weights_only=True)``."""
+    with open(path, "wb") as file:  # else an error of the disk comes as one of torch
+        torch.save(dict(state), file)
+
+
+def tensor_over(array: NDArray[Any], dtype: str) -> Tensor:
+    """A tensor over the memory of an array of this logical type; bfloat16 comes as uint16."""
+    return host_tensor(array, torch.bfloat16 if dtype == "bfloat16" else torch.float32)

@@ -1,0 +1,351 @@
+"""A task's own step on several ranks: what becomes of the calls that it makes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.torch.reduce.reducer import Number
+from hpctrain.backends.torch.steps.step_context import Setting, StepContext
+from hpctrain.backends.torch.steps.update_step import Parts
+from hpctrain.backends.torch.steps.updates import Exchanges, Passes
+from hpctrain.backends.torch.strategies.region import HALVES
+from hpctrain.backends.update import NotFinite, ranks_at_fault
+from hpctrain.comm.group import Group
+from hpctrain.config.combinations import Feature, refusal
+from hpctrain.data.order import part_of
+from hpctrain.errors import UserError
+from hpctrain.tasks.user_errors import blamed, calling_line, shapes
+from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
+from hpctrain.train.framework import HostBatch, Sums, copied, samples_of
+from hpctrain.train.state import ArrayTensor
+
+END, GATHER, NORMALISE = "ends its step", "calls ctx.gather", "runs a BatchNorm layer"
+BACK = "passes gradients back through ctx.gather"
+"""What a rank does, in words."""
+STEPS = "step/done"
+"""Of the state: calls of a task's own step."""
+
+
+class Live:
+    """Acts on all ranks together.
+
+    Args:
+        setting: see there.
+        exchanges: of the gradients.
+        clock: records where the time goes.
+        global_samples: of all ranks.
+        guard: lets optimizers step.
+        applies: whether parameters are updated; rehearsals leave them as they are.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        exchanges: Exchanges,
+        clock: StepClock,
+        global_samples: int,
+        guard: Guard,
+        applies: bool,
+    ) -> None:
+        self.setting, self.exchanges, self.clock = setting, exchanges, clock
+        self.global_samples, self.guard, self.applies = global_samples, guard, applies
+        self.labels = [END, GATHER, BACK, NORMALISE, *(update_call(name) for name in setting.trained)]
+        self.passes: dict[str, Passes] = {}
+        self.losses: dict[str, list[float]] = {}
+        self.norms: dict[str, float] = {}
+
+    def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
+        self.clock.mark(Phase.FORWARD)
+        trained = self.setting.trained[name]
+        if name not in self.passes:
+            reducer = self.exchanges.of[name]
+            self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
+            reducer.last_backward = False  # which one is the last shows when the update comes
+        run = functools.partial(
+            torch.autograd.backward, inputs=list(trained.parameters), retain_graph=retain_graph or None
+        )
+        with self.setting.autocast(enabled=False):
+            self.passes[name].add(score, samples, run)
+        self.clock.mark(Phase.BACKWARD)
+
+    def update(self, name: str) -> None:
+        self.clock.mark(Phase.BACKWARD)
+        self.agree(update_call(name))
+        passes, trained = self.passes.pop(name), self.setting.trained[name]
+        totals = passes.exchange()
+        self.clock.mark(Phase.EXCHANGE)
+        self.losses.setdefault(name, []).append(totals.loss)
+        if not self.applies:
+            return
+        try:
+            with self.guard:
+                decision = trained.update(self.exchanges.of[name], totals, self.clock)
+        except NotFinite:
+            own = bool(torch.isfinite(torch.as_tensor(passes.loss)).all())
+            raise ranks_at_fault(self.setting.group, own, f"the loss of {name}" if name else "the loss") from None
+        if decision.norm is not None:
+            self.norms[f"grad_norm_{name}" if name else "grad_norm"] = decision.norm
+        if self.setting.low_precision is not None:
+            torch.clear_autocast_cache()  # copies of the old weights
+        self.clock.mark(Phase.OPTIMIZER)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        if self.setting.group.size == 1:
+            return tensor
+        self.clock.mark(Phase.FORWARD)
+        self.agree(GATHER)
+        return gathered(tensor, self.setting.group, self.clock, functools.partial(self.agree, BACK))
+
+    def agree(self, doing: str) -> None:
+        """Raises UserError, on all ranks, if the next thing that they do together is not the same one. Collective."""
+        group = self.setting.group
+        if not group.same(self.labels.index(doing), "come to the same point of their step"):
+            told = group.allgather(doing, "say what their step does")
+            other = next(rank for rank, each in enumerate(told) if each != told[0])
+            raise UserError(
+                f"the ranks' steps differ: rank 0 {told[0]}, and rank {other} {told[other]}",
+                "decide by values equal on all ranks, such as ctx.step, and not by a rank's own samples or losses",
+            )
+
+    def result(self, logged: Mapping[str, tuple[Number, Number]], samples: int) -> OwnResult:
+        """Of the step."""
+        known: dict[str, tuple[Number, Number]] = {name: (norm, 1.0) for name, norm in self.norms.items()}
+        means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
+        if means:
+            known["loss"] = sum(means.values()) * samples, samples
+            known |= {f"loss_{name}": (mean * samples, samples) for name, mean in means.items() if name}
+        return OwnResult(known | dict(logged))
+
+
+class Dry:
+    """Computes gradients and forgets them; knows no other rank."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.has_trained = False
+
+    def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
+        self.has_trained = True
+        total = score[0] if isinstance(score, tuple) else score
+        parameters = self.setting.trained[name].parameters
+        with self.setting.autocast(enabled=False):
+            found = torch.autograd.grad(total, list(parameters), retain_graph=retain_graph or None, allow_unused=True)
+        if all(gradient is None for gradient in found):
+            raise UserError(
+                f"the loss given to ctx.backward depends on no parameter of optimizer {name or 'of the task'}"
+                f"{calling_line()}",
+                "compute it from outputs of the models that this optimizer trains, without .detach()",
+            )
+
+    def update(self, name: str) -> None:
+        """Nothing is updated."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Guard:
+    """Keeps optimizers from stepping by themselves, which would leave out the other ranks.
+
+    Args:
+        optimizers: of the task.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.is_open = False
+        self.handles = [optimizer.register_step_pre_hook(self.check) for optimizer in optimizers]
+
+    def __enter__(self) -> None:
+        self.is_open = True
+
+    def __exit__(self, *error: object) -> None:
+        self.is_open = False
+
+    def close(self) -> None:
+        """Lets them step again."""
+        for handle in self.handles:
+            handle.remove()
+
+    def check(self, *call: object) -> None:
+        """Raises UserError unless an update is under way."""
+        if not self.is_open:
+            what = f"step calls the step of an optimizer itself{calling_line()}"
+            raise UserError(what, "call ctx.update, which takes the other ranks' gradients into account")
+
+
+@dataclass(frozen=True)
+class OwnResult:
+    """What a step reported; see StepResult."""
+
+    values: Mapping[str, tuple[Number, Number]]
+    """(sum, weight) by name."""
+
+    def sums(self) -> Sums:
+        return {name: (float(total), float(weight)) for name, (total, weight) in self.values.items()}
+
+
+class OwnSteps:
+    """The program of a task with a custom step, which gets a rank's part of the global batch as one batch; see
+    StepProgram.
+
+    Args:
+        parts: what it is made of.
+        step: the task's.
+        accumulate: ``train.accumulate``.
+        optimizers: all of the task.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        step: Callable[[StepContext, Any], Any],
+        accumulate: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self.parts, self.step = parts, step
+        compute, group = parts.compute, parts.world.data
+        self.setting = Setting(parts.models, compute.device, parts.trained, accumulate, group, compute.low_precision)
+        self.guard = Guard(optimizers)
+        self.updates = 0
+        self.done = np.zeros((), np.int64)
+        self.counters = [ArrayTensor(STEPS, self.done)]
+
+    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> OwnResult:
+        parts = self.parts
+        parts.modes.train()
+        if global_samples < parts.world.data.size:
+            uses = {Feature.SHORT_BATCH: global_samples, Feature.RANKS: parts.world.data.size}
+            raise refusal(uses | {Feature.OWN_STEP: True})
+        exchanges = parts.exchanges.measured(self._rehearse, micro_batches, global_samples)
+        self.updates += 1
+        with parts.batch_norms.update(len(micro_batches)):
+            result = self._call(micro_batches[0], global_samples, exchanges, parts.clock)
+        self.done += 1
+        return result
+
+    def _rehearse(self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int) -> None:
+        with self.parts.batch_norms.update(len(micro_batches)):
+            self._call(micro_batches[0], global_samples, exchanges, NO_CLOCK, applies=False)
+
+    def _call(
+        self, host: HostBatch, global_samples: int, exchanges: Exchanges, clock: StepClock, applies: bool = True
+    ) -> OwnResult:
+        """One step. Collective.
+
+        Args:
+            host: this rank's part of the global batch.
+            global_samples: of all ranks.
+            exchanges: of the gradients.
+            clock: records where the time goes.
+            applies: whether parameters are updated.
+        """
+        batch = self.parts.compute.tensors(host)
+        clock.mark(Phase.TO_DEVICE)
+        group = self.setting.group
+        rows = part_of(global_samples, group.rank, group.size)
+        live = Live(self.setting, exchanges, clock, global_samples, self.guard, applies)
+        context = StepContext(self.setting, live, rows, global_samples, int(self.done), group.size)
+        self.parts.batch_norms.begin_micro_batch(0, functools.partial(live.agree, NORMALISE))
+        with self.setting.autocast():
+            logged = context._finish(self.step(context, batch))
+        live.agree(END)
+        return live.result(logged, rows.stop - rows.start)
+
+    def dry_call(self, batch: HostBatch) -> None:
+        """One step on this rank alone that changes no parameter.
+
+        Raises:
+            UserError: the step fails, which names the user's line, or does nothing.
+        """
+        tensors = self.parts.compute.tensors(copied(batch))
+        samples = samples_of(tensors)
+        dry = Dry(self.setting)
+        context = StepContext(self.setting, dry, slice(0, samples), samples, int(self.done), ranks=1)
+        fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(tensors)}"
+        parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
+        with self.setting.autocast(), no_other_backward(parameters), blamed("step", fix):
+            returned = self.step(context, tensors)
+        if not (context._finish(returned) or dry.has_trained or returned is not None):
+            raise UserError(
+                "step neither calls ctx.backward nor reports anything: nothing would be trained",
+                "call ctx.backward(loss) and ctx.update(); a step that is right to skip a batch returns {}",
+            )
+
+    def close(self) -> None:
+        """Lets optimizers step by themselves."""
+        self.guard.close()
+
+
+@contextlib.contextmanager
+def no_other_backward(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Raises UserError if code in the body calls ``backward`` of a loss itself."""
+
+    def refuse(parameter: Tensor) -> None:
+        what = f"step calls backward of a loss itself{calling_line()}"
+        raise UserError(what, "call ctx.backward(loss), by which the gradients become those of all ranks")
+
+    handles = [parameter.register_post_accumulate_grad_hook(refuse) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def own_models(model: Any, compiled: bool) -> Mapping[str, Module]:
+    """The models of a task by name."""
+    named = model if isinstance(model, Mapping) else {"model": model}
+    called: dict[str, Any] = {name: torch.compile(each) if compiled else each for name, each in named.items()}
+    return MappingProxyType(called)
+
+
+def update_call(name: str) -> str:
+    """What a rank does, in words."""
+    return f"calls ctx.update({repr(name) if name else ''})"
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[], None]) -> Tensor:
+        ctx.group, ctx.clock, ctx.agree, ctx.rows = group, clock, agree, len(tensor)
+        host = tensor.detach().cpu().contiguous()
+        values = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
+        ctx.begin = sum(group.allgather(len(tensor), "say how many rows they gather")[: group.rank])
+        everything = torch.from_numpy(group.allgather_array(values, "gather their rows"))
+        rows = everything.view(tensor.dtype) if tensor.dtype == torch.bfloat16 else everything
+        clock.mark(Phase.EXCHANGE)
+        return rows.to(tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
+        ctx.clock.mark(Phase.BACKWARD)
+        ctx.agree()
+        wide = gradient.to("cpu", torch.float32 if gradient.dtype in HALVES else gradient.dtype).contiguous()
+        total = ctx.group.sum(wide.numpy(), "sum the gradients of gathered rows")
+        ctx.clock.mark(Phase.EXCHANGE)
+        own = torch.from_numpy(total[ctx.begin : ctx.begin + ctx.rows])
+        return own.to(gradient.device, gradient.dtype), None, None, None
+
+
+def gathered(tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[], None]) -> Tensor:
+    """The rows of all ranks, in rank order. Collective, and so is the backward pass.
+
+    Args:
+        tensor: [n, ...], equal on all ranks but for n.
+        group: the ranks.
+        clock: records the time that is spent together.
+        agree: called before ranks do something together in the backward pass.
+    """
+    rows: Tensor = _Gather.apply(tensor, group, clock, agree)  # type: ignore[no-untyped-call]
+    return rows

@@ -1,0 +1,276 @@
+"""What the step of a PyTorch task calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.torch.device import autocast
+from hpctrain.backends.torch.reduce.reducer import Number
+from hpctrain.backends.torch.steps.updates import Trained
+from hpctrain.backends.torch.task.dry_call import describe, require_score
+from hpctrain.backends.torch.task.shares import ONLY
+from hpctrain.comm.group import Group
+from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.data.order import part_of
+from hpctrain.errors import UserError
+from hpctrain.tasks.user_errors import calling_line
+
+RESERVED = ("grad_norm", "seconds/")
+"""Beginnings of names reported in addition to a step's metrics."""
+
+
+class Acts(Protocol):
+    """What the calls of a step do."""
+
+    def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
+        """Adds the gradients of a loss to those of an optimizer's next update."""
+
+    def update(self, name: str) -> None:
+        """Ends an update."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The rows of all ranks."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same in all steps."""
+
+    models: Mapping[str, Module]
+    device: torch.device
+    trained: Mapping[str, Trained]
+    accumulate: int
+    group: Group
+    low_precision: torch.dtype | None
+
+    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """Of forward passes; backward passes are outside of it."""
+        return autocast(self.device, self.low_precision, enabled=enabled)
+
+
+class StepContext:
+    """What the ``step`` of a TorchTask trains with: ``step(ctx, batch)`` is called once for each global batch.
+
+    ``batch`` is this rank's part of it, a dict of tensors on the device with a leading sample axis. Losses are means
+    over these samples, or (sum, weight); the context weights them, so that each update's gradient is that of the mean
+    over the global batch. Every rank has to make the same calls in the same order.
+    """
+
+    models: Mapping[str, Module]
+    """The task's, by name; a model without a name is ``model``."""
+    step: int
+    """Calls of ``step`` done before this one, over resumes; the same on all ranks."""
+    device: torch.device
+    """Of the models and the batch."""
+    global_samples: int
+    """Samples in all ranks' parts together."""
+    rows: slice
+    """This rank's part among the samples of all ranks, as ``gather`` joins them."""
+
+    def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
+        """Made by hpctrain.
+
+        Args:
+            setting: what is the same in each step.
+            acts: what the calls do.
+            rows: this rank's part of the samples.
+            global_samples: of all ranks.
+            step: steps done.
+            ranks: that have a part of the samples.
+        """
+        self.models = setting.models
+        self.device = setting.device
+        self.step = step
+        self.global_samples = global_samples
+        self.rows = rows
+        self._setting = setting
+        self._acts = acts
+        self._samples = rows.stop - rows.start
+        accumulate = setting.accumulate > 1 and setting.accumulate
+        self._features = used({Feature.OWN_STEP: True, Feature.ACCUMULATE: accumulate})
+        self._parts = min(setting.accumulate, global_samples // ranks)  # layers may meet other ranks in each of them
+        self._part = 0
+        self._open: dict[str, list[int | None]] = {}
+        self._logged: dict[str, tuple[Number, Number]] = {}
+
+    @property
+    def model(self) -> Module:
+        """The task's only model."""
+        if len(self.models) > 1:
+            fix = f"write ctx.models[...] with one of {', '.join(map(repr, self.models))}"
+            raise UserError(f"ctx.model: the task has several models{calling_line()}", fix)
+        return next(iter(self.models.values()))
+
+    def split(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Cuts the batch into ``train.accumulate`` micro-batches: ``for part in ctx.split(batch): ...``.
+
+        They are fewer if some rank has fewer samples, and as many on all ranks. What is passed to ``backward`` and
+        ``log`` in the loop is weighted by the samples of the part.
+
+        Args:
+            batch: that of the step, or another dict of tensors with as many rows.
+        """
+        samples, parts = self._samples, self._parts
+        odd = [name for name, tensor in batch.items() if tensor.ndim == 0 or len(tensor) != samples]
+        if odd:
+            what = f"ctx.split: {odd[0]} has shape {list(batch[odd[0]].shape)} in a batch of {samples} samples"
+            raise UserError(what + calling_line(), "give arrays with a row for each sample, or set train.accumulate: 1")
+        try:
+            for number in range(parts):
+                rows = part_of(samples, number, parts)
+                self._part, self._samples = number + 1, rows.stop - rows.start
+                yield {name: tensor[rows] for name, tensor in batch.items()}
+        finally:
+            self._part, self._samples = -1, samples
+
+    def backward(self, loss: Any, name: str | None = None, *, retain_graph: bool = False) -> None:
+        """Adds the gradients of a loss, with respect to an optimizer's parameters alone, to those of its next update.
+
+        Args:
+            loss: a scalar tensor, the mean over the samples; or two, (sum, weight).
+            name: of the optimizer; may be left out if there is one.
+            retain_graph: another backward pass through the same graph follows.
+
+        Raises:
+            UserError: the loss is not a scalar or depends on nothing that is trained, or there is no such optimizer.
+        """
+        call = "ctx.backward(loss)" if name is None else f"ctx.backward(loss, {name!r})"
+        optimizer = self._optimizer(name, call)
+        require_value(loss, f"the loss of {call}")
+        total = loss[0] if isinstance(loss, tuple) else loss
+        if not (isinstance(total, Tensor) and total.requires_grad):
+            raise UserError(
+                f"the loss of {call} does not depend on any parameter{calling_line()}",
+                "compute it from outputs of ctx.models with torch operations, without .item(), .detach() or NumPy",
+            )
+        marks = self._open.setdefault(optimizer, [])
+        mark = self._part if isinstance(loss, tuple) else None
+        is_mixed = bool(marks) and (mark is None) != (marks[0] is None)
+        if is_mixed or (mark is not None and mark in marks):
+            raise UserError(
+                f"{call} adds a (sum, weight) loss to another loss of the same update{calling_line()}",
+                "add them up before one ctx.backward, or give means",
+            )
+        self._acts.backward(optimizer, loss, self._samples, retain_graph)
+        marks.append(mark)
+
+    def update(self, name: str | None = None) -> None:
+        """Averages an optimizer's gradients over all ranks, clips them, and updates its parameters. Collective.
+
+        Args:
+            name: of the optimizer; may be left out if there is one.
+
+        Raises:
+            UserError: no loss was passed to ``backward`` since its last update, or there is no such optimizer.
+            NonFiniteLoss: loss or gradient is not finite; on all ranks.
+        """
+        call = f"ctx.update({'' if name is None else repr(name)})"
+        optimizer = self._optimizer(name, call)
+        if optimizer not in self._open:
+            raise UserError(
+                f"{call} without a {call.replace('update(', 'backward(loss, ').replace(', )', ')')} before it"
+                f"{calling_line()}",
+                "pass each optimizer's loss to ctx.backward, and then update it once",
+            )
+        if self._part > 0:
+            raise UserError(
+                f"{call} in the loop over ctx.split, before all gradients are there{calling_line()}",
+                "update behind the loop: an update is for the whole global batch",
+            )
+        del self._open[optimizer]
+        self._acts.update(optimizer)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The rows of all ranks, in the order of the global batch. Gradients flow back to the rank of each row.
+
+        A loss over the gathered rows, be it the same on all ranks or the mean over this rank's own rows, so has the
+        gradient that one process would compute. Collective.
+
+        Args:
+            tensor: [n, ...]; n may differ between ranks.
+
+        Returns:
+            [sum of all n, ...], of the same dtype and device.
+
+        Raises:
+            UserError: it is called for a micro-batch, which would make the loss depend on train.accumulate.
+        """
+        refuse(self._features | {Feature.GATHER: calling_line()})
+        if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+            raise UserError(
+                f"ctx.gather got {describe(tensor)} without rows{calling_line()}", "give a tensor with a leading axis"
+            )
+        return self._acts.gather(tensor)
+
+    def log(self, name: str, value: Any) -> None:
+        """Reports a metric, averaged over samples, ranks and the steps of an interval.
+
+        Args:
+            name: of the metric. What is logged as ``loss`` stands for the run's loss; else that is the sum of the
+                optimizers' losses.
+            value: a number or a scalar tensor, the mean over the samples; or (sum, weight).
+        """
+        if not isinstance(name, str) or not name or name.startswith(RESERVED):
+            raise UserError(
+                f"a step cannot report a metric as {name!r}{calling_line()}", "choose a name such as 'accuracy'"
+            )
+        require_value(value, f"the value of {name!r}")
+        total, weight = value if isinstance(value, tuple) else (value * self._samples, self._samples)
+        before = self._logged.get(name, (0.0, 0.0))
+        self._logged[name] = before[0] + detached(total), before[1] + detached(weight)
+
+    def _optimizer(self, name: str | None, call: str) -> str:
+        """Which of the task's optimizers a call means."""
+        trained = self._setting.trained
+        if name is not None and name in trained:
+            return name
+        if name is None and len(trained) == 1:
+            return next(iter(trained))
+        known = ", ".join(map(repr, trained))
+        if name is None:
+            raise UserError(f"{call}: the task has several optimizers{calling_line()}", f"name one of {known}")
+        only = ONLY in trained
+        raise UserError(
+            f"{call}: the task has {'one optimizer, without a name' if only else 'no optimizer of this name'}"
+            f"{calling_line()}",
+            "leave the name out" if only else f"name one of {known}",
+        )
+
+    def _finish(self, returned: Any) -> dict[str, tuple[Number, Number]]:
+        """What was logged. Raises UserError if the step has left something undone."""
+        if returned is not None and not isinstance(returned, Mapping):
+            raise UserError(
+                f"step returned {describe(returned)}",
+                "return a dict of metrics, or nothing; losses go to ctx.backward, followed by ctx.update",
+            )
+        for name, value in (returned or {}).items():
+            self.log(name, value)
+        if self._open:
+            shown = ", ".join(repr(name) if name else "" for name in self._open)
+            raise UserError(
+                f"step ended after ctx.backward without ctx.update({shown})",
+                "update each optimizer in the step that computed its gradients; train.accumulate and ctx.split make "
+                "updates of several micro-batches",
+            )
+        refuse(self._features | used({Feature.NO_SPLIT: not self._part}))
+        return self._logged
+
+
+def require_value(value: Any, field: str) -> None:
+    """Raises UserError, with the user's line, unless it is a scalar, or two."""
+    try:
+        require_score(value, field)
+    except UserError as error:
+        raise UserError(error.what + calling_line(), error.fix) from None
+
+
+def detached(value: Any) -> Any:
+    """Without its graph."""
+    return value.detach() if isinstance(value, Tensor) else float(value)

@@ -1,0 +1,273 @@
+"""One update of an optimizer: backward passes over a global batch, the exchange of their gradients, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpctrain.backends.torch.reduce.reducer import FlatReducer, Number, Reducer
+from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.strategies.region import HALVES
+from hpctrain.backends.torch.task.checks import require_scalar
+from hpctrain.backends.update import Decision, NotFinite, UpdateRule
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.sections import ReduceConfig, TrainConfig
+from hpctrain.errors import RunFailed
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.exchange_slots import ExchangeResult
+from hpctrain.reduce.int8_sum import Residue
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.user_errors import advised, own_line, words
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.framework import HostBatch, copied
+
+SEPARATE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+"""Optimizers that update each parameter by itself, and leave alone those without gradient."""
+
+
+class Passes:
+    """The backward passes of one update, on this rank.
+
+    Args:
+        reducer: of the optimizer's parameters; it forgets earlier gradients.
+        scale: factor of losses, besides their share of the global batch.
+        global_samples: in all ranks' parts together.
+    """
+
+    def __init__(self, reducer: Reducer, scale: float, global_samples: int) -> None:
+        reducer.begin()
+        self.reducer = reducer
+        self.scale = scale
+        self.global_samples = global_samples
+        self.loss: Number = 0.0
+        self.weight: Number = 0.0
+        self.weighted = False
+
+    def add(
+        self, score: Any, samples: int, backward: Callable[[Tensor], object] = Tensor.backward, is_own: bool = True
+    ) -> None:
+        """One pass.
+
+        Args:
+            score: the mean over samples, or (sum, weight).
+            samples: that it is the mean of.
+            backward: runs it.
+            is_own: whether the samples count; False for those of another rank, which meets this one in its passes.
+        """
+        self.weighted = isinstance(score, tuple)
+        total, part = score if self.weighted else (score, samples)
+        require_scalar(total)
+        if total.dtype in HALVES:
+            total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
+        times = (1 if self.weighted else samples) * is_own
+        factor = self.scale * times / self.global_samples
+        self.loss = self.loss + number(total) * times
+        self.weight = self.weight + (number(part) if isinstance(part, Tensor) else part) * is_own
+        if self.reducer.last_backward and isinstance(self.reducer, FlatReducer) and self.reducer.early:
+            self.reducer.tell(*self.totals())
+        with differentiated():
+            backward(total if factor == 1 else total * factor)
+
+    def told(self) -> NDArray[np.float64]:
+        """What ``take`` takes over."""
+        return np.array([float(self.loss), float(self.weight), self.weighted])
+
+    def take(self, told: NDArray[np.float64]) -> None:
+        """The loss is that of a rank which has seen the same samples."""
+        self.loss, self.weight, self.weighted = float(told[0]), float(told[1]), bool(told[2])
+
+    def exchange(self) -> ExchangeResult:
+        """Makes the gradients those of all ranks."""
+        return self.reducer.exchange(*self.totals())
+
+    def totals(self) -> tuple[Number, Number | None]:
+        """What travels with the gradients."""
+        return self.loss / self.global_samples, self.weight / self.global_samples if self.weighted else None
+
+
+@contextmanager
+def differentiated() -> Iterator[None]:
+    """An error of autograd becomes a sentence: where it arises, nothing of the task is on the stack."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # a device's memory, another rank
+            raise
+        said = words(error)
+        fix = (
+            "see the operations in loss and forward; torch.autograd.set_detect_anomaly(True) in the task's file has "
+            "the rank's log show the line of the one that fails"
+        )
+        raise RunFailed(f"the loss has no gradient: {said}{own_line(error)}", advised(fix, said)) from error
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An optimizer, and what it updates."""
+
+    name: str
+    """Of the optimizer, in the task; ``ONLY`` if it has no name."""
+    optimizer: Any
+    parameters: list[Tensor]
+    """Whose gradients are exchanged for it."""
+    average: list[Tensor]
+    """Moving averages of the parameters, or none."""
+    train: TrainConfig
+    """What the run file says of updates."""
+    rule: UpdateRule
+    partition: Partition
+    """What of the model this rank has."""
+    total_norm: Callable[[float], float] = float
+    """See strategies.strategy.Prepared."""
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether some parameters may be updated before the gradients of others are there, to the same values."""
+        kind, hooks = type(self.optimizer), ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        observed = "step" in vars(self.optimizer) or any(getattr(self.optimizer, name, True) for name in hooks)
+        return kind in SEPARATE and not observed and not self.rule.needs_norm
+
+    def update(self, reducer: Reducer, totals: ExchangeResult, clock: StepClock) -> Decision:
+        """Divides by weights and loss scale, clips, and steps, unless the update is left out.
+
+        Every update goes through here, whichever program makes it, under whichever strategy: this is the place for
+        what changes gradients. ``reducer.summed()`` has what this rank updates, by names of parameters.
+
+        Raises:
+            NotFinite: loss or gradient is not finite; on all ranks.
+        """
+        early = reducer if isinstance(reducer, FlatReducer) and reducer.early else None
+        try:
+            norm = self.total_norm(self.partition.norm(reducer)) if self.rule.needs_norm else None
+            decision = self.rule.decide(totals, norm)
+        except NotFinite:
+            if early:
+                early.finish()
+            raise
+        if decision.factor is None:
+            return decision
+        for gradients in early.arrivals() if early else [reducer.gradients()]:
+            if early:
+                clock.mark(Phase.EXCHANGE)
+            if decision.factor != 1:
+                torch._foreach_mul_(gradients, decision.factor)
+            self.optimizer.step()
+            clock.mark(Phase.OPTIMIZER)
+        if reducer.spread():
+            clock.mark(Phase.EXCHANGE)
+        if self.average:
+            with torch.no_grad():
+                torch._foreach_lerp_(self.average, self.parameters, 1 - (self.train.ema_decay or 0))
+        return decision
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """A reducer for each optimizer, all of one kind."""
+
+    of: Mapping[str, Reducer]
+
+    @property
+    def name(self) -> str:
+        """Of the candidate, such as mpi-node."""
+        return next(iter(self.of.values())).name
+
+    @property
+    def residues(self) -> dict[str, Residue]:
+        """Of those that compress, by optimizer."""
+        flat = {name: reducer for name, reducer in self.of.items() if isinstance(reducer, FlatReducer)}
+        return {name: reducer.residue for name, reducer in flat.items() if reducer.residue is not None}
+
+    def close(self) -> None:
+        """See Reducer."""
+        for reducer in self.of.values():
+            reducer.close()
+
+
+class ReducerSource(Protocol):
+    """Opens reducers of the parameters of one optimizer; see reducer_choice.Reducers."""
+
+    @property
+    def sparse(self) -> Sequence[Parameter]:
+        """Parameters whose gradients stay sparse."""
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        """What could be opened. Collective."""
+
+    def open(self, candidate: Candidate, group: Group) -> Reducer:
+        """Collective."""
+
+
+@dataclass(frozen=True)
+class ExchangesToChoose:
+    """Reducers of several optimizers, chosen together; see reducer_choice.Reducers."""
+
+    of: Mapping[str, ReducerSource]
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        return next(iter(self.of.values())).possible(config, world)
+
+    def open(self, candidate: Candidate, group: Group) -> Exchanges:
+        return Exchanges({name: reducers.open(candidate, group) for name, reducers in self.of.items()})
+
+
+@dataclass
+class ChosenExchanges:
+    """The reducers in use. If they have to be measured, that is done on the batch of the first update."""
+
+    possible: ExchangesToChoose
+    """Among which there is a choice."""
+    choice: ReducerChoice
+    unchanged: Callable[[], AbstractContextManager[None]]
+    """A context in which passes leave no trace."""
+    used: Exchanges | None
+    """None while there is a choice."""
+
+    def measured(self, rehearse: Callable[[Exchanges, Sequence[HostBatch], int], object], *given: Any) -> Exchanges:
+        """The reducers in use; the first call rehearses steps on (micro_batches, global_samples). Collective."""
+        if self.used is None:
+
+            def once(exchanges: Exchanges) -> None:
+                micro_batches, global_samples = given
+                copies = [copied(batch) for batch in micro_batches]  # a task may change its inputs in place
+                rehearse(exchanges, copies, global_samples)
+
+            with self.unchanged():
+                self.used = self.choice.measured(self.possible, once)
+        return self.used
+
+    def use(self, choice: ReducerChoice) -> None:
+        """Sums as this choice says, whose reducer is known. Collective."""
+        self.close()
+        self.choice = choice
+        self.used = choice.known(self.possible)
+
+    def close(self) -> None:
+        """See Reducer."""
+        if self.used is not None:
+            self.used.close()
+            self.used = None
+
+
+def number(scalar: Tensor) -> Number:
+    """A float; of a GPU's, for which that would have to wait, a tensor."""
+    return scalar.item() if scalar.device.type == "cpu" else scalar.detach()

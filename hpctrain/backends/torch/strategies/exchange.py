@@ -1,0 +1,283 @@
+"""How ranks that hold parts of a PyTorch model exchange tensors: through memory of the host, or by a process group of
+torch, which takes tensors from GPU to GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.backends.torch.strategies.group import gloo, have_own_gpus, meet, nccl
+from hpctrain.comm.group import QUICK_LOOKS, TIMEOUT_S, Group
+from hpctrain.errors import RunFailed
+from hpctrain.reduce.shm_window import ShmWindow, open_shm_window
+from hpctrain.train.clock import Waiting
+
+SWAP = 1
+"""Tag of messages of which each rank sends some to each."""
+
+
+class Exchange(Protocol):
+    """Tensors of any device among the ranks of a group. ``what`` completes "waited for the other ranks to ...", in the
+    RunFailed that ends each wait."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether two ranks have to start the messages between them, of both directions, in the same order."""
+
+    def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        """A new tensor of this type, the sum over the ranks, with the same bits on all of them. Collective."""
+
+    def gather(self, values: Tensor, what: str) -> list[Tensor]:
+        """New tensors, those of all ranks, which have one shape. Collective."""
+
+    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
+        """A new tensor, of the rows that all ranks have for this one, those of the first rank first. Collective.
+
+        Args:
+            rows: [sum of ``going``, ...], those for the first rank first.
+            going: how many are for each rank.
+            coming: how many each rank has for this one.
+            what: see above.
+        """
+
+    def post(self, values: Tensor, rank: int, tag: int) -> None:
+        """Starts to send a tensor, which stays as it is until ``settle``. The other rank calls ``expect``."""
+
+    def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
+        """Starts to fill a contiguous tensor with what a rank posts; returns what waits for it, given ``what``."""
+
+    def settle(self, what: str) -> None:
+        """Waits until what was posted may be changed or freed."""
+
+    def close(self) -> None:
+        """Ends it, on this rank."""
+
+
+OpenExchange: TypeAlias = Callable[[Group, torch.device, Waiting], Exchange]
+"""Opens one for tensors of a device; collective."""
+
+
+class HostExchange:
+    """Through memory of the host; see Exchange.
+
+    Args:
+        group: the ranks.
+        waiting: records waits for them.
+        window: what sums pass through; None: they go by MPI, as all else does.
+    """
+
+    in_order = False
+
+    def __init__(self, group: Group, waiting: Waiting, window: ShmWindow | None = None) -> None:
+        self.group, self.waiting, self.window = group, waiting, window
+        self.under_way: list[Callable[[], bool]] = []
+        """Whether each message that was posted is through."""
+
+    def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        own = values.detach().to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
+        total = torch.empty(own.shape, dtype=dtype)
+        with self.waiting:
+            if self.window:
+                self.window.sum(own.view(-1).numpy(), total.view(-1).numpy(), what)
+            else:
+                self.group.add(total.copy_(own).numpy(), what)
+        return total.to(values.device)
+
+    def gather(self, values: Tensor, what: str) -> list[Tensor]:
+        own = host_bytes(values)
+        with self.waiting:
+            everything = torch.from_numpy(self.group.gather(own, what))
+        return [like(values, one) for one in everything]
+
+    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
+        host = rows.detach().to("cpu")
+        found = host.new_empty((sum(coming), *host.shape[1:]))
+        parts, places = host.split(list(going)), found.split(list(coming))
+        own, size = self.group.rank, self.group.size
+        places[own].copy_(parts[own])
+        for distance in range(1, size):
+            self.post(parts[(own + distance) % size], (own + distance) % size, SWAP)
+        for distance in range(1, size):
+            self.expect(places[own - distance], (own - distance) % size, SWAP)(what)
+        return found.to(rows.device)
+
+    def post(self, values: Tensor, rank: int, tag: int) -> None:
+        self.under_way = [sent for sent in self.under_way if not sent()]
+        if values.numel():
+            self.under_way.append(self.group.post(host_bytes(values), rank, tag))
+
+    def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
+        def fetch(what: str) -> None:
+            if not into.numel():  # nothing was posted
+                return
+            host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+            with self.waiting:
+                self.group.fetch(host_bytes(host), rank, tag, what)
+            if host is not into:
+                into.copy_(host)
+
+        return fetch
+
+    def settle(self, what: str) -> None:
+        """Nothing: MPI gets on with messages whenever the rank waits, and their memory is kept until then."""
+
+    def close(self) -> None:
+        if self.window:
+            self.window.close()
+            self.window = None
+
+
+def host_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The values of a tensor in a row; of one on the host over the same memory if they lie so."""
+    values: NDArray[np.uint8] = bytes_of(tensor.to("cpu")).numpy()
+    return values
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The same on the tensor's own device."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
+
+
+def like(values: Tensor, row: Tensor) -> Tensor:
+    """Of the bytes of another tensor with this shape, type and device."""
+    if not values.numel():
+        return torch.empty_like(values)
+    return row.view(values.dtype).view(values.shape).to(values.device)
+
+
+class TorchExchange:
+    """By a process group of torch; see Exchange.
+
+    Each operation is over when its method returns, but for messages: a rank may have sent several that were not
+    received yet. NCCL works on all messages of a rank in one queue, and a message ends no sooner than the other rank
+    has come to it in its own queue: hence ``in_order``.
+
+    The host waits for each operation, although NCCL would let it continue: so each wait has a timeout here, not
+    in a thread of torch that would end the process without a message, and its time is known to be a wait.
+
+    Args:
+        group: the ranks.
+        ranks: the same as torch knows them, a ``ProcessGroupGloo`` or ``ProcessGroupNCCL`` (whose stubs leave their
+            methods out); of this exchange alone.
+        waiting: records waits for them.
+        device: of the tensors.
+        timeout_s: longest wait for another rank.
+    """
+
+    in_order = True
+
+    def __init__(
+        self, group: Group, ranks: Any, waiting: Waiting, device: torch.device, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.group, self.ranks, self.waiting, self.device = group, ranks, waiting, device
+        self.timeout = timedelta(seconds=timeout_s)
+        self.under_way: list[tuple[dist.Work, Tensor]] = []
+        """Messages, with what is sent."""
+
+    def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        total = values.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if total.numel():
+            parts = torch.view_as_real(total) if total.is_complex() else total
+            self._finish(lambda: self.ranks.allreduce([parts]), what)
+        return total
+
+    def gather(self, values: Tensor, what: str) -> list[Tensor]:
+        own = bytes_of(values)
+        everything = own.new_empty(self.group.size, own.numel())
+        if own.numel():
+            self._finish(lambda: self.ranks._allgather_base(everything.view(-1), own), what)
+        return [like(values, one) for one in everything]
+
+    def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
+        own = rows.detach().contiguous()
+        found = own.new_empty((sum(coming), *own.shape[1:]))
+        self._finish(lambda: self.ranks.alltoall_base(found, own, list(coming), list(going)), what)
+        return found
+
+    def post(self, values: Tensor, rank: int, tag: int) -> None:
+        with self._told("take what was sent"):
+            while self.under_way and self.under_way[0][0].is_completed():
+                self.under_way[0][0].wait(self.timeout)  # at once; raises what went wrong
+                self.under_way.pop(0)  # an update may have many micro-batches: their memory is free again
+            if values.numel():
+                own = bytes_of(values)
+                self.under_way.append((self.ranks.send([own], rank, 0), own))
+
+    def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
+        if not into.numel():
+            return lambda what: None
+        with self._told("send something"):
+            work = self.ranks.recv([into.view(-1).view(torch.uint8)], rank, 0)
+        return lambda what: self._finish(lambda: work, what)
+
+    def settle(self, what: str) -> None:
+        while self.under_way:
+            work, _ = self.under_way[0]
+            self._finish(lambda work=work: work, what)  # type: ignore[misc]
+            self.under_way.pop(0)
+
+    def close(self) -> None:
+        self.ranks.shutdown()
+
+    def _finish(self, begin: Callable[[], dist.Work], what: str) -> None:
+        """Waits for an operation that it begins, or that has begun."""
+        if self.device.type == "cuda":  # what this rank has to compute first is not a wait for others
+            torch.cuda.current_stream(self.device).synchronize()
+        with self.waiting, self._told(what):
+            work = begin()
+            for _ in range(QUICK_LOOKS):  # torch sleeps for a millisecond between two looks
+                if work.is_completed():
+                    break
+            work.wait(self.timeout)
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Raises RunFailed in place of torch's errors."""
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):
+                self.ranks.abort()  # an operation of a GPU would keep waiting, and the process could not end
+            raise RunFailed(
+                f"rank {self.group.rank} of {self.group.size} waited {time.monotonic() - begun:.0f} s for the other "
+                f"ranks to {what}: {str(error).strip().splitlines()[0]}",
+                "look for the rank that ended, or never arrived, in the logs of the run folder",
+            ) from error
+
+
+def over_gloo(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:
+    """See OpenExchange: for tensors on the host, as ``over_nccl`` for those on GPUs.
+
+    Raises UserError, on all ranks, if they cannot reach each other.
+    """
+    meeting = meet(group, group.name, timeout_s)
+    ranks = gloo(meeting.address, meeting.store, group.rank, group.size, timedelta(seconds=timeout_s))
+    return TorchExchange(group, ranks, waiting, device, timeout_s)
+
+
+def over_nccl(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:
+    """See OpenExchange: for ranks that have a GPU each.
+
+    Raises UserError, on all ranks, if they cannot reach each other.
+    """
+    meeting = meet(group, group.name, timeout_s)
+    ranks = nccl(group, meeting.store, device, timedelta(seconds=timeout_s))
+    return TorchExchange(group, ranks, waiting, device, timeout_s)
+
+
+def exchange_for(group: Group, device: torch.device, waiting: Waiting) -> Exchange:
+    """See OpenExchange: GPU to GPU by NCCL if each rank has its own; else through memory of the host."""
+    if group.size > 1 and device.type == "cuda" and have_own_gpus(group, device):
+        return over_nccl(group, device, waiting)
+    return HostExchange(group, waiting, open_shm_window(group))

@@ -1,0 +1,440 @@
+"""``parallel.shard: parameters``: each rank has some rows of all parameters (FSDP2). A layer is whole while it
+computes.
+
+FSDP2 gathers parameters and adds gradients up. Optimizers, averages and checkpoints see plain tensors over the memory
+of this rank's rows, so that they need not know of DTensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, ModuleDict, ModuleList, Parameter, ParameterDict, ParameterList, Sequential
+from torch.optim import Optimizer
+
+from hpctrain.backends.torch.reduce.reducer import Number, Reducer, fill_slots
+from hpctrain.backends.torch.state.optimizer import Part, Slots
+from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.group import DefaultGroup
+from hpctrain.backends.torch.strategies.parameter_traits import (
+    OwnRows,
+    ParameterTraits,
+    plain,
+    refuse_late,
+    replace_parameters,
+)
+from hpctrain.backends.torch.strategies.partition import CUT, Partition, Slices
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
+from hpctrain.backends.torch.task.dry_call import try_sharded
+from hpctrain.backends.torch.task.shares import ONLY, Share
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World, alone
+from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.errors import UserError
+from hpctrain.parallel.memory_estimate import MemoryEstimate
+from hpctrain.parallel.sharded import RowRange, part_of_rows
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.exchange_slots import SLOTS, ExchangeResult, read_slots
+
+LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
+"""Modules of which only the parts compute, unless a custom class can be called."""
+END = "the end of a forward pass"
+"""Where ranks meet that have come through all layers."""
+SHARDED = (
+    "With parallel.shard: parameters weights are whole while their layers are called: call the model and its layers "
+    "themselves, not functions of theirs such as model.encode or layer.forward, and use no weight of a layer outside "
+    "of it; or set parallel.shard: optimizer"
+)
+"""What models are wrong about that ask for weights at other times."""
+WHAT = "add up what gradients leave whole"
+"""What a rank waits for."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as this rank has it."""
+
+    name: str
+    module: Parameter
+    """As the model has it: a DTensor, or, if it has no axes, the parameter itself."""
+    own: Parameter
+    """A plain one over the memory of this rank's rows."""
+    rows: Slices | None
+    """None: it has no axes, and each rank has all of it."""
+
+
+class FullySharded(Partition):
+    """A model of which each rank has some rows of each parameter.
+
+    Args:
+        root: it.
+        before: what its tensor group has left the rank of it.
+        data: the ranks that it is sharded among.
+        every: its parameters.
+    """
+
+    def __init__(self, root: FSDPModule, before: Partition, data: Group, every: Sequence[Held]) -> None:
+        cut = frozenset(id(one.own) for one in every if one.name in before.slices)
+        super().__init__(before.region, before.slices, cut)
+        self.update_among(data)
+        self.sync_group = data
+        self.root = root
+        self.every = every
+        self.held = {one.name: one.own for one in every}
+        self.places = {one.name: one.rows for one in every if one.rows is not None}
+
+    @property
+    def hint(self) -> str:
+        """See Partition."""
+        return f"{CUT}. {SHARDED}" if self.slices else SHARDED
+
+    def norm(self, reducer: Reducer) -> float:
+        """See Partition."""
+        return self.norm_of(reducer.summed())
+
+    def try_loss(self, loss: Tensor) -> None:
+        """See Partition."""
+        try_sharded(loss)
+
+    def swap(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """See Partition: in place, since FSDP2 keeps the memory of parameters."""
+        with torch.no_grad():
+            for parameter, other in zip(parameters, others, strict=True):
+                before = parameter.clone()
+                parameter.copy_(other)
+                other.copy_(before)
+
+
+def layers_of(model: Module) -> list[Module]:
+    """The layers that are gathered and freed one after the other: what the lists and sequences of a model are made of.
+
+    Layers that share a parameter with others, or have none, are not among them: what they have is gathered with what
+    is left of the model.
+    """
+    found = list(outermost(model))
+    below = {id(module) for layer in found for module in layer.modules()}
+    users = Counter(id(one) for layer in found for one in layer.parameters())
+    for module in model.modules():
+        users.update(id(one) for one in module._parameters.values() if id(module) not in below)
+    owned = [(layer, [id(one) for one in layer.parameters()]) for layer in found]
+    return [layer for layer, own in owned if own and all(users[one] == 1 for one in own)]
+
+
+def outermost(module: Module) -> Iterator[Module]:
+    """Outermost non-container modules in containers."""
+    for child in module.children():
+        if is_container(module) and not is_container(child):
+            yield child
+        else:
+            yield from outermost(child)
+
+
+def is_container(module: Module) -> bool:
+    """Whether only the parts compute."""
+    return type(module) is Sequential or (isinstance(module, LISTS) and type(module).forward is Module.forward)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's rows of a DTensor, in its memory."""
+    assert isinstance(tensor, DTensor)
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local
+
+
+def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
+    """Leaves each rank its rows of all parameters, which become DTensors of the data group. Talks to no other rank.
+
+    Args:
+        model: on its device, equal on all ranks; its tensor group may have cut it.
+        before: what that has left of it.
+        world: the ranks. ``torch.distributed`` knows those of ``world.data``.
+    """
+    data = world.data
+    plain = dict(model.named_parameters())
+    scalars = {parameter for parameter in plain.values() if not parameter.ndim}
+    shapes = {name: tuple(parameter.shape) for name, parameter in plain.items()}
+    for parameter in plain.values():
+        parameter.data = parameter.data.contiguous()  # as FSDP2 takes them
+    assert dist.group.WORLD is not None, "it is open"
+    mesh = DeviceMesh.from_group(dist.group.WORLD, next(iter(plain.values())).device.type)
+    layers = [*layers_of(model), model]
+    for layer in layers:
+        root = fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
+    meet_in_layers(layers, model, data)
+    refuse_changes(layers, model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)  # others may have used them
+    every = []
+    for name, parameter in model.named_parameters():
+        own, rows = parameter, None
+        if isinstance(parameter, DTensor):
+            begin, end = part_of_rows(shapes[name][0], data.rank, data.size)
+            rows = before.rows(name, shapes[name], begin, end)
+            own = Parameter(local_of(parameter), parameter.requires_grad)
+            own.__dict__.update(vars(plain[name]))
+            assert len(own) == end - begin, "as FSDP2 distributes rows"
+        every.append(Held(name, parameter, own, rows))
+    return FullySharded(root, before, data, every)
+
+
+def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> None:
+    """From now on a forward pass raises UserError on all ranks, before they gather anything, if they are not in the
+    same layer: they would take rows of different layers for one.
+
+    Args:
+        layers: that are gathered.
+        model: of which they are all.
+        group: the ranks.
+    """
+    name_of = {id(module): name or "the model" for name, module in model.named_modules()}
+    places = [*(name_of[id(layer)] for layer in layers), END]
+
+    def meet(place: int, *ignored: Any) -> None:
+        if not group.same(place, "come to the same layer"):
+            told = group.allgather(places[place], "say in which layer they are")
+            other = next(rank for rank, each in enumerate(told) if each != told[0])
+            raise UserError(
+                f"the ranks' forward passes differ while parallel.shard is parameters: one has come to {told[0]}, and "
+                f"another to {told[other]}",
+                "choose the layers that compute by values equal on all ranks, and not by a rank's own samples or "
+                "random numbers; or set parallel.shard: optimizer",
+            )
+
+    for place, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(meet, place), prepend=True)
+    model.register_forward_hook(functools.partial(meet, len(layers)))
+
+
+def refuse_changes(layers: Sequence[Module], model: Module) -> None:
+    """From now on a forward pass that changes parameters in place raises UserError: that would be lost with what is
+    gathered.
+
+    Args:
+        layers: that are gathered, the model itself the last one.
+        model: of which they are all.
+    """
+    name_of = {id(module): name for name, module in model.named_modules()}
+    inside = {id(module) for layer in layers[:-1] for module in layer.modules()}
+    for layer in layers:
+        own = [module for module in layer.modules() if layer is not model or id(module) not in inside]
+        places = [(module, key) for module in own for key, one in module._parameters.items() if one is not None]
+        versions = [0] * len(places)
+
+        def note(*ignored: Any, places: Any = places, versions: list[int] = versions) -> None:
+            versions[:] = [module._parameters[key]._version for module, key in places]
+
+        def compare(*ignored: Any, places: Any = places, versions: list[int] = versions) -> None:
+            for (module, key), before in zip(places, versions, strict=True):
+                if module._parameters[key].ndim and module._parameters[key]._version != before:
+                    raise UserError(
+                        f"the forward pass changes {name_of[id(module)]}.{key} in place, and parallel.shard is "
+                        "parameters, with which that is lost",
+                        "leave max_norm out of embeddings, and change parameters in hooks= of the task, which are "
+                        "called after updates; or leave parallel.shard out",
+                    )
+
+        layer.register_forward_pre_hook(note)
+        layer.register_forward_hook(compare, prepend=True)
+
+
+class FullyShardedReducer:
+    """See reduce.torch_reducer.Reducer: FSDP2 has summed gradients by the end of the last backward pass.
+
+    Args:
+        name: of the candidate.
+        tensor: the model.
+        optimizers: of its parameters.
+        ranks: what ``torch.distributed`` works with; closed with the reducer.
+    """
+
+    def __init__(self, name: str, tensor: FullySharded, optimizers: Sequence[Optimizer], ranks: DefaultGroup) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.optimizers = optimizers
+        self.ranks = ranks
+        self.is_last = True
+        self.every = [one for one in tensor.every if one.own.requires_grad]
+        self.known = {id(one.own) for one in tensor.every}
+        self.memory = [(one, one.module.untyped_storage()) for one in tensor.every]
+
+    @property
+    def last_backward(self) -> bool:
+        """Whether gradients travel in the next backward pass."""
+        return self.is_last
+
+    @last_backward.setter
+    def last_backward(self, value: bool) -> None:
+        self.is_last = value
+        self.tensor.root.set_is_last_backward(value)
+        self.tensor.root.set_requires_gradient_sync(value)
+
+    def begin(self) -> None:
+        self._require_memory()
+        for one in self.every:
+            one.module.grad = one.own.grad = None
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        refuse_late(self.optimizers, lambda one: id(one) not in self.known, {})
+        for one in self.every:
+            gradient = one.module.grad
+            if gradient is None:
+                one.own.grad = torch.zeros_like(one.own)
+            elif one.rows is not None:
+                one.own.grad = local_of(gradient)
+        self._add_scalars()
+        slots = torch.zeros(SLOTS, dtype=torch.float64)
+        fill_slots(slots, loss, weight)
+        self.tensor.updaters.add(slots.numpy(), "add up their losses")
+        return read_slots(slots.tolist())
+
+    def gradients(self) -> list[Tensor]:
+        return [one.own.grad for one in self.every if one.own.grad is not None]
+
+    def summed(self) -> list[tuple[str, Tensor]]:
+        """See Reducer; what all ranks have is the first one's."""
+        every = [one for one in self.every if one.rows is not None or self.tensor.updaters.rank == 0]
+        return [(one.name, one.own) for one in every]
+
+    def norm(self) -> float:
+        return self.tensor.norm_of(self.summed())
+
+    def spread(self) -> bool:
+        """Nothing: the next forward pass gathers what has been updated."""
+        return False
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    def _add_scalars(self) -> None:
+        """Gradients of what each rank has, which FSDP2 leaves alone."""
+        have = [one.own.grad for one in self.every if one.rows is None and one.own.grad is not None]
+        if have:
+            sums = torch.stack([one.double().cpu() for one in have]).numpy()
+            self.tensor.updaters.add(sums, WHAT)
+            torch._foreach_copy_(have, list(torch.from_numpy(sums).to(have[0].device)))
+
+    def _require_memory(self) -> None:
+        """Raises UserError if a parameter was given other memory, of which DTensors take no notice."""
+        for one, before in self.memory:
+            if one.module.untyped_storage()._cdata != before._cdata:
+                raise UserError(
+                    f"the task has given {one.name} other memory (.data = ...), and parallel.shard is parameters, with "
+                    "which that changes nothing",
+                    "change it in place, under torch.no_grad(), as clamp_ and copy_ do; or set "
+                    "parallel.shard: optimizer",
+                )
+
+
+@dataclass(frozen=True)
+class FullyShardedReducers:
+    """The one reducer of a model that is sharded; see reducer_choice.Reducers."""
+
+    tensor: FullySharded
+    optimizers: Sequence[Optimizer]
+    ranks: DefaultGroup
+    sparse: Sequence[Parameter] = ()
+    """No gradient stays sparse."""
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        return [Candidate("nccl" if self.ranks.word == "nccl" else "gloo", "sharded")]
+
+    def open(self, candidate: Candidate, group: Group) -> FullyShardedReducer:
+        return FullyShardedReducer(candidate.name, self.tensor, self.optimizers, self.ranks)
+
+
+def own_rows_of(every: Sequence[Held], plain: Sequence[Tensor]) -> dict[int, OwnRows | None]:
+    """What this rank has of each whole parameter that has axes, by the id of that.
+
+    Args:
+        every: parameters as this rank has them.
+        plain: the same parameters whole, in the same order.
+    """
+    found: dict[int, OwnRows | None] = {}
+    for index, (one, whole) in enumerate(zip(every, plain, strict=True)):
+        if one.rows is not None and one.rows.rows is not None:
+            begin, end = one.rows.rows.start, one.rows.rows.stop
+            found[id(whole)] = OwnRows(RowRange(index, 0, begin, end, len(whole)), one.own) if begin < end else None
+    return found
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """Raises UserError if an optimizer cannot be sharded."""
+    return functools.partial(shard, opening, opening.traits) if opening.divides(Feature.SHARD_PARAMETERS) else None
+
+
+def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
+    """Leaves this rank its rows of each parameter."""
+    model, world, common = opening.model, opening.world, traits.common
+    names = opening.names()
+    found = uncuttable(opening.shares(), opening.parts, traits, world)
+    refuse({**opening.features, **used({Feature.WHOLE_TENSORS: found})})
+    whole = list(model.parameters())
+    group = DefaultGroup(world.data, whole[0].device)
+    partition = shard_model(model, prepared.partition, world)
+    every = partition.every
+    mine = own_rows_of(every, whole)
+    for optimizer in opening.optimizers:
+        for settings in optimizer.param_groups:
+            replace_parameters(optimizer, settings, mine, common)
+    updates = Updates(
+        {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},
+        {**names, **{id(one.own): one.name for one in every}},
+        Slots({id(one.own): one.rows for one in every if one.rows}, common),
+        {ONLY: FullyShardedReducers(partition, opening.optimizers, group)},
+    )
+    return dataclasses.replace(prepared, partition=partition, updates=updates)
+
+
+def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], traits: ParameterTraits, world: World) -> str | None:
+    """Of what optimizer some parameter may not be cut between rows, and which, if all have to be. Collective."""
+    cuttable = traits.cuttable(shares, [world.everyone], nearly=True)
+    names = {id(parameter): name for share in shares.values() for name, parameter in share.pairs}
+    for optimizer in plain(parts):
+        for one in (one for settings in optimizer.param_groups for one in settings["params"]):
+            if id(one) in names and one.ndim and len(one) > 1 and id(one) not in cuttable:
+                return f"{type(optimizer).__name__} does not update the rows of {names[id(one)]} by themselves"
+    return None
+
+
+def estimate(model: Estimated) -> MemoryEstimate:
+    """See estimated.Estimate."""
+    parts = model.framework.source.optimizer_state.every
+    whole_tensors = uncuttable(model.shares, parts, model.traits, alone())
+    model.refuse({Feature.WHOLE_TENSORS: whole_tensors})
+    every = list(model.framework.model.parameters())
+    total = sum(one.nbytes for one in every)
+    held = sum(
+        part_of_rows(len(one), 0, model.data)[1] / len(one) * one.nbytes if one.ndim else one.nbytes for one in every
+    )
+    layers = sorted(sum(one.nbytes for one in layer.parameters()) for layer in layers_of(model.framework.model))
+    return in_rows(model.whole, held / max(total, 1), total - sum(layers[:-2]), model.micro_batches > 1)
+
+
+def in_rows(whole: MemoryEstimate, share: float, gathered: int, accumulates: bool) -> MemoryEstimate:
+    """What becomes of a model whose parameters are sharded.
+
+    Args:
+        whole: what a rank has without.
+        share: of all state, what the rank with most has.
+        gathered: bytes of the parameters that are whole at a time: those outside of layers, a layer, and the next one.
+        accumulates: whether gradients are whole until the last micro-batch of an update.
+    """
+    rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
+    more = whole.gradients if accumulates else gathered
+    return dataclasses.replace(rows, parameters=rows.parameters + gathered, gradients=rows.gradients + more)

@@ -1,0 +1,241 @@
+"""Collectives of torch among the ranks of a Group. Where they meet travels over MPI: no launcher has to say it, and no
+environment variable."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend
+
+from hpctrain.backends.torch.device import gpu_for_nccl
+from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.errors import UserError
+from hpctrain.system.address import interfaces, listen, meeting_address, routed_address
+from hpctrain.system.processes import threads_sleep
+
+GLOO = "hpctrain_gloo"
+"""Names gloo on an address that this module has chosen; gloo alone would ask what the host's name stands for."""
+GLOO_THREAD = "pt_gloo_runloop"
+"""What torch calls those of its threads that run gloo's collectives."""
+LOOKS = 5
+"""At gloo's threads, one after another, a millisecond apart."""
+OWN_ERRORS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
+"""Read by torch when it makes a group of NCCL: errors are raised where a rank waits, and messages come in turn."""
+WHAT = "open a process group of torch"
+"""What a rank waits for."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a group find each other."""
+
+    address: str
+    """Of this rank's host, where the others reach it."""
+    store: dist.Store
+    """On the first rank; lives as long as the group."""
+
+
+def word_of(device: torch.device) -> str:
+    """What moves tensors of a device: ``nccl`` or ``gloo``."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
+    """Opens a store on a free port of the first rank. Collective.
+
+    Args:
+        group: the ranks; several.
+        name: keeps the keys of groups apart that use one store.
+        timeout_s: longest wait for another rank, also in the collectives that follow.
+
+    Raises:
+        UserError: the hosts have no network in common, or the first rank cannot be reached; on all ranks.
+    """
+    own = interfaces()
+    everywhere = group.allgather([one.address for one in own], WHAT)
+    others = [addresses for rank, addresses in enumerate(everywhere) if rank != group.rank]
+    address = meeting_address(own, others) or routed_address(others)
+    agree(group, None if address else f"{socket.gethostname()} has no network in common with the other hosts")
+    assert address is not None, "agreed"
+    port, store, problem = 0, None, None
+    if group.rank == 0:
+        try:
+            listener = listen(address)
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                address, port, group.size, True, timedelta(seconds=timeout_s), wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        except (OSError, RuntimeError) as error:
+            problem = f"{address} cannot be listened on: {error}"
+    first, port = group.broadcast([address, port], WHAT)
+    if group.rank and port:
+        try:
+            store = dist.TCPStore(first, port, group.size, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+        except RuntimeError as error:
+            problem = f"{first} cannot be reached from {address}: {error}"
+    agree(group, problem)
+    assert store is not None, "agreed"
+    return Meeting(address, dist.PrefixStore(name, store))
+
+
+def agree(group: Group, problem: str | None) -> None:
+    """Raises UserError, on all ranks, if one has a problem. Collective."""
+    found = [one for one in group.allgather(problem, WHAT) if one]
+    if found:
+        raise UserError(
+            f"the ranks cannot open a process group of torch: {found[0].splitlines()[0]}",
+            "allow connections between the hosts of a job on all ports",
+        )
+
+
+def have_own_gpus(group: Group, device: torch.device) -> bool:
+    """Whether no two ranks are on one GPU. Collective."""
+    of_ranks = gpus_of(group, device)
+    return len(set(of_ranks)) == len(of_ranks)
+
+
+def require_own_gpus(group: Group, device: torch.device) -> None:
+    """Raises UserError, on all ranks, if two are on one GPU. Collective."""
+    of_ranks = gpus_of(group, device)
+    shared = next((one for one in of_ranks if of_ranks.count(one) > 1), None)
+    if shared is not None:
+        sharing = [str(rank) for rank, one in enumerate(of_ranks) if one == shared]
+        raise UserError(
+            f"ranks {', '.join(sharing)} that see different samples are on one GPU, and NCCL takes one rank on each",
+            "start as many ranks on a node as it has GPUs, or set parallel.shard: optimizer",
+        )
+
+
+def gpus_of(group: Group, device: torch.device) -> list[str]:
+    """Which GPU each rank is on. Collective."""
+    return group.allgather(gpu_for_nccl(device), WHAT)
+
+
+def ends_calmly() -> None:
+    """From now on this process does not end before gloo's threads have let go of the tensors of their last collective.
+
+    For that they ask for the interpreter, and one that asks while it ends aborts the process, after all work was done
+    (PyTorch's issue 190489).
+    """
+    atexit.unregister(await_gloo)
+    atexit.register(await_gloo)
+
+
+def await_gloo(timeout_s: float = 5.0) -> None:
+    """Returns when no thread of gloo has anything left to do, or after ``timeout_s``.
+
+    Each sleep gives the interpreter to those that wait for it, which sleep, too: who sleeps at every look has nothing
+    left to do.
+    """
+    asleep, end = 0, time.monotonic() + timeout_s
+    while asleep < LOOKS and time.monotonic() < end:
+        time.sleep(0.001)
+        asleep = asleep + 1 if threads_sleep(GLOO_THREAD) else 0
+
+
+def gloo(address: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Gloo on an address of this host."""
+    ends_calmly()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedelta) -> dist.ProcessGroupNCCL:
+    """NCCL, whose communicator is there when this returns. Collective. Raises UserError, on all ranks, if it is not.
+
+    Whoever calls it waits for each operation, with an end. What NCCL finds out is then raised there, and does not end
+    the process from a thread, as torch would have it otherwise.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    ranks, problem = None, None
+    try:
+        with environment(OWN_ERRORS):
+            ranks = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+            ranks.eager_connect_single_device(
+                device
+            )  # one for all: also for messages, which it has wait for their turn
+    except RuntimeError as error:
+        problem = f"nccl: {error}"
+    agree(group, problem)
+    assert ranks is not None, "agreed"
+    return ranks
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables that torch reads in the body."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class DefaultGroup:
+    """The ranks of a group as what ``torch.distributed`` takes for all ranks there are.
+
+    Collective to make.
+
+    Args:
+        group: the ranks; several.
+        device: that the tensors are on.
+        timeout_s: longest wait for another rank.
+
+    Raises:
+        UserError: the ranks do not reach each other, or the task has opened ``torch.distributed`` itself.
+    """
+
+    def __init__(self, group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+        if dist.is_initialized():
+            raise UserError(
+                "the task has opened torch.distributed itself, and parallel.shard is parameters, which opens it",
+                "leave torch.distributed.init_process_group out of the task",
+            )
+        self.word = word_of(device)
+        if self.word == "nccl":
+            require_own_gpus(group, device)
+        meeting = meet(group, "hpctrain", timeout_s)
+        self.is_open = True
+        if self.word == "gloo":
+            Backend.register_backend(GLOO, functools.partial(gloo, meeting.address), devices=["cpu"])
+        problem = None
+        try:
+            dist.init_process_group(
+                GLOO if self.word == "gloo" else self.word,
+                store=meeting.store,
+                rank=group.rank,
+                world_size=group.size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if self.word == "nccl" else None,
+            )
+        except RuntimeError as error:
+            problem = f"{self.word}: {error}"
+        agree(group, problem)
+
+    def close(self) -> None:
+        """Ends it, on this rank."""
+        if self.is_open:
+            self.is_open = False
+            dist.destroy_process_group()

@@ -1,0 +1,208 @@
+"""The one list of strategies, and what does not go with each; ``config.combinations`` gathers it. Imports no torch.
+
+``task.opening`` applies the strategies in this order, and ``hpctrain plan`` asks each that divides for an estimate.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.config.combinations import Feature, Row, Trait
+
+DIVIDES_UPDATES = (Trait.DIVIDES, Trait.DIVIDES_OPTIMIZERS)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A strategy, and where it is."""
+
+    module: str
+    """In ``backends/torch``. Has ``planned`` (see ``strategies.strategy.Planner``), and if the feature is a value of
+    ``parallel.shard``, ``estimate`` (see ``strategies.estimated.Estimate``)."""
+    feature: Feature | None = None
+    """By which a run file asks for it; None if it looks for itself whether a run uses it."""
+    traits: tuple[Trait, ...] = ()
+    """Of the feature."""
+
+    def load(self) -> Any:
+        """The module, with torch."""
+        return importlib.import_module(f"hpctrain.backends.torch.{self.module}")
+
+
+STRATEGIES = (
+    # cut layers
+    Listed("strategies.tensor", Feature.TENSOR, (Trait.MEETS_INSIDE, Trait.DIVIDES)),
+    Listed("strategies.tables", Feature.SHARD_TABLES, (Trait.MEETS_INSIDE, *DIVIDES_UPDATES)),
+    Listed("task.recompute"),
+    # assign layers
+    Listed("strategies.pipeline.strategy", Feature.PIPELINE, (Trait.MEETS_INSIDE, *DIVIDES_UPDATES)),
+    Listed("task.meta_init"),
+    # partition updates
+    Listed(
+        "strategies.fully_sharded",
+        Feature.SHARD_PARAMETERS,
+        (Trait.MEETS_INSIDE, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS),
+    ),
+    Listed("strategies.zero1", Feature.SHARD, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS)),
+    Listed("strategies.zero2", Feature.SHARD_GRADIENTS, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS)),
+    Listed("strategies.replicated"),
+)
+"""In the order in which they are applied."""
+TRAITS = {one.feature: one.traits for one in STRATEGIES if one.feature is not None}
+WITH_FULLY_SHARDED = {
+    Feature.SEVERAL_MODELS: (
+        "the task has several models, none of which calls the others",
+        "give the task one model, or set parallel.shard: optimizer",
+    ),
+    Feature.SPARSE_ROWS: ("{1} has sparse gradients", "leave sparse=True out, or set parallel.shard: optimizer"),
+    Feature.CHANNELS_LAST: (
+        "train.channels_last is true: rows of a parameter would not be contiguous in memory",
+        "leave train.channels_last out, or set parallel.shard: optimizer",
+    ),
+    Feature.PIPELINE: (
+        "parallel.pipeline is {1}, which would gather each layer for each of its micro-batches",
+        "set parallel.pipeline to 1, or parallel.shard: optimizer",
+    ),
+    Feature.VERIFY: (
+        "reduce.verify_every_steps is {1}: no two ranks have rows in common that could be compared",
+        "leave reduce.verify_every_steps out",
+    ),
+    Feature.MIXED_PARAMETERS: (
+        "the model has parameters of {1}, which do not travel together",
+        "give all trained parameters one type, or set parallel.shard: optimizer",
+    ),
+    Feature.PARAMETER_HOOKS: (
+        "{1} has gradient hooks (register_hook), which would never be called",
+        "leave the hooks out: train.clip_norm clips gradients, and parameter groups have their own rates; or set "
+        "parallel.shard: optimizer",
+    ),
+    Feature.META_INIT: (
+        "the task made {1} on the meta device: rows are made of whole parameters",
+        "make the model with values, or divide it by parallel.tensor or parallel.pipeline",
+    ),
+    Feature.TORCH_METRICS: (
+        "{1} of the task is a torchmetrics metric, which would itself synchronise all ranks as soon as "
+        "torch.distributed is open",
+        "write it as an hpctrain.Metric or as a function, or set parallel.shard: optimizer",
+    ),
+}
+WITH_TABLES = {
+    Feature.NO_CUTS: (
+        "the task does not say which tables are sharded",
+        "return TorchTask(..., tensor={'tables.*': hpctrain.vocabulary}), or leave parallel.shard out",
+    ),
+    Feature.TENSOR: (
+        "parallel.tensor is {1}, which divides the rows of tables itself",
+        "set parallel.tensor to 1, or leave parallel.shard out",
+    ),
+    Feature.PIPELINE: (
+        "parallel.pipeline is {1}, whose stages have different tables, and look them up at different times",
+        "set parallel.pipeline to 1, or leave parallel.shard out",
+    ),
+    Feature.CAPTURED_MODEL: (
+        "{1} of the task holds the model or a part of it, and each rank has other rows of its tables: a penalty, for "
+        "instance, would be that of one rank's rows",
+        "let it compute from its arguments alone; weight decay is the optimizer's",
+    ),
+}
+
+
+def refusing(feature: Feature, stated: str, others: dict[Feature, tuple[str, str]]) -> tuple[Row, ...]:
+    """Rows of one feature and each of others, which say what is wrong and what to do."""
+    return tuple(Row((feature, other), f"{stated}, and {what}", fix) for other, (what, fix) in others.items())
+
+
+ROWS = (
+    # tensor
+    Row(
+        (Feature.TENSOR, Feature.NO_CUTS),
+        "parallel.tensor is {0}, and the task does not say how its layers are cut",
+        "return TorchTask(..., tensor={'blocks.*.up': hpctrain.columns, ...}), or set parallel.tensor to 1",
+    ),
+    Row(
+        (Feature.TENSOR, Feature.SPARSE_ROWS),
+        "parallel.tensor is {0}, and {1} has sparse gradients",
+        "leave sparse=True out: hpctrain.vocabulary divides the rows of a large table",
+    ),
+    # pipeline
+    Row(
+        (Feature.PIPELINE, Feature.NO_LAYERS),
+        "parallel.pipeline is {0}, and the task does not say what the layers of its model are",
+        "return TorchTask(..., layers=lambda model: [model.embed, *model.blocks, model.head]), or an nn.Sequential",
+    ),
+    Row(
+        (Feature.PIPELINE, Feature.SPARSE_ROWS),
+        "parallel.pipeline is {0}, and {1} has sparse gradients",
+        "leave sparse=True out",
+    ),
+    Row(
+        (Feature.PIPELINE, Feature.NON_ELEMENTWISE),
+        "parallel.pipeline is {0}, and {1} updates a parameter from others, which are on other stages",
+        "use another optimizer, such as AdamW",
+    ),
+    Row(
+        (Feature.PIPELINE, Feature.EXTRA_STATE),
+        "parallel.pipeline is {0}, and a {1} of the task has extra state (get_extra_state), which would differ from "
+        "stage to stage",
+        "keep it in buffers",
+    ),
+    Row(
+        (Feature.PIPELINE, Feature.CAPTURED_MODEL),
+        "parallel.pipeline is {0}, and {1} of the task holds the model or a part of it, and each stage has other "
+        "layers: a penalty, for instance, would be that of one stage",
+        "let it compute from its arguments alone: have the last layer return what it needs of the others, and give "
+        "weight decay to the optimizer",
+    ),
+    Row(
+        (Feature.PIPELINE, Feature.PER_RANK),
+        "parallel.pipeline is {0}, and state {1!r} of the task is each rank's own: layers and loss would change it on "
+        "different ranks",
+        "keep it in buffers of the model, or change it in hooks and without PerRank",
+    ),
+    # zero1
+    Row(
+        (Trait.REDUCE_SCATTERS, Feature.HOROVOD),
+        "{0}, and Horovod would send all gradients to all ranks",
+        "set reduce.kind: auto, or leave it out",
+    ),
+    Row(
+        (Trait.REDUCE_SCATTERS, Feature.OVERLAP),
+        "{0}, which decides itself when gradients are exchanged",
+        "leave reduce.overlap at auto",
+    ),
+    Row(
+        (Trait.REDUCE_SCATTERS, Trait.COMPRESSES),
+        "{0}, and {1}, but gradients are exchanged as they are",
+        "leave reduce.compression out",
+    ),
+    Row(
+        (Trait.REDUCE_SCATTERS, Feature.SPARSE_ADAM),
+        "{0}, and SparseAdam, which updates {1}, takes sparse gradients alone",
+        "leave parallel.shard out, or use Adam",
+    ),
+    Row(
+        (Trait.REDUCE_SCATTERS, Feature.NON_ELEMENTWISE, Feature.RANKS),
+        "{0}, and {1} updates a parameter from others, so ranks that hold a part of them would train another model",
+        "leave parallel.shard out, or use another optimizer, such as AdamW",
+    ),
+    # zero2
+    Row(
+        (Feature.SHARD_GRADIENTS, Feature.KERAS),
+        "parallel.shard is gradients, and the task is a KerasTask",
+        "set parallel.shard: optimizer, or write the model in PyTorch",
+    ),
+    Row(
+        (Feature.SHARD_GRADIENTS, Feature.OWN_STEP),
+        "parallel.shard is gradients, and the task has its own step, whose passes other ranks could not follow",
+        "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
+    ),
+    *refusing(Feature.SHARD_PARAMETERS, "parallel.shard is parameters", WITH_FULLY_SHARDED),
+    Row(
+        (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS),
+        "parallel.shard is parameters, and {1}",
+        "use an optimizer that updates each element by itself, such as AdamW, or set parallel.shard: optimizer",
+    ),
+    *refusing(Feature.SHARD_TABLES, "parallel.shard is tables", WITH_TABLES),
+)

@@ -1,0 +1,172 @@
+"""How long each layer of a model takes, forward and backward, before its stages are on different ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.performance import synchronize
+from hpctrain.backends.torch.state.source import passes_leave
+from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.strategies.pipeline.pipelined import only_value
+from hpctrain.backends.torch.strategies.pipeline.stage import Entered, described, rebuilt
+from hpctrain.backends.torch.strategies.pipeline.stages import Layer, Stages, as_before, staged
+from hpctrain.backends.torch.task.dry_call import try_loss
+from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.comm.world import World
+from hpctrain.errors import UserError
+from hpctrain.parallel.pipeline import StageChoice, agreed_times
+from hpctrain.tasks.definition import TorchTask, kept_objects
+from hpctrain.train.framework import HostBatch, copied, samples_of
+
+WITH_NEXT = 0.0
+"""In place of the seconds of a layer that cannot be in another stage than the next one, and is timed with it."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A task's model before stages keep their parts of it."""
+
+    task: TorchTask
+    model: Module
+    """Whole, or as a tensor group shares it out."""
+    holdings: Holdings
+    partition: Partition
+    """What of it this rank has."""
+    compute: Compute
+
+    def chosen(self, stages: Stages, choice: StageChoice, world: World) -> Stages:
+        """The stages that the task gives, those of an earlier attempt, or such as take equally long. Collective.
+
+        The model is as before, and so are random states.
+
+        Args:
+            stages: as the task gives them, or by the layers' parameters.
+            choice: says what is known of an earlier attempt, and on what layers are timed.
+            world: all ranks.
+
+        Raises:
+            UserError: as ``dry_call`` does, or as ``staged`` does.
+        """
+        if stages.are_given or choice.batch is None:
+            return stages
+        before = as_before(self.model, stages.layers, choice.kept, len(stages.ranges))
+        if before is not None:
+            return before
+        with passes_leave(self.model, self.holdings, kept_objects(self.task), self.compute.device):
+            batch = choice.batch()
+            seconds = agreed_times(lambda: self._one_pass(stages.layers, batch), world.everyone)
+        if seconds:
+            stages = staged(self.model, stages.layers, len(stages.ranges), seconds, together(seconds))
+        if choice.record is not None:
+            choice.record(stages.counts, seconds)
+        return stages
+
+    def _one_pass(self, layers: Sequence[Layer], host: HostBatch) -> list[float] | None:
+        """Seconds of each layer, WITH_NEXT for one that passes on what stages could not; None without samples or
+        values."""
+        if not host or not samples_of(host) or any(one.is_meta for one in self.model.parameters()):
+            return None
+        batch = self.compute.tensors(copied(host))
+        timed = Timed(layers, self.model, self.compute.device)
+        try:
+            with self.compute.autocast(cache_enabled=False):
+                loss = try_loss(self.task, timed, batch, trains=True, hint=self.partition.hint)
+            timed.end_layer([loss])
+        finally:
+            self.partition.leave()
+        return timed.seconds
+
+
+class Timed:
+    """Stands for a model, and times its layers one by one: of each, only its own activations and gradients are held.
+
+    What ``forward`` does with outputs, and the loss, count for the last layer.
+
+    Args:
+        layers: of the model, in order.
+        model: has their parameters.
+        device: of the model.
+    """
+
+    training = True
+
+    def __init__(self, layers: Sequence[Layer], model: Module, device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self.seconds: list[float] = []
+        self.began = 0.0
+        self.wanted: list[Tensor] = []
+        """What gradients the backward pass of the layer at work computes."""
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        """The outputs of the last layer, which is still at work."""
+        value = only_value(inputs, more, again=bool(self.began))
+        going_on = False
+        for number, layer in enumerate(self.layers):
+            own = [one for one in self.parameters if id(one) in layer.held]
+            if going_on:
+                self.wanted += own
+            else:
+                value = self._begin_layer(own, value)
+            value = layer.call(value)
+            if number < len(self.layers) - 1:
+                outputs = tensors_in(value)
+                going_on = outputs is None
+                if outputs is None:
+                    self.seconds.append(WITH_NEXT)
+                else:
+                    self.end_layer(outputs)
+        return value
+
+    def _begin_layer(self, own: Sequence[Tensor], value: Any) -> Any:
+        """What goes into a layer with these parameters, cut off from what computed it."""
+        tensors = tensors_in(value)
+        self.wanted = [*own]
+        if tensors is not None:  # else of the first layer, in whose stage it stays
+            value = rebuilt(described(value, []), self._cut_off(tensors))
+        synchronize(self.device)
+        self.began = time.perf_counter()
+        return value
+
+    def _cut_off(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors as if another rank had computed them."""
+        anchor = torch.empty(0, requires_grad=True)
+        cut_off = [one.detach() for one in tensors]
+        entering = [number for number, one in enumerate(tensors) if one.requires_grad]
+        if entering:
+            entered = Entered.apply(anchor, [cut_off[number] for number in entering], [])  # type: ignore[no-untyped-call]
+            for number, one in zip(entering, entered, strict=True):
+                cut_off[number] = one
+            self.wanted.append(anchor)
+        return cut_off
+
+    def end_layer(self, outputs: Sequence[Tensor]) -> None:
+        """Passes back through the layer at work."""
+        back = [one for one in outputs if one.requires_grad]
+        if back and self.wanted:
+            torch.autograd.grad(back, self.wanted, [torch.ones_like(one) for one in back], allow_unused=True)
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def tensors_in(value: Any) -> list[Tensor] | None:
+    """All tensors that a layer passes on, each once; None if stages could not pass them on."""
+    tensors: list[Tensor] = []
+    try:
+        described(value, tensors)
+    except UserError:
+        return None
+    return tensors
+
+
+def together(seconds: Sequence[float]) -> list[bool]:
+    """Whether each layer has to be in the stage of the one before it."""
+    return [False, *(each == WITH_NEXT for each in seconds[:-1])]

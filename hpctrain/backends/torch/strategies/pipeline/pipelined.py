@@ -1,0 +1,270 @@
+"""One stage of a task's model: its passes in an update, its part of the state, and the outputs of all stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.named_state import HELD, parameter_of
+from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.state.tensors import TorchTensor
+from hpctrain.backends.torch.steps.updates import Passes
+from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.strategies.pipeline.stage import ACTIVATION, OUTPUT, Received, Stage
+from hpctrain.backends.torch.strategies.pipeline.stages import (
+    Layer,
+    is_chain,
+)
+from hpctrain.backends.torch.strategies.region import Region
+from hpctrain.backends.torch.task.dry_call import try_loss
+from hpctrain.backends.torch.task.holdings import Holdings, attributes
+from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, used
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.framework import HostBatch, samples_of
+from hpctrain.train.reach import reached
+from hpctrain.train.seeds import host_random_state, restore_host_random_state, seed_python
+from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
+from hpctrain.train.stateful import PerRank
+
+PASS_ON = "pass activations on"
+"""What a stage waits for."""
+ONCE = "let forward call the model once, on one value, such as a tuple: each layer gets what the one before returned"
+
+
+class HandedOn(BaseException):
+    """No error: what a task does with outputs is left to the last stage. No ``except`` of the task is meant."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One on its way through this stage."""
+
+    received: Received | None = None
+    """From the stage before."""
+    sent: Sequence[Tensor] = ()
+    """To the stage behind: those that get gradients back."""
+    score: Any = None
+    """The loss, on the last stage."""
+    samples: int = 0
+
+
+@dataclass(eq=False)
+class Pipelined:
+    """Stands for the whole model on one of its stages; see PassRunner."""
+
+    task: TorchTask
+    layers: Sequence[Layer]
+    """Of this stage."""
+    stage: Stage
+    """Speaks with the others."""
+    compute: Compute
+    partition: Partition
+    """What of the layers this rank has."""
+    world: World
+    names: Collection[str]
+    """Of this stage's parameters."""
+    elsewhere: Sequence[Tensor]
+    """Parameters of other stages: as long as they live, nothing else has their ids."""
+    calls: list[MicroBatch] | None = None
+    """What came of the calls in this forward pass of an update; None in an evaluation."""
+    meets = True
+
+    def __post_init__(self) -> None:
+        self.streams = Region(self.stage.group)
+        self.called: Any = self
+        self.uncompiled: Any = self
+
+    @property
+    def training(self) -> bool:
+        """As that of a module: whether this is a forward pass of an update."""
+        return self.calls is not None
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        """What a task's ``forward`` calls in place of the model: the outputs, in an update on the last stage alone."""
+        stage, received = self.stage, None
+        value = only_value(inputs, more, again=bool(self.calls))
+        if not stage.is_first:
+            received = stage.receive(stage.rank - 1, ACTIVATION, PASS_ON)
+            value = received.value
+        for layer in self.layers:
+            value = layer.call(value)
+        sent = [] if stage.is_last else stage.send(value, stage.rank + 1, ACTIVATION)
+        if self.calls is not None:
+            self.calls.append(MicroBatch(received, sent))
+            if stage.is_last:
+                return value
+            raise HandedOn
+        if stage.is_last:
+            for rank in range(stage.last):
+                stage.send(value, rank, OUTPUT)
+        else:
+            value = stage.receive(stage.last, OUTPUT, "tell the outputs").value
+        stage.settle()
+        return value
+
+    def begin(self, micro_batches: Sequence[HostBatch]) -> None:
+        """Raises UserError, on all ranks, if ranks of one model have not got the same. Collective.
+
+        Inputs count on the first stage and targets on the last one: nothing else would tell that they do not belong
+        together.
+        """
+        found = self.world.everyone.allgather(list(map(checksum, micro_batches)), "compare the samples of stages")
+        stage = len(found) // self.world.pipeline.size
+        odd = next((rank for rank in range(stage, len(found)) if found[rank] != found[rank % stage]), None)
+        if odd is not None:
+            raise UserError(
+                f"ranks {odd % stage} and {odd}, which are stages of one model, got different samples",
+                "let nothing but the sample and its rng decide what a transform gives, and a stream go by world.data",
+            )
+
+    def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
+        """See PassRunner. Micro-batches are the same on all stages, and so is the loss; waiting for other stages counts
+        as exchange."""
+        under_way: dict[int, MicroBatch] = {}
+        with self._own_streams():
+            order = self.stage.order(len(micro_batches))
+            for each, following in itertools.zip_longest(order, order[1:]):
+                if each.forward:
+                    host = micro_batches[each.micro_batch]
+                    batch = self.compute.tensors(host)
+                    clock.mark(Phase.TO_DEVICE)
+                    under_way[each.micro_batch] = self._forward(batch, samples_of(host))
+                    clock.mark(Phase.FORWARD)
+                else:
+                    passes.reducer.last_backward = each.micro_batch == len(micro_batches) - 1
+                    goes_on = following is not None and following.forward
+                    self._backward(under_way.pop(each.micro_batch), passes, goes_on)
+                    clock.mark(Phase.BACKWARD)
+        self.stage.settle()
+        passes.take(self.stage.tell(passes.told()))
+
+    def _forward(self, batch: dict[str, Tensor], samples: int) -> MicroBatch:
+        called: list[MicroBatch] = []
+        score = None
+        with self._update(called), self.compute.autocast(), contextlib.suppress(HandedOn):
+            score = self.task.loss(self.task.forward(self, batch), batch)
+        if not called:
+            raise UserError("forward does not call the model", ONCE)
+        return dataclasses.replace(called[0], score=score, samples=samples)
+
+    def _backward(self, micro_batch: MicroBatch, passes: Passes, goes_on: bool) -> None:
+        """``goes_on``: whether the next pass is one forward."""
+        if self.stage.is_last:
+            passes.add(micro_batch.score, micro_batch.samples)
+        elif micro_batch.sent:
+            torch.autograd.backward(list(micro_batch.sent), self.stage.receive_gradients(micro_batch.sent))
+        if micro_batch.received is not None:
+            if goes_on:
+                self.stage.receive_early(self.stage.rank - 1, ACTIVATION, PASS_ON)
+            self.stage.send_gradients(micro_batch.received)
+
+    def dry_call(self, batch: dict[str, Tensor]) -> None:
+        """A forward pass as in an update, on all stages, with errors that name the field of the task."""
+        with self._update([]), contextlib.suppress(HandedOn):
+            try_loss(self.task, self, batch, trains=True, hint=self.partition.hint)
+        self.stage.settle()
+
+    def try_loss(self, loss: Any) -> None:
+        """Nothing: gradients come from the next stage."""
+
+    @contextlib.contextmanager
+    def _update(self, called: list[MicroBatch]) -> Iterator[None]:
+        """A forward pass of one."""
+        self.calls = called
+        try:
+            yield
+        finally:
+            self.calls = None
+            self.partition.leave()
+
+    @contextlib.contextmanager
+    def _own_streams(self) -> Iterator[None]:
+        """Other random numbers on each stage, derived from one stream of all stages: there is nothing more to save."""
+        host = host_random_state()
+        self.streams.enter(self.stage.device)
+        seed_python(torch.initial_seed())
+        try:
+            yield
+        finally:
+            self.streams.leave()
+            restore_host_random_state(host)
+
+    def placed(self, tensors: Iterable[StateTensor]) -> list[StateTensor]:
+        """What of this rank's state it saves: state of a parameter is that of this stage's ranks alone, random states
+        are equal on all stages, and what the loss holds is the last one's."""
+        found: list[StateTensor] = []
+        data, own = self.world.data, self.world.tensor
+        for tensor in tensors:
+            assert isinstance(tensor, (TorchTensor, ArrayTensor)), "of this framework"
+            if tensor.placement is Placement.REPLICATED and parameter_of(tensor.name) in self.names:
+                begin, copy = (0,) * len(tensor.shape), data.rank * own.size + own.rank
+                cut = Cut(tuple(tensor.shape), begin, copy, data.size * own.size)
+                found.append(dataclasses.replace(tensor, placement=Placement.CUT, cut=cut))
+            elif self._saves(tensor):
+                found.append(tensor)
+        return found
+
+    def _saves(self, tensor: StateTensor) -> bool:
+        if tensor.placement is not Placement.RANK or tensor.name.startswith("model/"):
+            return True
+        return self.stage.is_last if tensor.name.startswith(HELD) else self.stage.is_first
+
+
+def only_value(inputs: Sequence[Any], more: Mapping[str, Any], again: bool) -> Any:
+    """What ``forward`` calls its model on. Raises UserError if that is not one value, or not the first call."""
+    if len(inputs) != 1 or more:
+        told = "arguments by name" if more else f"{len(inputs)} arguments"
+        raise UserError(f"forward calls the model with {told}", ONCE)
+    if again:
+        raise UserError("forward calls the model twice", ONCE)
+    return inputs[0]
+
+
+def checksum(batch: HostBatch) -> int:
+    """Of all values of a batch."""
+    found = 0
+    for name, array in sorted(batch.items()):
+        found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
+        found = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, found)
+    return found
+
+
+def grasped(task: TorchTask, model: Module) -> str | None:
+    """What of a task holds the model, a layer or a parameter of it, besides its arguments; None if nothing does."""
+    parts = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+
+    def is_end(value: Any) -> bool:
+        return id(value) in parts or isinstance(value, (Tensor, np.ndarray))
+
+    others = {"loss": task.loss, "forward": task.forward}
+    others |= {f"metrics[{name!r}]": metric for name, metric in task.metrics.items()}
+    return next(
+        (name for name, one in others.items() if any(id(at) in parts for _, at in reached(one, is_end, attributes))),
+        None,
+    )
+
+
+def pipeline_features(task: TorchTask, holdings: Holdings) -> dict[Feature, Any]:
+    """What of a task a pipeline has to know."""
+    is_known = task.layers is not None or (isinstance(task.model, Module) and is_chain(task.model))
+    of_ranks = [name for name, one in task.state.items() if isinstance(one, PerRank)]
+    given = {
+        Feature.EXTRA_STATE: next((type(module).__name__ for _, module in holdings.extra_state), None),
+        Feature.CAPTURED_MODEL: grasped(task, holdings.model),
+        Feature.NO_LAYERS: not is_known,
+        Feature.PER_RANK: next(iter(of_ranks), None),
+    }
+    return used(given)

@@ -1,0 +1,253 @@
+"""What a stage of a pipeline hands to its neighbours: activations forward, gradients back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.parallel.pipeline import Pass, one_forward_one_backward
+from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
+
+DTYPES = {
+    str(one): one
+    for one in (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+"""Of tensors that are passed on."""
+PLAIN = (bool, int, float, str, type(None))
+"""Values that are passed on as they are."""
+ACTIVATION, GRADIENT, OUTPUT, LOSS = range(4)
+"""Tags of messages."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What came from the stage before, of one micro-batch."""
+
+    value: Any
+    entered: Sequence[Tensor]
+    """Those of its tensors whose gradients go back."""
+    gradients: Sequence[Tensor]
+    """Of these, once the backward pass has reached them."""
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A value whose tensors are on their way."""
+
+    made_up: Any
+    tensors: Sequence[Tensor]
+    """To be filled."""
+    wanting: Sequence[int]
+    """Numbers of those whose gradients go back."""
+    finish: Sequence[Callable[[str], None]]
+    """Waits for each."""
+
+
+class Entered(torch.autograd.Function):
+    """Tensors that another rank has computed, as if they had been computed here; their gradients are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.extend(gradients)
+        return None, None, None
+
+
+class Stage:
+    """The messages of a rank with the other stages of its model.
+
+    Args:
+        group: the stages, in order.
+        device: of the model.
+        clock: records the time in which this rank waits for other stages.
+        exchange: of tensors among the stages; by default through memory of the host. How a value is made up, and the
+            loss, go there in any case.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, clock: StepClock = NO_CLOCK, exchange: Exchange | None = None
+    ) -> None:
+        self.group, self.device = group, device
+        self.rank, self.last = group.rank, group.size - 1
+        self.host = HostExchange(group, Waiting(clock, Neighbours.PIPELINE))
+        self.exchange: Exchange = exchange or self.host
+        self.said: dict[tuple[int, int], bytes] = {}
+        """How the last value that was sent to a rank, by tag, was made up; the same is not said twice."""
+        self.heard: dict[tuple[int, int], bytes] = {}
+        self.coming: dict[tuple[int, int], Coming] = {}
+        """Values that this rank has begun to receive, by rank and tag."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it gets the inputs."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the outputs, and so the loss."""
+        return self.rank == self.last
+
+    def order(self, micro_batches: int) -> list[Pass]:
+        """Of this stage's passes in an update."""
+        return one_forward_one_backward(self.rank, self.group.size, micro_batches)
+
+    def send(self, value: Any, rank: int, tag: int) -> list[Tensor]:
+        """Sends a value, with what it is made up of; returns those of its tensors whose gradients will come back."""
+        tensors: list[Tensor] = []
+        made_up = json.dumps(described(value, tensors)).encode()
+        told = b"" if self.said.get((rank, tag)) == made_up else made_up
+        self.said[rank, tag] = made_up
+        self.host.post(torch.tensor([len(told)]), rank, tag)
+        self.host.post(torch.tensor(list(told), dtype=torch.uint8), rank, tag)
+        for tensor in tensors:  # what has no gradient may be changed in place by the task while it is under way
+            self.exchange.post(tensor if wants_gradient(tensor) else tensor.clone(), rank, tag)
+        return [tensor for tensor in tensors if wants_gradient(tensor)]
+
+    def receive(self, rank: int, tag: int, what: str) -> Received:
+        """What ``send`` sent; ``what`` completes "waited for the other ranks to ..."."""
+        coming = self.coming.pop((rank, tag), None) or self._begin(rank, tag, what)
+        tensors, wanting = list(coming.tensors), coming.wanting
+        for finish in coming.finish:
+            finish(what)
+        entered, gradients = [tensors[number] for number in wanting], list[Tensor]()
+        if entered:
+            anchor = torch.empty(0, requires_grad=True)
+            through = Entered.apply(anchor, entered, gradients)  # type: ignore[no-untyped-call]
+            for number, tensor in zip(wanting, cast(tuple[Tensor, ...], through), strict=True):
+                tensors[number] = tensor
+        return Received(rebuilt(coming.made_up, tensors), entered, gradients)
+
+    def receive_early(self, rank: int, tag: int, what: str) -> None:
+        """Begins to receive what ``receive`` will return, if messages have to be begun in the same order on both sides.
+
+        In 1F1B a stage sends a micro-batch on before it takes gradients of an earlier one; the stage behind, which has
+        its own order of passes, would send these gradients first. It calls this before it does: then each stage
+        begins the messages with the one behind in its own order, and no two wait for each other, even if each message
+        ended only when the other side has come to it, and a rank worked on one message at a time.
+        """
+        if self.exchange.in_order:
+            self.coming[rank, tag] = self._begin(rank, tag, what)
+
+    def settle(self) -> None:
+        """Waits until all tensors that were sent are through."""
+        self.exchange.settle("take what was passed to them")
+
+    def send_gradients(self, received: Received) -> None:
+        """To the stage before; those that no loss depends on are zero."""
+        found = received.gradients or [torch.zeros_like(tensor) for tensor in received.entered]
+        for gradient in found:
+            self.exchange.post(gradient, self.rank - 1, GRADIENT)
+
+    def receive_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Of what was handed to the stage behind."""
+        found = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in outputs]
+        for finish in [self.exchange.expect(one, self.rank + 1, GRADIENT) for one in found]:
+            finish("pass gradients back")
+        return found
+
+    def tell(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The last stage's values, on all stages."""
+        if not self.is_last:
+            self.host.expect(torch.from_numpy(values), self.last, LOSS)("tell the loss")
+            return values
+        for rank in range(self.last):
+            self.host.post(torch.from_numpy(values), rank, LOSS)
+        return values
+
+    def _begin(self, rank: int, tag: int, what: str) -> Coming:
+        """Hears what a value is made up of, and begins to receive its tensors."""
+        length = torch.empty(1, dtype=torch.int64)
+        self.host.expect(length, rank, tag)(what)
+        if int(length):
+            told = torch.empty(int(length), dtype=torch.uint8)
+            self.host.expect(told, rank, tag)(what)
+            self.heard[rank, tag] = told.numpy().tobytes()
+        made_up = json.loads(self.heard[rank, tag])
+        kinds = list(told_tensors(made_up))
+        tensors = [torch.empty(shape, dtype=DTYPES[dtype], device=self.device) for dtype, shape, _ in kinds]
+        finish = [self.exchange.expect(one, rank, tag) for one in tensors]
+        return Coming(made_up, tensors, [number for number, (*_, wants) in enumerate(kinds) if wants], finish)
+
+
+def wants_gradient(tensor: Tensor) -> bool:
+    """Whether it is part of a graph that may be passed back."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def described(value: Any, tensors: list[Tensor]) -> Any:
+    """What a value is made up of, JSON-able; its tensors are added to the list, each once. Raises UserError."""
+    if isinstance(value, Tensor):
+        known = next((number for number, one in enumerate(tensors) if one is value), None)
+        if known is not None:
+            return {"again": known}
+        if value.layout is not torch.strided or str(value.dtype) not in DTYPES:
+            raise UserError(
+                f"a layer at the end of a stage passes on a tensor of {value.layout} and {value.dtype}",
+                "pass on dense tensors of usual types",
+            )
+        tensors.append(value)
+        return {"tensor": [str(value.dtype), list(value.shape), wants_gradient(value)]}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [described(one, tensors) for one in value]}
+    if type(value) is dict and all(type(key) in PLAIN for key in value):
+        return {"dict": [[key, described(one, tensors)] for key, one in value.items()]}
+    if type(value) in PLAIN:
+        return {"value": value}
+    raise UserError(
+        f"a layer at the end of a stage passes on a {type(value).__name__}",
+        "let layers pass on tensors, by themselves or in tuples, lists and dicts",
+    )
+
+
+def told_tensors(made_up: Any) -> Iterator[tuple[str, list[int], bool]]:
+    """(dtype, shape, whether its gradient is wanted) of each tensor of a value that ``described`` described."""
+    ((kind, inner),) = made_up.items()
+    if kind == "tensor":
+        yield inner
+    elif kind not in ("value", "again"):
+        for one in inner:
+            yield from told_tensors(one[1] if kind == "dict" else one)
+
+
+def rebuilt(made_up: Any, tensors: Sequence[Tensor]) -> Any:
+    """A value that ``described`` described, of these tensors."""
+    left = iter(tensors)
+
+    def of(part: Any) -> Any:
+        ((kind, inner),) = part.items()
+        if kind == "tensor":
+            return next(left)
+        if kind == "again":
+            return tensors[inner]
+        if kind == "value":
+            return inner
+        if kind == "dict":
+            return {key: of(one) for key, one in inner}
+        parts = [of(one) for one in inner]
+        return tuple(parts) if kind == "tuple" else parts
+
+    return of(made_up)
+
+
+def norm_over(stages: Group, norm: float) -> float:
+    """L2 norm of the gradients of all stages, of that of each; the same bits on all of them. Collective."""
+    squares = stages.gather(np.array([norm * norm]), "add up the squares of the gradients")
+    return math.sqrt(float(squares.sum()))

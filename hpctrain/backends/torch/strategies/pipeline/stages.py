@@ -1,0 +1,277 @@
+"""The layers of a PyTorch model divided into the stages of a pipeline: each rank keeps its stage's
+parameters, in place, so that names, optimizers and reducers stay what they are."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Module, Parameter, Sequential
+from torch.optim import Optimizer
+
+from hpctrain.backends.torch.strategies.parameter_traits import replace_parameters
+from hpctrain.errors import UserError
+from hpctrain.parallel.pipeline import balanced
+from hpctrain.train.reach import reached
+
+FIELD = "layers= of the task"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One of the steps from a model's input to its output."""
+
+    call: Callable[[Any], Any]
+    held: frozenset[int]
+    """Ids of the parameters and buffers that it uses."""
+    cost: float
+    """Its time relative to other layers: its parameters that are multiplied with something."""
+    is_trained: bool
+    """Whether some of its parameters want gradients."""
+    stage: int | None = None
+    """That the task gives it to; None if it leaves that open."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Which layers each stage has."""
+
+    layers: Sequence[Layer]
+    ranges: Sequence[range]
+    """The numbers of each stage's layers."""
+
+    @property
+    def are_given(self) -> bool:
+        """Whether the task says which layers each stage has."""
+        return self.layers[0].stage is not None
+
+    @property
+    def counts(self) -> list[int]:
+        """How many layers each stage has."""
+        return [len(own) for own in self.ranges]
+
+    def of(self, stage: int) -> list[Layer]:
+        """The layers of a stage."""
+        return [self.layers[number] for number in self.ranges[stage]]
+
+
+def is_chain(model: Module) -> bool:
+    """Whether a model does nothing but call its children one after the other."""
+    hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
+    is_plain = type(model).forward is Sequential.forward and "forward" not in vars(model)
+    return isinstance(model, Sequential) and is_plain and not any(hooks)
+
+
+def layers_of(model: Module, given: Callable[[Any], Sequence[Any]] | None) -> list[Layer]:
+    """The layers of a model, in order.
+
+    Args:
+        model: any, if it is said what its layers are.
+        given: ``layers`` of the task; None for a chain.
+
+    Raises:
+        UserError: they are none, or parameters of the model are in none of them.
+    """
+    if given is None:
+        assert isinstance(model, Sequential) and is_chain(model), "others are refused"
+        calls: Sequence[Any] = list(model)
+    else:
+        calls = given(model)
+    of_stages = stages_given(calls)
+    calls = calls if of_stages is None else [call for own in of_stages for call in own]
+    stage_of = [None] * len(calls) if of_stages is None else [at for at, own in enumerate(of_stages) for _ in own]
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, Embedding)}
+    layers = []
+    for number, (call, stage) in enumerate(zip(calls, stage_of, strict=True)):
+        if isinstance(call, Module) and type(call).forward is Module.forward:
+            raise UserError(
+                f"layer {number} of {FIELD} is a {type(call).__name__}, which holds layers and cannot be called",
+                "give the layers that it holds: *model.blocks in place of model.blocks",
+            )
+        held = {id(one): one for one in used_by(call, model, f"layer {number} of {FIELD}")}
+        parameters = [one for one in held.values() if isinstance(one, Parameter)]
+        cost = sum(one.numel() for one in parameters if id(one) not in tables)
+        layers.append(Layer(call, frozenset(held), cost, any(one.requires_grad for one in parameters), stage))
+    kept = model.state_dict(keep_vars=True)
+    for name, one in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        if name in kept and not any(id(one) in layer.held for layer in layers):
+            raise UserError(
+                f"{name} of the model is in none of the layers that {FIELD} gives",
+                "give the module that has it, or functools.partial(function, module) for a function that uses it",
+            )
+    return layers
+
+
+def stages_given(calls: Any) -> Sequence[Sequence[Any]] | None:
+    """The layers of each stage, if ``layers`` of a task has returned a list of them for each.
+
+    Raises UserError unless it has, or has returned one list of all layers.
+    """
+    if isinstance(calls, (list, tuple)) and calls:
+        if all(map(callable, calls)):
+            return None
+        if all(isinstance(own, (list, tuple)) and all(map(callable, own)) for own in calls):
+            empty = next((stage for stage, own in enumerate(calls) if not own), None)
+            if empty is not None:
+                what = f"{FIELD} gives stage {empty} no layers"
+                raise UserError(what, "give each stage a layer with parameters to train, or leave its list out")
+            return calls
+    raise UserError(
+        f"{FIELD} does not return a list of layers",
+        "write layers=lambda model: [model.embed, *model.blocks], or return a list of layers for each stage",
+    )
+
+
+def used_by(call: Any, model: Module, what: str) -> Iterator[Tensor]:
+    """Parameters and buffers of a layer: of a module, or of what a function holds.
+
+    Raises UserError if that is the whole model.
+    """
+    for _, value in reached(call, lambda one: isinstance(one, (Module, Tensor))):
+        if value is model:
+            raise UserError(
+                f"{what} uses the whole model, so that the parameters it needs are not known",
+                "give modules of the model, or functools.partial(function, module) of a function that gets them",
+            )
+        if isinstance(value, Module):
+            yield from (*value.parameters(), *value.buffers())
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def staged(
+    model: Module,
+    layers: Sequence[Layer],
+    stages: int,
+    costs: Sequence[float] | None = None,
+    together: Sequence[bool] = (),
+) -> Stages:
+    """Shares the layers out, as the task gives them, else evenly. Changes nothing.
+
+    Args:
+        model: whose layers they are.
+        layers: in order.
+        stages: to make.
+        costs: of each layer; by default what is known of them by their parameters.
+        together: whether a layer gets what only the rank of the one before it could use; none by default.
+
+    Raises:
+        UserError: the task gives another number of stages, or one that trains nothing; there are too few layers that
+            can be apart; or two stages would have the same parameter or buffer.
+    """
+    users = users_of(model, layers)
+    trained = [layer.is_trained for layer in layers]
+    ranges = given_ranges(layers, stages)
+    if ranges is None:
+        costs = [layer.cost for layer in layers] if costs is None else costs
+        tied = joined(layers, users)
+        kept = list(map(operator.or_, tied, together)) if together else tied
+        ranges = balanced(costs, trained, stages, kept)
+        if ranges is None and any(together) and balanced(costs, trained, stages, tied):
+            raise UserError(
+                f"parallel.pipeline is {stages}, and layer {together.index(True) - 1} of {FIELD} is one of those that "
+                "pass on what only their own rank could use",
+                "let layers pass on tensors, by themselves or in tuples, lists and dicts",
+            )
+        ranges = ranges or balanced(costs, trained, stages)
+    if ranges is None:
+        count = sum(trained)
+        raise UserError(
+            f"parallel.pipeline is {stages}, and the model has {count} {'layer' if count == 1 else 'layers'} with "
+            "parameters to train",
+            f"choose a parallel.pipeline of {max(count, 1)} or less, or give finer layers",
+        )
+    for name, own in users.items():
+        found = [stage for stage, numbers in enumerate(ranges) if any(number in numbers for number in own)]
+        if len(found) > 1:
+            raise UserError(
+                f"{name} is used by layers in stages {found[0]} and {found[1]} of the pipeline",
+                "give each layer separate weights, choose a parallel.pipeline that leaves these layers in one stage, "
+                "or cut the layers by parallel.tensor",
+            )
+    return Stages(layers, ranges)
+
+
+def given_ranges(layers: Sequence[Layer], stages: int) -> list[range] | None:
+    """The numbers of each stage's layers, as the task gives them; None if it leaves that open. Raises UserError."""
+    given = [layer.stage for layer in layers if layer.stage is not None]
+    if not given:
+        return None
+    count = given[-1] + 1
+    if count != stages:
+        what = f"{FIELD} gives the layers of {count} {'stage' if count == 1 else 'stages'}"
+        fix = f"set parallel.pipeline: {count}, or return one list of all layers, which are divided by their times"
+        raise UserError(f"{what}, and parallel.pipeline is {stages}", fix)
+    ranges = [range(given.index(stage), given.index(stage) + given.count(stage)) for stage in range(stages)]
+    idle = next((at for at, own in enumerate(ranges) if not any(layers[number].is_trained for number in own)), None)
+    if idle is not None:
+        what = f"stage {idle}, as {FIELD} gives it, has no parameter to train"
+        raise UserError(what, "give each stage a layer with parameters to train")
+    return ranges
+
+
+def users_of(model: Module, layers: Sequence[Layer]) -> dict[str, list[int]]:
+    """The numbers of the layers that use each parameter, and each buffer that is saved, by its name."""
+    kept = model.state_dict(keep_vars=True)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: [number for number, layer in enumerate(layers) if id(one) in layer.held]
+        for name, one in named.items()
+        if name in kept or isinstance(one, Parameter)
+    }
+
+
+def joined(layers: Sequence[Layer], users: Mapping[str, Sequence[int]]) -> list[bool]:
+    """Whether layers before each one use what it, or one behind it, uses."""
+    found = [False] * len(layers)
+    for own in users.values():
+        for number in range(min(own, default=0) + 1, max(own, default=0) + 1):
+            found[number] = True
+    return found
+
+
+def as_before(model: Module, layers: Sequence[Layer], counts: Sequence[int], stages: int) -> Stages | None:
+    """The stages of an earlier attempt, which had this number of layers; None if they no longer fit the model, or
+    their number is wrong."""
+    if len(counts) != stages or min(counts) < 1 or sum(counts) != len(layers):
+        return None
+    ranges = [range(end - own, end) for own, end in zip(counts, itertools.accumulate(counts), strict=True)]
+    apart = joined(layers, users_of(model, layers))
+    trains = all(any(layers[number].is_trained for number in own) for own in ranges)
+    return Stages(layers, ranges) if trains and not any(apart[own.start] for own in ranges) else None
+
+
+def keep_stage(model: Module, stages: Stages, stage: int, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Takes the parameters and buffers of other stages out of a model and its optimizers, in place.
+
+    Args:
+        model: whole.
+        stages: its layers.
+        stage: that is kept.
+        optimizers: which update parameters themselves.
+
+    Returns:
+        What was taken out, without its memory.
+    """
+    mine = frozenset[int]().union(*(layer.held for layer in stages.of(stage)))
+    every = frozenset[int]().union(*(layer.held for layer in stages.layers))
+    others = every - mine
+    gone: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            values: Mapping[str, Tensor | None] = table
+            for name in [name for name, one in values.items() if id(one) in others]:
+                gone[id(values[name])] = table[name]  # type: ignore[assignment]
+                table[name] = None
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            replace_parameters(optimizer, group, dict.fromkeys(gone), frozenset())
+    for tensor in gone.values():
+        tensor.grad = None
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return list(gone.values())

@@ -1,0 +1,91 @@
+"""``parallel.pipeline``: consecutive layers on each rank of a pipeline group, which passes micro-batches on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from torch.nn import Module
+
+from hpctrain.backends.named_state import parameter_of, plain_name
+from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
+from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
+from hpctrain.backends.torch.strategies.pipeline.stage import Stage, norm_over
+from hpctrain.backends.torch.strategies.pipeline.stages import FIELD, Stages, keep_stage, layers_of, staged
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.config.combinations import Feature
+from hpctrain.errors import HpctrainError, UserError
+from hpctrain.parallel.memory_estimate import MemoryEstimate, of_state
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.tasks.user_errors import own_line, words
+from hpctrain.train.clock import Neighbours, Waiting
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """Raises UserError if the model has no layers that stages could have, or optimizers need all parameters."""
+    if Feature.PIPELINE in opening.features:
+        opening.traits  # noqa: B018  refuses coupled ones
+    stages = stages_of(opening.task, opening.model, opening.config.parallel.pipeline)
+    if stages is None or opening.world.pipeline.size == 1:
+        return None
+    return functools.partial(divide, opening, stages)
+
+
+def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
+    """Of a model that is on its device; None if there is one stage. Raises UserError if it cannot be divided so."""
+    if stages == 1:
+        return None
+    try:
+        layers = layers_of(model, task.layers)
+    except HpctrainError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+        raise UserError(f"{FIELD} fails: {said}", "it gets the model of the task, and returns its layers") from error
+    return staged(model, layers, stages)
+
+
+def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
+    """Leaves this rank the layers of its stage."""
+    world, partition = opening.world, prepared.partition
+    task, model, compute = opening.task, opening.model, opening.compute
+    whole = Whole(task, model, opening.holdings, partition, compute)
+    stages = whole.chosen(stages, opening.stage_choice, world)
+    exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
+    elsewhere = keep_stage(model, stages, world.pipeline.rank, opening.optimizers)
+    names = frozenset(plain_name(name) for name, _ in model.named_parameters())
+    own = stages.of(world.pipeline.rank)
+    stage = Stage(world.pipeline, compute.device, opening.clock, exchange)
+    pipelined = Pipelined(task, own, stage, compute, partition, world, names, elsewhere)
+    waiting = Waiting(opening.clock, Neighbours.PIPELINE)
+
+    def total_norm(norm: float) -> float:
+        with waiting:
+            return norm_over(world.pipeline, norm)
+
+    return dataclasses.replace(
+        prepared,
+        passes=pipelined,
+        num_layers=len(own),
+        total_norm=total_norm,
+        placed=pipelined.placed,
+        close=exchange.close,
+    )
+
+
+def estimate(model: Estimated) -> MemoryEstimate:
+    """See estimated.Estimate: of the stage with the largest state. The first stage keeps the activations of as many
+    micro-batches as there are stages; layers are taken to keep equally much."""
+    framework, whole = model.framework, model.whole
+    stages = stages_of(framework.task, framework.model, model.pipeline)
+    assert stages is not None, "there are several"
+    activations = whole.activations * min(model.pipeline, model.micro_batches) / model.pipeline
+    all_names = framework.source.optimizer_state.names
+    found = []
+    for stage in range(model.pipeline):
+        held = frozenset[int]().union(*(layer.held for layer in stages.of(stage)))
+        names = {all_names[one] for one in held & all_names.keys()}
+        own = of_state([one for one in model.state if parameter_of(one.name) in names], activations, 1)
+        found.append(dataclasses.replace(own, checkpoint=whole.checkpoint))
+    return max(found, key=lambda one: one.parameters + one.gradients + one.optimizer + one.averages)

@@ -1,0 +1,384 @@
+"""``parallel.shard: tables``: tables of embeddings cut by rows over ranks that see different samples.
+
+Each index that a batch needs goes to the rank that has its row, the vector comes back, and its gradient goes there
+again. So the gradient of a row is complete where the row is, and tables take no part in sums over the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn.functional import embedding, embedding_bag
+from torch.optim import Optimizer
+
+from hpctrain.backends.named_state import parameter_of
+from hpctrain.backends.torch.reduce.gradients import watched
+from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.exchange import Exchange
+from hpctrain.backends.torch.strategies.parameter_traits import plain, require_elementwise
+from hpctrain.backends.torch.strategies.partition import Named, Partition, Slices
+from hpctrain.backends.torch.strategies.region import Region
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.tensor import CutLayer, keep_own, named_layers, require_same_cut
+from hpctrain.comm.group import Group
+from hpctrain.config.combinations import Feature
+from hpctrain.errors import UserError
+from hpctrain.parallel.memory_estimate import MemoryEstimate, of_state
+from hpctrain.parallel.sharded import part_of_rows
+from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock
+
+END = ""
+"""Where ranks meet that have looked up all that they need, and that have all gradients back."""
+SAY, ASK, GIVE = "say what rows they need", "ask for rows of a table", "give rows of a table"
+"""What a rank waits for."""
+
+
+class Tables(Partition):
+    """A model of whose tables this rank has some rows; the ranks of ``region`` see different samples."""
+
+    def __init__(
+        self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup, guard: Guard
+    ) -> None:
+        super().__init__(region, slices, cut)
+        self.sync_group = region.group
+        self.end = end
+        """Of a forward pass."""
+        self.guard = guard
+
+    @property
+    def hint(self) -> str:
+        """Nothing: the guard says what is wrong."""
+        return ""
+
+    def passing(self) -> contextlib.AbstractContextManager[None]:
+        """See Partition; no other code asks a model for its parameters meanwhile."""
+        return self.guard.up()
+
+    def finish(self, device: torch.device) -> None:
+        """Here, too, ranks come after the same lookups: one whose loss needs none would else be waited for."""
+        self.end.back.meet(device)
+
+    @property
+    def complete(self) -> frozenset[int]:
+        """All that is cut."""
+        return self.cut
+
+    def require_same_loss(self, loss: tuple[float, float], update: int) -> None:
+        """Nothing: samples differ."""
+
+    def require_whole_gradients(self, summed: Named, everyone: Group) -> None:
+        """Nothing: what is not cut is summed over the ranks."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where in a pass ranks exchange rows."""
+
+    region: Region
+    place: int
+    """Number of the table; of what comes back below 0."""
+    names: Sequence[str]
+    """Of the tables, and END."""
+
+    @property
+    def back(self) -> Lookup:
+        """Of the gradients."""
+        return replace(self, place=-1 - self.place)
+
+    @property
+    def told(self) -> str:
+        """For people."""
+        name = self.names[max(self.place, -1 - self.place)]
+        if name == END:
+            return f"the end of a {'forward' if self.place >= 0 else 'backward'} pass"
+        return name if self.place >= 0 else f"gradients of {name}"
+
+    def meet(self, device: torch.device) -> None:
+        """All ranks are here; raises as ``coming`` does."""
+        self.coming([0] * self.region.group.size, device)
+
+    def coming(self, going: Sequence[int], device: torch.device) -> list[int]:
+        """How many rows each rank has for this one. Collective.
+
+        Args:
+            going: how many this one has for each.
+            device: that rows are on.
+
+        Raises:
+            UserError: the ranks are in different places, whose rows would be taken for each other's; on all of them.
+        """
+        each = [1] * len(going)
+        said = torch.tensor([[self.place, count] for count in going], device=device)
+        places, counts = self.region.exchange.swap(said, each, each, SAY).t().tolist()
+        if others := [replace(self, place=place) for place in places if place != self.place]:
+            raise UserError(
+                f"the ranks' passes differ while parallel.shard is tables: one has come to {self.told}, and another to "
+                f"{others[0].told}",
+                "have all ranks look up the same tables in the same order, and their losses depend on what is found, "
+                "whatever their samples are: a lookup of no index is one, too; or leave parallel.shard out",
+            )
+        return list(counts)
+
+
+class Sent(torch.autograd.Function):
+    """Rows go to the ranks that need them, and their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Lookup) -> Tensor:
+        ctx.going, ctx.coming, ctx.lookup = going, coming, lookup
+        return lookup.region.exchange.swap(rows, going, coming, GIVE)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        back = ctx.lookup.back
+        back.coming(ctx.coming, gradients[0].device)
+        return sent(gradients[0], ctx.coming, ctx.going, back), None, None, None
+
+
+def sent(rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Lookup) -> Tensor:
+    """The rows that all ranks have for this one.
+
+    Args:
+        rows: float[sum of ``going``, width], those for the first rank first.
+        going: how many are for each rank.
+        coming: how many each rank has for this one.
+        lookup: whose they are.
+    """
+    return cast(Tensor, Sent.apply(rows, going, coming, lookup))  # type: ignore[no-untyped-call]
+
+
+def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
+    """The tables that a task marks by ``vocabulary``; changes nothing.
+
+    Raises UserError if there are none, or one cannot be cut or has hooks; names it.
+    """
+    marked = {name: word for name, word in words.items() if not isinstance(word, LayerCut) or word.kind == "vocabulary"}
+    tables = named_layers(model, marked, {"vocabulary": (Embedding, EmbeddingBag)})
+    if not tables:
+        raise UserError(
+            "parallel.shard is tables, and tensor= of the task marks no table by hpctrain.vocabulary",
+            "return TorchTask(..., tensor={'tables.*': hpctrain.vocabulary}), or leave parallel.shard out",
+        )
+    require_same_cut(model, tables, "give each its own")
+    for one in tables:
+        if watched(cast(Tensor, one.layer._parameters["weight"])):
+            raise UserError(
+                f"parallel.shard is tables, and {one.name}.weight has hooks of its gradient (register_hook), which "
+                "would see that of a rank's rows",
+                "leave the hooks out: train.clip_norm clips gradients, and the optimizer's groups have rates of their "
+                "own; or leave parallel.shard out",
+            )
+    return tables
+
+
+def cut_tables(
+    model: Module,
+    tables: Sequence[CutLayer],
+    data: Group,
+    optimizers: Sequence[Optimizer],
+    clock: StepClock = NO_CLOCK,
+    exchange: Exchange | None = None,
+) -> Tables:
+    """Leaves each rank its rows of each table, in place, with its optimizer's state. Talks to no other rank.
+
+    Args:
+        model: whole, and equal on all ranks.
+        tables: of ``tables_of``.
+        data: ranks that see different samples.
+        optimizers: of its parameters.
+        clock: records waits for the other ranks.
+        exchange: see Region.
+
+    Raises:
+        UserError: an optimizer looks at more than a row.
+    """
+
+    def own_rows(shape: tuple[int, ...], axis: int, parts: int) -> Slices:
+        begin, end = part_of_rows(shape[0], data.rank, data.size)
+        return Slices(shape, 0, (begin,), end - begin, 0, 1)
+
+    region = Region(data, clock, exchange, Neighbours.TABLES)
+    rows = [len(one.layer.weight) for one in tables]  # type: ignore[arg-type]
+    slices, cut = keep_own(model, tables, optimizers, own_rows)
+    names, guard = [*(one.name for one in tables), END], Guard()
+    for place, one in enumerate(tables):
+        lookup = Lookup(region, place, names)
+        forward = bags if isinstance(one.layer, EmbeddingBag) else vectors
+        one.layer.forward = functools.partial(forward, one, rows[place], lookup)
+        guard.keep(one)
+    end = Lookup(region, len(tables), names)
+
+    def meet(module: Module, *ignored: Any) -> None:
+        end.meet(next(module.parameters()).device)
+
+    model.register_forward_hook(meet)
+    return Tables(region, slices, cut, end, guard)
+
+
+class Guard:
+    """Has the weights of tables be used by lookups alone: what else takes one for a whole one is refused."""
+
+    def __init__(self) -> None:
+        self.is_up = False
+        """Whether ``parameters`` of the model, too, gives nothing to compute with."""
+
+    @contextlib.contextmanager
+    def up(self) -> Iterator[None]:
+        """In the body it is."""
+        self.is_up = True
+        try:
+            yield
+        finally:
+            self.is_up = False
+
+    def keep(self, one: CutLayer) -> None:
+        """Has an eye on this table."""
+
+        def refused(layer: object) -> Tensor:
+            raise UserError(
+                f"{one.name}.weight is used, of which each rank has other rows while parallel.shard is tables",
+                "use what is looked up, leave weight decay to the optimizer, or leave parallel.shard out",
+            )
+
+        class Unseen(Tensor):
+            """What a weight is like, and not its values."""
+
+            _is_param = True
+
+            @classmethod
+            def __torch_function__(cls, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if called not in OUTSIDE:
+                    refused(cls)
+                with torch._C.DisableTorchFunctionSubclass():
+                    return called(*args, **kwargs or {})
+
+        def parameters(layer: Module) -> dict[str, Any]:
+            if not self.is_up:
+                return held_by(layer)
+            weight = held_by(layer)["weight"]
+            return {"weight": Tensor._make_subclass(Unseen, weight.data, weight.requires_grad)}
+
+        kind, own = type(one.layer), {"weight": property(refused), "_parameters": property(parameters)}
+        one.layer.__class__ = type(kind.__name__, (kind,), own)
+
+
+OUTSIDE = {
+    *(getattr(Tensor, name).__get__ for name in ("device", "dtype", "is_cuda", "is_meta", "layout", "ndim")),
+    *(getattr(Tensor, name).__get__ for name in ("nbytes", "requires_grad", "shape")),
+    *(Tensor.dim, Tensor.element_size, Tensor.is_complex, Tensor.is_floating_point, Tensor.numel, Tensor.size),
+}
+"""What can be asked of a tensor without its values: models look at the device of their first parameter."""
+
+
+def held_by(layer: Module) -> dict[str, Any]:
+    """Its parameters, whether they are guarded or not."""
+    found: dict[str, Any] = layer.__dict__["_parameters"]
+    return found
+
+
+def bags(
+    one: CutLayer,
+    rows: int,
+    lookup: Lookup,
+    indices: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """See torch.nn.EmbeddingBag and ``fetched``."""
+    layer = one.layer
+    assert isinstance(layer, EmbeddingBag), "tables_of has seen to it"
+    places, vectors, padding = fetched(one, rows, lookup, indices)
+    return embedding_bag(
+        places,
+        vectors,
+        offsets,
+        mode=layer.mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=layer.include_last_offset,
+        padding_idx=padding,
+    )
+
+
+def vectors(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> Tensor:
+    """Those of all indices, see ``fetched``."""
+    places, found, _ = fetched(one, rows, lookup, indices)
+    return embedding(places, found)
+
+
+def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[Tensor, Tensor, int | None]:
+    """The rows that this rank needs of a table, each once, from the ranks that have them.
+
+    Args:
+        one: the table.
+        rows: of it, on all ranks.
+        lookup: its place.
+        indices: int[...].
+
+    Returns:
+        Of each index the place of its row, the rows, and the place of the padding, if that is among them.
+    """
+    layer, group = one.layer, lookup.region.group
+    assert isinstance(layer, Embedding | EmbeddingBag), "tables_of has seen to it"
+    different, places = indices.unique(return_inverse=True)
+    if different.numel() and not 0 <= int(different[0]) <= int(different[-1]) < rows:
+        raise IndexError(f"index out of range in {one.name}: {int(different[0])} to {int(different[-1])}")
+    share, padding = part_of_rows(rows, 0, group.size)[1], layer.padding_idx
+    going = torch.bincount(different // share, minlength=group.size).tolist()
+    coming = lookup.coming(going, indices.device)
+    begin, end = part_of_rows(rows, group.rank, group.size)
+    wanted = lookup.region.exchange.swap(different.long(), going, coming, ASK) - begin
+    untrained = padding - begin if padding is not None and begin <= padding < end else None
+    weight = cast(Tensor, held_by(layer)["weight"])
+    own = embedding(wanted, weight, untrained, sparse=layer.sparse)
+    found = [] if padding is None else (different == padding).nonzero().flatten().tolist()
+    return places, sent(own, coming, going, lookup), next(iter(found), None)
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """Raises UserError if the task marks no table, or one that cannot be cut."""
+    if Feature.SHARD_TABLES not in opening.features:
+        return None
+    tables = tables_of(opening.model, opening.task.tensor)
+    return functools.partial(cut, opening, tables) if opening.world.data.size > 1 else None  # one process has all rows
+
+
+def cut(opening: Opening, tables: Sequence[CutLayer], prepared: Prepared) -> Prepared:
+    """Leaves this rank its rows of each table."""
+    data = opening.world.data
+    exchange = opening.exchange(data, Neighbours.TABLES)
+    partition = cut_tables(opening.model, tables, data, opening.optimizers, opening.clock, exchange)
+    return dataclasses.replace(prepared, partition=partition)
+
+
+def estimate(model: Estimated) -> MemoryEstimate | None:
+    """See estimated.Estimate. Of a task whose tables cannot be partitioned says why only if they are to be."""
+    framework = model.framework
+    try:
+        marked = tables_of(framework.model, framework.task.tensor)
+    except UserError:
+        if model.is_asked:
+            raise
+        return None
+    optimizers = plain(framework.source.optimizer_state.every)
+    model.traits  # noqa: B018  refuses what does not go with it
+    for one in marked:
+        for optimizer in optimizers:
+            require_elementwise(optimizer, one.layer.get_parameter("weight"), f"{one.name}.weight", 0)
+    tables = {f"{one.name}.weight": tuple(one.layer.get_parameter("weight").shape) for one in marked}
+    state = [
+        dataclasses.replace(one, shape=(part_of_rows(one.shape[0], 0, model.data)[1], *one.shape[1:]))
+        if tables.get(parameter_of(one.name)) == one.shape
+        else one
+        for one in model.state
+    ]
+    whole = model.whole
+    return dataclasses.replace(of_state(state, whole.activations, model.data), checkpoint=whole.checkpoint)

@@ -1,0 +1,345 @@
+"""``parallel.tensor``: layers cut, in place, over the ranks of a tensor group, which see the same samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Linear, Module, ModuleDict, ModuleList, Sequential
+from torch.nn.functional import linear
+
+from hpctrain.backends.torch.strategies.exchange import Exchange
+from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
+from hpctrain.backends.torch.strategies.partition import Partition, Slices
+from hpctrain.backends.torch.strategies.region import (
+    CutLogits,
+    Region,
+    gathered,
+    spread,
+    summed_backward,
+    summed_forward,
+)
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock
+from hpctrain.train.state import Tiling
+
+Kinds: TypeAlias = Mapping[str, tuple[type[Module], ...]]
+KINDS: Kinds = {"columns": (Linear,), "rows": (Linear,), "vocabulary": (Embedding,)}
+"""Layers that can be cut so."""
+ALIKE = "cut both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
+"""What to do with layers that share a parameter."""
+CONTAINERS = (ModuleList, ModuleDict, Sequential)
+"""Modules of torch.nn that only call their layers; others may look into them."""
+
+
+@dataclass(frozen=True)
+class CutLayer:
+    """A layer and how it is to be cut."""
+
+    name: str
+    layer: Module
+    word: LayerCut
+
+    def axes(self) -> dict[str, int]:
+        """The axis along which each parameter is cut; the others are whole on all ranks."""
+        if self.word.kind == "columns":
+            return {"weight": 0, "bias": 0} if self.layer.bias is not None else {"weight": 0}
+        return {"weight": 1 if self.word.kind == "rows" else 0}
+
+
+def layers_to_cut(model: Module, words: Mapping[str, Any], ranks: int) -> list[CutLayer]:
+    """Which layers are to be cut, and how; changes nothing.
+
+    Args:
+        model: any.
+        words: by patterns of layers' names, such as ``blocks.*.up``.
+        ranks: of a tensor group; 1 cuts nothing.
+
+    Raises:
+        UserError: a pattern names no layer, or one that cannot be cut so; names it.
+    """
+    if ranks == 1:
+        return []
+    layers = named_layers(model, words)
+    for one in layers:
+        require_divisible(one.name, one.layer, one.word, ranks)
+    require_same_cut(model, layers)
+    return layers
+
+
+def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) -> list[CutLayer]:
+    """Which layers a task names, and how they are to be cut.
+
+    Args:
+        model: any.
+        words: by patterns of layers' names.
+        kinds: that can be cut.
+
+    Raises:
+        UserError: a pattern names no layer, or one that cannot be cut so; names it.
+    """
+    layers: dict[str, CutLayer] = {}
+    parents = {
+        f"{name}.{child}".lstrip("."): one for name, one in model.named_modules() for child, _ in one.named_children()
+    }
+    for pattern, word in words.items():
+        if not isinstance(word, LayerCut):
+            what = f"tensor[{pattern!r}] of the task is a {type(word).__name__}"
+            raise UserError(what, "write hpctrain.columns, hpctrain.rows or hpctrain.vocabulary")
+        found = [(name, layer) for name, layer in model.named_modules() if name and fnmatchcase(name, pattern)]
+        if not found:
+            able = [
+                name for name, layer in model.named_modules() if any(type(layer) in each for each in kinds.values())
+            ]
+            raise UserError(
+                f"tensor= of the task: no layer of the model is called {pattern}",
+                f"its layers that can be cut are: {', '.join(able[:20]) or 'none'}{' ...' if len(able) > 20 else ''}",
+            )
+        for name, layer in found:
+            if name in layers and layers[name].word != word:
+                raise UserError(f"tensor= of the task names {name} twice, and cuts it differently", "name it once")
+            require_able(name, layer, parents[name], word, kinds)
+            layers[name] = CutLayer(name, layer, word)
+    return list(layers.values())
+
+
+def tilings(model: Module, words: Mapping[str, Any], plain: Callable[[str], str]) -> dict[str, Tiling]:
+    """How any number of ranks would cut the parameters of a model, by plain name; see ``layers_to_cut``, which refuses.
+
+    Args:
+        model: parts of it may be compiled.
+        words: by patterns of layers' names.
+        plain: of the name of a layer or parameter, that of one that is not compiled.
+    """
+    found: dict[int, Tiling] = {}
+    for pattern, word in words.items():
+        for name, layer in model.named_modules():
+            if isinstance(word, LayerCut) and isinstance(layer, KINDS[word.kind]) and fnmatchcase(plain(name), pattern):
+                axes = CutLayer(name, layer, word).axes()
+                found |= {id(layer._parameters.get(key)): Tiling(axis, word.parts) for key, axis in axes.items()}
+    return {plain(name): found[id(one)] for name, one in model.named_parameters() if id(one) in found}
+
+
+def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds: Kinds) -> None:
+    """Raises UserError if a layer is of a kind that cannot be cut so."""
+    closed = next((one for one in (parent, layer) if is_closed(one)), None)
+    if closed is not None:
+        raise UserError(
+            f"tensor= of the task cuts {name}, and {type(closed).__name__} of torch.nn may use its weights without "
+            "calling it",
+            "write the block with separate torch.nn.Linear layers",
+        )
+    weight, told = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
+    if type(layer) not in kinds[word.kind] or weight is None:
+        raise UserError(
+            f"tensor= of the task cuts {name}, a {type(layer).__name__}, by {word.kind}, which takes a plain "
+            f"torch.nn.{told}",
+            f"name the {told} layers in it, or leave it whole",
+        )
+    if isinstance(layer, Embedding | EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+        raise UserError(
+            f"tensor= of the task cuts {name}, an {type(layer).__name__} with max_norm or scale_grad_by_freq",
+            "leave that option out, or the table whole",
+        )
+
+
+def is_closed(module: Module) -> bool:
+    """Whether it is one of torch's that has layers, such as MultiheadAttention, and may not call them."""
+    is_theirs = type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, CONTAINERS)
+    return is_theirs and any(True for _ in module.children())
+
+
+def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> None:
+    """Raises UserError if the ranks cannot have equal parts of a layer."""
+    assert isinstance(layer.weight, Tensor), "require_able has seen to it"
+    length = layer.weight.shape[1 if word.kind == "rows" else 0]
+    counted = {"columns": "outputs", "rows": "inputs", "vocabulary": "rows"}[word.kind]
+    if length % (word.parts * ranks):
+        parts = f" in {word.parts} parts" if word.parts > 1 else ""
+        raise UserError(
+            f"{name} has {length} {counted}{parts}, of which {ranks} ranks cannot have equal shares",
+            f"choose a multiple of {word.parts * ranks}, or another parallel.tensor",
+        )
+    if word.heads is not None and (word.heads % ranks or length // word.parts % word.heads):
+        raise UserError(
+            f"{name} has {length // word.parts} outputs in {word.heads} heads, of which {ranks} ranks cannot have "
+            "whole ones in equal number",
+            "choose a parallel.tensor that divides the number of heads",
+        )
+
+
+def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE) -> None:
+    """Raises UserError if layers share a parameter and cut it differently, with what can be done about it."""
+    cut_of = {(id(one.layer), name): (axis, one.word.parts) for one in layers for name, axis in one.axes().items()}
+    users: dict[int, tuple[str, tuple[int, int] | None]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            cut = cut_of.get((id(module), key))
+            other, first = users.setdefault(id(parameter), (name, cut))
+            if cut != first:
+                raise UserError(
+                    f"{other or 'the model'} and {name} share their {key}, and tensor= of the task cuts it differently",
+                    fix,
+                )
+
+
+def cut_model(
+    model: Module,
+    layers: Sequence[CutLayer],
+    tensor: Group,
+    data: Group,
+    optimizers: Sequence[torch.optim.Optimizer],
+    clock: StepClock = NO_CLOCK,
+    exchange: Exchange | None = None,
+) -> Partition:
+    """Leaves of each layer what this rank is to have, in place, with its optimizer's state. Talks to no other rank.
+
+    Args:
+        model: whole, and equal on all ranks.
+        layers: of ``layers_to_cut``.
+        tensor: ranks that share it out.
+        data: ranks that have the same parts.
+        optimizers: of its parameters.
+        clock: records waits for the other ranks of ``tensor``.
+        exchange: see Region.
+
+    Raises:
+        UserError: an optimizer looks at more than what a rank has.
+    """
+    region = Region(tensor, clock, exchange)
+    own = functools.partial(slices_of, tensor=tensor, data=data)
+    slices, cut = keep_own(model, layers, optimizers, own)
+    for one in layers:
+        forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
+        one.layer.forward = functools.partial(forward, one, region)
+    return Partition(region, slices, cut)
+
+
+def keep_own(
+    model: Module,
+    layers: Sequence[CutLayer],
+    optimizers: Sequence[torch.optim.Optimizer],
+    slices_for: Callable[[tuple[int, ...], int, int], Slices],
+) -> tuple[dict[str, Slices], frozenset[int]]:
+    """Leaves of each parameter what this rank is to have, in place, with its optimizer's state.
+
+    Args:
+        model: whole.
+        layers: that are cut.
+        optimizers: of its parameters.
+        slices_for: what that is, of a parameter's shape, axis and parts.
+
+    Returns:
+        It by names of parameters, and their ids.
+
+    Raises:
+        UserError: an optimizer looks at more than what a rank has.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    slices: dict[str, Slices] = {}
+    cut: set[int] = set()
+    for one in layers:
+        for key, axis in one.axes().items():
+            parameter = one.layer._parameters[key]
+            assert parameter is not None, "axes names those that are there"
+            if id(parameter) not in cut:
+                cut.add(id(parameter))
+                own = slices_for(tuple(parameter.shape), axis, one.word.parts)
+                slices[names[id(parameter)]] = own
+                for optimizer in optimizers:
+                    require_elementwise(optimizer, parameter, names[id(parameter)], axis)
+                for slots in [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]:
+                    whole = {slot: value for slot, value in slots.items() if isinstance(value, Tensor)}
+                    slots.update((k, own.of(v)) for k, v in whole.items() if v.shape == parameter.shape)
+                parameter.data = own.of(parameter.data)
+                parameter.grad = None
+    return slices, frozenset(cut)
+
+
+def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data: Group) -> Slices:
+    """What a rank has of a parameter."""
+    part = shape[axis] // parts
+    length = part // tensor.size
+    begins = tuple(number * part + tensor.rank * length for number in range(parts))
+    return Slices(shape, axis, begins, length, data.rank, data.size)
+
+
+def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor | CutLogits:
+    """Some of the outputs, or all if they are gathered; those for a metric always are."""
+    region.leave(always=False)
+    layer = one.layer
+    assert isinstance(layer, Linear), "layers_to_cut has seen to it"
+    outputs = linear(summed_backward(values, region), layer.weight, layer.bias)
+    if one.word.gathers or (one.word.classes and not layer.training):
+        return gathered(outputs, region)
+    if one.word.classes:
+        return CutLogits(outputs, region, one.name)
+    if layer.training:
+        region.enter(outputs.device)
+    return outputs
+
+
+def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
+    """All outputs, of some of the inputs."""
+    region.leave(always=False)
+    layer = one.layer
+    assert isinstance(layer, Linear), "layers_to_cut has seen to it"
+    if values.shape[-1] != layer.weight.shape[1]:
+        raise UserError(
+            f"{one.name} gets {values.shape[-1]} inputs, and each rank has {layer.weight.shape[1]} of them: what comes "
+            "before it is not cut as it is",
+            "cut the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
+        )
+    own = linear(values, layer.weight)
+    outputs = summed_forward(own, region)
+    return outputs if layer.bias is None else outputs + layer.bias.to(outputs.dtype)
+
+
+def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor:
+    """The vectors of all indices: each rank gives those that it has, each once, however often it occurs."""
+    region.leave(always=False)
+    layer = one.layer
+    assert isinstance(layer, Embedding), "layers_to_cut has seen to it"
+    count, group = layer.weight.shape[0], region.group
+    if bool(((indices < 0) | (indices >= count * group.size)).any()):
+        raise IndexError(f"index out of range in {one.name}: {int(indices.min())} to {int(indices.max())}")
+    different, places = indices.unique(return_inverse=True)
+    counts = torch.bincount(different // count, minlength=group.size).tolist()
+    own = different.split(counts)[group.rank] - group.rank * count
+    found = layer.weight.index_select(0, own)
+    if layer.padding_idx is not None:  # which is not trained
+        found = torch.where((own == layer.padding_idx - group.rank * count)[:, None], found.detach(), found)
+    return spread(found, places, counts, region)
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """Raises UserError if the layers that the task names cannot be cut."""
+    layers = layers_to_cut(opening.model, opening.task.tensor, opening.config.parallel.tensor)
+    is_alone = opening.world.tensor.size == 1  # one process only tries the task
+    return None if is_alone else functools.partial(cut, opening, layers)
+
+
+def cut(opening: Opening, layers: Sequence[CutLayer], prepared: Prepared) -> Prepared:
+    """Leaves this rank its part of each layer."""
+    world = opening.world
+    partition = cut_model(
+        opening.model,
+        layers,
+        world.tensor,
+        world.data,
+        opening.optimizers,
+        opening.clock,
+        opening.exchange(world.tensor, Neighbours.TENSOR),
+    )
+    return dataclasses.replace(prepared, partition=partition)

@@ -1,0 +1,356 @@
+"""``parallel.shard: optimizer``: each rank's optimizer updates some rows of the parameters, and all ranks get them.
+
+Its reducer gives each rank the summed gradients of the rows that it updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from hpctrain.backends.torch.device import pin, unpin
+from hpctrain.backends.torch.reduce.gradients import FlatGradients, view_like
+from hpctrain.backends.torch.reduce.reducer import Number, common_kind, fill_slots
+from hpctrain.backends.torch.state.optimizer import Slots
+from hpctrain.backends.torch.steps.updates import ReducerSource
+from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.parameter_traits import (
+    OwnRows,
+    ParameterTraits,
+    parameter_of,
+    refuse_late,
+    replace_parameters,
+)
+from hpctrain.backends.torch.strategies.partition import Partition, Slices
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
+from hpctrain.backends.update import LossScale, UpdateRule
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.parallel.memory_estimate import MemoryEstimate
+from hpctrain.parallel.sharded import RowRange, ShardedParameter, Shares, share_out
+from hpctrain.parallel.sharded_exchange import ShardedExchange, open_sharded_exchange
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, ExchangeResult, read_slots
+from hpctrain.reduce.layout import Layout, plan
+
+Pairs: TypeAlias = Sequence[tuple[str, Parameter]]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The parameters of one optimizer, sharded over the ranks."""
+
+    pairs: Pairs
+    """All that want gradients, by name, whole."""
+    layout: Layout
+    """Of their gradients in the flat buffer."""
+    shares: Shares
+    rank: int
+    """In the group over which they are sharded."""
+    parts: tuple[OwnRows, ...]
+    """This rank's own."""
+
+
+def shard(pairs: Pairs, by_rows: set[int], updated: set[int], group: Group) -> Sharded:
+    """Shares parameters out; touches no other rank.
+
+    Args:
+        pairs: parameters by name.
+        by_rows: ids of those that may be cut between rows.
+        updated: ids of those that an optimizer updates.
+        group: the ranks.
+    """
+    layout, shares = shared_out(pairs, by_rows, updated, group.size)
+    own = [piece for piece in shares.pieces if piece.owner == group.rank]
+    parts = tuple(OwnRows(piece, parameter_of(pairs[piece.parameter][1], piece)) for piece in own)
+    return Sharded(pairs, layout, shares, group.rank, parts)
+
+
+def shared_out(pairs: Pairs, by_rows: set[int], updated: set[int], ranks: int) -> tuple[Layout, Shares]:
+    """The flat buffer of parameters, and what of it each rank gets; see ``shard``."""
+    layout = plan([parameter.numel() for _, parameter in pairs], None, SLOTS)
+    weighed = [
+        ShardedParameter(
+            rows=len(parameter) if id(parameter) in by_rows and has_rows(parameter) else 1,
+            num_bytes=parameter.nbytes if id(parameter) in updated else 0,
+        )
+        for _, parameter in pairs
+    ]
+    return layout, share_out(layout, weighed, ranks)
+
+
+def has_rows(parameter: Tensor) -> bool:
+    """Whether its rows lie one behind the other in the flat buffer, in which it keeps its strides."""
+    inner = math.prod(parameter.shape[1:])
+    return parameter.ndim > 0 and torch.empty_like(parameter, device="meta").stride(0) == inner > 0
+
+
+class OwnGradients:
+    """What reducers of sharded parameters have in common: ``grad`` of this rank's parts is the sum, and that of whole
+    parameters None.
+
+    Args:
+        sharded: the parameters.
+        own: the sums of this rank's range of the flat buffer.
+        optimizers: of the task.
+    """
+
+    def __init__(self, sharded: Sharded, own: Tensor, optimizers: Sequence[Optimizer]) -> None:
+        self.sharded, self.own, self.optimizers = sharded, own, optimizers
+        self.names = {id(parameter): name for name, parameter in sharded.pairs}
+        self.parameters = [parameter for _, parameter in sharded.pairs]
+        self.mine: list[Tensor] = [part.parameter for part in sharded.parts]
+        layout, start = sharded.layout, sharded.shares.ranges[sharded.rank].start
+        self.sums_of_mine = [
+            view_like(part.parameter, own, layout.offsets[index] - start + begin * (layout.sizes[index] // rows))
+            for part in sharded.parts
+            for index, begin, rows in [(part.piece.parameter, part.piece.begin, part.piece.rows)]
+        ]
+        self.square = 0.0
+        self.places = self._places()
+
+    def gradients(self) -> list[Tensor]:
+        """Of this rank's parts."""
+        if any(part.dtype != self.own.dtype for part in self.mine):  # then ``grad`` is not a view of the buffer
+            return [part.grad for part in self.mine if part.grad is not None]
+        return [self.own]
+
+    def norm(self) -> float:
+        return math.sqrt(self.square)
+
+    def summed(self) -> Sequence[tuple[str, Tensor]]:
+        return [(self.sharded.pairs[part.piece.parameter][0], part.parameter) for part in self.sharded.parts]
+
+    def _give(self) -> None:
+        """Sums to the optimizer."""
+        for part, summed in zip(self.mine, self.sums_of_mine, strict=True):
+            part.grad = summed if part.dtype == summed.dtype else summed.to(part.dtype)
+
+    def _require_parts(self) -> None:
+        """Raises UserError if an optimizer has got a whole parameter, which has no gradient here."""
+        refuse_late(self.optimizers, lambda one: id(one) in self.names, self.names)
+
+    def _follow(self) -> bool:
+        """Whether the task has given a parameter other memory: ``parameter.data = parameter.data.clamp(-1, 1)``."""
+        if (places := self._places()) == self.places:
+            return False
+        self.places = places
+        for part in self.sharded.parts:
+            part.parameter.data = part.piece.of(self.parameters[part.piece.parameter].data)
+        return True
+
+    def _places(self) -> list[int]:
+        """Addresses of the memory of parameters."""
+        return [parameter.data_ptr() for parameter in self.parameters]
+
+
+class ShardedReducer(OwnGradients):
+    """See reduce.torch_reducer.Reducer."""
+
+    def __init__(
+        self,
+        name: str,
+        gradients: FlatGradients,
+        exchange: ShardedExchange,
+        sharded: Sharded,
+        needs_norm: bool,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        self.ranges = sharded.shares.ranges
+        self.mine_in_flat = self.ranges[sharded.rank]
+        super().__init__(sharded, gradients.flat[self.mine_in_flat], optimizers)
+        self.name = name
+        self.flat_gradients = gradients
+        self.sums = exchange
+        self.needs_norm = needs_norm
+        self.flat = gradients.flat
+        self.host = torch.from_numpy(exchange.buffer)
+        self.on_host = self.flat.device.type == "cpu"
+        self.slots = self.host[sharded.layout.gradients :]
+        self.copies = [torch.from_numpy(one) for one in exchange.leaving]
+        """Where this rank leaves what it has updated."""
+        leaving = self.copies if self.on_host else [self.flat]
+        self.leaving = [[part.piece.of(self._view(part.piece, one)) for part in sharded.parts] for one in leaving]
+        """The same by parts; on a GPU on its way there."""
+        self.foreign = [piece for piece in sharded.shares.pieces if piece.owner != sharded.rank]
+        self.theirs = self._theirs()
+        """What other ranks update of the parameters here."""
+        self.arriving = [piece.of(self._view(piece, self.flat)) for piece in self.foreign]
+        """Where that comes from."""
+        if not self.on_host:
+            pin(self.host)
+        gradients.attach()
+
+    @property
+    def last_backward(self) -> bool:
+        return self.flat_gradients.last_backward
+
+    @last_backward.setter
+    def last_backward(self, value: bool) -> None:
+        self.flat_gradients.last_backward = value
+
+    def begin(self) -> None:
+        self.flat_gradients.begin()
+        for part in self.mine:
+            part.grad = None
+
+    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
+        self.flat_gradients.complete()
+        self._require_parts()
+        if self._follow():
+            self.theirs = self._theirs()
+        if not self.on_host:
+            self.host.copy_(self.flat)
+        fill_slots(self.slots.zero_(), loss, weight)
+        self.sums.scatter(self.needs_norm)
+        if not self.on_host:
+            self.own.copy_(self.host[self.mine_in_flat])
+        self._give()
+        self.flat_gradients.restart()
+        told = self.sums.slots.tolist()
+        self.square = told[SQUARE]
+        return read_slots(told)
+
+    def spread(self) -> bool:
+        with torch.no_grad():
+            for leaving in self.leaving:
+                torch._foreach_copy_(leaving, self.mine)
+            if not self.on_host:
+                self.host[self.mine_in_flat].copy_(self.own)
+                for copy in self.copies:
+                    if copy.data_ptr() != self.host.data_ptr():
+                        copy[self.mine_in_flat] = self.host[self.mine_in_flat]
+            self.sums.gather()
+            if not self.on_host:
+                for part in self.ranges:
+                    if part != self.mine_in_flat:
+                        self.flat[part].copy_(self.host[part])
+            torch._foreach_copy_(self.theirs, self.arriving)
+        return True
+
+    def close(self) -> None:
+        self.flat_gradients.detach()
+        if not self.on_host:
+            torch.cuda.synchronize(self.flat.device)
+            unpin(self.host.data_ptr())
+        self.sums.close()
+
+    def _theirs(self) -> list[Tensor]:
+        return [piece.of(self.parameters[piece.parameter].data) for piece in self.foreign]
+
+    def _view(self, piece: RowRange, flat: Tensor) -> Tensor:
+        """A whole parameter, laid out in a buffer as its gradient is."""
+        return view_like(self.parameters[piece.parameter], flat, self.sharded.layout.offsets[piece.parameter])
+
+
+@dataclass(frozen=True)
+class ShardedReducers:
+    """The one reducer of sharded parameters; see reducer_choice.Reducers."""
+
+    sharded: Sharded
+    config: ReduceConfig
+    needs_norm: bool = True
+    """Whether an update has to know the norm of the gradient."""
+    optimizers: Sequence[Optimizer] = ()
+    """All of the task, which have this rank's parts."""
+    sparse: Sequence[Parameter] = ()
+    """No gradient stays sparse."""
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        return [Candidate("mpi", "sharded")]
+
+    def open(self, candidate: Candidate, group: Group) -> ShardedReducer:
+        layout, ranges = self.sharded.layout, self.sharded.shares.ranges
+        dtype, device = common_kind(self.sharded.pairs)
+        host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        exchange = open_sharded_exchange(group, layout.length, layout.gradients, host_dtype, ranges)
+        host = torch.from_numpy(exchange.buffer)
+        flat = host if device.type == "cpu" else torch.zeros_like(host, device=device)
+        gradients = FlatGradients(self.sharded.pairs, flat, layout, lambda bucket: None, self.config.sparse)
+        return ShardedReducer(candidate.name, gradients, exchange, self.sharded, self.needs_norm, self.optimizers)
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """Raises UserError if an optimizer cannot be sharded."""
+    return functools.partial(shard_rows, opening, opening.traits) if opening.divides(Feature.SHARD) else None
+
+
+def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
+    """Gives each optimizer the rows that this rank updates."""
+    norm = needs_norm(opening, prepared.partition)
+    return shard_optimizers(
+        opening,
+        traits,
+        prepared,
+        lambda own: ShardedReducers(own, opening.config.reduce, norm, opening.optimizers),
+    )
+
+
+def needs_norm(opening: Opening, partition: Partition) -> bool:
+    """Whether an exchange has to give the norm of the gradient; slices of layers count each element once themselves."""
+    train = opening.config.train
+    scale = LossScale() if train.precision == "fp16" else None
+    return UpdateRule(train.clip_norm, scale).needs_norm and not partition.slices
+
+
+def shard_optimizers(
+    opening: Opening, traits: ParameterTraits, prepared: Prepared, source: Callable[[Sharded], ReducerSource]
+) -> Prepared:
+    """Shards the parameters of all optimizers, which then hold this rank's parts alone. Collective.
+
+    Args:
+        opening: the run; ranks that have the same parts of the model shard its parameters.
+        traits: of the parameters.
+        prepared: what this rank has of them.
+        source: of the reducer of an optimizer's parameters.
+    """
+    partition, names, shares = prepared.partition, opening.names(), opening.shares()
+    world = opening.world
+    partition.update_among(world.data)
+    cuttable = traits.cuttable(shares, (world.tensor, world.data))  # other stages have other parameters
+    of = {name: shard(share.pairs, cuttable, set(traits.traits), world.data) for name, share in shares.items()}
+    mine: dict[int, OwnRows | None] = {id(parameter): None for each in of.values() for _, parameter in each.pairs}
+    slices: dict[int, Slices] = {}
+    own_names: dict[int, str] = {}
+    for sharded in of.values():
+        for rows in sharded.parts:
+            whole = sharded.pairs[rows.piece.parameter][1]
+            mine[id(whole)] = rows
+            name, is_all = names[id(whole)], rows.piece.rows == 1
+            ends = (0, len(whole) if whole.ndim else 1) if is_all else (rows.piece.begin, rows.piece.end)
+            slices[id(rows.parameter)] = partition.rows(name, tuple(whole.shape), *ends)
+            own_names[id(rows.parameter)] = name
+    for optimizer in opening.optimizers:
+        for settings in optimizer.param_groups:
+            replace_parameters(optimizer, settings, mine, traits.common)
+    reducers = {name: source(sharded) for name, sharded in of.items()}
+    updates = Updates(shares, {**names, **own_names}, Slots(slices, traits.common), reducers)
+    return dataclasses.replace(prepared, updates=updates)
+
+
+def estimate(model: Estimated) -> MemoryEstimate:
+    """See estimated.Estimate."""
+    return model.whole.scaled(optimizer=largest_share(model))
+
+
+def largest_share(model: Estimated) -> float:
+    """Of the bytes that are updated, what the rank with most updates."""
+    held, traits = [0.0] * model.data, model.traits.traits
+    by_rows = {one for one, each in traits.items() if each.by_rows}
+    for share in model.shares.values():
+        for piece in shared_out(share.pairs, by_rows, set(traits), model.data)[1].pieces:
+            parameter = share.pairs[piece.parameter][1]
+            if id(parameter) in traits:
+                held[piece.owner] += (piece.end - piece.begin) / piece.rows * parameter.nbytes
+    return max(held) / max(sum(held), 1)

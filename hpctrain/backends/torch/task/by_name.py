@@ -1,0 +1,76 @@
+"""Losses of PyTorch by name, and its own loss objects and functions, as a task's loss."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn, optim
+from torch.nn import functional
+from torch.nn.modules.loss import _Loss
+
+from hpctrain.tasks.user_errors import no_mean, no_such_loss, not_called, target_of
+
+NAMES: dict[str, Callable[..., Tensor]] = {
+    "mse": functional.mse_loss,
+    "mae": functional.l1_loss,
+    "huber": functional.huber_loss,
+    "cross_entropy": functional.cross_entropy,
+    "nll": functional.nll_loss,
+    "bce": functional.binary_cross_entropy,
+    "bce_with_logits": functional.binary_cross_entropy_with_logits,
+}
+
+
+def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """A loss that knows nothing of batches."""
+    return function(outputs, batch[target])
+
+
+def as_loss(given: Any, fields: Sequence[str]) -> Any:
+    """What a task's ``loss`` stands for: loss(outputs, batch).
+
+    Args:
+        given: a name, one of torch's losses, or a function of the user's, which is returned as it is.
+        fields: names of a sample's arrays.
+
+    Raises:
+        UserError: no such name, or a loss that is not a mean over the samples.
+    """
+    if isinstance(given, str):
+        if given not in NAMES:
+            raise no_such_loss(given, sorted(NAMES))
+        return functools.partial(of_target, NAMES[given], target_of(fields, repr(given)))
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        raise not_called(given.__name__)
+    if isinstance(given, _Loss) and type(given).__module__.startswith("torch."):
+        weighted = isinstance(given, (nn.CrossEntropyLoss, nn.NLLLoss)) and given.weight is not None
+        if given.reduction != "mean" or weighted:
+            raise no_mean(type(given).__name__)
+        return functools.partial(of_target, given, target_of(fields, type(given).__name__))
+    if isinstance(given, types.FunctionType) and given.__module__ == functional.__name__:
+        return functools.partial(of_target, given, target_of(fields, given.__name__))
+    return given
+
+
+CLASSES: Mapping[str, type[optim.Optimizer]] = {
+    "sgd": optim.SGD,
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "nadam": optim.NAdam,
+    "adamax": optim.Adamax,
+    "rmsprop": optim.RMSprop,
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+}
+
+
+def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optim.Optimizer | None:
+    """One of all parameters that are trained; None if the model is not a module, which is reported elsewhere."""
+    if not isinstance(model, nn.Module):
+        return None
+    given = {("alpha" if (name, key) == ("rmsprop", "rho") else key): value for key, value in options.items()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return CLASSES[name](trained or model.parameters(), **given)

@@ -1,0 +1,327 @@
+"""A torch Dataset, or a DataLoader given as data: its dataset, order and collate_fn, or what would mean something
+else here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils import data
+
+from hpctrain.data.dataset import Field, Samples, check_field
+from hpctrain.data.order import Epoch
+from hpctrain.data.place import with_place
+from hpctrain.data.samplers import WeightedSampler
+from hpctrain.data.samples import Sample, layout, named, stack
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import Task
+
+Sampler = Callable[[Epoch], NDArray[np.int64]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """What the run file says of batches and their order."""
+
+    sizes: tuple[int, ...]
+    """Samples of one update: over all ranks, of one rank, and of one of its micro-batches."""
+    shuffle: str
+    """``data.shuffle``."""
+    drop_last: bool
+    """``data.drop_last``."""
+
+
+def without_loaders(task: Task, batches: Batches) -> Task:
+    """The task with datasets in place of DataLoaders, and with the sampler and collate_fn of these.
+
+    Workers and pinned memory change no number and are left to hpctrain, which prefetches by itself.
+
+    Raises:
+        UserError: something about a DataLoader would mean something else here; names it.
+    """
+    several = isinstance(task.validation, Mapping)
+    sets = dict(task.validation) if several else {"": task.validation}
+    of_train = [task.train] if isinstance(task.train, data.DataLoader) else []
+    of_validation = [source for source in sets.values() if isinstance(source, data.DataLoader)]
+    loaders = of_train + of_validation
+    if not loaders:
+        return task
+    for loader in loaders:
+        if loader.batch_size is None:
+            fix = "give it batch_size, and say by sampler= of the task which samples come when"
+            raise UserError("a DataLoader without batch_size, or with a batch_sampler, was given as data", fix)
+    for loader in of_validation:
+        check_validation(loader)
+    for loader in of_train:
+        check_batches(loader, batches)
+        task = dataclasses.replace(task, train=loader.dataset, sampler=sampler_of(task, loader, batches.shuffle))
+    sets = {name: source.dataset if isinstance(source, data.DataLoader) else source for name, source in sets.items()}
+    collate = collate_of(task, loaders)
+    return dataclasses.replace(task, validation=sets if several else sets[""], collate=collate)
+
+
+def collate_of(task: Task, loaders: Sequence[data.DataLoader[Any]]) -> Callable[[list[dict[str, Any]]], Any] | None:
+    """The task's, or what does the same as that of its loaders; raises UserError if they are not all the same."""
+    functions: list[Any] = []  # no set: a dataclass has no hash
+    for loader in loaders:
+        function = None if loader.collate_fn is data.default_collate else loader.collate_fn
+        if function not in functions:
+            functions.append(function)
+    if all(function is None or function == task.collate for function in functions):
+        return task.collate
+    if len(functions) > 1 or task.collate is not None:
+        fix = "give all of them the same collate_fn, or none, and TorchTask(collate=...) instead"
+        raise UserError("the task's data have different collate_fn", fix)
+    return Collate(functions.pop(), example_of(loaders[0].dataset))
+
+
+def check_batches(loader: data.DataLoader[Any], batches: Batches) -> None:
+    """Raises UserError if the training data's batches would differ from those of the run file."""
+    if loader.batch_size is not None and loader.batch_size not in batches.sizes:
+        what = f"the DataLoader of train has batch_size={loader.batch_size}, and the run file asks for"
+        sizes = f"{batches.sizes[0]} samples an update, {batches.sizes[1]} on each rank"
+        fix = f"set train.batch_per_rank to {loader.batch_size}, or batch_size to one of them"
+        raise UserError(f"{what} {sizes}", fix)
+    if loader.drop_last and not batches.drop_last:
+        raise UserError("the DataLoader of train has drop_last=True", "set data.drop_last: true in the run file, too")
+
+
+def check_validation(loader: data.DataLoader[Any]) -> None:
+    """Raises UserError if not every sample would be validated once."""
+    if loader.drop_last:
+        raise UserError("the DataLoader of validation has drop_last=True", "leave it out: every sample counts once")
+    if (found := order_of(loader)) is not None and found not in (in_order, shuffled):
+        what = f"the DataLoader of validation has a {type(loader.sampler).__name__}"
+        raise UserError(what, "give data whose samples all count once, such as a torch.utils.data.Subset")
+
+
+def sampler_of(task: Task, loader: data.DataLoader[Any], shuffle: str) -> Sampler | None:
+    """The sampler: the one that does what the loader's does, or none if ``data.shuffle`` does so.
+
+    Raises:
+        UserError: there is none, or the task or the run file says something else.
+    """
+    if isinstance(loader.dataset, data.IterableDataset):
+        return task.sampler
+    found = order_of(loader)
+    kind = type(loader.sampler).__name__
+    if found is None:
+        fix = "give TorchTask(sampler=...), a function of an hpctrain.Epoch that returns indices"
+        raise UserError(f"the DataLoader of train has a {kind}, which hpctrain cannot share between ranks", fix)
+    if task.sampler is not None:
+        if found is in_order:
+            return task.sampler
+        raise UserError(f"the DataLoader of train has a {kind}, and the task a sampler", "keep one of them")
+    if found is shuffled:
+        if shuffle == "none":
+            raise UserError("the DataLoader of train shuffles, and data.shuffle is none", "set data.shuffle: full")
+        return None
+    return None if found is in_order and shuffle == "none" else found
+
+
+def order_of(loader: data.DataLoader[Any]) -> Sampler | None:
+    """What the loader's sampler does, as a function of the epoch; None for one of a kind that is not known."""
+    sampler: Any = loader.sampler
+    kind = type(sampler)
+    if kind is data.SequentialSampler:
+        return in_order
+    if kind is data.DistributedSampler:
+        return shuffled if sampler.shuffle else in_order
+    if kind is data.RandomSampler:
+        whole = len(sampler.data_source)
+        if not sampler.replacement and sampler.num_samples == whole:
+            return shuffled
+        return WeightedSampler(np.ones(whole), sampler.num_samples, sampler.replacement)
+    if kind is data.WeightedRandomSampler:
+        return WeightedSampler(host(sampler.weights), sampler.num_samples, sampler.replacement)
+    if kind is data.SubsetRandomSampler:
+        return partial(shuffled_subset, list(sampler.indices))
+    return None
+
+
+def in_order(epoch: Epoch) -> NDArray[np.int64]:
+    """All samples, as they lie."""
+    return np.arange(epoch.num_samples)
+
+
+def shuffled(epoch: Epoch) -> NDArray[np.int64]:
+    """All samples, in another order each epoch."""
+    return epoch.rng.permutation(epoch.num_samples)
+
+
+def shuffled_subset(indices: list[int], epoch: Epoch) -> NDArray[np.int64]:
+    """Some samples, in another order each epoch."""
+    return epoch.rng.permutation(np.array(indices, np.int64))
+
+
+def example_of(dataset: Any) -> Any:
+    """Its first sample, as it gives it; raises UserError if it only gives samples in order."""
+    if isinstance(dataset, data.IterableDataset):
+        fix = "leave collate_fn out of it, and give TorchTask(collate=...)"
+        raise UserError("a DataLoader of an IterableDataset has a collate_fn", fix)
+    with kept_random_state():
+        return dataset[0]
+
+
+class Collate:
+    """A DataLoader's collate_fn as a task's: it gets samples as the dataset gives them, and its tensors get names."""
+
+    def __init__(self, function: Callable[[list[Any]], Any], example: Any) -> None:
+        self.function = function
+        self.example = example
+
+    def __repr__(self) -> str:
+        return f"the DataLoader's collate_fn {self.function!r} (workers need TorchTask(collate=...) instead)"
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Sample:
+        """One batch of arrays.
+
+        Raises:
+            UserError: the function returns something else than tensors, or other parts than samples have.
+        """
+        made = self.function([self.as_given(sample) for sample in samples])
+        if isinstance(made, Mapping):
+            return {name: np.asarray(host(value)) for name, value in made.items()}
+        parts = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        if len(parts) != len(samples[0]) or not all(isinstance(part, (torch.Tensor, np.ndarray)) for part in parts):
+            what = f"the DataLoader's collate_fn returns {len(parts)} parts for samples with {', '.join(samples[0])}"
+            raise UserError(what, "return a tensor for each part of a sample, or a dict of tensors")
+        return named(tuple(map(host, parts)), tuple(samples[0]))
+
+    def as_given(self, sample: Mapping[str, Any]) -> Any:
+        """A sample in the form in which the dataset gives it."""
+        if isinstance(self.example, Mapping):
+            return {name: as_kind(value, self.example.get(name)) for name, value in sample.items()}
+        if isinstance(self.example, (tuple, list)):
+            return tuple(map(as_kind, sample.values(), self.example))
+        return as_kind(next(iter(sample.values())), self.example)
+
+
+def as_kind(value: Any, example: Any) -> Any:
+    """An array as a tensor, a list, a tuple, a plain number or an array, whatever the example is."""
+    if isinstance(example, torch.Tensor):
+        return torch.as_tensor(value)
+    if isinstance(example, (list, tuple)):
+        items = np.asarray(value).tolist()
+        return items if isinstance(example, list) else tuple(items)
+    return np.asarray(value).item() if isinstance(example, (int, float)) else value
+
+
+class TorchDataset:
+    """Samples of a torch Dataset, one by one. Use ``adapted``, which checks it."""
+
+    def __init__(self, source: Any, fields: Mapping[str, Field], names: tuple[str, ...] | None) -> None:
+        self.source = source
+        self.fields = fields
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        return self._stack(indices, (sample_of(self.source, index, self.names) for index in indices.tolist()))
+
+    def _stack(self, indices: NDArray[np.int64], samples: Iterator[Sample]) -> Samples:
+        return stack(samples, indices.tolist(), type(self.source).__name__, self.fields)
+
+    def fingerprint(self) -> str:
+        """Of class, length and fields only: the content may be random, and reading it may be slow."""
+        source = type(self.source)
+        return hashlib.sha256(f"{source.__qualname__} {len(self)} {layout(self.fields)}".encode()).hexdigest()
+
+
+class SeededTorchDataset(TorchDataset):
+    """A torch Dataset whose code may draw random numbers."""
+
+    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
+        keys = zip(indices.tolist(), seeds.tolist(), strict=True)
+        with kept_random_state():
+            return self._stack(indices, (seeded_sample(self.source, index, self.names, seed) for index, seed in keys))
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Global generators are afterwards what they were before; torch's on GPUs are left alone."""
+    python, legacy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.default_generator.set_state(torch_state)
+
+
+def seeded_sample(source: Any, index: int, names: tuple[str, ...] | None, seed: int) -> Sample:
+    """One sample, for which global generators begin at this seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    return sample_of(source, index, names)
+
+
+def never_draws(source: Any) -> bool:
+    """Whether reading is known to draw no random numbers: tensors, and parts and rows of such datasets."""
+    data = torch.utils.data
+    if type(source) is data.Subset:
+        return never_draws(source.dataset)
+    if type(source) is data.ConcatDataset:
+        return all(map(never_draws, source.datasets))
+    return type(source) is data.TensorDataset
+
+
+def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> TorchDataset:
+    """A map-style torch Dataset whose samples are dicts, tuples or single tensors, arrays or numbers.
+
+    With ``ragged`` their arrays may differ in shape, but not in the number of axes.
+    """
+    kind = type(source).__name__
+    if isinstance(source, torch.utils.data.DataLoader):
+        raise UserError(
+            "a torch DataLoader was given as data", "give its .dataset: hpctrain orders, batches and prefetches"
+        )
+    if not isinstance(source, torch.utils.data.Dataset) or isinstance(source, torch.utils.data.IterableDataset):
+        raise UserError(
+            f"{kind} has no random access", "give a map-style torch Dataset (__getitem__ and __len__), or pack it"
+        )
+    try:
+        length = len(source)  # type: ignore[arg-type]  # not all have one
+    except (TypeError, NotImplementedError) as error:
+        raise UserError(
+            f"the torch Dataset {kind} has no length", "give it a __len__ that returns its number of samples"
+        ) from error
+    if length == 0:
+        raise UserError(f"the torch Dataset {kind} holds no samples", "give data with at least one sample")
+    with kept_random_state():
+        first = seeded_sample(source, 0, names, 0)
+    shapes = {name: (-1,) * value.ndim if ragged else value.shape for name, value in first.items()}
+    fields = {name: check_field(name, (length, *shapes[name]), value.dtype, kind) for name, value in first.items()}
+    return (TorchDataset if never_draws(source) else SeededTorchDataset)(source, fields, names)
+
+
+def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
+    """One sample's arrays; raises UserError naming it if the user's code fails."""
+    try:
+        sample = source[index]
+        if isinstance(sample, Mapping):
+            return named({name: host(value) for name, value in sample.items()}, names)
+        return named(tuple(map(host, sample)) if isinstance(sample, (tuple, list)) else host(sample), names)
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{type(source).__name__} failed on sample {index}: {with_place(error)}",
+            "correct the dataset, or the sample",
+        ) from error
+
+
+def host(value: Any) -> Any:
+    """A tensor as an array in host memory; anything else as it is."""
+    return value.numpy(force=True) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,427 @@
+"""State that a torch task keeps outside its model: in its optimizer, and what that wraps, and in its loss."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import SGD, Optimizer
+
+from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unplaced
+from hpctrain.backends.torch.state.optimizer import Part
+from hpctrain.backends.torch.state.tensors import TorchTensor, digest, module_tensors, tensor_of
+from hpctrain.errors import UserError
+from hpctrain.train.reach import own_attributes, putting_back, reached
+from hpctrain.train.seeds import derive
+from hpctrain.train.state import Placement, StateTensor
+from hpctrain.train.stateful import Stateful, value_of
+from hpctrain.train.tree import HostLeaves, Leaves, tree_tensors, tree_value
+
+PLAIN_MODULE = frozenset(vars(Module())) - {"_modules"}
+"""Attributes that torch itself gives every module."""
+PLAIN_OPTIMIZER = frozenset(vars(SGD([torch.zeros(1)], lr=1.0)))
+"""The same for optimizers."""
+
+
+def attributes(value: Any, own: bool) -> Iterable[str]:
+    """What is gone into: of optimizers and modules all that is not torch's own, or the extra state that is saved."""
+    if isinstance(value, Optimizer):
+        return [name for name in vars(value) if name not in PLAIN_OPTIMIZER]
+    if isinstance(value, Module):
+        own = own and type(value).get_extra_state is Module.get_extra_state
+        return [name for name in vars(value) if name not in PLAIN_MODULE] if own else ["_modules"]
+    return own_attributes(value, own)
+
+
+@dataclass(frozen=True)
+class Root:
+    """An object of a task, besides the model, that may hold state."""
+
+    name: str
+    value: Any
+    placement: Placement
+    """Of what it holds: the optimizer's is equal on all ranks. What sees each rank's own samples has its own state,
+    except the parameters of modules."""
+
+
+@dataclass
+class Found:
+    """What a root holds, by path."""
+
+    modules: dict[str, Module]
+    speakers: dict[str, Any]
+    """Objects that say themselves what their state is, generators among them."""
+    loose: dict[str, Any]
+    """Numbers, arrays and tensors in plain attributes: they are not saved."""
+
+
+UPDATES = 2
+"""First ones between which what changes and is not saved is looked for."""
+OLD_LOOSE = "/own/"
+"""Part of the names by which versions up to 0.3 saved what is in plain attributes."""
+
+
+class Holdings:
+    """State that a task keeps outside its model and the ``state`` of its optimizers.
+
+    - Modules: their parameters and buffers.
+    - Objects with ``state_dict`` and ``load_state_dict``, and the extra state of modules: what these give.
+
+    Args:
+        optimizer: the task's; equal on all ranks.
+        others: what sees each rank's own samples, by name: the loss, ``forward``.
+        model: its own tensors are not looked at, its extra state is.
+        apart: objects that are saved under their own names: their contents are skipped.
+
+    Raises:
+        UserError: the extra state of a module cannot be put back.
+    """
+
+    def __init__(self, optimizer: Any, others: Mapping[str, Any], model: Module, apart: Iterable[Any] = ()) -> None:
+        own = [Root(name, value, Placement.RANK) for name, value in others.items()]
+        self.roots = [Root("optimizer", optimizer, Placement.REPLICATED), *own]
+        self.model = model
+        self.names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+        self.modules = {id(module) for module in model.modules()}
+        self.apart = {id(each) for each in apart}
+        self.extra_state = extra_states("model", "", model)
+        self.signs: dict[str, str] = {}
+        self.undeclared: dict[str, None] = {}
+        """What looks like state and is not saved, for people, in the order in which it was seen."""
+        for root in self.roots:
+            found = self.find(root)
+            self.signs |= {f"{root.name}: {path}": sign(value) for path, value in found.loose.items()}
+            for path, module in found.modules.items():
+                self.extra_state += extra_states(root.name, path, module)
+
+    def parts(self) -> list[Part]:
+        """All optimizers in the task's optimizer, itself included, inner ones first."""
+        root = self.roots[0].value
+        places = list(reached(root, lambda at: self._is_end(at) and not speaks(at), attributes, self.names))
+        speaking = [path for path, value in places if speaks(value)]
+        return [
+            Part(path, value, any(not outer or f"{path}.".startswith(f"{outer}.") for outer in speaking))
+            for path, value in reversed(places)
+            if isinstance(value, Optimizer)
+        ]
+
+    def find(self, root: Root) -> Found:
+        """What a root holds now. Raises UserError if names of state would differ between processes."""
+        ids = set(self.modules)
+        optimizers = []
+        found = Found({}, {}, {})
+        inner = set(self.modules)
+        for path, value in reached(root.value, self._is_end, attributes, self.names):
+            ids |= {id(value), *map(id, parameters_in(value))}
+            if id(value) in self.apart:
+                continue
+            optimizers += [path] if isinstance(value, Optimizer) else []
+            if isinstance(value, Module):
+                if id(value) not in inner:
+                    inner |= {id(module) for module in value.modules()}
+                    found.modules[path] = value
+            elif isinstance(value, GENERATORS):
+                found.speakers[path] = Generator(value)
+            elif speaks(value):
+                found.speakers[path] = value
+            elif is_loose(value):
+                found.loose[path] = value
+        refuse_ids(root.name, [*found.modules, *found.speakers, *optimizers], ids)
+        return found
+
+    def tensors(self, known: Iterable[Tensor], updates: int) -> list[StateTensor]:
+        """``held/<root>/<kind>/<path>``.
+
+        Args:
+            known: tensors that are saved by other names; their memory is not looked at again.
+            updates: how many there have been since the task was made.
+
+        Raises:
+            UserError: there is state that could not be put back.
+        """
+        memory = {tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers(), *known)}
+        tensors: list[StateTensor] = []
+        for root in self.roots:
+            found = self.find(root)
+            held = [tensor for tensor in module_state(root, found) if tensor.tensor.data_ptr() not in memory]
+            memory |= {tensor.tensor.data_ptr() for tensor in held}
+            tensors += [*held, *speaker_state(root, found, self.leaves)]
+            if updates <= UPDATES:
+                self._look_at(root, found, memory)
+        return tensors + extra_tensors(self.extra_state, self.leaves)
+
+    def _look_at(self, root: Root, found: Found, memory: set[int]) -> None:
+        """Notes what has changed in plain attributes. What a loss makes while it works is taken for caches and logs."""
+        for path, value in found.loose.items():
+            if isinstance(value, Tensor) and value.data_ptr() in memory:
+                continue
+            name, now = f"{root.name}: {path}", sign(value)
+            before = self.signs.setdefault(name, now) if root is self.roots[0] else self.signs.get(name, now)
+            if before != now:
+                self.undeclared[name] = None
+
+    def snapshot(self) -> Callable[[], None]:
+        """What puts back, when it is called, all that forward passes may change, whether they have or not.
+
+        Besides state that is saved these are values in plain attributes, closures and globals.
+        """
+        tensors = extra_tensors(self.extra_state, self.leaves)
+        plain: list[Callable[[], object]] = []
+        for root in self.roots[1:]:
+            found = self.find(root)
+            tensors += [*module_state(root, found), *speaker_state(root, found, self.leaves)]
+            plain += putting_back(root.value, self._is_end, attributes, lambda value: value is None or is_loose(value))
+            plain += [
+                functools.partial(refill, value, copied(value)) for value in found.loose.values() if can_refill(value)
+            ]
+        arrays = {tensor.name: value_of(tensor) for tensor in tensors}
+
+        def put_back() -> None:
+            for put in plain:
+                put()
+            self.load(arrays)
+
+        return put_back
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Takes over what is there by name; what is missing stays as it is.
+
+        Raises:
+            UserError: something was saved for which there is no place, or which does not fit.
+        """
+        taken = {name for name in arrays if OLD_LOOSE in name}
+        for root in self.roots:
+            found = self.find(root)
+            held = [tensor for tensor in module_state(root, found) if tensor.name in arrays]
+            load_tensors(held, arrays)
+            taken |= {tensor.name for tensor in held}
+            for path, speaker in found.speakers.items():
+                if tree := below(speaker_name(root, path, speaker), arrays, taken):
+                    speaker.load_state_dict(tree_value(tree, self.leaves, f"the state of {type(speaker).__name__}"))
+        for name, module in self.extra_state:
+            if tree := below(name, arrays, taken):
+                module.set_extra_state(tree_value(tree, self.leaves, f"the extra state of {type(module).__name__}"))
+        refuse_unplaced(arrays, taken)
+
+    @property
+    def leaves(self) -> TorchLeaves:
+        """With the model's device, as it is by now."""
+        return TorchLeaves(next(self.model.parameters()).device)
+
+    def reseed(self, seed: int) -> None:
+        """Begins other streams of the random generators that are held."""
+        speakers = [speaker for root in self.roots for speaker in self.find(root).speakers.values()]
+        for number, generator in enumerate(one for one in speakers if isinstance(one, Generator)):
+            generator.reseed(derive(seed, number))
+
+    def _is_end(self, value: Any) -> bool:
+        is_saved = id(value) in self.modules or id(value) in self.apart
+        return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or is_saved or speaks(value)
+
+
+def parameters_in(value: Any) -> Iterable[Tensor]:
+    """Those of an optimizer or a module."""
+    if isinstance(value, Optimizer):
+        return [each for group in value.param_groups for each in group["params"]]
+    return value.parameters() if isinstance(value, Module) else ()
+
+
+def refuse_ids(root: str, paths: Iterable[str], ids: set[int]) -> None:
+    """Raises UserError if a part of a path is the id of an object."""
+    for path in paths:
+        if any(part.isdecimal() and int(part) in ids for part in path.split(".")):
+            raise UserError(
+                f"the {root} holds state at {path}, where a key is an object's id, which differs between processes",
+                "use a list, or names or parameters of the model as keys",
+            )
+
+
+def module_state(root: Root, found: Found) -> list[TorchTensor]:
+    """Parameters and buffers of the modules that a root holds, as far as they are in their ``state_dict``."""
+    return [
+        TorchTensor(f"held/{root.name}/module/{path}{'.' if path else ''}{name}", tensor, placement)
+        for path, module in found.modules.items()
+        for name, tensor, placement in module_tensors(module)
+    ]
+
+
+def speaker_state(root: Root, found: Found, leaves: Leaves) -> list[StateTensor]:
+    """What objects say their state is."""
+    return [
+        tensor
+        for path, speaker in found.speakers.items()
+        for tensor in tree_tensors(
+            speaker_name(root, path, speaker),
+            speaker.state_dict(),
+            Placement.RANK if isinstance(speaker, Generator) else root.placement,
+            leaves,
+            f"the state of {type(speaker).__name__}",
+        )
+    ]
+
+
+def speaker_name(root: Root, path: str, speaker: Any) -> str:
+    """Names of what an object says begin so."""
+    return f"{'rng/' if isinstance(speaker, Generator) else ''}held/{root.name}/dict/{path or 'itself'}"
+
+
+GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+HOST, DEVICE = "host", "device"
+"""Where a tensor was, in its kind."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A random generator of the user's own, as a speaker."""
+
+    value: torch.Generator | np.random.Generator | random.Random
+
+    def state_dict(self) -> Any:
+        if isinstance(self.value, torch.Generator):
+            return self.value.get_state()
+        return self.value.getstate() if isinstance(self.value, random.Random) else self.value.bit_generator.state
+
+    def load_state_dict(self, state: Any) -> None:
+        if isinstance(self.value, torch.Generator):
+            self.value.set_state(state.cpu())
+        elif isinstance(self.value, random.Random):
+            self.value.setstate(state)
+        else:
+            self.value.bit_generator.state = state
+
+    def reseed(self, seed: int) -> None:
+        """Begins another stream."""
+        if isinstance(self.value, torch.Generator):
+            self.value.manual_seed(seed)
+        elif isinstance(self.value, random.Random):
+            self.value.seed(seed)
+        else:
+            self.value.bit_generator.state = type(self.value.bit_generator)(seed).state
+
+
+def speaks(value: Any) -> bool:
+    """Whether an object other than a module has methods that save and load its state."""
+    if isinstance(value, Optimizer):
+        kind = type(value)
+        return kind.state_dict is not Optimizer.state_dict and kind.load_state_dict is not Optimizer.load_state_dict
+    return isinstance(value, Stateful) and not isinstance(value, (Module, type))
+
+
+def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module]]:
+    """Modules within one that say themselves what else their state is, by the names of that. Raises UserError."""
+    found = [
+        (plain_name(".".join(filter(None, (path, name)))) or "itself", each)
+        for name, each in module.named_modules()
+        if type(each).get_extra_state is not Module.get_extra_state
+    ]
+    mute = [type(each).__name__ for _, each in found if type(each).set_extra_state is Module.set_extra_state]
+    if mute:
+        raise UserError(
+            f"{mute[0]} has get_extra_state and no set_extra_state, so that its state could not be put back",
+            "give it both",
+        )
+    return [(f"held/{root}/extra/{name}", each) for name, each in found]
+
+
+def extra_tensors(modules: Iterable[tuple[str, Module]], leaves: Leaves) -> list[StateTensor]:
+    """The extra state of modules."""
+    return [
+        tensor
+        for name, module in modules
+        for tensor in tree_tensors(
+            name, module.get_extra_state(), Placement.RANK, leaves, f"the extra state of {type(module).__name__}"
+        )
+    ]
+
+
+class TorchLeaves(HostLeaves):
+    """Tensors as well.
+
+    Args:
+        device: where those go that were not on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def kind(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor):
+            return super().kind(value)
+        if value.layout is not torch.strided or value.is_quantized:
+            return None
+        place = HOST if value.device.type == "cpu" else DEVICE
+        return f"{place} uint16" if value.dtype == torch.uint16 else place  # saved as bfloat16 is
+
+    def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
+        return (
+            TorchTensor(name, value, placement) if isinstance(value, Tensor) else super().tensor(name, value, placement)
+        )
+
+    def value(self, kind: str, array: NDArray[Any]) -> Any:
+        place, _, dtype = kind.partition(" ")
+        if place not in (HOST, DEVICE):
+            return super().value(kind, array)
+        tensor = torch.from_numpy(np.array(array)) if dtype else tensor_of(array)
+        return tensor.to(self.device if place == DEVICE else "cpu")
+
+
+def below(name: str, arrays: Mapping[str, NDArray[Any]], taken: set[str]) -> dict[str, NDArray[Any]]:
+    """Arrays whose names begin with a name, without it; notes them as taken."""
+    found = {full: arrays[full] for full in arrays if full.startswith(f"{name}/")}
+    taken.update(found)
+    return {full.removeprefix(f"{name}/"): array for full, array in found.items()}
+
+
+SAMPLE = 4096
+"""Values of an array or tensor by which a change is seen."""
+
+
+def is_loose(value: Any) -> bool:
+    """Whether a value in a plain attribute may be state."""
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and not value.is_meta
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.dtype.kind in "biufc"
+    return isinstance(value, (bool, int, float))
+
+
+MOST_BYTES = 16 << 20
+"""Of a tensor or array whose values are put back after passes: a larger one is data."""
+
+
+def can_refill(value: Any) -> bool:
+    """Whether a loose value's own memory is put back after passes: they leave parameters alone."""
+    if isinstance(value, np.ndarray):
+        return value.flags.writeable and value.nbytes <= MOST_BYTES
+    is_filled = isinstance(value, Tensor) and not isinstance(value, Parameter) and 0 not in value.stride()
+    return is_filled and value.nbytes <= MOST_BYTES
+
+
+def copied(value: Any) -> Any:
+    """A tensor's or array's values."""
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def refill(value: Any, before: Any) -> None:
+    """Copies a tensor's or array's values back."""
+    if isinstance(value, Tensor):
+        with torch.inference_mode():  # the tensor may have been made there
+            value.copy_(before)
+    else:
+        value[...] = before
+
+
+def sign(value: Any) -> str:
+    """Changes when a number, array or tensor does."""
+    if isinstance(value, Tensor):
+        return digest([value.detach().flatten()[:SAMPLE]])
+    return hashlib.sha256(value.flat[:SAMPLE].tobytes()).hexdigest() if isinstance(value, np.ndarray) else repr(value)

@@ -1,0 +1,199 @@
+"""From a PyTorch task to a model that is on this rank's device, equal on all ranks, and partitioned as the run says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.named_state import plain_name, require_same_model
+from hpctrain.backends.torch.device import Compute, compute_of, pick_device, require_same_kind
+from hpctrain.backends.torch.framework import TorchEvaluator, TorchFramework
+from hpctrain.backends.torch.metrics import of_torchmetrics, torch_meters
+from hpctrain.backends.torch.reduce.reducer import broadcast
+from hpctrain.backends.torch.state.optimizer import OptimizerState
+from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
+from hpctrain.backends.torch.state.tensors import other_names, state_of
+from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
+from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, StepProgram, UpdateStep
+from hpctrain.backends.torch.steps.updates import ChosenExchanges, ExchangesToChoose, Trained
+from hpctrain.backends.torch.strategies.exchange import OpenExchange, exchange_for
+from hpctrain.backends.torch.strategies.listed import STRATEGIES
+from hpctrain.backends.torch.strategies.parameter_traits import unsuited
+from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
+from hpctrain.backends.torch.strategies.tensor import tilings
+from hpctrain.backends.torch.task import meta_init
+from hpctrain.backends.torch.task.carried import carried_by
+from hpctrain.backends.torch.task.checks import model_features, require_trainable
+from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.backends.torch.task.shares import whole_model
+from hpctrain.backends.torch.task.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
+from hpctrain.backends.update import UpdateRule, loss_scale_of
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import TorchTask, kept_objects
+from hpctrain.train.clock import StepClock
+from hpctrain.train.framework import StepSettings
+
+
+def open_torch(
+    task: TorchTask,
+    world: World,
+    config: StepSettings,
+    clock: StepClock,
+    choice: ReducerChoice,
+    open_exchange: OpenExchange = exchange_for,
+    stage_choice: StageChoice = BY_PARAMETERS,
+) -> TorchFramework:
+    """A framework whose model is on this rank's device and equal on all ranks. Collective.
+
+    Args:
+        task: a TorchTask.
+        world: the ranks.
+        config: what shapes an update.
+        clock: marks where the time of a step goes.
+        choice: how the reducer is chosen.
+        open_exchange: opens what ranks that have parts of one model exchange tensors by.
+        stage_choice: how layers are distributed over stages.
+
+    Raises:
+        UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
+            cannot be used.
+    """
+    train = config.train
+    device = pick_device(world.local_rank)
+    require_same_kind(device, world)
+    if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
+        torch.set_num_threads(train.threads)
+    compute = compute_of(train, device)
+    opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
+    meta_init.move(opening.model, device, compute.memory_format)
+    strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.load().planned(opening)) is not None]
+    make_equal(opening.model, world.everyone)
+    doubled = other_names(opening.model)
+    prepared = Prepared()
+    for strategy in strategies:
+        prepared = strategy(prepared)
+    assert prepared.updates is not None, "of the last strategy, if not of one before"
+    framework = assembled(opening, prepared, prepared.updates, choice, doubled)
+    framework.reseed(0)
+    return framework
+
+
+def look_at(
+    task: TorchTask,
+    world: World,
+    config: StepSettings,
+    compute: Compute,
+    clock: StepClock,
+    open_exchange: OpenExchange,
+    stage_choice: StageChoice,
+) -> Opening:
+    """Raises UserError if a task cannot be trained as the configuration says."""
+    model = whole_model(task)
+    own = {"loss": task.loss, "forward": task.forward, "step": task.step}
+    holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
+    parts = holdings.parts()
+    require_trainable(model, [part.optimizer for part in parts])
+    joins = wants_joint_statistics(model, config.train.sync_batchnorm)
+    features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, holdings))
+    features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
+    features |= pipeline_features(task, holdings)
+    on_meta = meta_init.parameters_on_meta(model, parts)
+    features |= used({Feature.META_INIT: next(iter(on_meta), None)})
+    refuse(features)
+    return Opening(
+        task=task,
+        world=world,
+        config=config,
+        compute=compute,
+        clock=clock,
+        model=model,
+        holdings=holdings,
+        parts=parts,
+        features=features,
+        joins=joins,
+        meta_init=frozenset(on_meta),
+        open_exchange=open_exchange,
+        stage_choice=stage_choice,
+    )
+
+
+def make_equal(model: torch.nn.Module, everyone: Group) -> None:
+    """Gives all ranks the first one's values; raises UserError if their models differ. Collective."""
+    tensors = state_of(model)
+    described = [
+        (name, tuple(tensor.shape), str(tensor.dtype) + (" without values" if tensor.is_meta else ""))
+        for name, tensor in tensors.items()
+    ]
+    require_same_model(everyone, described, "tensors")
+    broadcast(everyone, [one for one in tensors.values() if not one.is_meta], "receive the model")
+
+
+def assembled(
+    opening: Opening, prepared: Prepared, updates: Updates, choice: ReducerChoice, doubled: Mapping[str, str]
+) -> TorchFramework:
+    """The framework of a model that strategies have prepared. Collective.
+
+    Args:
+        opening: with the model.
+        prepared: what has become of it.
+        updates: of ``prepared``.
+        choice: how the reducer is chosen.
+        doubled: see train.framework.StateSource.
+    """
+    task, model, world, compute = opening.task, opening.model, opening.world, opening.compute
+    train, partition = opening.config.train, prepared.partition
+    optimizer_state = OptimizerState(opening.parts, updates.names, updates.slots)
+    if compute.device.type != "cpu":
+        optimizer_state.to_device()
+    objects = kept_objects(task)
+    unchanged = functools.partial(passes_leave, model, opening.holdings, objects, compute.device)
+    reducers = ExchangesToChoose(updates.reducers)
+    exchanges = ChosenExchanges(reducers, choice, unchanged, choice.known(reducers))
+    joins = opening.joins and world.data.size > 1
+    batch_norms = SyncBatchNorm(model, world.data, opening.clock) if joins else BatchNorms()
+    averages = Averages(partition, model, updates.names, train.ema_decay)
+    models = own_models(task.model, train.compile)
+    trained = {
+        name: Trained(
+            name=name,
+            optimizer=task.optimizer[name] if name else task.optimizer,
+            parameters=[parameter for _, parameter in share.pairs],
+            average=averages.of([parameter for _, parameter in share.pairs]),
+            train=train,
+            rule=UpdateRule(train.clip_norm, loss_scale_of(name) if train.precision == "fp16" else None),
+            partition=partition,
+            total_norm=prepared.total_norm,
+        )
+        for name, share in updates.shares.items()
+    }
+    modes = Modes(model)
+    parts = Parts(
+        task, model, models, world, compute, opening.clock, modes, partition, batch_norms, trained, exchanges, unchanged
+    )
+    called = models if isinstance(task.model, Mapping) else models["model"]
+    passes = prepared.passes or LossPasses(task, model, called, compute, partition, batch_norms, unchanged)
+    program: StepProgram = UpdateStep(parts, passes)
+    if task.step is not None:
+        program = OwnSteps(parts, task.step, train.accumulate, [part.optimizer for part in optimizer_state.every])
+    evaluator = TorchEvaluator(parts, passes, averages, torch_meters(task, compute.device))
+    source = TorchState(
+        parts=parts,
+        program=program,
+        optimizer_state=optimizer_state,
+        averages=averages,
+        holdings=opening.holdings,
+        tilings=tilings(model, task.tensor, plain_name),
+        placed=prepared.placed,
+        other_names=doubled,
+        meta_init=opening.meta_init,
+        seed=opening.config.seed,
+    )
+    return TorchFramework(parts, program, evaluator, source, prepared)

@@ -1,0 +1,153 @@
+"""Layers whose activations are not kept for the backward pass, but computed again in it: less memory, more time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.backends.torch.strategies.region import Outside, Region
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.tensor import CONTAINERS
+from hpctrain.errors import UserError
+
+
+def planned(opening: Opening) -> Strategy:
+    """``train.recompute``; no layer, if it names none."""
+    return functools.partial(save_memory, opening)
+
+
+def save_memory(opening: Opening, prepared: Prepared) -> Prepared:
+    """Less memory for activations, on each rank."""
+    recompute(opening.model, opening.config.train.recompute, prepared.partition.region)
+    return prepared
+
+
+def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[str]:
+    """Has layers of a model recompute, in place; their names, parameters and results stay what they are, bit for bit.
+
+    Args:
+        model: any.
+        patterns: of names of layers, such as ``blocks.*``; ``*`` means all layers. A layer inside one that matches is
+            part of it.
+        region: of the layers that are cut over ranks; those compute again as they are cut.
+
+    Returns:
+        the names of the layers.
+
+    Raises:
+        UserError: a pattern matches no layer, or one whose code the task has compiled.
+    """
+    layers = dict(_outermost(model, patterns))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            refuse_part(pattern, model, layers)
+            have = ", ".join(name for name, _ in _outermost(model, ["*"])) or "none"
+            raise UserError(f"train.recompute: no layer of the model is called {pattern}", f"its layers are: {have}")
+    traced = {id(part) for module in model.modules() for part in traced_parts(module)}
+    for name, layer in layers.items():
+        if id(layer) in traced:
+            raise UserError(
+                f"train.recompute: the task compiles {name}, and the compiler decides itself what it computes again",
+                "leave it out of train.recompute, or torch.compile out of the task",
+            )
+    for layer in layers.values():
+        layer.forward = functools.partial(Recomputed(layer, region), layer.forward)
+    return list(layers)
+
+
+def refuse_part(pattern: str, model: Module, layers: Iterable[str]) -> None:
+    """Raises UserError if a pattern matches what is inside a layer, and so part of it."""
+    inside = next((name for name, _ in model.named_modules() if fnmatchcase(name, pattern)), "")
+    layer = next((name for name in layers if inside.startswith(f"{name}.")), None)
+    if layer is not None:
+        what = f"train.recompute: {pattern} matches only what is inside {layer}, which another pattern matches already"
+        raise UserError(
+            what, f"leave {pattern} out, or the pattern of {layer}: a layer computes all again that is in it"
+        )
+
+
+def traced_parts(module: Module) -> Iterable[Module]:
+    """Modules that the compiler traces, if this is compiled: by torch.compile, which puts another module around it,
+    or in place."""
+    if type(module).__name__ == "OptimizedModule":
+        return module._orig_mod.modules()  # type: ignore[union-attr]
+    return module.modules() if module._compiled_call_impl is not None else ()
+
+
+def _outermost(module: Module, patterns: Sequence[str], path: str = "") -> Iterator[tuple[str, Module]]:
+    for name, child in module.named_children():
+        full = f"{path}{name}"
+        if not isinstance(child, CONTAINERS) and any(fnmatchcase(full, pattern) for pattern in patterns):
+            yield full, child
+        else:
+            yield from _outermost(child, patterns, f"{full}.")
+
+
+class Recomputed:
+    """A layer's forward pass that keeps its inputs only.
+
+    What the layer changes in its own buffers (running statistics, power iterations) it changes once: the second pass
+    begins with what the first one began with, and leaves no trace.
+
+    Args:
+        layer: the module.
+        region: which it may begin inside, end inside, or be in between: its second pass draws the random numbers of the
+            first, and meets the same ranks.
+    """
+
+    def __init__(self, layer: Module, region: Region) -> None:
+        self.layer = layer
+        self.region = region
+        self.changing: set[str] | None = None
+        """Buffers that a forward pass changes; all others are masks and tables. Known after the first pass."""
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The layer's outputs."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        before: dict[str, Tensor] = {}
+        passes = lambda: (self._first(before), self._second(before, list(self.region.outside)))  # noqa: E731
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
+
+    @contextlib.contextmanager
+    def _first(self, before: dict[str, Tensor]) -> Iterator[None]:
+        buffers = dict(self.layer.named_buffers())
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        copied = buffers.keys() if self.changing is None else self.changing
+        before.update((name, buffers[name].clone()) for name in copied)
+        yield
+        if not self.layer.training:
+            return
+        if self.changing is None:  # by value: BatchNorm's kernels do not count a version
+            self.changing = {
+                name for name, buffer in self.layer.named_buffers() if not torch.equal(buffer, before[name])
+            }
+        for name, buffer in self.layer.named_buffers():
+            if name not in self.changing and (buffer is not buffers[name] or buffer._version != versions[name]):
+                what = f"a layer of train.recompute has changed its buffer {name}, which it had not in its first pass"
+                raise UserError(what, "leave the layer out of train.recompute")
+
+    @contextlib.contextmanager
+    def _second(self, before: dict[str, Tensor], outside: Outside) -> Iterator[None]:
+        buffers = [(buffer, before[name]) for name, buffer in self.layer.named_buffers() if name in before]
+        after = [buffer.clone() for buffer, _ in buffers]
+        _fill([buffer for buffer, _ in buffers], [value for _, value in buffers])
+        try:
+            with self.region.again(outside):
+                yield
+        finally:
+            _fill([buffer for buffer, _ in buffers], after)
+
+
+def _fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

@@ -1,0 +1,87 @@
+"""Several models of a task as one, and which of their parameters each optimizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+from hpctrain.backends.torch.state.optimizer import Part
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import TorchTask
+
+ONLY = ""
+"""Stands for the optimizer of a task that has one, without a name."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parameters of one optimizer that want gradients, in the model's order."""
+
+    pairs: Sequence[tuple[str, Parameter]]
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """As a module gives them."""
+        return iter(self.pairs)
+
+    def those_of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Which of some parameters are of the share."""
+        own = {id(parameter) for _, parameter in self.pairs}
+        return [parameter for parameter in parameters if id(parameter) in own]
+
+
+def whole_model(task: TorchTask) -> torch.nn.Module:
+    """All models of a task as one, in which a name is the first part of its parameters' names. Raises UserError."""
+    if not isinstance(task.model, Mapping):
+        model: torch.nn.Module = task.model
+        return model
+    for name, model in task.model.items():
+        if not isinstance(name, str) or not name.isidentifier() or hasattr(torch.nn.ModuleDict, name):
+            raise UserError(f"a model cannot have the name {name!r}", "choose one such as generator")
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(f"model[{name!r}] of the task is a {type(model).__name__}", "give torch.nn.Module objects")
+    return torch.nn.ModuleDict(task.model)
+
+
+def shares_of(task: TorchTask, model: torch.nn.Module, parts: Sequence[Part]) -> dict[str, Share]:
+    """Which parameters each optimizer's gradients are those of: of an only optimizer all that want gradients.
+
+    Args:
+        task: whose optimizers.
+        model: all of its models as one.
+        parts: all optimizers, and those in them.
+
+    Raises:
+        UserError: an optimizer trains nothing, or two train the same parameter.
+    """
+    wanting = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not isinstance(task.optimizer, Mapping):
+        return {ONLY: Share(wanting)}
+    owner: dict[int, str] = {}
+    for name in task.optimizer:
+        groups = [
+            group
+            for part in parts
+            for group in part.optimizer.param_groups
+            if part.path == name or part.path.startswith(f"{name}.")
+        ]
+        for parameter in {id(each): each for group in groups for each in group["params"]}.values():
+            other = owner.setdefault(id(parameter), name)
+            if other != name:
+                shared = next(own for own, each in model.named_parameters() if each is parameter)
+                raise UserError(
+                    f"both optimizer[{other!r}] and optimizer[{name!r}] of the task update {shared}",
+                    "give each parameter to one optimizer",
+                )
+    shares = {
+        name: Share([(own, each) for own, each in wanting if owner.get(id(each)) == name]) for name in task.optimizer
+    }
+    idle = [name for name, share in shares.items() if not share.pairs]
+    if idle:
+        raise UserError(
+            f"optimizer[{idle[0]!r}] of the task has no parameter that wants a gradient",
+            "make it from the parameters of one of the task's models, and leave their requires_grad on",
+        )
+    return shares

@@ -1,0 +1,79 @@
+"""The checkpoints that a person names; of an object store, what is asked for is fetched to a temporary folder."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from tempfile import mkdtemp
+
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Manifest
+from hpctrain.checkpoint.objects import ObjectFolder
+from hpctrain.checkpoint.remote import FOLDER, Listing, look
+from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.config.sections import require_store
+from hpctrain.errors import UserError
+from hpctrain.run import resolve_run, step_folder
+
+
+class Mirror(CheckpointStore):
+    """Changes nothing in the store."""
+
+    def __init__(self, url: str) -> None:
+        self.objects = ObjectFolder(url)
+        super().__init__(mkdtemp(prefix="hpctrain-ckpt-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    @cached_property
+    def there(self) -> Listing:
+        """Raises DamagedCheckpoint, UnreadableCheckpoint."""
+        return look(self.objects)
+
+    def steps(self) -> list[int]:
+        return sorted(self.there.folders)
+
+    def where(self, step: int) -> str:
+        return f"{self.objects.url}/{self.there.folders[step]}"
+
+    def manifest(self, step: int) -> Manifest:
+        if not (self.folder(step) / MANIFEST_FILE).exists():
+            self._fetch(step, [name for name in self.there.files(step) if name.endswith(f"/{MANIFEST_FILE}")])
+        return super().manifest(step)
+
+    @contextmanager
+    def whole(self, step: int) -> Iterator[Path]:
+        self._fetch(step, self.there.files(step))
+        yield self.folder(step)
+        shutil.rmtree(self.folder(step))
+
+    def _fetch(self, step: int, names: list[str]) -> None:
+        self.folder(step).mkdir(exist_ok=True)
+        for name in names:
+            self.objects.fetch(name, self.folder(step) / name.partition("/")[2])
+
+
+def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:
+    """The store, and the step if one is meant, of what a person types, see ``resolve_run.checkpoints``.
+
+    Raises:
+        UserError: there is no such folder, or no checkpoint in it.
+    """
+    store: CheckpointStore
+    if "://" in text:
+        require_store(text, "the URL")
+        place, _, last = text.rstrip("/").rpartition("/")
+        found = FOLDER.fullmatch(last)
+        store, named = Mirror(place if found else text), step_folder.step_of(found[1]) if found else None
+    else:
+        path, named = resolve_run.checkpoints(text)
+        store = CheckpointStore(path)
+    step = step if named is None else named
+    steps = store.steps()
+    if step is not None and step not in steps:
+        raise UserError(f"{text} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
+    if not steps:
+        raise UserError(f"{text} has no checkpoint", "give a run folder, its checkpoints folder, or one checkpoint")
+    return store, step

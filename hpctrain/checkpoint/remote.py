@@ -1,0 +1,426 @@
+"""Copies of the run folder's checkpoints in an object store, sent alongside training.
+
+``step-<number>-<token>/`` has the files of a checkpoint, the manifest last: without it there is none.
+``attempts/<number>.json`` is made once by each attempt that takes the place over: it names the attempt's token, and the
+checkpoints of older attempts that count. What an older attempt sends after that has another token, and is in no list:
+it is never read.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.format.files import make_durable_folder
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, UnreadableCheckpoint
+from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
+from hpctrain.checkpoint.objects import ObjectFolder
+from hpctrain.checkpoint.patience import read_among
+from hpctrain.checkpoint.policy import Retention
+from hpctrain.checkpoint.reading import step_of
+from hpctrain.comm.group import Group
+from hpctrain.config.sections import StoreTierConfig
+from hpctrain.errors import HpctrainError, Replaced
+from hpctrain.run import step_folder
+from hpctrain.run.events import CheckpointStored, Event, StoreAway
+from hpctrain.run.step_folder import BEGUN_AGAIN, CLAIMED, PARTIAL
+from hpctrain.system.files import write_atomically
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S = 1.0
+"""Before what failed is tried again; twice as long after each further failure, up to ..."""
+LONGEST_PAUSE_S = 60.0
+"""... this."""
+CLOSE_S = 5.0
+"""For the thread to end; it ends with the process otherwise."""
+NICENESS = 10
+"""Of the threads: the ranks' work comes first."""
+CLAIM = re.compile(r"attempts/(\d{6,9})\.json")
+FOLDER = re.compile(r"(step-\d{9,18})-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a store has."""
+
+    sizes: Mapping[str, int]
+    """Bytes of each object."""
+    number: int
+    """Of the attempt that took the place over last; 0 if none did."""
+    folders: Mapping[int, str]
+    """Of the checkpoints that count, by step."""
+
+    def files(self, step: int) -> list[str]:
+        """Names of a checkpoint's files."""
+        return [name for name in self.sizes if name.startswith(f"{self.folders[step]}/")]
+
+
+def look(objects: ObjectFolder) -> Listing:
+    """Raises as ``ObjectFolder`` does, and DamagedCheckpoint if the list of an attempt is."""
+    sizes = objects.sizes()
+    number = max((int(found[1]) for found in map(CLAIM.fullmatch, sizes) if found), default=0)
+    token, older = "", []
+    if number:
+        name = claim_name(number)
+        reader = Reader(parse_json(objects.get(name), f"{objects.url}/{name}"), f"{objects.url}/{name}")
+        token, older = reader.get("token", str, "a string"), reader.get("older", list, "a list")
+    folders: dict[int, str] = {}
+    for name in sizes:
+        folder, _, file = name.partition("/")
+        found = FOLDER.fullmatch(folder)
+        if file == MANIFEST_FILE and found and (step := step_folder.step_of(found[1])) is not None:
+            if found[2] == token:
+                folders[step] = folder
+            elif folder in older:
+                folders.setdefault(step, folder)
+    return Listing(sizes, number, folders)
+
+
+def claim_name(number: int) -> str:
+    """Of the object that an attempt makes when it takes over."""
+    return f"attempts/{number:06d}.json"
+
+
+class Gone(Exception):
+    """The files that were to be sent have been removed, or are not waited for any more."""
+
+
+@dataclass
+class Sending:
+    """The checkpoint on its way to the store; without a folder, only the place is taken over."""
+
+    step: int
+    folder: Path | None = None
+    begin_s: float = field(default_factory=time.monotonic)
+    stage: int = 0
+    """1 once all ranks have sent their files."""
+    future: Future[int] = field(default_factory=Future)
+    """Of this rank's work; its result are bytes."""
+
+
+@dataclass
+class Remote:
+    """The store's side of a run: what a resume finds there, and what is sent there. All calls are collective.
+
+    Once a step the ranks take the minimum of ``flags``, so that they go from one thing to the next together.
+    """
+
+    objects: ObjectFolder
+    """The run's folder in the store."""
+    home: Path
+    """Where checkpoints are fetched to."""
+    group: Group
+    keep: Retention
+    """What to remove there after a newer checkpoint has arrived."""
+    every_steps: int
+    """The first checkpoint at or after each multiple is sent."""
+    fence: Callable[[], None]
+    """Raises Replaced if this process may no longer write."""
+    token: str
+    """Of this attempt, equal on all ranks."""
+    files: dict[int, list[str]] = field(default_factory=dict)
+    """Of the checkpoints that a resume may take, by step."""
+    older: int = -1
+    """The step at which this attempt takes over: newer checkpoints of others do not count."""
+    number: int = 0
+    """Under which the place is taken over; on rank 0."""
+    newest: int = -1
+    """Step of the newest checkpoint that the store has, or that is on its way."""
+    stored: int = -1
+    """Step of the newest one that has arrived."""
+    protected: Collection[int] = ()
+    """Steps that stay there."""
+    job: Sending | None = None
+    pending: tuple[int, Path] | None = None
+    """The newest checkpoint that is to be sent next."""
+    problem: str | None = None
+    """What went wrong on this rank the last time."""
+    is_away: bool = False
+    """Whether that was reported."""
+    stopped: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def found(self, has_other: bool) -> list[Path]:
+        """Where the checkpoints that a resume may take will lie, newest first.
+
+        Args:
+            has_other: whether rank 0 knows of a checkpoint elsewhere.
+
+        Raises:
+            UnreadableCheckpoint: the store cannot be asked, and may have the only checkpoint.
+        """
+        files, problem = {}, None
+        if self.group.rank == 0 and not self._is_begun_again():
+            try:
+                there = self._spawn(look, self.objects).result()
+                files = {step: there.files(step) for step in sorted(there.folders, reverse=True)}
+            except HpctrainError as error:
+                problem = (error.what, has_other)
+        told: Any = self.group.broadcast([list(files.items()), problem], "list the checkpoints in the store")
+        self.files = {step: list(names) for step, names in told[0]}
+        if told[1] and not told[1][1]:
+            raise UnreadableCheckpoint(
+                f"{told[1][0]}; whether the run has checkpoints there is not known",
+                "run the same command again when the store can be reached, or with --fresh to begin without it",
+            )
+        if told[1]:
+            self.problem = told[1][0]
+        return [self.home / step_folder.name_of(step) for step in self.files]
+
+    def has(self, folder: Path) -> bool:
+        """Whether a checkpoint's folder is one of those that are fetched from the store."""
+        return folder.parent == self.home
+
+    def url_of(self, step: int) -> str:
+        """Where a checkpoint that was found lies."""
+        return f"{self.objects.url}/{self.files[step][0].partition('/')[0]}"
+
+    def fetch(self, folder: Path) -> None:
+        """Fetches a checkpoint, before it is read. Raises DamagedCheckpoint, UnreadableCheckpoint on all ranks."""
+        if not self.has(folder):
+            return
+        names = self.files[step_of(folder)]
+
+        def fetch_one(index: int) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.objects.fetch(names[index], folder / names[index].partition("/")[2])
+
+        read_among(self.group, len(names), fetch_one, f"fetch {folder.name} from the store")
+
+    def take_over(self, resumed: int | None, fresh: bool = False) -> None:
+        """From now on checkpoints are sent; of those in the store, the ones up to the step resumed from count.
+
+        If the run is begun again, ``fresh``, none do, even if this attempt ends before the store knows.
+        """
+        if self.group.rank == 0:
+            shutil.rmtree(self.home, ignore_errors=True)
+            if fresh:
+                make_durable_folder(self.home.parent)
+                write_atomically(self._mark, b"")
+        self.older = -1 if resumed is None else resumed
+        self.newest = self.stored = max((step for step in self.files if step <= self.older), default=-1)
+        self._begin(Sending(self.older))
+
+    def offer(self, step: int, folder: Path, is_last: bool = False) -> None:
+        """A checkpoint of the run folder is whole: it is sent if it is due, in place of one that waits to be."""
+        if step > self.newest and (is_last or step // self.every_steps > self.newest // self.every_steps):
+            self.pending, self.newest = (step, folder), step
+
+    def protect(self, steps: Collection[int]) -> set[int]:
+        """These stay in the store; the steps whose files are needed here."""
+        self.protected = set(steps)
+        waiting = {self.pending[0]} if self.pending else set()
+        return waiting | ({self.job.step} if self.job and self.job.folder else set())
+
+    def flags(self) -> NDArray[np.int64]:
+        """int64[3]: whether this rank has finished, how, and whether nothing has gone wrong."""
+        done = self.job is None or self.job.future.done()
+        sound = not self.job or (done and self.job.future.exception() is None)
+        return np.array([done, sound, self.problem is None], np.int64)
+
+    def advance(self, least: NDArray[np.int64], step: int) -> list[Event]:
+        """Next stage, if all ranks have finished; ``least`` is the minimum of their flags, ``step`` the run's."""
+        events: list[Event] = []
+        if not least[2] and not self.is_away:
+            self.is_away = True
+            events.append(self._away(step, self.problem or "another rank cannot reach the store"))
+        job = self.job
+        if job and least[0]:
+            if not least[1]:
+                error = job.future.exception()
+                self.problem = error.what if isinstance(error, HpctrainError) else self.problem
+                self.job = None
+            elif job.stage == 0:
+                job.stage, job.future = 1, self._spawn(self._commit, job)
+            else:
+                events += self._arrived(job)
+        if self.job is None and self.pending:
+            self._begin(Sending(*self.pending))
+            self.pending = None
+        return events
+
+    def finish(self, step: int, wait_s: float) -> list[Event]:
+        """Waits until all is sent, for a limited time; the last event says if the checkpoint of a step is missing."""
+        deadline = time.monotonic() + wait_s
+        events: list[Event] = []
+        while self.job or self.pending:
+            if self.job:
+                wait([self.job.future], 0.2)
+            is_early = self.group.rank != 0 or time.monotonic() < deadline
+            flags = np.append(self.flags(), np.int64(is_early))
+            least = self.group.begin_min(flags, "send the last checkpoint to the store", wait_s + 3600.0)()
+            events += self.advance(least[:3], step)
+            if not least[3]:
+                break
+        if self.stored < step:
+            why = self.problem or "it takes too long"
+            events.append(self._away(step, f"the checkpoint of step {step} has not arrived: {why}"))
+        return events
+
+    def close(self) -> None:
+        """What has not arrived is sent by the next attempt."""
+        self.stopped.set()
+        if self.thread:
+            self.thread.join(CLOSE_S)
+
+    def _away(self, step: int, error: str) -> StoreAway:
+        return StoreAway(step=step, path=self.objects.url, error=error)
+
+    def _arrived(self, job: Sending) -> list[Event]:
+        self.job = None
+        self.is_away, self.problem = False, None  # also of ranks that had nothing to send since
+        if not job.folder:
+            return []
+        self.stored = job.step
+        num_bytes, write_s = job.future.result(), time.monotonic() - job.begin_s
+        path = f"{self.objects.url}/{self._name(job)}"
+        return [CheckpointStored(step=job.step, path=path, bytes=num_bytes, write_s=write_s)]
+
+    def _begin(self, job: Sending) -> None:
+        self.job = job
+        job.future = self._spawn(self._send, job)
+
+    def _name(self, job: Sending) -> str:
+        return f"{step_folder.name_of(job.step)}-{self.token}"
+
+    def _spawn(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Calls a function in a thread that does not keep the process from ending."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            try:
+                future.set_result(work(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.thread = threading.Thread(target=run, name="checkpoint-store", daemon=True)
+        self.thread.start()
+        return future
+
+    def _send(self, job: Sending) -> int:
+        """On every rank: sends its part of the shards."""
+        for name, path in list(self._shards(job).items())[self.group.rank :: self.group.size]:
+            self._patiently(partial(self.objects.send, path, name), path)
+        return 0
+
+    def _shards(self, job: Sending) -> dict[str, Path]:
+        """Files by their names in the store."""
+        names = sorted(set(os.listdir(job.folder)) - {MANIFEST_FILE}) if job.folder else ()
+        return {f"{self._name(job)}/{name}": Path(job.folder or "", name) for name in names}
+
+    def _commit(self, job: Sending) -> int:
+        """On rank 0: takes the place over if need be, and puts the manifest. Bytes of the checkpoint."""
+        if self.group.rank != 0:
+            return 0
+        self._claim()
+        if not job.folder:
+            return 0
+        shards = self._shards(job)
+        while True:
+            there = self._patiently(partial(look, self.objects))
+            missing = [name for name, path in shards.items() if there.sizes.get(name) != path.stat().st_size]
+            if not missing:
+                break
+            for name in missing:  # what the store took for the whole was a part
+                self._patiently(partial(self.objects.send, shards[name], name), shards[name])
+            if self.stopped.wait(FIRST_PAUSE_S):  # a listing may be older than what was sent
+                raise Gone
+        self._patiently(partial(self._require_place, there))
+        manifest = (job.folder / MANIFEST_FILE).read_bytes()
+        name = f"{self._name(job)}/{MANIFEST_FILE}"
+        if not self._patiently(partial(self.objects.create, name, manifest)):
+            raise Replaced(f"{self.objects.url}/{name} was made by another process")
+        with suppress(HpctrainError, OSError):  # the next one tries again
+            self._clear(there, job.step)
+        return sum(there.sizes[name] for name in shards) + len(manifest)
+
+    def _claim(self) -> None:
+        """Takes the place over, once."""
+        while not self.number:
+            there = self._patiently(partial(look, self.objects))
+            self._patiently(self.fence)
+            counting = {} if self._is_begun_again() else there.folders
+            older = [folder for step, folder in counting.items() if step <= self.older]
+            data = to_json({"token": self.token, "older": older})
+            if self._patiently(partial(self.objects.create, claim_name(there.number + 1), data)):
+                self.number = there.number + 1
+                if self._is_begun_again():
+                    write_atomically(self._mark, CLAIMED)
+
+    @property
+    def _mark(self) -> Path:
+        return self.home.parent / BEGUN_AGAIN
+
+    def _is_begun_again(self) -> bool:
+        """Whether what the store has is of a run that this one has replaced, which the store does not know yet."""
+        return self._mark.exists() and self._mark.read_bytes() != CLAIMED
+
+    def _require_place(self, there: Listing) -> None:
+        """Raises Replaced if another attempt has taken the place over since."""
+        self.fence()
+        if there.number != self.number:
+            raise Replaced(f"another attempt sends its checkpoints to {self.objects.url}")
+
+    def _clear(self, there: Listing, step: int) -> None:
+        """Removes what is not kept, and what attempts that are gone had not sent to its end."""
+        steps = {*there.folders, step}
+        for old in self.keep.removable(steps, {step, *self.protected}):
+            files = there.files(old)
+            self._require_place(look(self.objects))
+            self.objects.remove([name for name in files if name.endswith(f"/{MANIFEST_FILE}")])
+            self.objects.remove([name for name in files if not name.endswith(f"/{MANIFEST_FILE}")])
+        torn = [name for name in there.sizes if self._is_torn(name.partition("/")[0], there)]
+        self.objects.remove(torn)
+
+    def _is_torn(self, folder: str, there: Listing) -> bool:
+        found = FOLDER.fullmatch(folder)
+        return bool(found and found[2] != self.token and f"{folder}/{MANIFEST_FILE}" not in there.sizes)
+
+    def _patiently(self, work: Callable[[], T], path: Path | None = None) -> T:
+        """Tries until it succeeds. Raises Gone if the run ends before, or the file is gone."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                result = work()
+                self.problem = None
+                return result
+            except Replaced:
+                raise
+            except (HpctrainError, OSError) as error:
+                if path and not path.exists():
+                    raise Gone from error
+                self.problem = error.what if isinstance(error, HpctrainError) else str(error)
+            if self.stopped.wait(pause_s * random.uniform(0.5, 1.0)):
+                raise Gone
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def open_remote(
+    config: StoreTierConfig, checkpoints: Path, group: Group, keep: Retention, fence: Callable[[], None]
+) -> Remote | None:
+    """The store of a run file, if it has one. Collective. The elements of an array have their own folders in it."""
+    if not config.url:
+        return None
+    token = group.broadcast(secrets.token_hex(4), "name the attempt in the store")
+    element = checkpoints.parent.name
+    objects = ObjectFolder(f"{config.url}/{element}" if element.isdigit() else config.url)
+    home = checkpoints / f"{PARTIAL}store-{token}"
+    return Remote(objects, home, group, keep, config.every_steps or 1, fence, token)

@@ -1,0 +1,88 @@
+"""Which rank writes which parts of a checkpoint: pure arithmetic on what the ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpctrain.checkpoint.format.boxes import Box, Coordinates
+from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, check_tensors, whole
+from hpctrain.checkpoint.format.partition import partition, tiles
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.train.saved_arrays import lies_in
+from hpctrain.train.state import Cut, Placement, StateTensor
+
+
+def share_of(
+    tensors: Sequence[StateTensor], group: Group, peers: Group, copies: Group, writers: Sequence[int]
+) -> tuple[list[tuple[int, TensorPiece]], int]:
+    """This rank's pieces, each with the index of its tensor, and about how many bytes all ranks write.
+
+    Args:
+        tensors: of this rank.
+        group: all ranks, of which the first one writes what it alone has.
+        peers: ranks by whose numbers what differs between ranks is known.
+        copies: ranks that have the same of that, of which the first one writes it.
+        writers: ranks that split replicated state.
+
+    Raises:
+        UserError: names or types cannot be stored (the same on all ranks).
+    """
+    specs: dict[Placement, dict[int, TensorSpec]] = {placement: {} for placement in Placement}
+    for index, it in enumerate(tensors):
+        owner = peers.rank if it.placement is Placement.RANK else None
+        specs[it.placement][index] = TensorSpec(it.name, tuple(it.shape), it.dtype, owner)
+    cut_names = {spec.name: spec for spec in specs[Placement.CUT].values()}  # a rank may hold several parts of one
+    check_tensors([*cut_names.values(), *(spec for it in specs if it != "cut" for spec in specs[it].values())])
+    cut = [(index, spec, tensors[index].cut) for index, spec in specs[Placement.CUT].items()]
+    num_bytes = {placement: sum(spec.num_bytes for spec in each.values()) for placement, each in specs.items()}
+    num_bytes[Placement.RANK] *= peers.size
+    num_bytes[Placement.CUT] = sum(spec.num_bytes * group.size // where.copies for _, spec, where in cut if where)
+    own = specs[Placement.RANK] if copies.rank == 0 else {}
+    own |= specs[Placement.FIRST] if group.rank == 0 else {}
+    sources = [*pieces_of_cut(cut), *((index, whole(spec)) for index, spec in own.items())]
+    if group.rank in writers:
+        index_of = {spec.name: index for index, spec in specs[Placement.REPLICATED].items()}
+        parts = partition(list(specs[Placement.REPLICATED].values()), len(writers))
+        mine = parts[writers.index(group.rank)]
+        sources = [*((index_of[piece.tensor.name], piece) for piece in mine), *sources]
+    return [(at, tile) for at, piece in sources for tile in tiles_of(tensors[at], piece)], sum(num_bytes.values())
+
+
+def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list[tuple[int, TensorPiece]]:
+    """What this rank writes of tensors that are cut, by their numbers: ranks that hold the same part share its rows.
+
+    Args:
+        tensors: number of each, what it is on this rank, and where that lies in the whole tensor.
+
+    Raises:
+        UserError: one does not say where, or does not lie in the whole tensor.
+    """
+    of_copy: dict[tuple[int, int], list[tuple[int, TensorSpec, Cut]]] = {}
+    for index, spec, cut in tensors:
+        if cut is None or not lies_in(cut.begin, spec.shape, cut.shape) or not 0 <= cut.copy < cut.copies:
+            raise UserError(
+                f"{spec.name}, of shape {list(spec.shape)}, is not a part of a tensor as its cut says: {cut}",
+                "give the shape of the whole tensor, and the index of the part's first value in every axis",
+            )
+        of_copy.setdefault((cut.copy, cut.copies), []).append((index, spec, cut))
+    pieces = []
+    for (copy, copies), same in of_copy.items():
+        place_of = {id(spec): (index, cut) for index, spec, cut in same}  # several may have one name
+        for piece in partition([spec for _, spec, _ in same], copies)[copy]:
+            index, where = place_of[id(piece.tensor)]
+            tensor = replace(piece.tensor, shape=where.shape)
+            begin = tuple(map(int.__add__, piece.box.begin, where.begin))
+            pieces.append((index, TensorPiece(tensor, Box(begin, piece.shape))))
+    return pieces
+
+
+def tiles_of(tensor: StateTensor, piece: TensorPiece) -> list[TensorPiece]:
+    """The pieces in which a piece of a tensor is written."""
+    return tiles(piece, tensor.tiling.axis, tensor.tiling.parts) if tensor.tiling else [piece]
+
+
+def place_in(cut: Cut | None, piece: TensorPiece) -> Coordinates:
+    """Where a piece begins in its tensor as this rank holds it."""
+    return piece.box.seen_from(cut.begin).begin if cut else piece.box.begin

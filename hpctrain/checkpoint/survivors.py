@@ -1,0 +1,182 @@
+"""Snapshots whose shards lie on several nodes: which are whole over those that are here, and how each becomes so.
+
+A node lacks the shards of the others. Before a snapshot is read, the first ranks of the nodes send each other what they
+lack, piece by piece, into their own folders: from then on it is a checkpoint like any other, for any plan and number
+of ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpctrain.checkpoint.folder import index_of
+from hpctrain.checkpoint.format import manifest as manifest_file
+from hpctrain.checkpoint.format.files import created, open_regular, read_at, write_at, write_durably
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, shard_file
+from hpctrain.checkpoint.snapshots import HEAD_FILE, shards_here
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.system import cgroups, shared_memory
+from hpctrain.system.files import make_private
+
+PIECE_BYTES = 16 << 20
+"""Memory that sending takes on each node."""
+MOVE_TIMEOUT_S = 3600.0
+"""Longest wait for the nodes to send each other what they lack."""
+MOVING = ".moving-"
+"""Prefix of a shard that is not whole yet."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot of which some nodes have shards."""
+
+    folder: Path
+    """Where it lies, or would lie, on this node."""
+    count: int
+    """Of its shards."""
+    holders: dict[int, list[int]]
+    """Nodes that have a shard, by its number."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why it is not whole, or None."""
+        missing = self.count - len(self.holders)
+        return f"{missing} of its {self.count} shards are not on the nodes of this attempt" if missing else None
+
+
+def survey(world: World, homes: Sequence[Path], trained: int) -> list[Snapshot]:
+    """The snapshots in these folders of a run, on all nodes. Collective.
+
+    Args:
+        world: the ranks.
+        homes: on this node, in an order that is the same on all.
+        trained: older attempts do not count.
+    """
+    here = [shards_here(home, trained) for home in homes] if world.local_rank == 0 else None
+    told = world.everyone.allgather(here, "list the snapshots")
+    of_nodes = [each for each in told if each is not None]  # nodes are numbered in the order of their first ranks
+    found: dict[tuple[int, str], Snapshot] = {}
+    for node, of_node in enumerate(of_nodes):
+        for index, of_home in enumerate(of_node):
+            for place, (count, *shards) in of_home.items():
+                snapshot = found.setdefault((index, place), Snapshot(homes[index] / place, count, {}))
+                for shard in shards if count == snapshot.count else ():
+                    snapshot.holders.setdefault(shard, []).append(node)
+    return list(found.values())
+
+
+def complete(snapshot: Snapshot, world: World, firsts: Group) -> None:
+    """Gives every node all of a snapshot, and its manifest. Collective.
+
+    Args:
+        snapshot: that is whole over the nodes.
+        world: the ranks.
+        firsts: the nodes' first ranks, on those.
+
+    Raises:
+        DamagedCheckpoint: it is damaged, or a node has no room for it; on all ranks.
+    """
+    problem = exchange(snapshot, firsts) if world.local_rank == 0 else None
+    told = world.everyone.allgather(problem, f"complete {snapshot.folder.name}", MOVE_TIMEOUT_S)
+    if problems := [each for each in told if each]:
+        raise DamagedCheckpoint(problems[0])
+
+
+def exchange(snapshot: Snapshot, firsts: Group) -> str | None:
+    """As ``complete`` does, among the nodes' first ranks; what went wrong on this node, or on any."""
+    folder, count = snapshot.folder, snapshot.count
+    files = {shard: shard_file(shard, count) for shard in range(count)}
+    mine = [shard for shard in files if snapshot.holders[shard][0] == firsts.rank]
+    head, texts, sizes, problem = "", {}, {}, None
+    try:
+        texts = {str(shard): index_of(folder / files[shard])[0].decode() for shard in mine}
+        sizes = {str(shard): os.stat(folder / files[shard]).st_size for shard in mine}
+        head = manifest_file.read_bytes(folder / HEAD_FILE).decode() if 0 in mine else ""
+    except (HpctrainError, OSError, ValueError) as error:
+        problem = said(error)
+    told = firsts.allgather([head, texts, sizes, problem], f"list the shards of {folder.name}", MOVE_TIMEOUT_S)
+    if failed := [each[3] for each in told if each[3]]:
+        return str(failed[0])
+    everything = {int(shard): text.encode() for each in told for shard, text in each[1].items()}
+    size_of = {int(shard): size for each in told for shard, size in each[2].items()}
+    try:
+        make_folder(folder, "".join(each[0] for each in told).encode(), [everything[shard] for shard in files])
+        require_room(folder, sum(size_of[shard] for shard in files if firsts.rank not in snapshot.holders[shard]))
+    except (HpctrainError, OSError) as error:
+        problem = said(error)
+    if failed := [each for each in firsts.allgather(problem, "make room", MOVE_TIMEOUT_S) if each]:
+        return str(failed[0])
+    for shard, nodes in snapshot.holders.items():
+        if len(nodes) < firsts.size:
+            found = send(folder / files[shard], firsts, nodes[0], lacks=firsts.rank not in nodes)
+            problem = problem or found
+    return problem
+
+
+def make_folder(folder: Path, head: bytes, shard_texts: Sequence[bytes]) -> None:
+    """A snapshot's folder with its manifest, to which shards may be missing. Raises DamagedCheckpoint, OSError."""
+    data = manifest_file.with_shards(head, str(folder / HEAD_FILE), shard_texts)
+    make_private(folder.parent.parent)
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    for name, content in ((HEAD_FILE, head), (MANIFEST_FILE, data)):
+        (folder / name).unlink(missing_ok=True)
+        write_durably(folder / name, content, 0o600)
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Raises OSError if fewer bytes are free; in memory, the limit of the job counts, too."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    left = cgroups.memory_left() if folder.is_relative_to(shared_memory.FOLDER) else None
+    if needed > (free if left is None else min(left, free)):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def send(path: Path, firsts: Group, root: int, lacks: bool) -> str | None:
+    """A shard from one node to those that lack it; why not, or None. All nodes' first ranks call it."""
+    what, problem, descriptor, size = f"send {path.name}", None, -1, 0
+    partial = path.with_name(f"{MOVING}{path.name}")
+    with ExitStack() as files:
+        try:
+            if firsts.rank == root:
+                descriptor = open_regular(path)
+                files.callback(os.close, descriptor)
+                size = os.fstat(descriptor).st_size
+            elif lacks:
+                partial.unlink(missing_ok=True)
+                descriptor = files.enter_context(created(partial, 0o600))
+        except OSError as error:
+            problem = said(error)
+        size = firsts.broadcast(size, what, root, MOVE_TIMEOUT_S)
+        buffer = np.empty(min(size, PIECE_BYTES), np.uint8)
+        for begin in range(0, size, PIECE_BYTES):
+            piece = buffer[: size - begin]
+            try:
+                if firsts.rank == root and not problem:
+                    read_at(descriptor, piece.data, begin)
+                firsts.broadcast_array(piece, what, root, MOVE_TIMEOUT_S)
+                if lacks and not problem:
+                    write_at(descriptor, piece.data, begin)
+            except OSError as error:
+                problem = said(error)
+    is_whole = firsts.broadcast(not problem, what, root, MOVE_TIMEOUT_S)
+    with suppress(OSError):
+        if lacks:
+            os.replace(partial, path) if is_whole and not problem else partial.unlink()
+    return problem
+
+
+def said(error: Exception) -> str:
+    """In a sentence, with the node."""
+    what = error.what if isinstance(error, HpctrainError) else str(error)
+    return f"{socket.gethostname()}: {what}"

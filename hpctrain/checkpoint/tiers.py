@@ -1,0 +1,252 @@
+"""Snapshots in the nodes' memory, or on their own disks: they outlive the ranks, and a restart reads them first.
+
+A snapshot is a checkpoint like those in the run folder. Each node keeps the shards of its ranks. Only snapshots of the
+attempt that trained last count (``trained`` in run.json), and those of the one that takes over.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.partner import Partner, open_partner
+from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
+from hpctrain.checkpoint.reading import Rejected, step_of
+from hpctrain.checkpoint.saver import Saver, SaveResult
+from hpctrain.checkpoint.snapshots import ATTEMPT, PREFIX, MemoryStore, SnapshotStore, adopt, claim, sweep
+from hpctrain.checkpoint.store import open_saver
+from hpctrain.checkpoint.survivors import Snapshot, complete, survey
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.sections import CheckpointConfig
+from hpctrain.run.attempts import Attempts
+from hpctrain.system import shared_memory
+from hpctrain.train.state import StateTensor
+
+
+@dataclass
+class Tier:
+    """Snapshots in one place of the node."""
+
+    name: str
+    policy: Policy
+    home: Path
+    """Folder of the run."""
+    store: SnapshotStore
+    """Of this attempt."""
+    copies: int = 0
+    """On other nodes."""
+    saver: Saver | None = None
+    """None before the resume, and once a snapshot could not be written."""
+    partner: Partner | None = None
+    cost: Cost | None = None
+    """Of the last snapshot."""
+    last_s: float = field(default_factory=time.monotonic)
+    is_due: bool = False
+
+    def open(self, allocate: Callable[[int], NDArray[np.uint8]], world: World) -> str | None:
+        """From now on snapshots are taken; why without copies, or None. Collective."""
+        self.saver = open_saver(self.store, allocate=allocate)
+        if not self.copies:
+            return None
+        self.partner, problem = open_partner(self.store, world)
+        if self.partner:
+            self.store.copy_by(self.partner.send)
+        return problem
+
+    def close(self) -> None:
+        """Ends the threads; what is sealed stays."""
+        if self.partner:  # first: the saver's thread may wait for it
+            self.partner.close()
+        if self.saver:
+            self.saver.close()
+            self.store.close()
+        self.saver = self.partner = None
+
+    def flags(self, decides: bool) -> NDArray[np.int64]:
+        """int64[3]: ``Saver.flags``, and whether no snapshot is due by the clock of the rank that decides."""
+        if self.saver is None:
+            return np.ones(3, np.int64)
+        late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
+        return np.append(self.saver.flags(), np.int64(not (decides and late and self.saver.idle)))
+
+    def advance(self, least: NDArray[np.int64]) -> SaveResult | None:
+        """Advances the snapshot in flight; its outcome if it ended."""
+        self.is_due = self.is_due or not least[2]
+        outcome = self.saver.advance(least[:2]) if self.saver else None
+        if outcome:
+            self.cost = Cost(outcome.stall_s, outcome.write_s)
+            if outcome.error:
+                self.close()
+        return outcome
+
+    def due(self, step: int) -> Saver | None:
+        """The saver, if it is to begin a snapshot at this step."""
+        self.is_due = self.is_due or self.policy.due_at(step, epoch=0, at_epoch_end=False)
+        if not (self.is_due and self.saver and self.saver.idle):
+            return None
+        self.is_due, self.last_s = False, time.monotonic()
+        return self.saver
+
+
+class Tiers:
+    """The tiers of a run before its run folder, the fastest first. All calls are collective.
+
+    Args:
+        tiers: in the order in which a resume looks.
+        world: the ranks.
+        attempts: of the run.
+        number: of this attempt.
+        homes: folders in which earlier attempts of the run may have left something.
+        firsts: the nodes' first ranks, on those.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        world: World,
+        attempts: Attempts,
+        number: int,
+        homes: Sequence[Path],
+        firsts: Group,
+    ) -> None:
+        self.tiers = tiers
+        self.world = world
+        self.attempts = attempts
+        self.number = number
+        self.homes = homes
+        self.firsts = firsts
+        self.snapshots: dict[Path, Snapshot] = {}
+        """Those that are whole over the nodes, by their folders on this one."""
+        self.lost: list[Rejected] = []
+        """Those that are not."""
+
+    def found(self) -> list[Path]:
+        """Where this node has, or would have, the snapshots that a resume may use; not known to be sound."""
+        if not self.tiers:
+            return []
+        trained = self.attempts.info().get("trained") or 0 if self.world.rank == 0 else None
+        trained = self.world.everyone.broadcast(trained, "find the attempt that trained last")
+        found = survey(self.world, [tier.home for tier in self.tiers], trained)
+        self.lost = [
+            Rejected(step_of(it.folder), f"{self.tier_of(it.folder)}: {it.lost}", it.folder) for it in found if it.lost
+        ]
+        self.snapshots = {it.folder: it for it in found if not it.lost}
+        return list(self.snapshots)
+
+    def complete(self, folder: Path) -> None:
+        """Makes a snapshot whole on each node, before it is read. Raises DamagedCheckpoint, on all ranks."""
+        if folder in self.snapshots:
+            complete(self.snapshots[folder], self.world, self.firsts)
+
+    def tier_of(self, folder: Path) -> str | None:
+        """Name of the tier that a snapshot lies in."""
+        return next((tier.name for tier in self.tiers if tier.home in folder.parents), None)
+
+    def take_over(self, resumed: Path | None, allocate: Callable[[int], NDArray[np.uint8]]) -> list[str]:
+        """Removes all snapshots but the one resumed from, which becomes this attempt's; what a person should know.
+
+        Args:
+            resumed: folder of the checkpoint that the run resumed from, in whatever tier.
+            allocate: gives staging memory.
+        """
+        run_dir, node, is_first = self.attempts.run_dir.path, self.world.node, self.world.local_rank == 0
+        if is_first:
+            for home in self.homes:
+                sweep(home, {tier.home for tier in self.tiers}, time.time())
+        mine = self.tiers if is_first else ()
+        problems = self._problems({tier.name: claim(tier.home, run_dir, node) for tier in mine})
+        mine = [tier for tier in mine if tier.name not in problems]
+        problems |= self._problems(
+            {tier.name: adopt(tier.home, tier.store.path, resumed, run_dir, node) for tier in mine}
+        )
+        if self.world.rank == 0 and self.homes and (self.tiers or self.attempts.info().get("trained")):
+            self.attempts.update(trained=self.number)  # from here on, nothing counts that older attempts seal
+        alone = {
+            tier.name: problem
+            for tier in self.tiers
+            if tier.name not in problems and (problem := tier.open(allocate, self.world))
+        }
+        return [
+            *(f"checkpoint.tiers.{name} is not used: {problem}" for name, problem in problems.items()),
+            *(f"checkpoint.tiers.{name} has no copies: {problem}" for name, problem in alone.items()),
+        ]
+
+    def _problems(self, mine: Mapping[str, str | None]) -> dict[str, str]:
+        """What any node finds wrong, by tier. Collective."""
+        told = self.world.everyone.allgather(mine, "open the tiers")
+        return {name: problem for each in told for name, problem in each.items() if problem}
+
+    def prepare(self, tensors: Sequence[StateTensor]) -> None:
+        """Staging, before the first snapshot needs it. Raises MemoryError, OSError."""
+        for tier in self.tiers:
+            if tier.saver and tier.saver.idle:
+                tier.saver.prepare(tensors)
+
+    def flags(self) -> NDArray[np.int64]:
+        """int64[3 * tiers]: for the minimum over the ranks, see ``Tier.flags``."""
+        each = [tier.flags(decides=self.world.rank == 0) for tier in self.tiers]
+        return np.concatenate([np.empty(0, np.int64), *each])
+
+    def advance(self, least: NDArray[np.int64]) -> list[tuple[str, SaveResult]]:
+        """Advances the snapshots in flight; the outcomes of those that ended. A tier that failed is used no more."""
+        ended = [(tier.name, tier.advance(flags)) for tier, flags in zip(self.tiers, least.reshape(-1, 3), strict=True)]
+        return [(name, outcome) for name, outcome in ended if outcome]
+
+    def due(self, step: int) -> list[Saver]:
+        """Savers that are to begin a snapshot at this step."""
+        return [saver for tier in self.tiers if (saver := tier.due(step))]
+
+    def shared(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's, which each node stores. Collective."""
+        return self.world.everyone.broadcast(meta, "share a snapshot's meta") if self.world.nodes > 1 else meta
+
+    def clear(self) -> None:
+        """Removes all snapshots: the run folder has the newest state."""
+        for tier in self.tiers:
+            if tier.saver and not tier.saver.idle:
+                if tier.partner:
+                    tier.partner.close()
+                tier.saver.drop(())
+                tier.saver.finish()
+        self.close()
+        self.world.everyone.barrier("end their snapshots")
+        if self.world.local_rank == 0:
+            for home in self.homes:
+                shutil.rmtree(home, ignore_errors=True)
+        if self.world.rank == 0 and self.tiers:
+            self.attempts.update(trained=self.number + 1)  # those on nodes that are not here do not count any more
+
+    def close(self) -> None:
+        """Ends the threads; what is sealed stays."""
+        for tier in self.tiers:
+            tier.close()
+
+
+def open_tiers(
+    config: CheckpointConfig, world: World, attempts: Attempts, number: int, fence: Callable[[], None]
+) -> Tiers:
+    """The tiers of a run file. Collective."""
+    run = world.everyone.broadcast(attempts.info().get("id") if world.rank == 0 else None, "name the tiers' folders")
+    tiers: list[Tier] = []
+    homes: list[Path] = []
+    memory, scratch = config.tiers.memory, config.tiers.scratch
+    before = attempts.all() if world.rank == 0 else []
+    places = (("memory", MemoryStore, memory, shared_memory.FOLDER), ("scratch", SnapshotStore, scratch, None))
+    for name, kind, tier, default in places if run else ():
+        if place := tier.path or default:
+            homes.append(home := Path(os.path.expandvars(place)) / f"{PREFIX}{run}")
+            if policy := policy_of_tier(tier.every_steps, config, before):
+                folder = home / f"{ATTEMPT}{number:06d}"
+                store = kind(folder, Retention(1), world.everyone, fence, world.data, world.tensor, world.local)
+                tiers.append(Tier(name, policy, home, store, tier.copies))
+    firsts = world.everyone.split("nodes' first ranks", world.local_rank) if tiers else Group("alone")
+    return Tiers(tiers, world, attempts, number, homes, firsts)

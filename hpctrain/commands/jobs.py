@@ -1,0 +1,291 @@
+"""``hpctrain render | submit | resume | status | logs | stop | cancel | nodes``: of a run file or a run folder."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import getpass
+import json
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import ExitCode, RunFailed, UserError
+from hpctrain.launch import sweep
+from hpctrain.launch.engines import scheduler, schedulers
+from hpctrain.launch.engines import status as run_status
+from hpctrain.launch.engines.jobs import Plan, Wish, submissions
+from hpctrain.run import bad_nodes, live_lock, resolve_run, stop_request
+from hpctrain.run import logs as run_logs
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
+from hpctrain.run.run_status import UNKNOWN, Word
+from hpctrain.run.stop_request import StopRequest
+from hpctrain.run.view import RunView
+from hpctrain.system import foreign_text
+
+POLL_S = (0.5, 10.0)
+"""First and longest pause between looks at the queue."""
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
+"""States of jobs that have nothing to save."""
+FOLLOW_S = 0.5
+"""Seconds between two readings of a log that is followed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    name = parser.get_default("command")
+    default = {"status": "; by default all your runs", "nodes": "; else the list of all runs"}.get(name)
+    target = f"run file or run folder{default or ''}"
+    parser.add_argument("target", metavar="run", nargs="?" if default else None, help=target)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if name in ("render", "submit", "resume"):
+        parser.set_defaults(overrides=[])
+        parser.epilog = "Any key of the run file can be given as an option that wins over it: --launch.nodes 4"
+    if name == "render":
+        parser.add_argument("--portable", action="store_true", help="a script that takes any run file as its argument")
+    if name in ("render", "submit"):
+        parser.add_argument(
+            "--array", action="append", default=[], metavar="SWEEP", help="file of options, or key=v1,v2"
+        )
+        parser.add_argument("--at-once", type=int, metavar="N", help="elements of the array that run at the same time")
+    if name in ("submit", "resume"):
+        parser.add_argument("--dry-run", action="store_true", help="print the script and what would be run")
+        parser.add_argument(
+            "--chain", type=int, default=1, metavar="N", help="N jobs that follow each other, no requeue"
+        )
+        parser.add_argument("--exclude", action="append", default=[], metavar="HOST", help="hosts not to use")
+        parser.add_argument("--after", action="append", default=[], metavar="JOB", help="start when these ended well")
+        parser.add_argument("--wait", action="store_true", help="return when the run has ended")
+        parser.add_argument("--parsable", action="store_true", help="print the job id only")
+    if name == "nodes":
+        parser.add_argument("--clear", metavar="NODE", help="take a node, or all, off the list")
+    if name == "logs":
+        parser.add_argument("--rank", help="a rank's number, or 'job' for the job's own log")
+        parser.add_argument("--attempt", type=int, help="an earlier attempt's number")
+        parser.add_argument("--follow", action="store_true", help="keep printing until the job ends")
+        parser.add_argument("--first-error", action="store_true", help="only the log that shows the first error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; an exit code."""
+    functions = {"render": render, "submit": submit, "resume": submit, "status": status, "logs": logs}
+    return (functions | {"stop": stop, "cancel": cancel, "nodes": nodes})[args.command](args)
+
+
+def show(args: argparse.Namespace, data: Any, text: Sequence[str]) -> None:
+    """Prints one of the two."""
+    foreign_text.show(json.dumps(data) if args.json else "\n".join(text))
+
+
+def render(args: argparse.Namespace) -> int:
+    """Prints the script or the objects; needs no scheduler."""
+    config, folder = resolve_run.configured(args.target, args.overrides)
+    wish = Wish(portable=True) if args.portable else Wish(elements_of(args), args.at_once)
+    planned = schedulers.of(config).plan(config, folder, wish)
+    script = planned.secret or planned.script
+    show(args, {"script": script}, [script.rstrip("\n")])
+    return ExitCode.DONE
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Writes the run folder and submits its script."""
+    resumes = args.command == "resume"
+    config, folder = resolve_run.configured(args.target, args.overrides)
+    if args.chain < 1:
+        raise UserError(f"--chain is {args.chain}", "give 1 or more")
+    if resumes and not folder.run_yaml.exists():
+        raise UserError(f"{folder.path} holds no run to resume", "start it with hpctrain submit")
+    if resumes and resolve_run.elements_of(folder):
+        raise UserError(f"{folder.path} is an array of runs", f"resume one of them: hpctrain resume {args.target}/0")
+    config = schedulers.as_submitted(config, folder) if resumes else config
+    elements = [] if resumes else elements_of(args)
+    at_once = None if resumes else args.at_once
+    wish = Wish(elements, at_once, args.chain, args.after, args.exclude, resumes=resumes)
+    return send(args, config, folder, wish, refuses_finished=resumes and not args.overrides)
+
+
+def elements_of(args: argparse.Namespace) -> list[Config]:
+    """The runs of ``--array``; none without it."""
+    target = Path(args.target)
+    return sweep.elements(str(RunDir(target).run_yaml if target.is_dir() else target), args.overrides, args.array)
+
+
+def send(args: argparse.Namespace, config: Config, folder: RunDir, wish: Wish, refuses_finished: bool = False) -> int:
+    """Submits a run, or shows what would be submitted."""
+    has = schedulers.of(config)
+    planned = has.plan(config, folder, wish)
+    if refuses_finished:
+        refuse_finished(planned)
+    if args.dry_run:
+        command = shlex.join(has.command(planned, wish))
+        said = {"script": planned.script, "command": command, "chain": args.chain}
+        show(args, said, [planned.script, f"# would run: {command}"])
+        return ExitCode.DONE
+    ids, notes = has.submit(planned, wish)
+    said = {"jobs": ids, "run_dir": str(folder.path), "script": str(planned.script_file)}
+    text = [f"submitted job {', '.join(ids)}: {_shape(planned)}", f"  run folder {folder.path}"]
+    show(args, said, ids[-1:] if args.parsable else [*text, *(f"  {note}" for note in notes)])
+    return _wait(folder) if args.wait else ExitCode.DONE
+
+
+def refuse_finished(planned: Plan) -> None:
+    """Nothing is left to resume.
+
+    Raises:
+        UserError: the run has finished, and no option asks for more than it did.
+    """
+    found = RunView(planned.run.path).snapshot()
+    if found.outcome.word is Word.FINISHED:
+        reason = (found.newest.verdict.reason if found.newest and found.newest.verdict else "") or found.outcome.value
+        fix = "nothing to do; to train on, say how far: hpctrain resume ... --train.epochs N"
+        raise UserError(f"{planned.run.path} has finished: {reason}", fix)
+
+
+def _shape(planned: Plan) -> str:
+    nodes = planned.config.launch.nodes
+    shape = f"{planned.config.name} on {nodes} node" + ("s" if nodes > 1 else "")
+    return f"{len(planned.elements)} runs of {shape}" if planned.elements else shape
+
+
+def _wait(folder: RunDir) -> int:
+    """Returns when no job of the run waits or runs: done only if all of the last one completed.
+
+    Queues that forget jobs at once do not say how they ended: then the run itself does.
+    """
+    pause, longest = POLL_S
+    while schedulers.goes_on(folder):
+        time.sleep(pause)
+        pause = min(pause * 1.5, longest)
+    last = submissions(folder)[-1].job
+    elements = [job for run in resolve_run.elements_of(folder) if (job := last_worked(run)).startswith(f"{last}_")]
+    jobs = elements or [last_worked(folder)]
+    known = schedulers.of_run(folder).states([[job] for job in jobs], scheduler.TIMEOUT_S, ended=True)
+    ended = [known[job].state if job in known else "" for job in jobs]
+    if not elements and ended[0] in ("", UNKNOWN):
+        found = RunView(folder.path).snapshot()
+        done = found.newest and found.newest.job_id == jobs[0] and found.outcome.word is Word.FINISHED
+        return ExitCode.DONE if done else ExitCode.FAILURE
+    return ExitCode.DONE if all(state == "COMPLETED" for state in ended) else ExitCode.FAILURE
+
+
+def last_worked(run: RunDir) -> str:
+    """Of the jobs that were submitted together last the one that ran last: of a chain, those after the end never do."""
+    jobs = submissions(run)
+    begin = max((index for index, each in enumerate(jobs) if each.chain == 0 and each.replaces is None), default=0)
+    ours = [each.job for each in jobs[begin:]]
+    return next((a.job for a in reversed(Attempts(run).all()) if a.job in ours), ours[-1] if ours else "")
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Asks a running job to save and stop, or a run without one; others have nothing to save and are cancelled.
+
+    An attempt that begins forgets older requests: a job that runs without holding the run folder would not see ours.
+    """
+    said, text = [], []
+    for run in resolve_run.runs(args.target):
+        holder = live_lock.at_work(run)
+        entries = [] if holder is not None and holder.job is None else schedulers.alive(run)
+        waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
+        running = [entry.id for entry in entries if entry.id not in waiting]
+        if waiting:
+            has = schedulers.of_run(run)
+            waiting, others = has.end([(run, waiting)])
+            text += others
+        if waiting:
+            saves = "whose ranks save first if they run" if has.ends_gently else "which has nothing to save"
+            text.append(f"{run.path}: cancelled job {', '.join(waiting)}, {saves}")
+        if holder is not None:  # perhaps in an allocation that is not one of the run's own jobs
+            request_stop(run)
+            who = f"job {', '.join(running)}" if running else "the run"
+            text.append(f"{run.path}: asked {who} to save a checkpoint and stop")
+        said.append({"run": str(run.path), "asked": running, "cancelled": waiting})
+    show(args, said, text or ["no job runs or waits"])
+    return ExitCode.DONE
+
+
+def request_stop(run: RunDir) -> None:
+    """Makes the STOP file.
+
+    Raises:
+        UserError: the run folder cannot be written.
+    """
+    try:
+        stop_request.request_stop(run, StopRequest(f"{getpass.getuser()}@{socket.gethostname()}"))
+    except RunFailed as error:
+        fix = "ask the run's owner, or hpctrain cancel ends its job"
+        raise UserError(f"{run.stop_file} cannot be made: {error.what}", fix) from error
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """Ends the run's jobs now; what was saved stays."""
+    runs = resolve_run.runs(args.target)
+    has = schedulers.of_run(runs[0])
+    ids, left = has.end([(run, [entry.id for entry in schedulers.alive(run)]) for run in runs])
+    said = {"cancelled": ids, "left_alone": left}
+    show(args, said, [f"cancelled job {', '.join(ids)}"] * bool(ids) + left or ["no job runs or waits"])
+    return ExitCode.DONE
+
+
+def status(args: argparse.Namespace) -> int:
+    """Prints where the run, each element of an array, or each of the user's runs stands; without Slurm, too."""
+    runs = resolve_run.runs(args.target) if args.target else run_status.own_runs(Path.cwd())
+    found = run_status.of_runs(runs)
+    text = run_status.lines(found) if args.target else run_status.table(found)
+    show(args, [each.plain() for each in found], text or ["no runs here (runs/), and none in Slurm's queue"])
+    return ExitCode.DONE
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Prints logs of ranks."""
+    run = resolve_run.folder(args.target)
+    found = run_logs.find(run, args.rank, args.attempt)
+    if args.first_error:
+        error = run_logs.first_error(run, found)
+        said = {"file": str(error[0].path), "rank": error[0].rank, "text": error[1]} if error else {}
+        show(args, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
+        return ExitCode.DONE
+    past = [] if found or args.rank else submissions(run)
+    if past and (own := schedulers.of_run(run).log(run, past[-1].job)):
+        show(args, [{"job": past[-1].job, "text": own}], [own])
+        return ExitCode.DONE
+    if not found:
+        raise UserError(f"{run.logs} holds no such log", "hpctrain status shows whether the job has started")
+    if args.follow:
+        # Rank 0 prints into the job's log.
+        wanted = found[0] if args.rank else next((log for log in found if log.rank == "job"), found[0])
+        for text in run_logs.follow(wanted.path, lambda: is_over(run), FOLLOW_S):
+            foreign_text.show(text, end="")
+        return ExitCode.DONE
+    places = run_logs.places(run, found)
+    data = [
+        {"file": str(log.path), "rank": log.rank, "attempt": log.attempt, "place": place.strip(" ()") or None}
+        for log, place in zip(found, places, strict=True)
+    ]
+    pairs = zip(found, places, strict=True)
+    show(args, data, [f"==> {log.path}{place} <==\n{run_logs.read(log.path)}" for log, place in pairs])
+    return ExitCode.DONE
+
+
+def is_over(run: RunDir) -> bool:
+    """Whether no process works on the run, and no job of it waits."""
+    return live_lock.at_work(run) is None and not schedulers.goes_on(run)
+
+
+def nodes(args: argparse.Namespace) -> int:
+    """Shows the nodes that are left out, and why, or takes some off the list."""
+    listed = bad_nodes.of_run(resolve_run.configured(args.target, [])[1]) if args.target else bad_nodes.shared()
+    now = time.time()
+    if args.clear:
+        entries = listed.clear(args.clear, now)
+        if not entries and args.clear != "all":
+            raise UserError(f"{args.clear} is not left out", "hpctrain nodes lists those that are")
+    else:
+        entries = listed.entries(now)
+    how = "cleared, was to be left out" if args.clear else "left out"
+    text = [f"{each.node}: {how} for {(each.until - now) / 3600:.1f} h more: {each.reason}" for each in entries]
+    show(args, [dataclasses.asdict(each) for each in entries], text or ["no node is left out"])
+    return ExitCode.DONE

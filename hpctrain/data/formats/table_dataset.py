@@ -1,0 +1,311 @@
+"""Tables to train on: each part is decoded whole, kept in memory, and on the node's disk if it comes from a store."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint, from_arrays
+from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.concatenation import ConcatDataset
+from hpctrain.data.formats.disk_cache import DiskCache
+from hpctrain.data.formats.records import Decode, open_records
+from hpctrain.data.formats.tables import Part, Table, reading, values
+from hpctrain.errors import UserError
+from hpctrain.system.files import replacement
+
+PARTS_AT_ONCE = 8
+"""Of a store: each takes long to begin."""
+RETRY_WAITS_S: tuple[float, ...] = (1.0, 4.0, 16.0)
+"""Before a store is asked again, after its library has given up."""
+MAPPED_BYTES = 2**20
+"""What a mapped block counts in memory: it takes a descriptor, of which there are not many."""
+
+
+class TableDataset(ConcatDataset):
+    """The rows of a table, column by column. Use ``open_table_dataset``, which checks it."""
+
+    def __init__(self, table: Table, parts: Sequence[TablePart]) -> None:
+        super().__init__(parts)
+        self.table = table
+        self.blocks = parts
+
+    def read_parts(self, wanted: Mapping[int, NDArray[np.int64]]) -> Iterator[Samples]:
+        """Several at once from a store. A thread keeps no block: the cache alone decides what stays in memory."""
+        parts = [self.blocks[index] for index in wanted]
+        if not self.table.is_remote or sum(not part.is_loaded for part in parts) < 2:
+            yield from super().read_parts(wanted)
+            return
+        with ThreadPoolExecutor(PARTS_AT_ONCE) as threads:
+            yield from threads.map(TablePart.read, parts, wanted.values())
+
+    def fingerprint(self) -> str:
+        """Of what was listed, for a store; of samples, as that of a file, for a table on a disk without versions."""
+        if not self.table.is_versioned:
+            return content_fingerprint(self)
+        identity = f"{len(self)} {dict(self.fields)} {self.table.origin['files_sha256']}"
+        return f"{self.table.address} {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part that has been decoded."""
+
+    dataset: Dataset
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """A part of a table as a dataset, decoded when it is read."""
+
+    table: Table
+    part: Part
+    begin: int
+    """Its first row in the table."""
+    rows: int
+    fields: Mapping[str, Field]
+    cache: BlockCache
+    disk: DiskCache | None
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        return self.load().dataset.read(indices)
+
+    def fingerprint(self) -> str:
+        return content_fingerprint(self)
+
+    def load(self) -> Block:
+        """Its samples, from the next place that has them."""
+        return self.cache.get(self.key, self._block)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it is in memory, or mapped into it."""
+        return self.key in self.cache
+
+    @cached_property
+    def key(self) -> str:
+        """Of what is decoded: the same content in other types is something else."""
+        return f"{self.part.key} {[(name, str(self.table.schema.field(name).type)) for name in self.fields]}"
+
+    def _block(self) -> Block:
+        from hpctrain.data.packing.source import from_dataset
+        from hpctrain.data.packing.write import write_hdf5
+
+        made: dict[str, NDArray[Any]] = {}
+
+        def write(path: Path) -> None:
+            made.update(self._decoded())
+            write_hdf5(path, from_dataset(from_arrays(made)), overwrite=True)
+
+        if self.disk is not None:
+            with contextlib.suppress(UserError, OSError):  # memory does without the disk; a store's error comes again
+                return self.disk.get(self.key, write, mapped)
+        arrays = made or self._decoded()
+        return Block(from_arrays(arrays), sum(array.nbytes for array in arrays.values()))
+
+    def _decoded(self) -> dict[str, NDArray[Any]]:
+        arrays = columns_of(self.table, self.part, tuple(self.fields), self.begin)
+        for name, array in arrays.items():
+            if len(array) != self.rows:
+                raise UserError(
+                    f"{self.part.where} gave {len(array)} rows in place of {self.rows}",
+                    "leave data alone while it is read",
+                )
+            if array.shape[1:] != self.fields[name].shape:
+                raise UserError(
+                    f"{self.part.where}: column {name!r} has values of shape {array.shape[1:]}, those before them have "
+                    f"{self.fields[name].shape}",
+                    "pad them to one length, or give the task a collate, which takes them as they are",
+                )
+        return arrays
+
+
+def columns_of(table: Table, part: Part, names: tuple[str, ...], begin: int) -> dict[str, NDArray[Any]]:
+    """Columns of a part as arrays."""
+    if not names:
+        return {}
+    rows = read_part(table, part, names)
+    return {name: values(rows.column(name), f"{part.where}: column {name!r}", begin) for name in names}
+
+
+def read_part(table: Table, part: Part, names: Sequence[str]) -> Any:
+    """Columns of a part, each as one of Arrow's arrays. A store is asked again if it does not answer."""
+    import pyarrow
+
+    def read() -> Any:
+        rows = pyarrow.Table.from_batches(list(part.scan(names, None))).combine_chunks()
+        return pyarrow.RecordBatch.from_arrays([rows.column(name).chunk(0) for name in names], names=list(names))
+
+    with reading(part.where, str(table.origin["kind"])):
+        for wait_s in RETRY_WAITS_S if table.is_remote else ():
+            try:
+                return read()
+            except FileNotFoundError:
+                raise
+            except OSError:
+                time.sleep(wait_s)
+        return read()
+
+
+def mapped(path: Path) -> Block:
+    """The block of a file, which takes memory only while it is read."""
+    from hpctrain.data.formats.hdf5 import open_hdf5
+
+    return Block(open_hdf5(path, None, BlockCache(0)), MAPPED_BYTES)
+
+
+def open_table_dataset(
+    table: Table, names: tuple[str, ...] | None, cache: BlockCache, ragged: bool, decode: Decode | None
+) -> Dataset:
+    """The rows of a table as samples.
+
+    Raises:
+        UserError: there are none, or a column cannot be trained on.
+    """
+    with reading(table.address, str(table.origin["kind"])):
+        counts = [rows_of(part, table) for part in table.parts]
+    ends = np.cumsum(counts, dtype=np.int64)
+    if not len(ends) or not ends[-1]:
+        raise UserError(f"{table.address} holds no rows", "give data with at least one sample")
+    disk = DiskCache.of_node() if table.is_remote else None
+    if decode is not None or ragged:
+        return open_records(TableRows(table, ends, cache, disk), decode, names, ragged)
+    chosen = choose(table.schema.names, names, table.address)
+    for name in chosen:
+        check_type(name, table)
+    known = {name: field_of(table.schema.field(name).type) for name in chosen}
+    filled = table.parts[int(np.argmax(ends > 0))]
+    first = columns_of(table, filled, tuple(name for name in chosen if known[name] is None), 0)
+    fields = {
+        name: known[name] or check_field(name, first[name].shape, first[name].dtype, table.address) for name in chosen
+    }
+    parts = [
+        TablePart(table, part, int(end) - rows, rows, fields, cache, disk)
+        for part, rows, end in zip(table.parts, counts, ends, strict=True)
+    ]
+    return TableDataset(table, parts)
+
+
+def field_of(kind: Any) -> Field | None:
+    """Of a column's type; None if only its values tell."""
+    from pyarrow import types
+
+    if types.is_fixed_size_list(kind):
+        inner = field_of(kind.value_type)
+        return inner and Field((kind.list_size, *inner.shape), inner.dtype)
+    return None if types.is_nested(kind) else Field((), np.dtype(kind.to_pandas_dtype()))
+
+
+def rows_of(part: Part, table: Table) -> int:
+    """Of a part; counted if its file does not say."""
+    if part.rows is not None:
+        return part.rows
+    return sum(len(batch) for batch in part.scan(table.schema.names[:1], None))
+
+
+def check_type(name: str, table: Table) -> None:
+    """Raises UserError if a column holds no numbers."""
+    from pyarrow import types
+
+    kind = table.schema.field(name).type
+    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        raise UserError(
+            f"{table.address}: column {name!r} holds {kind}",
+            "encode it: open_dataset(..., decode=function), or name only the fields to use",
+        )
+
+
+class TableRows:
+    """The rows of a table as records, for those who decode each."""
+
+    def __init__(self, table: Table, ends: NDArray[np.int64], cache: BlockCache, disk: DiskCache | None) -> None:
+        self.path: str | Path = table.address
+        self.table = table
+        self.ends = ends
+        self.cache = cache
+        self.disk = disk
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, rows: list[int]) -> list[dict[str, Any]]:
+        return [self._row(row) for row in rows]
+
+    def plain(self, record: dict[str, Any]) -> Any:
+        for name, value in record.items():
+            if value is None or isinstance(value, (str, bytes)):
+                raise UserError(
+                    f"{self.path}: column {name!r} holds {'no value' if value is None else 'text'}",
+                    "encode it: open_dataset(..., decode=function), or name only the fields to use",
+                )
+        return record
+
+    def _row(self, row: int) -> dict[str, Any]:
+        index = int(np.searchsorted(self.ends, row, side="right"))
+        part = self.table.parts[index]
+        rows = self.cache.get((part.key, "rows"), lambda: self._rows(part))
+        place = row - (int(self.ends[index - 1]) if index else 0)
+        return {name: plain_value(rows.column(name)[place]) for name in rows.schema.names}
+
+    def _rows(self, part: Part) -> Any:
+        made: list[Any] = []
+
+        def write(path: Path) -> None:
+            made.append(read_part(self.table, part, self.table.schema.names))
+            write_rows(path, made[0])
+
+        if self.disk is not None:
+            with contextlib.suppress(UserError, OSError):
+                return self.disk.get(f"{part.key} {self.table.schema}", write, mapped_rows)
+        return made[0] if made else read_part(self.table, part, self.table.schema.names)
+
+
+def write_rows(path: Path, rows: Any) -> None:
+    """A file of Arrow's rows that can be mapped. Raises OSError."""
+    from pyarrow import ipc
+
+    with replacement(path) as temporary, ipc.new_file(str(temporary), rows.schema) as file:
+        file.write_batch(rows)
+
+
+def mapped_rows(path: Path) -> Any:
+    """The rows of a file of ``write_rows``; raises UserError if it is damaged."""
+    import pyarrow
+    from pyarrow import ipc
+
+    try:
+        return ipc.open_file(pyarrow.memory_map(str(path))).get_batch(0)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} is damaged: {error}", "remove it") from error
+
+
+def plain_value(scalar: Any) -> Any:
+    """A value of a table: numbers keep their dtype, lists become arrays or lists."""
+    import pyarrow
+
+    if (
+        isinstance(scalar, pyarrow.ListScalar)
+        and scalar.is_valid
+        and not pyarrow.types.is_nested(scalar.type.value_type)
+    ):
+        return scalar.values.to_numpy(zero_copy_only=False)
+    value = scalar.as_py()
+    if isinstance(value, (bool, int, float)):
+        return np.asarray(value, scalar.type.to_pandas_dtype())
+    return value

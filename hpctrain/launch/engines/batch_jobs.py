@@ -1,0 +1,136 @@
+"""Batch systems of the table in ``batch_systems`` as schedulers: see ``launch.engines.scheduler``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from hpctrain.config.loading import absolute_task
+from hpctrain.config.sections import Config
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.launch.engines.batch_systems import SYSTEMS, BatchSystem
+from hpctrain.launch.engines.jobs import LOGS, Plan, Submitted, Wish, note, note_refusal, write
+from hpctrain.launch.engines.scheduler import ask, to_submit
+from hpctrain.launch.engines.slurm.directives import text
+from hpctrain.launch.engines.slurm.render import templates
+from hpctrain.launch.engines.slurm.submission import own_bin
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import JOB
+from hpctrain.run.run_status import UNKNOWN, QueueEntry
+
+STATES = {
+    **dict.fromkeys(("qw", "hqw", "Rq", "Rwq", "hRwq", "Eqw", "Q", "H", "W", "T"), "PENDING"),
+    **dict.fromkeys(("PEND", "PSUSP", "DEPEND", "PRIORITY", "SCHED"), "PENDING"),
+    **dict.fromkeys(("r", "t", "Rr", "Rt", "hr", "R", "B", "RUN"), "RUNNING"),
+    **dict.fromkeys(("s", "S", "USUSP", "SSUSP"), "SUSPENDED"),
+    **dict.fromkeys(("dr", "dt", "dRr", "E", "CLEANUP"), "COMPLETING"),
+    "DONE": "COMPLETED",
+    "EXIT": "FAILED",
+}
+"""What they call a job's state, in Slurm's words; how others ended, their queues do not say."""
+
+
+class Batch:
+    """Fulfils ``Scheduler``."""
+
+    ends_gently = True
+
+    def __init__(self, name: str, system: BatchSystem) -> None:
+        self.name = name
+        self.title = system.title
+        self.system = system
+
+    def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
+        """A script."""
+        wish.refuse(self.title)
+        config = dataclasses.replace(config, task=absolute_task(config.task), run_dir=str(run.path))
+        return Plan(config, run, script(self.system, config, run), name="job.sh")
+
+    def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
+        """What gets the script on its standard input."""
+        return [*self.system.submit, "<", str(planned.script_file)]
+
+    def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
+        """In the current folder."""
+        with to_submit(self, planned.run, os.environ.get(JOB)):
+            write(planned)
+            try:
+                said = ask(self.system.submit, given=planned.script)
+                found = re.match(r"(?:Job <)?(\w[\w.\[\]-]*)", (said.strip().splitlines() or [""])[-1])
+                if found is None:
+                    raise RunFailed(f"{self.system.submit[0]} names no job: {said[-300:]}", "see its queue")
+            except RunFailed as error:
+                note_refusal(planned.run, error.what)
+                raise
+            note(planned.run, Submitted(found[1], time.time(), os.getcwd(), engine=self.name))
+        return [found[1]], []
+
+    def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
+        """One question for each run, about its newest job."""
+        newest = [each[-1] for each in jobs if each]
+        found = {job: state(self.system, job, timeout_s) for job in newest}
+        return {job: QueueEntry(job, word, "", "", "", "", "", "") for job, word in found.items() if word}
+
+    def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
+        """Those of the run by the path of their log."""
+        done, left = [], []
+        for run, job in [(run, job) for run, given in jobs for job in given]:
+            about = re.sub(r"\s", "", ask(filled(self.system.details, job)))
+            if re.sub(r"\s", "", str(run.path / LOGS)) in about:
+                ask(filled(self.system.cancel, job))
+                done.append(job)
+            else:
+                left.append(f"job {job} is left alone: it is not known to be of {run.path}")
+        return done, left
+
+    def log(self, run: RunDir, job: str) -> str:
+        """It is in the run folder."""
+        return ""
+
+
+def script(system: BatchSystem, config: Config, run: RunDir) -> str:
+    """The text; pure.
+
+    Raises:
+        UserError: a value that no script can hold.
+    """
+    launch = config.launch
+    nodes, ranks = launch.nodes + launch.spare_nodes, launch.ranks_per_node or 1
+    log = text(str(run.logs / "job.out"), "run_dir")
+    if not re.fullmatch(r"[\w/.+@-]+", log):
+        raise UserError(f"the run folder is {run.path}", "use a path of letters, digits and /._+@- for batch systems")
+    given = {"name": config.name, "log": log, "nodes": nodes, "ranks": ranks, "total": nodes * ranks}
+    given["cores"] = ranks * (config.train.threads or 1)
+    directives = [each.format(**given) for each in system.directives]
+    directives += [text(each, "launch.directives") for each in launch.directives]
+    origin = f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again."
+    again = system.again.format(folder=shlex.quote(str(run.path)))
+    made = {"directives": directives, "prefix": system.prefix, "origin": origin, "launch": launch, "again": again}
+    made |= {"bin": str(own_bin()), "job": system.job, "run_file": str(run.run_yaml)}
+    return templates().get_template("batch.sh.j2").render(made)
+
+
+def state(system: BatchSystem, job: str, timeout_s: float) -> str:
+    """Of a job, in Slurm's words; empty if it is not in the queue. Raises RunFailed: there is no answer in time."""
+    try:
+        lines = ask(filled(system.queue, job), timeout_s=timeout_s).splitlines()
+    except RunFailed as error:
+        if isinstance(error.__cause__, subprocess.TimeoutExpired):
+            raise
+        return ""  # so some of them say that they do not know it
+    number = job.partition(".")[0]  # PBS shows its server's name cut off
+    words = next((words for words in map(str.split, lines) if words and words[0].partition(".")[0] == number), [])
+    return STATES.get(words[system.column], UNKNOWN) if len(words) > system.column else ""
+
+
+def filled(words: Sequence[str], job: str) -> list[str]:
+    """A command about a job."""
+    return [word.format(job=job) for word in words]
+
+
+BATCH = {name: Batch(name, system) for name, system in SYSTEMS.items()}

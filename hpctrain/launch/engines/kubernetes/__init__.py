@@ -1,0 +1,1 @@
+"""Runs on Kubernetes: ``manifest`` is what the cluster is given, ``cluster`` asks it by kubectl."""

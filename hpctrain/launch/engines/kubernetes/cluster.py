@@ -1,0 +1,136 @@
+"""A Kubernetes cluster as one of the schedulers, asked by kubectl: see ``launch.engines.scheduler``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import RunFailed
+from hpctrain.launch.engines.jobs import Plan, Submitted, Wish, note, note_refusal, write
+from hpctrain.launch.engines.kubernetes import manifest
+from hpctrain.launch.engines.scheduler import TIMEOUT_S, ask, to_submit
+from hpctrain.launch.runners.ticket import KEY, KEY_BYTES
+from hpctrain.run.folder import RunDir
+from hpctrain.run.run_status import QueueEntry
+from hpctrain.system import safe_read
+
+CREATE = ("create", "--validate=strict", "-f", "-")
+MANIFEST = "job.yaml"
+
+
+class Kubernetes:
+    """Fulfils ``Scheduler``. A job is NAME or NAMESPACE/NAME."""
+
+    title = "Kubernetes"
+    ends_gently = True
+
+    def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
+        """A manifest; that of the run folder has no key."""
+        wish.refuse(self.title)
+        name = f"{config.name}-{secrets.token_hex(3)}"  # no other object has that name, nor had
+        key = os.environ.get(KEY) or secrets.token_hex(KEY_BYTES)
+        shown, sent = (manifest.text(manifest.objects(config, name, str(run.path), each)) for each in ("", key))
+        return Plan(
+            dataclasses.replace(config, run_dir=str(run.path)), run, shown, name=MANIFEST, secret=sent, job=name
+        )
+
+    def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
+        """kubectl, which gets the manifest with its key."""
+        return ["kubectl", *CREATE]
+
+    def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
+        """By kubectl create: nothing that is there is changed."""
+        given = planned.config.launch.kubernetes.namespace
+        job = f"{given}/{planned.job}" if given else planned.job
+        with to_submit(self, planned.run):
+            write(planned)
+            try:
+                kubectl(CREATE, planned.secret)
+            except RunFailed as error:
+                note_refusal(planned.run, error.what)
+                with contextlib.suppress(RunFailed):
+                    remove(job)
+                raise
+            note(planned.run, Submitted(job, time.time(), os.getcwd(), engine="kubernetes"))
+        return [job], []
+
+    def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
+        """One question for each run, about its newest job."""
+        newest = [each[-1] for each in jobs if each]
+        found = {job: described(job, timeout_s) for job in newest}
+        return {job: entry(job, answer) for job, answer in found.items() if answer}
+
+    def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
+        """Deletes a run's objects: its pods get SIGTERM, and their grace period for a checkpoint."""
+        ended, left = [], []
+        for run, job in [(run, job) for run, given in jobs for job in given]:
+            about = (described(job, TIMEOUT_S) or {}).get("metadata", {})
+            if about.get("annotations", {}).get(manifest.RUN_FOLDER) != str(run.path):
+                left.append(f"job {job} is left alone: it is not known to be of {run.path}")
+                continue
+            remove(job)
+            ended.append(job)
+        return ended, left
+
+    def log(self, run: RunDir, job: str) -> str:
+        """What pod 0 has printed."""
+        index = "batch.kubernetes.io/job-completion-index=0"
+        selected = f"batch.kubernetes.io/job-name={job.rpartition('/')[2]},{index}"
+        return kubectl(["logs", *namespace(job), f"--selector={selected}", "--tail=-1"])
+
+
+def kubectl(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> str:
+    """What it prints. Raises UserError, RunFailed: see ``ask``."""
+    return ask(["kubectl", *words], given, timeout_s)
+
+
+def described(job: str, timeout_s: float) -> dict[str, Any] | None:
+    """A Job as the cluster has it; None if it knows no such job."""
+    words = ["get", "job", job.rpartition("/")[2], *namespace(job), "--ignore-not-found", "--output=json"]
+    said = kubectl(words, timeout_s=timeout_s)
+    return safe_read.parse_json(said.encode()) if said.strip() else None
+
+
+def remove(job: str) -> None:
+    """Deletes the objects of a run."""
+    objects = [f"{kind}/{job.rpartition('/')[2]}" for kind in ("job", "service", "secret")]
+    kubectl(["delete", "--ignore-not-found", "--wait=false", *namespace(job), *objects])
+
+
+def namespace(job: str) -> list[str]:
+    """The option of kubectl, if the job names one."""
+    given = job.rpartition("/")[0]
+    return [f"--namespace={given}"] if given else []
+
+
+def entry(job: str, found: Mapping[str, Any]) -> QueueEntry:
+    """How a Job stands, in Slurm's words, and who ended it; pure.
+
+    Args:
+        job: its name for us.
+        found: as kubectl describes it.
+    """
+    status, about = found.get("status", {}), found.get("metadata", {})
+    true = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
+    state, told = "PENDING", {}
+    if "Complete" in true or "SuccessCriteriaMet" in true:
+        state = "COMPLETED"
+    elif failed := true.get("Failed") or true.get("FailureTarget"):
+        state, told = "TIMEOUT" if failed.get("reason") == "DeadlineExceeded" else "FAILED", failed
+    elif about.get("deletionTimestamp"):
+        state = "COMPLETING"
+    elif status.get("ready"):
+        state = "RUNNING"
+    elif suspended := true.get("Suspended"):
+        told = suspended
+    reason = ": ".join(str(told[key]) for key in ("reason", "message") if told.get(key))
+    return QueueEntry(job, state, reason, "", "", "", "", str(status.get("startTime", "")))
+
+
+KUBERNETES = Kubernetes()

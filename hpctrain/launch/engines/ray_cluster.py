@@ -1,0 +1,122 @@
+"""Ranks on a Ray cluster: an actor on each of as many of its nodes as the run needs runs `hpctrain node` there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import MissingExtra, RunFailed, UserError
+from hpctrain.launch.engines import fitting, runners
+from hpctrain.launch.engines.fitting import Report, RunResult
+from hpctrain.launch.runners import ticket
+from hpctrain.launch.runners.ticket import Ticket
+from hpctrain.run.verdict import RunVerdict
+
+LEAVING_S = 10.0
+"""Longest wait for nodes to leave after the run."""
+
+
+class Node:
+    """The actor."""
+
+    def serve(self, given: Ticket) -> int:
+        """See ``runners.serve``."""
+        return runners.serve(given)
+
+
+def run(
+    config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
+) -> RunVerdict:
+    """Trains on ``launch.nodes`` nodes of a cluster; see ``invited`` and ``runners.run_on``."""
+    return runners.run_on(invited, ticket.fresh(), config, ranks, rank_words, verbose, fresh)
+
+
+def fit(
+    config: Config | Mapping[str, Any] | str | Path,
+    *,
+    placement: Literal["spread", "packed"] = "spread",
+    fresh: bool = False,
+    report: Report | None = None,
+) -> RunResult:
+    """Trains on the Ray cluster of this program, and waits for the end; in a trainable of Ray Tune, too.
+
+    The cluster is that to which ``ray.init`` has connected this process, else the one that RAY_ADDRESS names, or that
+    this machine belongs to. All its nodes see the run folder and the Python environment under the same paths.
+
+    Args:
+        config: a run: of ``load_config``, the path of a run file, or a dict of what would be in one. It says on how
+            many nodes (``launch.nodes``), with how many ranks each (``launch.ranks_per_node``).
+        placement: nodes are different nodes of Ray (``spread``), or all ranks are on one (``packed``).
+        fresh: put existing checkpoints aside and start from the beginning.
+        report: called with the metrics of each evaluation and its ``step``, such as ``ray.tune.report``. What it raises
+            stops the run with a checkpoint.
+
+    Raises:
+        UserError: something to correct first; Ray is missing, or there is no cluster.
+        NoRequeue: another attempt is pointless.
+        RunFailed: the run has failed otherwise, or the cluster has no room within ``launch.node_wait_s``.
+    """
+    config = fitting.read(config)
+    if placement == "packed":
+        launch = config.launch
+        ranks = launch.nodes * (launch.ranks_per_node or 1)
+        packed = dataclasses.replace(launch, nodes=1, min_nodes=None, spare_nodes=0, ranks_per_node=ranks)
+        config = dataclasses.replace(config, launch=packed)
+    return fitting.fit(config, invited, fresh, report)
+
+
+@contextlib.contextmanager
+def invited(config: Config, made: Ticket) -> Iterator[Callable[[], str]]:
+    """See ``runners.Invite``. Each node gives a core for each thread of its ranks, and launch.slurm.gpus_per_node GPUs.
+
+    Raises:
+        UserError: Ray is missing, or there is no cluster.
+        RunFailed: the cluster has no room within ``launch.node_wait_s``.
+    """
+    try:
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError as error:
+        raise MissingExtra("ray", "ray") from error
+    try:
+        if not ray.is_initialized():
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(f"launch.engine is ray: {error}", "ray start --head, or set RAY_ADDRESS") from error
+    launch = config.launch
+    gpus = launch.slurm.gpus_per_node or 0
+    cores = (launch.ranks_per_node or gpus or 1) * (config.train.threads or 1)
+    bundle = {"CPU": cores} | ({"GPU": gpus} if gpus else {})
+    group = placement_group([bundle] * (launch.nodes + launch.spare_nodes), strategy="STRICT_SPREAD")
+    actors: list[Any] = []
+    try:
+        if not group.wait(launch.node_wait_s):
+            what = f"Ray has had no {group.bundle_count} nodes with {bundle} within {launch.node_wait_s:g} s"
+            raise RunFailed(what, "see `ray status`, and ask for less")
+        for index in range(group.bundle_count):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            made_there: Any = ray.remote(Node).options(num_cpus=cores, num_gpus=gpus, scheduling_strategy=place)
+            actors.append(made_there.remote())
+        serving = [actor.serve.remote(made) for actor in actors]
+        yield partial(_problem, serving)
+        ray.wait(serving, num_returns=len(serving), timeout=LEAVING_S)
+    finally:
+        remove_placement_group(group)
+
+
+def _problem(serving: Sequence[Any]) -> str:
+    import ray
+
+    for ended in ray.wait(list(serving), num_returns=len(serving), timeout=0)[0]:
+        try:
+            return f"hpctrain node has ended on one with exit code {ray.get(ended)}"
+        except ray.exceptions.RayError as error:
+            return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return ""

@@ -1,0 +1,7 @@
+"""``python -I -S run_encoded.py HEX``: becomes a shell that runs a command line, given in hexadecimal digits."""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    os.execl("/bin/sh", "sh", "-c", os.fsdecode(bytes.fromhex(sys.argv[1])))

@@ -1,0 +1,118 @@
+"""Ranks on nodes that have dialled home: one mpirun over those on which `hpctrain node` runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.launch.engines import hosts
+from hpctrain.launch.runners import ask, desk, node, ticket
+from hpctrain.launch.runners.desk import Desk
+from hpctrain.launch.runners.ticket import Ticket
+from hpctrain.run.verdict import RunVerdict
+from hpctrain.system import python
+from hpctrain.system.output import say
+from hpctrain.system.processes import own_folder
+from hpctrain.system.signals import Interrupted, StopSignals
+
+Invite = Callable[[Config, Ticket], AbstractContextManager[Callable[[], str]]]
+"""Has ``hpctrain node`` started with a ticket on each of the nodes of a run; the context ends after the run. What it
+gives says why nodes that have not come will not come, or nothing."""
+
+
+def serve(given: Ticket) -> int:
+    """`hpctrain node` on this machine, for the process that an engine has here: until the run is over; its exit code.
+
+    It outlives this process, and ends with its supervisor alone: engines end processes of theirs on whole nodes when
+    another node is lost.
+    """
+    environment = python.environment() | given.variables
+    return subprocess.run(python.module("hpctrain", "node"), env=environment, start_new_session=True).returncode
+
+
+def run(
+    config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
+) -> RunVerdict:
+    """Waits for nodes that somebody else starts, and trains on them; see ``run_on``.
+
+    Raises:
+        UserError: nodes cannot know where this supervisor is, or another run lives that uses the ticket's file.
+    """
+    given, path = ticket.of_environment(os.environ), config.launch.ticket
+    if given is None and path is None:
+        what = "launch.engine is runners, and nothing tells nodes where this supervisor is"
+        raise UserError(what, f"set launch.ticket to a file that all nodes see, or {ticket.KEY} and {ticket.ADDRESS}")
+    for name in (ticket.KEY, ticket.ADDRESS):  # no business of the ranks
+        os.environ.pop(name, None)
+    say(f"waits for {config.launch.nodes + config.launch.spare_nodes} nodes: hpctrain node {path or ''}".rstrip())
+
+    @contextlib.contextmanager
+    def shown(_: Config, made: Ticket) -> Iterator[Callable[[], str]]:
+        if given is not None or path is None:
+            yield str
+            return
+        made.write(Path(path), node.lives)
+        try:
+            yield str
+        finally:
+            made.remove(Path(path))
+
+    return run_on(shown, given or ticket.fresh(), config, ranks, rank_words, verbose, fresh)
+
+
+def run_on(
+    invite: Invite,
+    given: Ticket,
+    config: Config,
+    ranks: int | None,
+    rank_words: Sequence[str],
+    verbose: bool,
+    fresh: bool,
+) -> RunVerdict:
+    """Trains on nodes that come when they are invited; see ``hosts.run``.
+
+    Args:
+        invite: see ``Invite``.
+        given: the ticket; port 0 for a free one.
+
+    Raises:
+        UserError: what ``hosts.run`` raises.
+        RunFailed: nodes do not come.
+    """
+    launch = config.launch
+    with own_folder(tempfile.gettempdir()) as folder:
+        if not folder:
+            raise RunFailed(f"{tempfile.gettempdir()} cannot be written", "set TMPDIR to a folder of this machine")
+        with ExitStack() as guests, desk.opened(given, Path(folder)) as opened:
+            made = dataclasses.replace(given, port=opened.port)
+            problem = guests.enter_context(invite(config, made))  # they leave with the desk
+            count = launch.nodes + launch.spare_nodes
+            names = wait_for(opened, count, launch.node_wait_s, problem)
+            shell = shlex.join([sys.executable, "-I", "-S", ask.__file__, str(opened.path), "{host}"])
+            on_nodes = dataclasses.replace(launch, engine=None, hosts=tuple(names[:count]), remote_shell=shell)
+            cores = min(opened.nodes[name]["cores"] for name in names[:count])
+            config = dataclasses.replace(config, launch=on_nodes)
+            return hosts.run(config, ranks, rank_words, verbose, fresh, cores=cores, away=lambda: opened.lost)
+
+
+def wait_for(opened: Desk, count: int, patience_s: float, problem: Callable[[], str]) -> list[str]:
+    """See ``Desk.wait_for``; a signal ends it. Raises RunFailed."""
+    signals = StopSignals()
+    signals.install()
+    try:
+        with signals.interrupting():
+            return opened.wait_for(count, patience_s, problem)
+    except Interrupted as error:
+        raise RunFailed(f"stopped by signal {error} while it waited for nodes", "the same command starts it") from error
+    finally:
+        signals.restore()

@@ -1,0 +1,60 @@
+"""The schedulers by name. Commands ask for one by the run, and know none by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.launch.engines import scheduler
+from hpctrain.launch.engines.batch_jobs import BATCH
+from hpctrain.launch.engines.jobs import submissions
+from hpctrain.launch.engines.kubernetes.cluster import KUBERNETES
+from hpctrain.launch.engines.scheduler import Scheduler
+from hpctrain.launch.engines.slurm.scheduler import SLURM
+from hpctrain.run.folder import RunDir
+from hpctrain.run.run_status import QueueEntry
+
+SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "kubernetes": KUBERNETES, **BATCH}
+
+
+def of(config: Config) -> Scheduler:
+    """The one that a run file names, by default Slurm. Raises UserError: its engine has no queue."""
+    engine = config.launch.engine or "slurm"
+    if engine not in SCHEDULERS:
+        what = f"launch.engine is {engine}, which has no queue to submit to"
+        raise UserError(what, "start it with hpctrain run, or name another engine")
+    return SCHEDULERS[engine]
+
+
+def of_run(run: RunDir) -> Scheduler:
+    """The one that has the newest job of a run."""
+    return SCHEDULERS[engine_of(run)]
+
+
+def engine_of(run: RunDir) -> str:
+    """Its name."""
+    named = [each.engine for each in submissions(run) if each.engine in SCHEDULERS]
+    return named[-1] if named else "slurm"
+
+
+def as_submitted(config: Config, run: RunDir) -> Config:
+    """The run file of a folder, in which jobs have noted their hosts, for the scheduler that had its newest job."""
+    if (engine := engine_of(run)) == "slurm":
+        return config
+    launch = dataclasses.replace(config.launch, engine=engine, hosts=())  # type: ignore[arg-type]
+    return dataclasses.replace(config, launch=launch)
+
+
+def alive(run: RunDir) -> list[QueueEntry]:
+    """Jobs of the run that wait or run."""
+    return scheduler.alive(of_run(run), run)
+
+
+def goes_on(run: RunDir) -> bool:
+    """Whether a job of the run waits or runs, for those who wait: a scheduler that is silent now is asked again."""
+    try:
+        return bool(alive(run))
+    except RunFailed:
+        return True

@@ -1,0 +1,121 @@
+"""Ranks on a Spark cluster: a barrier stage, of which each task runs `hpctrain node` on its executor's machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.sections import Config
+from hpctrain.errors import MissingExtra, UserError
+from hpctrain.launch.engines import fitting, runners
+from hpctrain.launch.engines.fitting import Report, RunResult
+from hpctrain.launch.runners import ticket
+from hpctrain.launch.runners.ticket import Ticket
+from hpctrain.run.folder import RunDir
+from hpctrain.run.verdict import RunVerdict
+
+LEAVING_S = 3.0
+"""Longest wait for tasks to end after the run. Those of a stage that Spark has started again may never begin."""
+
+
+def run(
+    config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
+) -> RunVerdict:
+    """Trains on executors of a new application; see ``invited`` and ``runners.run_on``."""
+    return runners.run_on(invited, ticket.fresh(), config, ranks, rank_words, verbose, fresh)
+
+
+def fit(
+    config: Config | Mapping[str, Any] | str | Path,
+    dataframe: Any = None,
+    *,
+    argument: str = "data",
+    fresh: bool = False,
+    report: Report | None = None,
+) -> RunResult:
+    """Trains on the executors of this Spark program, and waits for the end.
+
+    All executors see the run folder and the Python environment under the same paths.
+
+    Args:
+        config: a run: of ``load_config``, the path of a run file, or a dict of what would be in one. It says on how
+            many executors (``launch.nodes``), with how many ranks each (``launch.ranks_per_node``).
+        dataframe: training data: written once as Parquet to ``table`` in the run folder, in the order of its rows, and
+            left alone by calls that resume the run.
+        argument: of the task, which gets the path of that folder; ``open_dataset`` reads it.
+        fresh: put existing checkpoints aside, write the data again, and start from the beginning.
+        report: called with the metrics of each evaluation and its ``step``. What it raises stops the run with a
+            checkpoint.
+
+    Raises:
+        UserError: something to correct first; pyspark is missing.
+        NoRequeue: another attempt is pointless.
+        RunFailed: the run has failed otherwise, or Spark does not start the tasks within ``launch.node_wait_s``.
+    """
+    config = fitting.read(config)
+    if dataframe is not None:
+        table = RunDir.of(config.name, config.run_dir).path / "table"
+        if fresh or not (table / "_SUCCESS").exists():
+            dataframe.write.mode("overwrite").parquet(table.as_uri())
+        config = dataclasses.replace(config, task_args=config.task_args | {argument: str(table)})
+    return fitting.fit(config, invited, fresh, report)
+
+
+@contextlib.contextmanager
+def invited(config: Config, made: Ticket) -> Iterator[Callable[[], str]]:
+    """See ``runners.Invite``. In the Spark session of this process, else a new one as ``spark-defaults.conf`` says.
+
+    Raises:
+        UserError: pyspark is missing, or the session is one of Spark Connect.
+    """
+    try:
+        from pyspark.errors import PySparkException
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise MissingExtra("pyspark", "spark") from error
+    try:
+        new = SparkSession.builder.appName(f"hpctrain {config.name}")
+        for name, value in (("interval", "1s"), ("maxFailures", int(config.launch.node_wait_s))):  # by default 15 s
+            new = new.config(f"spark.scheduler.barrier.maxConcurrentTasksCheck.{name}", value)
+        session = SparkSession.getActiveSession() or new.getOrCreate()
+        context = session.sparkContext
+    except PySparkException as error:
+        raise UserError(f"launch.engine is spark: {error}", "use a session without Spark Connect") from error
+    count = config.launch.nodes + config.launch.spare_nodes
+    tag = f"hpctrain-{uuid.uuid4().hex}"
+    said: list[str] = []
+
+    def work() -> None:
+        context.addJobTag(tag)
+        try:
+            barrier = context.parallelize(range(count), count).barrier()
+            said.extend(barrier.mapPartitions(partial(_serve, made)).collect())
+        except Exception as error:
+            text = str(getattr(error, "java_exception", error)).strip()
+            said.append((text.splitlines() or [type(error).__name__])[0])
+
+    thread = threading.Thread(target=work, name="barrier stage", daemon=True)
+    thread.start()
+    try:
+        yield lambda: said[0] if said else ""
+        thread.join(LEAVING_S)
+    finally:
+        context.cancelJobsWithTag(tag)
+        thread.join()
+
+
+def _serve(made: Ticket, _: Iterator[int]) -> list[str]:
+    """One task; why it could not serve the run."""
+    from pyspark import BarrierTaskContext
+
+    hosts = BarrierTaskContext.get().allGather(socket.gethostname())
+    if twice := {host for host in hosts if hosts.count(host) > 1}:
+        return [f"Spark has placed two tasks on {twice.pop()}: set spark.task.cpus to the cores of an executor"]
+    return [f"hpctrain node has ended on {socket.gethostname()} with exit code {runners.serve(made)}"]

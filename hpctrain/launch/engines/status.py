@@ -1,0 +1,237 @@
+"""How runs stand: the one place that asks schedulers about jobs and joins the answers with what the folders tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError
+from hpctrain.launch.engines import schedulers
+from hpctrain.launch.engines.jobs import SCRIPT, refusal, submissions
+from hpctrain.launch.engines.slurm import client
+from hpctrain.run.events import Train
+from hpctrain.run.folder import RunDir
+from hpctrain.run.progress import Progress
+from hpctrain.run.resolve_run import elements_of
+from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, State
+from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.view import RunView
+from hpctrain.system import foreign_text
+from hpctrain.system.quantities import duration
+
+RECOVERIES = 3
+"""Newest recoveries that are shown."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run: an array has one for each element."""
+
+    found: RunSnapshot
+    """What the run folder knows."""
+    state: State
+    """How the run stands, as ``hpctrain watch`` has it."""
+    job: QueueEntry
+    """In Slurm's words; UNKNOWN for one that it does not report or has forgotten, all empty without one."""
+    time: float
+    """Unix seconds."""
+
+    @property
+    def ended(self) -> str | None:
+        """How the last attempt ended, if it said so."""
+        newest = self.found.newest
+        if newest is None or newest.ended is None:
+            return None
+        return (newest.verdict.reason if newest.verdict else "") or "ended"
+
+    @property
+    def straggler(self) -> str | None:
+        """The newest finding of the monitor that stands, as a sentence."""
+        slow = list(self.found.progress.findings.values())
+        return slow[-1].text if slow else None
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        found, made, job = self.found, self.found.progress, self.job
+        train = made.newest(Train) or Train(step=0)
+        return {
+            "run": str(found.path),
+            "state": self.state.word.value,
+            "why": self.state.why,
+            "job": job.id or None,
+            "job_state": job.state or None,
+            "reason": job.reason,
+            "nodes": job.nodes,
+            "elapsed": job.elapsed,
+            "time_left": job.left,
+            "progress": {
+                "attempt": found.newest.number if found.newest else None,
+                "step": made.step,
+                "steps": made.total_steps,
+                "checkpoint": found.checkpoint_step,
+                "loss": train.loss,
+                "samples_per_s": train.samples_per_s,
+                "left_s": made.left_s,
+                "silent_s": self.time - made.last_time if made.last_time is not None else None,
+                "straggler": self.straggler,
+                "ended": self.ended,
+                "stop_requested_by": found.stop_requested_by,
+                "plan": (found.newest.plan if found.newest else "") or None,
+                "recoveries": [event.text for event in made.sums.recoveries],
+                "account": vars(found.account),
+                "failing_saves": made.failing_saves,
+                "store_away": made.store_away,
+                "left_out": found.left_out or None,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What schedulers say of jobs."""
+
+    entries: Mapping[str, QueueEntry]
+    """By job; those that it has forgotten are missing."""
+    silence: str = ""
+    """Why it did not answer; empty if it did."""
+
+    def job_of(self, run: RunDir) -> QueueEntry | None:
+        """The job of a run: the living one, else the newest that Slurm knows.
+
+        A job that Slurm does not report is UNKNOWN; if nothing could be submitted it is REFUSED. None if nothing was
+        submitted.
+        """
+        jobs = jobs_of(run)
+        if not jobs:
+            refused = refusal(run)
+            return _entry("", REFUSED, refused) if refused else None
+        found = [self.entries[job] for job in jobs if job in self.entries]
+        if found:
+            return next((entry for entry in found if entry.state in ALIVE), found[-1])
+        array = jobs[-1].partition("_")[0]
+        others = any(job.startswith(f"{array}_") for job in self.entries)
+        if others and "_" in jobs[-1] and not run.has_begun:
+            # Slurm keeps no record of an element that is cancelled while it waits.
+            return _entry(jobs[-1], "CANCELLED", "taken out of the queue")
+        return _entry(jobs[-1], UNKNOWN, self.silence or f"{schedulers.of_run(run).title} has forgotten it")
+
+
+def _entry(job: str, state: str, reason: str) -> QueueEntry:
+    return QueueEntry(job, state, reason, "", "", "", "", "")
+
+
+def ask(runs: Sequence[RunDir]) -> Answer:
+    """One question to each scheduler about its jobs of all these runs.
+
+    Takes seconds if it is down, and never fails.
+    """
+    found: dict[str, QueueEntry] = {}
+    silence = ""
+    engines = {run: schedulers.engine_of(run) for run in runs}
+    for engine in dict.fromkeys(engines.values()):
+        jobs = [jobs_of(run) for run in runs if engines[run] == engine]
+        try:
+            found |= schedulers.SCHEDULERS[engine].states(jobs, client.ANSWER_S, ended=True)
+        except HpctrainError as error:
+            silence = error.what
+    return Answer(found, silence)
+
+
+def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
+    """The status of run folders; if a scheduler does not answer, what the folders tell."""
+    answer = ask(runs)
+    return [of_run(run, answer) for run in runs]
+
+
+def of_run(run: RunDir, answer: Answer) -> RunStatus:
+    """The status of one run folder."""
+    entry, now, found = answer.job_of(run), time.time(), RunView(run.path).snapshot()
+    return RunStatus(found, found.state(now, entry), entry or _entry("", "", ""), now)
+
+
+def jobs_of(run: RunDir) -> list[str]:
+    """Numbers of a run's jobs, oldest first."""
+    return [each.job for each in submissions(run)]
+
+
+def own_runs(here: Path) -> list[RunDir]:
+    """The user's runs: those below ``here``/runs, and those whose jobs Slurm knows, wherever they lie."""
+    folders = sorted((here / "runs").glob("*/"))
+    found = {folder: RunDir(folder) for folder in folders if RunDir(folder).run_yaml.is_file()}
+    try:
+        scripts = client.own_scripts()
+    except HpctrainError:
+        scripts = {}
+    for folder in (Path(command).parent for command in scripts.values() if Path(command).name == SCRIPT):
+        if RunDir(folder).run_yaml.is_file():
+            found.setdefault(folder, RunDir(folder))
+    return [run for array in found.values() for run in elements_of(array) or [array]]
+
+
+def lines(statuses: Sequence[RunStatus]) -> list[str]:
+    """A short paragraph for each run."""
+    text = []
+    for status in statuses:
+        found, made, job, ended, why = status.found, status.found.progress, status.job, status.ended, status.state.why
+        text.append(f"{found.path}")
+        text.append("  " + status.state.word.value + (f": {why}" if why else ""))
+        if job.id:
+            # If the run has recorded its end, how its job ended does not matter to people.
+            named = f"job {job.id}" + ("" if ended else f" {job.state}")
+            times = [_pair(job.elapsed, "elapsed"), _pair(job.left, "left") if not ended else ""]
+            untold = job.reason if job.state == UNKNOWN and job.reason not in why else ""
+            text.append("  " + _join([named, untold if not ended else "", job.nodes, *times]))
+        train, newest = made.newest(Train), found.newest
+        rate = f"{train.samples_per_s:.4g} samples/s" if train and train.samples_per_s else ""
+        ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not ended else ""
+        saved = f"checkpoint at {found.checkpoint_step}" if found.checkpoint_step is not None else ""
+        begun = f"attempt {newest.number}" if newest else "no attempt yet"
+        text.append("  " + _join([begun, newest.plan if newest else "", _step(made), rate, ahead, saved]))
+        if ended and ended not in why:
+            text.append(f"  last attempt: {ended}")
+        if account := found.account.text:
+            text.append(f"  goodput: {account}")
+        text += [f"  {event.text}" for event in list(made.sums.recoveries)[-RECOVERIES:]]
+        if made.failing_saves:
+            text.append(f"  NOT SAVED: {made.failing_saves}")
+        if made.store_away:
+            text.append(f"  NOT STORED: {made.store_away}")
+        if status.straggler:
+            text.append(f"  slow: {status.straggler}")
+        if found.stop_requested_by:
+            text.append(f"  asked to stop by {found.stop_requested_by}")
+        if found.left_out:
+            text.append(f"  events: {found.left_out}")
+    return [indent(each) for each in text]
+
+
+def table(statuses: Sequence[RunStatus]) -> list[str]:
+    """A line for each run."""
+    rows = [
+        (each.state.word.value, each.job.id or "-", _step(each.found.progress), foreign_text.line(str(each.found.path)))
+        for each in statuses
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
+
+
+def _step(made: Progress) -> str:
+    if made.step is None:
+        return "no step yet"
+    return f"step {made.step}" + (f" of {made.total_steps}" if made.total_steps else "")
+
+
+def indent(text: str) -> str:
+    """One line, as far to the right as the text is."""
+    return text[: len(text) - len(text.lstrip(" "))] + foreign_text.line(text.strip(" "))
+
+
+def _join(parts: Sequence[str]) -> str:
+    return " · ".join(part for part in parts if part and part != "N/A")
+
+
+def _pair(value: str, name: str) -> str:
+    return f"{value} {name}" if value and value not in ("INVALID", "N/A", "NOT_SET") else ""

@@ -1,0 +1,227 @@
+"""The supervisor's side: nodes arrive here, and what mpirun wants to start on one of them is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import RunFailed
+from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, listening_context, prove
+from hpctrain.launch.runners.ticket import Ticket
+from hpctrain.system.address import listen
+
+STRANGERS = 64
+"""Connections that may be there without having proved the key; the oldest of more is dropped."""
+PATIENCE = 32
+"""Connections in a row that have proved nothing, after which one is accepted every PAUSE_S."""
+PAUSE_S = 0.05
+BACKLOG = 128
+"""Connections that the kernel holds until they are accepted: PAUSE_S each is the longest wait of a node among them."""
+FAREWELL_S = 2.0
+"""Longest wait for nodes to close their connections at the end."""
+LOOK_S = 0.5
+"""Between two looks at what may keep nodes from coming."""
+NODE_LOST = b"255"
+"""Exit code of a command whose node is gone, as ssh would end."""
+
+
+class Desk:
+    """Runs in a separate thread; `opened` starts and ends it.
+
+    Args:
+        key: of the run.
+        path: of the socket for what mpirun calls.
+    """
+
+    def __init__(self, key: bytes, path: Path) -> None:
+        self.key = key
+        self.path = path
+        self.port = 0
+        self.nodes: dict[str, dict[str, Any]] = {}
+        """What each node says of itself, by its host name, in the order of their arrival; those lost, too."""
+        self.lost: set[str] = set()
+        self.changed = threading.Condition()
+        self.links: dict[str, Link] = {}
+        self.askers: dict[int, tuple[str, asyncio.StreamWriter]] = {}
+        """Who waits for which command, and its host."""
+        self.numbers = itertools.count(1)
+        self.strangers: dict[asyncio.Task[None], None] = {}
+        """Who has proved nothing yet, oldest first."""
+        self.in_row = 0
+        """Connections since the last that proved the key."""
+
+    def wait_for(self, count: int, patience_s: float, problem: Callable[[], str] = str) -> list[str]:
+        """Host names of the first nodes, once that many are there.
+
+        Raises:
+            RunFailed: they do not come, or ``problem`` says that they will not.
+        """
+        end, why = time.monotonic() + patience_s, ""
+        with self.changed:
+            while len(self.links) < count and not why:
+                self.changed.wait(LOOK_S)
+                late = f" within {patience_s:.0f} s" if time.monotonic() > end else ""
+                why = f": {said}" if (said := problem()) else late
+            names = list(self.links)
+        if len(names) < count:
+            raise RunFailed(f"{len(names)} of {count} nodes have come{why}", "start hpctrain node on each node")
+        return names
+
+    async def serve(self, port: int, folder: Path, ready: Future[Callable[[], object]]) -> None:
+        """Gives ``ready`` what ends it, to be called from another thread."""
+        context, certificate = listening_context(folder)
+
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        listener = listen(None, port)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        folder_number = os.open(self.path.parent, os.O_PATH)  # addresses of sockets have at most 107 bytes
+        local = await asyncio.start_unix_server(self.pass_on, f"/proc/self/fd/{folder_number}/{self.path.name}")
+        os.close(folder_number)
+        self.port = listener.getsockname()[1]
+        door = asyncio.create_task(self.admit(listener, context, certificate))
+        ready.set_result(lambda: loop.call_soon_threadsafe(over.set))
+        await over.wait()
+        door.cancel()
+        listener.close()
+        local.close()
+        leaving = list(self.links.values())
+        for link in leaving:
+            link.send(Kind.LEAVE)
+            link.writer.close()
+        with contextlib.suppress(TimeoutError):
+            gone = asyncio.gather(*(link.writer.wait_closed() for link in leaving), return_exceptions=True)
+            await asyncio.wait_for(gone, FAREWELL_S)
+
+    async def admit(self, listener: socket.socket, context: ssl.SSLContext, certificate: bytes) -> None:
+        """Accepts connections; who proves nothing costs few descriptors and little time, however many come."""
+        while True:
+            with contextlib.suppress(OSError):  # gone before it was accepted, or no descriptor is left
+                stream, _ = await asyncio.get_running_loop().sock_accept(listener)
+                task = asyncio.create_task(self.arrive(stream, context, certificate))
+                self.strangers[task] = None
+                task.add_done_callback(lambda task: self.strangers.pop(task, None))
+                if len(self.strangers) > STRANGERS:
+                    oldest = next(iter(self.strangers))
+                    del self.strangers[oldest]
+                    oldest.cancel()
+                self.in_row += 1
+                if self.in_row <= PATIENCE:
+                    continue
+            await asyncio.sleep(PAUSE_S)
+
+    async def arrive(self, stream: socket.socket, context: ssl.SSLContext, certificate: bytes) -> None:
+        """One connection, TLS and all."""
+        reader = asyncio.StreamReader()
+        protocol, loop = asyncio.StreamReaderProtocol(reader), asyncio.get_running_loop()
+        with contextlib.suppress(Lost, OSError, TimeoutError, ValueError, KeyError):
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, stream, ssl=context, ssl_handshake_timeout=GREETING_S
+            )
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+            try:
+                with contextlib.suppress(Lost, ValueError, KeyError):
+                    await self.attend(Link(reader, writer), certificate)
+                writer.close()
+                await asyncio.wait_for(writer.wait_closed(), FAREWELL_S)  # what was said last is to arrive
+            finally:
+                transport.abort()
+
+    async def attend(self, link: Link, certificate: bytes) -> None:
+        """One connection from its greeting to its end."""
+        async with asyncio.timeout(GREETING_S):
+            await prove(link, self.key, certificate, calls=False)
+            _, _, hello = await link.receive()
+            facts = json.loads(hello)
+            host = str(facts["host"])
+        self.in_row = 0
+        if me := asyncio.current_task():
+            self.strangers.pop(me, None)
+        if host in self.links:
+            return
+        self.note(host, link, facts)
+        beat = asyncio.create_task(link.beat())
+        try:
+            while True:
+                kind, number, content = await link.receive()
+                if number in self.askers:
+                    Link(link.reader, self.askers[number][1]).send(kind, number, content)
+        finally:
+            beat.cancel()
+            self.note(host, None, facts)
+            for of_host, asker in self.askers.values():
+                if of_host == host:
+                    Link(link.reader, asker).send(Kind.EXIT, 0, NODE_LOST)
+
+    def note(self, host: str, link: Link | None, facts: dict[str, Any]) -> None:
+        """A node has come, or is lost."""
+        with self.changed:
+            if link:
+                self.nodes[host] = facts
+                self.links[host] = link
+                self.lost.discard(host)
+            else:
+                del self.links[host]
+                self.lost.add(host)
+            self.changed.notify_all()
+
+    async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What mpirun wants to start, until it has ended or mpirun does not want it any more."""
+        number = next(self.numbers)
+        with contextlib.suppress(OSError, ValueError):
+            wanted = json.loads(await reader.readline())
+            if link := self.links.get(wanted["host"]):
+                self.askers[number] = (wanted["host"], writer)
+                link.send(Kind.RUN, number, wanted["command"].encode())
+                await reader.read()
+                if self.links.get(wanted["host"]) is link:
+                    link.send(Kind.STOP, number)
+        self.askers.pop(number, None)
+        writer.close()
+
+
+@contextlib.contextmanager
+def opened(ticket: Ticket, folder: Path) -> Iterator[Desk]:
+    """A desk that listens on the ticket's port; in the end its nodes leave.
+
+    Args:
+        ticket: with the key of the run.
+        folder: this user's alone.
+
+    Raises:
+        UserError: see ``listening_context``.
+        RunFailed: the port is in use.
+    """
+    desk = Desk(ticket.key, folder / "ask")
+    ready: Future[Callable[[], object]] = Future()
+
+    def serve() -> None:
+        try:
+            asyncio.run(desk.serve(ticket.port, folder, ready))
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+    thread = threading.Thread(target=serve, name="nodes", daemon=True)
+    thread.start()
+    try:
+        end = ready.result()
+    except OSError as error:
+        raise RunFailed(f"nodes cannot be awaited: {error}", "give another port") from error
+    try:
+        yield desk
+    finally:
+        end()
+        thread.join()

@@ -1,0 +1,164 @@
+"""What supervisor and node say to each other, over TLS, once each has shown the other that it holds the run's key.
+
+The certificate is made for one run, and no authority signs it. Each side proves the key over the certificate that it
+sees and over both nonces (HMAC-SHA256): who sits between the two cannot show the same certificate to the node, and what
+was recorded is of no use in another connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hashlib
+import hmac
+import secrets
+import ssl
+import struct
+from enum import IntEnum
+from pathlib import Path
+
+from hpctrain.errors import UserError
+
+NONCE_BYTES = 32
+HEAD = struct.Struct("!BII")
+"""Kind, number of the command, bytes of the content."""
+LARGEST = 1 << 20
+BEAT_S = 1.0
+SILENCE_S = 5.0
+"""After this time without a word the other side is gone: its machine, or the network between."""
+GREETING_S = 10.0
+"""For TLS and the proofs together."""
+
+
+class Kind(IntEnum):
+    """Of a message. The first three are those that the program that asked gets."""
+
+    EXIT = 0
+    """A command has ended; its exit code."""
+    OUT = 1
+    ERR = 2
+    RUN = 3
+    """Start this command line."""
+    STOP = 4
+    """End it."""
+    HELLO = 5
+    """A node's first message: JSON."""
+    BEAT = 6
+    LEAVE = 7
+    """The run is over."""
+
+
+class Lost(Exception):
+    """The other side has gone, or is silent."""
+
+
+class Refused(Lost):
+    """The other side does not hold the key."""
+
+
+class Link:
+    """One side of a trusted connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, kind: Kind, number: int = 0, content: bytes = b"") -> None:
+        """Queues a message."""
+        self.writer.write(HEAD.pack(kind, number, len(content)) + content)
+
+    async def receive(self) -> tuple[Kind, int, bytes]:
+        """The next message but a beat. Raises Lost."""
+        try:
+            while True:
+                head = await asyncio.wait_for(self.reader.readexactly(HEAD.size), SILENCE_S)
+                kind, number, length = HEAD.unpack(head)
+                if length > LARGEST:
+                    raise Lost("a message is too long")
+                content = await asyncio.wait_for(self.reader.readexactly(length), SILENCE_S) if length else b""
+                if kind != Kind.BEAT:
+                    return Kind(kind), number, content
+        except (OSError, EOFError, TimeoutError, ValueError) as error:
+            raise Lost(str(error) or type(error).__name__) from error
+
+    async def beat(self) -> None:
+        """Shows without end that this side lives."""
+        while True:
+            self.send(Kind.BEAT)
+            await asyncio.sleep(BEAT_S)
+
+
+async def prove(link: Link, key: bytes, certificate: bytes, calls: bool) -> None:
+    """Shows that this side holds the key, and has the other show it.
+
+    Args:
+        link: over TLS.
+        key: of the run.
+        certificate: the supervisor's in DER, as this side knows it.
+        calls: this side is the node.
+
+    Raises:
+        Refused: the other side does not hold the key, or another certificate is between.
+        Lost: it has left before that.
+    """
+    mine = secrets.token_bytes(NONCE_BYTES)
+    link.writer.write(mine)
+    try:
+        theirs = await link.reader.readexactly(NONCE_BYTES)
+        nonces = mine + theirs if calls else theirs + mine
+        proofs = [
+            hmac.digest(key, b"\0".join((side, nonces, hashlib.sha256(certificate).digest())), "sha256")
+            for side in (b"node", b"supervisor")
+        ]
+        own, other = proofs if calls else reversed(proofs)
+        link.writer.write(own)
+        shown = await link.reader.readexactly(len(other))
+    except (OSError, EOFError) as error:
+        raise Lost("it left before it had proved itself") from error
+    if not hmac.compare_digest(shown, other):
+        raise Refused("it does not hold the key of this run")
+
+
+def listening_context(folder: Path) -> tuple[ssl.SSLContext, bytes]:
+    """TLS for the supervisor with a new certificate, and that certificate in DER.
+
+    Args:
+        folder: this user's alone, for the moment.
+
+    Raises:
+        UserError: the package that makes certificates is missing.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise UserError("launch.engine: runners needs cryptography", 'pip install "hpctrain[runners]"') from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hpctrain")])
+    day = datetime.timedelta(days=1)
+    now = datetime.datetime.now(datetime.UTC)
+    built = x509.CertificateBuilder(
+        name, name, key.public_key(), x509.random_serial_number(), now - day, now + 400 * day
+    )
+    made = built.sign(key, hashes.SHA256())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path = folder / "certificate"
+    path.touch(0o600)
+    path.write_bytes(private + made.public_bytes(serialization.Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(path)
+    path.unlink()
+    return context, made.public_bytes(serialization.Encoding.DER)
+
+
+def calling_context() -> ssl.SSLContext:
+    """TLS for a node: no authority vouches for the certificate, `prove` does."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,177 @@
+"""``hpctrain node``: starts and ends on this machine what the supervisor of a run asks for, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import psutil
+
+from hpctrain.errors import RunFailed, UserError
+from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, Refused, calling_context, prove
+from hpctrain.launch.runners.ticket import ADDRESS, KEY, Ticket
+from hpctrain.system import processes
+from hpctrain.system.cores import usable_cores
+from hpctrain.system.output import say
+
+RETRY_S = 0.5
+REAP_S = 1.0
+READ_BYTES = 1 << 16
+NOT_STARTED = b"126"
+"""Exit code of a command that could not be started, as a shell's."""
+
+
+def run(find: Callable[[], Ticket], patience_s: float) -> None:
+    """Serves one run until it is over.
+
+    Args:
+        find: says where the supervisor is; raises OSError while that is not known.
+        patience_s: longest wait for the supervisor.
+
+    Raises:
+        RunFailed: there is no supervisor, or it has gone.
+    """
+    processes.adopt_orphans()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        asyncio.run(_serve(find, patience_s))
+    except Lost as error:
+        raise RunFailed(f"the supervisor has gone: {error}", "see how the run ended") from error
+    finally:
+        processes.end_descendants(0.0)
+
+
+async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
+    link = await _connect(find, patience_s)
+    for name in (KEY, ADDRESS):  # no business of the ranks
+        os.environ.pop(name, None)
+    host = socket.gethostname()
+    facts = {"host": host, "cores": usable_cores(), "memory": psutil.virtual_memory().total}
+    link.send(Kind.HELLO, content=json.dumps(facts).encode())
+    say(f"{host} serves the run")
+    commands: dict[int, asyncio.Task[None]] = {}
+    started: dict[int, Process | None] = {}
+    async with _beating(link), _reaping(started):
+        while (said := await link.receive())[0] is not Kind.LEAVE:
+            kind, number, content = said
+            if kind is Kind.RUN:
+                commands[number] = asyncio.create_task(_run(link, number, os.fsdecode(content), started))
+                commands[number].add_done_callback(lambda _, number=number: commands.pop(number))  # type: ignore[misc]
+            elif kind is Kind.STOP and (child := started.get(number)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGTERM)
+            elif kind is Kind.STOP and number in commands:
+                commands[number].cancel()  # it has not begun
+
+
+@contextlib.asynccontextmanager
+async def _beating(link: Link) -> AsyncIterator[None]:
+    beat = asyncio.create_task(link.beat())
+    try:
+        yield
+    finally:
+        beat.cancel()
+        link.writer.close()
+
+
+@contextlib.asynccontextmanager
+async def _reaping(started: Mapping[int, Process | None]) -> AsyncIterator[None]:
+    """Collects adopted processes as they end: a run of days may leave thousands, and the numbers of processes end."""
+
+    async def reap() -> None:
+        while True:
+            await asyncio.sleep(REAP_S)
+            own = {child and child.pid for child in started.values()}
+            with contextlib.suppress(ChildProcessError):
+                while None not in own and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+                    if ended.si_pid in own:
+                        break  # asyncio collects it
+                    os.waitpid(ended.si_pid, os.WNOHANG)
+
+    task = asyncio.create_task(reap())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
+    """Raises UserError: what answers does not hold the key; RunFailed: nothing answers."""
+    end = time.monotonic() + patience_s
+    problem = "no ticket"
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):  # no ticket yet, or a file server that is away
+            ticket = find()
+            for address in ticket.addresses:
+                try:
+                    return await _call(address, ticket)
+                except Refused as error:
+                    fix = "use the ticket, or the key, of this run"
+                    raise UserError(f"{address}:{ticket.port} is not the supervisor: {error}", fix) from error
+                except (Lost, OSError, TimeoutError) as error:
+                    problem = f"{address}:{ticket.port}: {error or type(error).__name__}"
+        await asyncio.sleep(RETRY_S)
+    fix = "start hpctrain run first, and see that nodes reach its host"
+    raise RunFailed(f"no supervisor was found within {patience_s:.0f} s: {problem}", fix)
+
+
+async def _call(address: str, ticket: Ticket) -> Link:
+    """Raises Lost, OSError, TimeoutError."""
+    async with asyncio.timeout(GREETING_S):
+        link = Link(*await asyncio.open_connection(address, ticket.port, ssl=calling_context()))
+        try:
+            certificate = link.writer.get_extra_info("ssl_object").getpeercert(True)
+            await prove(link, ticket.key, certificate, calls=True)
+        except BaseException:
+            link.writer.transport.abort()
+            raise
+        return link
+
+
+def lives(ticket: Ticket) -> bool:
+    """Whether the supervisor of a ticket can be reached from here."""
+
+    async def ask() -> bool:
+        tried = await asyncio.gather(*(_call(each, ticket) for each in ticket.addresses), return_exceptions=True)
+        links = [each for each in tried if isinstance(each, Link)]
+        for link in links:
+            link.writer.transport.abort()
+        return bool(links)
+
+    return asyncio.run(ask())
+
+
+async def _run(link: Link, number: int, command: str, started: dict[int, Process | None]) -> None:
+    started[number] = None  # which of our children it is is not known yet
+    try:
+        try:
+            child = await asyncio.create_subprocess_exec(
+                "/bin/sh", "-c", command, start_new_session=True, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+            )
+        except OSError as error:  # no processes or no descriptors are left
+            link.send(Kind.ERR, number, f"hpctrain node: {error}\n".encode())
+            link.send(Kind.EXIT, number, NOT_STARTED)
+            return
+        started[number] = child
+        assert child.stdout is not None and child.stderr is not None
+        said = (_forward(link, Kind.OUT, number, child.stdout), _forward(link, Kind.ERR, number, child.stderr))
+        await asyncio.gather(*said)
+        code = await child.wait()
+    finally:
+        del started[number]
+    link.send(Kind.EXIT, number, str(code if code >= 0 else 128 - code).encode())
+
+
+async def _forward(link: Link, kind: Kind, number: int, output: asyncio.StreamReader) -> None:
+    while content := await output.read(READ_BYTES):
+        link.send(kind, number, content)
+        await link.writer.drain()

@@ -1,0 +1,167 @@
+"""A sweep: one run for each combination of values, each in a separate folder below the sweep's."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.loading import absolute_task, load
+from hpctrain.config.sections import Config
+from hpctrain.errors import UserError
+from hpctrain.run import resolve_run
+from hpctrain.run.folder import RunDir
+from hpctrain.run.run_status import Word
+from hpctrain.run.view import RunView
+from hpctrain.system.output import say
+
+NO_AXIS = "launch.slurm."
+"""Begins keys whose text may hold commas, such as several partitions."""
+CONTINUES = ("train.epochs", "train.steps", "launch.", "checkpoint.", "monitor.", "track.")
+"""Begins keys that leave a run the one that it was: with other values it continues in its folder."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    config: Config
+    """With its own name and folder."""
+    values: tuple[tuple[str, Any], ...]
+    """What distinguishes it: swept keys and their values."""
+
+    @property
+    def run(self) -> RunDir:
+        """Its folder."""
+        return RunDir.of(self.config.name, self.config.run_dir)
+
+    @property
+    def label(self) -> str:
+        """``optimizer.lr 0.001, seed 2``."""
+        return ", ".join(f"{key} {value}" for key, value in self.values)
+
+    def is_finished(self) -> bool:
+        """Whether an earlier call has brought it to this run file's end."""
+        if RunView(self.run.path).snapshot().outcome.word is not Word.FINISHED:
+            return False
+        return load(self.run.run_yaml).train == self.config.train
+
+
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Options of the command line and their values, which stand behind ``=`` or in the next word."""
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        yield option, value if equals else next(rest, "")
+
+
+def split(text: str) -> list[str]:
+    """Values separated by commas; a list or mapping in brackets is one value, whatever it holds."""
+    values, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += letter
+    return values
+
+
+def combinations(words: Sequence[str], lists: Sequence[str] = ()) -> list[list[str]]:
+    """The options of each point: all combinations of values separated by commas, for each line of the lists.
+
+    Args:
+        words: options such as ``--optimizer.lr 1e-3,3e-4``.
+        lists: files with one line of options a point.
+
+    Raises:
+        UserError: a file cannot be read, or has no such line.
+    """
+    axes = []
+    for option, value in options_of(words):
+        values = [value] if option.removeprefix("--").startswith(NO_AXIS) else split(value)
+        axes.append([[f"{option}={each}"] for each in values])
+    lines = [line for file in lists for line in lines_of(file)] if lists else [[]]
+    return [list(itertools.chain.from_iterable(point)) for point in itertools.product(*axes, lines)]
+
+
+def lines_of(file: str) -> list[list[str]]:
+    """The options in each line of a file; comments and empty lines are passed over. Raises UserError."""
+    fix = "give a file with one line of options a run, such as --seed 3 --train.epochs 10"
+    try:
+        found = [shlex.split(line, comments=True) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:  # no text, or a quotation without an end
+        raise UserError(f"{file}: {getattr(error, 'strerror', None) or error}", fix) from error
+    if not any(found):
+        raise UserError(f"{file} names no runs", fix)
+    return [words for words in found if words]
+
+
+def elements(run_file: str, overrides: Sequence[str], words: Sequence[str]) -> list[Config]:
+    """The runs of ``--array``, as ``points_of`` has them: all combinations of ``key=v1,v2``, for each line of files.
+
+    Raises:
+        UserError: see ``combinations`` and ``points_of``.
+    """
+    lists = [word for word in words if "=" not in word or os.path.exists(word)]  # False for a list too long for a name
+    axes = [f"--{word.removeprefix('--')}" for word in words if word not in lists]
+    points = [[*overrides, *options] for options in combinations(axes, lists)]
+    return [point.config for point in points_of(run_file, points)] if words else []
+
+
+def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
+    """The points, each with the folder that an earlier call gave it, or the next free one.
+
+    Raises:
+        UserError: one of them is not a run, two are the same, or the sweep's folder is that of a single run.
+    """
+    configs = [load(run_file, words, say if index == 0 else lambda text: None) for index, words in enumerate(options)]
+    named = dict.fromkeys(option.removeprefix("--") for words in options for option, _ in options_of(words))
+    keys = [key for key in named if any(value_of(one, key) != value_of(configs[0], key) for one in configs)]
+    parent = RunDir.of(configs[0].name, configs[0].run_dir)
+    if parent.has_begun or any(key in ("name", "run_dir") for key in keys):
+        what = f"{parent.path} is the folder of a single run" if parent.has_begun else "a sweep has one name and folder"
+        raise UserError(what, "give the sweep another name: --name NAME")
+    swept = [key for key in keys if key.startswith(CONTINUES)]
+    earlier = {int(each.path.name): load(each.run_yaml) for each in resolve_run.elements_of(parent)}
+    free = iter(sorted(set(range(len(earlier) + len(configs))) - earlier.keys()))
+    points: list[Point] = []
+    for config in configs:
+        values = tuple((key, value_of(config, key)) for key in keys)
+        if any(point.values == values for point in points):
+            shown = ", ".join(f"{key} {value}" for key, value in values)
+            raise UserError(f"two points of the sweep are the same: {shown}", "give each value once")
+        identity = identity_of(config, swept)
+        known = (at for at, old in earlier.items() if identity_of(old, swept) == identity)
+        index = next(known, None)
+        index = next(free) if index is None else index
+        own = dataclasses.replace(config, name=f"{config.name}-{index}", run_dir=str(parent.path / str(index)))
+        points.append(Point(own, values))
+    return points
+
+
+def identity_of(config: Config, swept: Sequence[str]) -> Any:
+    """All of a run but its name, its folder, and keys with which it continues, unless they are swept."""
+    task = absolute_task(config.task)
+    values = dataclasses.asdict(dataclasses.replace(config, name="point", run_dir=None, task=task))
+    for section in ("checkpoint", "monitor", "track"):
+        values.pop(section)
+    values["launch"] = config.launch.command
+    values["train"] |= {"epochs": None, "steps": None}
+    return values, [value_of(config, key) for key in swept]
+
+
+def value_of(config: Config, key: str) -> Any:
+    """What a run has for a key, dotted; an argument of the task that it lacks is None."""
+    section, _, argument = key.partition(".")
+    if section == "task_args" and argument:
+        return config.task_args.get(argument)
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value

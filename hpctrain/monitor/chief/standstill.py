@@ -1,0 +1,231 @@
+"""Ranks that no longer move: follows the heartbeats, asks for stacks, says who it is and ends the attempt."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import RunFailed
+from hpctrain.monitor.chief import sentence
+from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
+from hpctrain.monitor.chief.watched import NodeCommand, Watched
+from hpctrain.monitor.wire.connection import UNANSWERED_S
+from hpctrain.monitor.wire.framing import Message
+from hpctrain.run.events import CUT_OFF, AboutRank
+from hpctrain.run.events import Hang as HangEvent
+from hpctrain.run.last_words import noted_deaths
+from hpctrain.system.files import write_atomically
+
+REMEMBERED = 64
+"""Spans; older ones are long past by the time that there are this many."""
+
+
+class Suspensions:
+    """Spans of the observer's clock in which the run could not move, or was not seen to."""
+
+    def __init__(self) -> None:
+        self.spans: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        """Begin and end, in order and apart from each other."""
+
+    def add(self, begin: float, end: float) -> None:
+        """Adds a span, joined with those that it touches."""
+        while self.spans and begin <= self.spans[-1][1]:
+            earlier = self.spans.pop()
+            begin, end = min(begin, earlier[0]), max(end, earlier[1])
+        self.spans.append((begin, end))
+
+    def running(self, since: float, until: float) -> float:
+        """Seconds between two moments in which the run could move."""
+        stopped = sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in self.spans)
+        return max(0.0, until - since - stopped)
+
+
+CHECK_S = 1.0
+"""Seconds between looks for a hang, which cost time for each rank; a death is looked at at once."""
+SILENT_S = 10.0
+"""Age of a heartbeat from which on its node is called silent."""
+JOIN_S = 60.0
+"""Longest wait for ranks that have never been heard of."""
+STACKS_S = 20.0
+"""Longest wait for stacks."""
+DUMPED_CULPRITS = 4
+"""Hung ranks whose stacks are taken; one healthy rank's is added."""
+
+
+@dataclass
+class OpenHang:
+    """A hang whose stacks are awaited."""
+
+    hang: Hang
+    wanted: set[int]
+    stacks: dict[int, str]
+    until: float
+
+
+class Standstill:
+    """Sees to it that a run that does not move, or has lost a rank, does not stay so in silence."""
+
+    def __init__(self, run: Watched) -> None:
+        self.run = run
+        self.watch = HangWatch(run.config.hang_s, run.grid)
+        self.beats: dict[int, tuple[float, list[Beat]]] = {}
+        self.open_hang: OpenHang | None = None
+        self.has_ended_ranks = False
+        self.next_check = 0.0
+        self.first_beat: float | None = None
+        self.said_who_is_missing = False
+        self.suspensions = Suspensions()
+        self.ran_at = -math.inf
+        """The last report of a rank that was not stopped."""
+        self.suspended_at: float | None = None
+        """Start of the suspension not yet counted: the last sign that a rank ran, then the last check."""
+
+    def hear(self, node: int, beats: Sequence[Beat], now: float) -> None:
+        """Takes in where a node's ranks stand."""
+        self.beats[node] = (now, list(beats))
+        if any(beat.state == GONE for beat in beats):
+            self.next_check = now
+
+    def take_stack(self, rank: int, text: str) -> list[NodeCommand]:
+        """Takes in a stack that was asked for; after the last one the hang is reported."""
+        if self.open_hang is None:
+            return []
+        self.open_hang.stacks[rank] = text
+        complete = self.open_hang.wanted <= self.open_hang.stacks.keys()
+        return self.close_hang(self.open_hang) if complete else []
+
+    def look(self, now: float) -> list[NodeCommand]:
+        """What time alone brings about."""
+        if self.open_hang is not None:
+            return self.close_hang(self.open_hang) if now > self.open_hang.until else []
+        if self.has_ended_ranks:  # it is known that they are gone
+            return []
+        if now < self.next_check:
+            return []
+        self.next_check = now + CHECK_S
+        self.note_suspension(now)
+        beats = [aged(beat, at, now, self.suspensions) for at, group in self.beats.values() for beat in group]
+        if len(beats) < len(self.run.hosts) and not self.begins_without(beats, now):
+            return []
+        hang = self.watch.observe(beats)
+        return self.begin_hang(self.first_of(hang), now) if hang else []
+
+    def note_suspension(self, now: float) -> None:
+        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run.
+
+        It reaches from the last sign that a rank ran (a report or a heartbeat) to the first check that sees one run:
+        heartbeats and checks are a second apart each, and the gap would count as silence otherwise. An earlier hang
+        continues afterwards, however often the run is suspended.
+        """
+        alive = [(at, beat) for at, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
+        running = [at for at, beat in alive if beat.state != STOPPED]
+        stopped = bool(alive) and not running
+        self.ran_at = max(running, default=self.ran_at)
+        if stopped and self.suspended_at is None:
+            self.run.say("every rank is stopped by a signal: until they continue, time does not count", False)
+            self.suspended_at = max(self.ran_at, *(at - beat.age_s for at, beat in alive))
+        if self.suspended_at is not None:
+            self.suspensions.add(self.suspended_at, now)
+            self.suspended_at = now if stopped else None
+
+    def forgive(self, begin: float, end: float) -> None:
+        """Excludes the time between two moments in which no check ran."""
+        self.suspensions.add(begin, end)
+
+    def begins_without(self, beats: list[Beat], now: float) -> bool:
+        """Whether the wait for ranks that have never been heard of is over; says once that it is."""
+        if self.first_beat is None and beats:
+            self.first_beat = now
+        if self.first_beat is None or self.suspensions.running(self.first_beat, now) < JOIN_S:
+            return False
+        if not self.said_who_is_missing:
+            self.said_who_is_missing = True
+            missing = sorted(set(range(len(self.run.hosts))) - {beat.rank for beat in beats})
+            self.run.say(f"no word from the agents of ranks {sentence.numbers(missing)}: they are not watched", False)
+        return bool(beats)
+
+    def first_of(self, hang: Hang) -> Hang:
+        """Of several ranks that have died, the one that was noted first: the launcher has ended the others after it."""
+        noted = [noted.rank for noted in noted_deaths(self.run.folder, self.run.attempt)] if hang.died else []
+        first = tuple(beat for beat in hang.culprits if beat.rank in noted[:1])
+        return replace(hang, culprits=first) if first else hang
+
+    def begin_hang(self, hang: Hang, now: float) -> list[NodeCommand]:
+        """Asks for the stacks of those who never arrived and of one that waits."""
+        living = [
+            beat for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1]) if beat.state not in (ENDED, GONE)
+        ]
+        if hang.died:
+            living = []  # the launcher ends the others within milliseconds: there is nothing to read
+        elif not hang.culprits:
+            living = list(hang.waiting[:DUMPED_CULPRITS])
+        self.open_hang = OpenHang(hang, {beat.rank for beat in living}, {}, now + STACKS_S)
+        if not living:
+            return self.close_hang(self.open_hang)
+        by_node: dict[int, list[int]] = {}
+        for beat in living:
+            by_node.setdefault(self.run.nodes[beat.rank], []).append(beat.rank)
+        return [NodeCommand(node, Message("dump", {"ranks": ranks})) for node, ranks in by_node.items()]
+
+    def close_hang(self, case: OpenHang) -> list[NodeCommand]:
+        """Writes the stacks and the event; then what the run file wants."""
+        self.open_hang = None
+        hang = case.hang
+        steps = self.run.first_step + max(beat.steps for beat in (*hang.culprits, *hang.waiting))
+        files = {}
+        for rank in sorted(case.wanted):
+            path = self.run.folder.monitor / f"stack-{self.run.attempt}-{steps}-rank{rank}.txt"
+            stack = case.stacks.get(rank, "no stack: the agent of this rank's node did not answer\n")
+            try:
+                write_atomically(path, stack.encode(), self.run.folder.path)
+                files[rank] = str(path.relative_to(self.run.folder.path))
+            except RunFailed as error:  # the ranks are to be ended all the same
+                self.run.say(f"the monitor cannot write stacks: {error.what}", True)
+        action = self.run.config.on_hang
+        text = sentence.of_hang(hang, self.run.hosts, action, self.run.grid)
+        self.run.say(text, True)
+
+        self.tell(hang, "died" if hang.died else "hung", steps, action, text, files)
+        if action != "abort":
+            return []
+        self.has_ended_ranks = True
+        return [NodeCommand(node, Message("kill")) for node in sorted(set(self.run.nodes))]
+
+    def cut_off(self, node: int) -> None:
+        """A node's host does not answer. The supervisor continues without it if it can; otherwise it may return."""
+        living = [beat for beat in self.beats.get(node, (0.0, []))[1] if beat.state not in (ENDED, GONE)]
+        if living and not self.has_ended_ranks:
+            hang = Hang(UNANSWERED_S, tuple(replace(beat, state=SILENT) for beat in living), (), died=False)
+            host, ranks = self.run.hosts[living[0].rank], sentence.numbers([beat.rank for beat in living])
+            text = f"{host} (ranks {ranks}) cannot be reached: it is down, or its network is cut"
+            steps = self.run.first_step + max(beat.steps for beat in living)
+            self.run.say(text, True)
+            self.tell(hang, CUT_OFF, steps, "report", text, {})
+
+    def tell(self, hang: Hang, kind: str, step: int, action: str, text: str, files: Mapping[int, str]) -> None:
+        """Writes the event; ``files`` have the stacks that were taken, by rank."""
+
+        def about(beat: Beat) -> AboutRank:
+            host, stack = self.run.hosts[beat.rank], files.get(beat.rank)
+            return AboutRank(beat.rank, host, beat.steps, beat.state, beat.doing, stack)
+
+        event = HangEvent(
+            step=step,
+            attempt=self.run.attempt,
+            kind=kind,
+            silence_s=round(hang.silence_s, 1),
+            ranks=tuple(map(about, hang.culprits)),
+            healthy=tuple(about(beat) for beat in hang.waiting if beat.rank in files),
+            waiting=len(hang.waiting),
+            action=action,
+            sentence=text,
+        )
+        self.run.events.append(event)
+
+
+def aged(beat: Beat, at: float, now: float, suspensions: Suspensions) -> Beat:
+    """A heartbeat some time after it was reported."""
+    lost = suspensions.running(at, now) > SILENT_S and beat.state not in (ENDED, GONE)
+    return replace(beat, age_s=suspensions.running(at - beat.age_s, now), state=SILENT if lost else beat.state)

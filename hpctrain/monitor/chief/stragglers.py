@@ -1,0 +1,267 @@
+"""Ranks that hold up the others: collects windows, has them judged, and tells what changed, with its evidence."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import RunFailed
+from hpctrain.monitor import window
+from hpctrain.monitor.chief import sentence
+from hpctrain.monitor.chief.finding import Finding, Kind, State
+from hpctrain.monitor.chief.judge import Judge, Measures
+from hpctrain.monitor.chief.peers import Move, evening
+from hpctrain.monitor.chief.statistics import COMPUTE
+from hpctrain.monitor.chief.watched import NodeCommand, Watched
+from hpctrain.monitor.wire.framing import Message
+from hpctrain.run import bad_nodes
+from hpctrain.run.bad_nodes import BadNode, BadNodes
+from hpctrain.run.events import Straggler
+from hpctrain.run.snapshot import LiveRank, LiveWindow
+from hpctrain.system.files import write_atomically
+
+COLUMNS = 512
+"""Windows that are kept; when there are more, neighbours are merged to the larger value."""
+
+
+class Heat:
+    """A matrix of ranks and windows.
+
+    Args:
+        ranks: number of ranks.
+        window_steps: steps of a window.
+    """
+
+    def __init__(self, ranks: int, window_steps: int) -> None:
+        self.values = np.full((ranks, COLUMNS), np.nan, dtype=np.float16)
+        self.steps_per_column = window_steps
+        self.window_steps = window_steps
+        self.used = 0
+
+    def add(self, index: int, ranks: NDArray[np.int64], excess: NDArray[np.floating]) -> None:
+        """Enters a window."""
+        while (column := index * self.window_steps // self.steps_per_column) >= COLUMNS:
+            self.values[:, : COLUMNS // 2] = np.fmax(self.values[:, ::2], self.values[:, 1::2])
+            self.values[:, COLUMNS // 2 :] = np.nan
+            self.steps_per_column *= 2
+        self.values[ranks, column] = np.fmax(self.values[ranks, column], excess.astype(np.float16))
+        self.used = max(self.used, column + 1) if self.steps_per_column == self.window_steps else column + 1
+
+    def save(self, path: Path, root: Path | None = None) -> None:
+        """Writes the matrix for the report; no link below ``root`` is followed.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        content = io.BytesIO()
+        np.savez_compressed(content, excess=self.values[:, : self.used], steps_per_column=self.steps_per_column)
+        write_atomically(path, content.getvalue(), root)
+
+
+def exclude(nodes: BadNodes, new: BadNode, now: float) -> bool:
+    """Adds a host; False if this attempt has added one already, or the host is on the list.
+
+    Raises:
+        RunFailed: the list cannot be written.
+    """
+    if any(entry.attempt == new.attempt or entry.node == new.node for entry in nodes.entries(now)):
+        return False
+    nodes.add(new)
+    return True
+
+
+def is_the_hosts_own(verdict: Finding, hosts: Sequence[str]) -> bool:
+    """Slowness that another host would cure: confirmed, in computing, on all its ranks, seen by its counters."""
+    return (
+        verdict.state is State.CONFIRMED
+        and verdict.kind in (Kind.RANK, Kind.HOST)
+        and verdict.cause == COMPUTE
+        and bool(verdict.evidence)
+        and len(verdict.hosts) == 1
+        and len(verdict.ranks) == list(hosts).count(verdict.hosts[0])
+        and len(set(hosts)) > 1
+    )
+
+
+PENDING_WINDOWS = 8
+"""Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
+LIVE_S = 3.0
+"""Seconds between refreshes of the live view's file."""
+FRESH_S = 60.0
+"""Age up to which host findings are evidence."""
+
+
+class Stragglers:
+    """Who is slow, for the log, the events, the live view, the heat map and the list of nodes to leave out."""
+
+    def __init__(self, run: Watched) -> None:
+        self.run = run
+        self.judge = Judge(run.hosts, grid=run.grid)
+        self.heat = Heat(len(run.hosts), run.config.window_steps)
+        self.pending: dict[int, tuple[list[window.Window], int]] = {}
+        """Parts of windows that are not judged yet, and how many ranks they hold."""
+        self.judged = -1
+        self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self.dropped: dict[int, int] = {}
+        self.layers: dict[int, int] = {}
+        """Layers of the ranks' stages, as far as there are stages."""
+        self.active: dict[tuple[Kind, tuple[int, ...]], str] = {}
+        """Confirmed findings, in words; the ranks are those of findings that name somebody."""
+        self.suspects: list[str] = []
+        """Findings of the last window only."""
+        self.shown: Measures | None = None
+        self.next_live = 0.0
+
+    def hear(self, node: int, dropped: int, layers: Sequence[tuple[int, int]]) -> None:
+        """Takes in how many windows a node has lost, and how many layers its ranks' stages have."""
+        self.dropped[node] = dropped
+        self.layers.update({rank: count for rank, count in layers if count})
+
+    def find(self, node: int, host: Sequence[str], ranks: Mapping[str, Sequence[str]], now: float) -> None:
+        """Takes in what a node's counters say of its host and of its ranks."""
+        for rank, lines in ranks.items():
+            self.findings[f"rank {rank}"] = (now, tuple(lines))
+        self.findings[f"node {node}"] = (now, tuple(host))
+
+    def add(self, part: window.Window) -> list[NodeCommand]:
+        """Adds one node's part of a window, and judges the window when it is complete or too old."""
+        if part.index <= self.judged:
+            return []
+        parts, ranks = self.pending.get(part.index, ([], 0))
+        parts.append(part)
+        self.pending[part.index] = parts, ranks + len(part.ranks)
+        last = part.index if ranks + len(part.ranks) == len(self.run.hosts) else -1
+        commands = []
+        while self.pending and (min(self.pending) <= last or len(self.pending) > PENDING_WINDOWS):
+            self.judged = min(self.pending)
+            parts, ranks = self.pending.pop(self.judged)
+            if 2 * ranks >= len(self.run.hosts):
+                commands += self.decide(window.join(parts))
+        return commands
+
+    def decide(self, now: window.Window) -> list[NodeCommand]:
+        """Judges one window and reports what it changed; has the hosts of suspected ranks examined."""
+        verdicts = self.judge.judge(now)
+        if self.judge.measures is not None and self.judge.measures.window is now:
+            self.heat.add(now.index, now.ranks, self.judge.measures.excess)
+        self.suspects.clear()
+        self.drop_cleared()
+        for verdict in verdicts:
+            place = self.run.grid.told(verdict.ranks[0]) if len(verdict.ranks) == 1 else ""
+            self.tell(replace(self.with_evidence(verdict), place=place, move=self.move_of(verdict)))
+        suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
+        return [NodeCommand(node, Message("look")) for node in sorted({self.run.nodes[rank] for rank in suspects})]
+
+    def drop_cleared(self) -> None:
+        """Ends findings none of whose ranks is slow any more: ranks that were named together clear one by one."""
+        for kind, ranks in list(self.active):
+            if kind in (Kind.RANK, Kind.HOST) and not self.judge.accused.confirmed[list(ranks)].any():
+                del self.active[kind, ranks]
+
+    def with_evidence(self, verdict: Finding) -> Finding:
+        """Adds what the counters of the named ranks' hosts say, unless it is about no host."""
+        if verdict.kind is Kind.PLAN:
+            return verdict
+        keys = [f"rank {rank}" for rank in verdict.ranks[:8]]
+        keys += sorted({f"node {self.run.nodes[rank]}" for rank in verdict.ranks[:8]})
+        now = time.monotonic()
+        lines = [
+            line
+            for key in keys
+            if key in self.findings
+            for at, found in [self.findings[key]]
+            if now - at < FRESH_S
+            for line in found
+        ]
+        return replace(verdict, evidence=tuple(dict.fromkeys(lines)))
+
+    def move_of(self, verdict: Finding) -> Move | None:
+        """What would even out the stages that it is about."""
+        if verdict.load is None or verdict.load.axis != "stage":
+            return None
+        stage_of = {rank: self.run.grid.place(rank).stage for rank in self.layers}
+        return evening(verdict.load, {stage_of[rank]: count for rank, count in self.layers.items()})
+
+    def tell(self, verdict: Finding) -> None:
+        """Log, event, live view, and the exclusion list."""
+        text = sentence.of_verdict(verdict)
+        key = verdict.kind, verdict.ranks if verdict.kind in (Kind.RANK, Kind.PAUSES, Kind.HOST) else ()
+        if verdict.state is State.SUSPECT:
+            self.suspects.append(text)
+            return
+        if verdict.state is State.CLEARED:
+            self.active.pop(key, None)
+        else:
+            self.active[key] = text
+        self.run.say(text, False)
+        step = self.run.first_step + (verdict.window + 1) * self.run.config.window_steps
+        excluded = False
+        if self.run.config.action == "exclude_on_requeue" and is_the_hosts_own(verdict, self.run.hosts):
+            now = time.time()
+            until = now + 3600 * self.run.config.exclude_hours
+            entry = BadNode(verdict.hosts[0], until, self.run.attempt, text, str(self.run.folder.path))
+            try:
+                excluded = exclude(bad_nodes.of_run(self.run.folder), entry, now)
+            except RunFailed as error:
+                self.run.say(f"the monitor cannot exclude {entry.host}: {error.what}", False)
+            if excluded:
+                self.run.say(
+                    f"host {entry.host} is left out at the next requeue, for {self.run.config.exclude_hours:g} h", False
+                )
+        event = Straggler(step=step, attempt=self.run.attempt, **verdict.fields(), sentence=text, excluded=excluded)
+        self.run.events.append(event)
+
+    # files
+
+    def refresh(self, now: float) -> None:
+        """Writes the live view now and then."""
+        if now >= self.next_live:
+            self.next_live = now + LIVE_S
+            self.write_live()
+
+    def write_live(self) -> None:
+        """Refreshes what ``hpctrain watch`` shows."""
+        measures = self.judge.measures
+        if measures is None or measures is self.shown:
+            return
+        self.shown = measures
+        try:
+            content = json.dumps({"time": time.time(), **asdict(self.live(measures))}).encode()
+            write_atomically(self.run.folder.live_view, content, self.run.folder.path)
+        except RunFailed as error:
+            self.run.say(f"the monitor cannot write its live view: {error.what}", False)
+
+    def live(self, measures: Measures, most: int = 64) -> LiveWindow:
+        """The last window: all ranks, or the busiest ones if there are many."""
+        now = measures.window
+        busy, wait = np.median(now.busy, axis=1), np.median(now.wait, axis=1)
+        shown = sorted(np.argsort(-measures.excess)[:most].tolist())
+        rows = zip(
+            now.ranks[shown].tolist(),
+            *(each[shown].tolist() for each in (busy, wait, measures.excess, measures.cost)),
+            strict=True,
+        )
+        return LiveWindow(
+            attempt=self.run.attempt,
+            step=self.run.first_step + (now.index + 1) * now.steps,
+            num_ranks=len(self.run.hosts),
+            ranks=tuple(LiveRank(rank, self.run.hosts[rank], *numbers) for rank, *numbers in rows),
+            verdicts=(*self.active.values(), *self.suspects),
+            dropped_windows=sum(self.dropped.values()),
+        )
+
+    def close(self) -> None:
+        """Last view, and the heat map's data."""
+        self.write_live()
+        if self.heat.used:
+            try:
+                self.heat.save(self.run.folder.heat_map, self.run.folder.path)
+            except RunFailed as error:
+                self.run.say(f"the monitor cannot write its heat map: {error.what}", False)

@@ -1,0 +1,99 @@
+"""This rank's batches: of training data, of validation data, and the first ones, on which a task is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hpctrain.comm.world import World
+from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.order import Order, first_draw, part_of
+from hpctrain.data.pipeline import BatchSource, TrainingData, ValidationData
+from hpctrain.data.samples import Recipe, make_batch
+from hpctrain.data.stream import Stream, StreamingData, StreamOrder
+from hpctrain.rank.problem import Problem, examples_of
+from hpctrain.train.hooks import BaseHook
+
+TRIED_SAMPLES = 32
+"""Of a set of validation data, at most."""
+
+
+def first_batch(problem: Problem, world: World, most: int | None = None) -> Samples:
+    """This rank's first micro-batch, at most ``most`` samples of it; empty if it takes no part in the first batch."""
+    recipe = problem.loading.recipe
+    if not isinstance(problem.order, Order):
+        return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
+    ids = problem.order.batch_indices(0, 0)
+    mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
+    mine = mine[part_of(len(mine), 0, min(problem.loading.micro_batches, max(len(mine), 1)))][:most]
+    return make_batch(examples_of(problem.train), recipe, first_draw(mine))
+
+
+def first_validation(problem: Problem) -> list[Samples]:
+    """The first samples of each set of validation data, the same on all ranks: one batch, TRIED_SAMPLES at most."""
+    recipe, found = Recipe(collate=problem.task.collate), []
+    for dataset in problem.validation.values():
+        count = min(problem.loading.validation_batch, len(dataset), TRIED_SAMPLES)
+        found.append(make_batch(dataset, recipe, first_draw(np.arange(count))))
+    return [batch for batch in found if batch]
+
+
+def make_validation(problem: Problem, world: World, dataset: Dataset) -> ValidationData:
+    """This rank's part of a dataset."""
+    loading, group = problem.loading, world.data
+    return ValidationData(
+        dataset, loading.validation_batch, group.rank, group.size, loading.prefetch_batches, problem.task.collate
+    )
+
+
+def make_validation_sets(problem: Problem, world: World) -> dict[str, ValidationData]:
+    """This rank's part of each set of validation data."""
+    return {name: make_validation(problem, world, dataset) for name, dataset in problem.validation.items()}
+
+
+def make_data(problem: Problem, world: World, place: Callable[[Samples], Samples]) -> BatchSource:
+    """This rank's part of each global batch; ``place`` puts a batch where it reaches the device fastest."""
+    group, loading = world.data, problem.loading
+    if isinstance(problem.train, Stream):
+        assert isinstance(problem.order, StreamOrder), "make_problem gives a stream its order"
+        return StreamingData(
+            problem.train,
+            problem.order,
+            group.rank,
+            group.size,
+            accumulate=loading.micro_batches,
+            prefetch=loading.prefetch_batches,
+            recipe=loading.recipe,
+            place=place,
+        )
+    assert isinstance(problem.order, Order), "make_problem gives a dataset its order"
+    return TrainingData(
+        problem.train,
+        problem.order,
+        group.rank,
+        group.size,
+        accumulate=loading.micro_batches,
+        prefetch=loading.prefetch_batches,
+        workers=loading.workers,
+        transform=loading.recipe.transform,
+        seed=loading.recipe.seed,
+        place=place,
+        collate=loading.recipe.collate,
+    )
+
+
+class DataPosition(BaseHook):
+    """Saves and restores the data's position; no state if (epoch, batch) is enough."""
+
+    name = "data"
+
+    def __init__(self, data: BatchSource) -> None:
+        self.data = data
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.data.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.data.load_state_dict(saved)

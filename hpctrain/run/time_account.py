@@ -1,0 +1,123 @@
+"""Where the wall time of a run went: new steps, failures, waiting, saving. No I/O here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.events import CheckpointSaved, Event, Recovered, SnapshotSaved, Train
+from hpctrain.run.verdict import Action
+from hpctrain.system.quantities import duration
+
+USEFUL = ("data", "to_device", "forward", "backward", "exchange", "optimizer")
+"""Phases that advance the weights; callbacks and checkpoints do not."""
+TOLD = 0.001
+"""Share of the wall time up to which a loss is not mentioned."""
+ATTEMPTS = 1000
+"""Newest attempts whose times are kept."""
+RECOVERIES = 64
+"""Newest recoveries that are kept whole; sums count all."""
+
+
+@dataclass(frozen=True)
+class TimeAccount:
+    """Seconds of a run from the start of its first attempt to the end of its last one, or to its newest event.
+
+    What is left of ``wall_s`` is start-up, evaluation, callbacks and the ends of attempts.
+    """
+
+    goodput: float | None
+    """Share of the wall time in new steps; None before the first."""
+    wall_s: float
+    steps_s: float
+    """In steps that no earlier attempt had reported."""
+    failures: int
+    """That the run recovered from."""
+    failures_s: float
+    """From the first death to the next step without ``waiting_s``, and the time of the steps that were done again."""
+    repeated_steps: int
+    waiting_s: float
+    """Between two attempts, except for one that follows in place in its job."""
+    saving_s: float
+    """In which training stood still for checkpoints and snapshots."""
+
+    @property
+    def text(self) -> str:
+        """For people; empty before the first step."""
+        if self.goodput is None:
+            return ""
+        again = f", {self.repeated_steps} steps done again" if self.repeated_steps else ""
+        failures = "1 failure" if self.failures == 1 else f"{self.failures} failures"
+        lost = {f"to {failures}{again}": self.failures_s, "waiting": self.waiting_s, "saving": self.saving_s}
+        told = "; ".join(
+            f"{duration(seconds)} {what}" for what, seconds in lost.items() if seconds > TOLD * self.wall_s
+        )
+        return f"{self.goodput:.0%} of {duration(self.wall_s)}" + (f"; lost: {told}" if told else "")
+
+
+class Sums:
+    """Takes a run's events one by one, in memory that does not grow with them."""
+
+    def __init__(self) -> None:
+        self.recoveries: deque[Recovered] = deque(maxlen=RECOVERIES)
+        self.times: dict[int, tuple[float, float]] = {}
+        """Unix seconds of an attempt's first and newest event."""
+        self._reached = 0
+        self._steps, self._all_s, self._new_s, self._saving_s = 0, 0.0, 0.0, 0.0
+        self._failures, self._failures_s, self._repeated = 0, 0.0, 0
+
+    def add(self, event: Event) -> None:
+        """Takes one event."""
+        first, newest = self.times.get(event.attempt, (event.time, event.time))
+        self.times[event.attempt] = min(first, event.time), max(newest, event.time)
+        if len(self.times) > ATTEMPTS:
+            del self.times[next(iter(self.times))]
+        if isinstance(event, Train):
+            # The time of a step counts when it is reported first: what is repeated is a loss of the later attempt.
+            steps = max(event.steps or 1, 1)
+            new = min(max(event.step - self._reached, 0), steps)
+            self._new_s += new / steps * sum(event.seconds.get(phase) or 0.0 for phase in USEFUL)
+            self._steps += steps
+            self._all_s += sum(filter(None, event.seconds.values()))
+            self._reached = max(self._reached, event.step)
+        elif isinstance(event, (CheckpointSaved, SnapshotSaved)):
+            self._saving_s += event.stall_s or 0.0
+        elif isinstance(event, Recovered):
+            self.recoveries.append(event)
+            self._failures += 1
+            self._failures_s += event.seconds or 0.0
+            self._repeated += event.repeated_steps or 0
+
+    def account(self, attempts: Sequence[Attempt]) -> TimeAccount:
+        """The account of these events and attempts (the oldest first)."""
+        known = (attempts[0].started, attempts[-1].ended) if attempts else ()
+        moments = [each for each in known if each is not None] + [each for pair in self.times.values() for each in pair]
+        recovered = self.recoveries[-1].attempt if self.recoveries else 0
+        waiting_s, of_failures_s = 0.0, 0.0
+        for before, after in pairwise(attempts):
+            waited = self._waited(before, after)
+            waiting_s += waited
+            verdict = before.verdict
+            if verdict and verdict.is_failure and verdict.action is not Action.FAIL and after.number <= recovered:
+                of_failures_s += waited
+        again_s = self._repeated * self._all_s / self._steps if self._steps else 0.0
+        wall_s = max(moments) - min(moments) if moments else 0.0
+        return TimeAccount(
+            goodput=min(self._new_s / wall_s, 1.0) if wall_s > 0 and self._new_s > 0 else None,
+            wall_s=wall_s,
+            steps_s=self._new_s,
+            failures=self._failures,
+            failures_s=max(0.0, self._failures_s - of_failures_s) + again_s,
+            repeated_steps=self._repeated,
+            waiting_s=waiting_s,
+            saving_s=self._saving_s,
+        )
+
+    def _waited(self, before: Attempt, after: Attempt) -> float:
+        """Seconds between two attempts in which no process of the run was at work."""
+        is_in_place = after.job is not None and (after.job, after.restarts) == (before.job, before.restarts)
+        ended = self.times.get(before.number, (None, None))[1] if before.ended is None else before.ended
+        return 0.0 if is_in_place or after.started is None or ended is None else max(0.0, after.started - ended)

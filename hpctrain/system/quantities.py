@@ -1,0 +1,49 @@
+"""Bytes, seconds and numbers as people read them, in every table and message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def size(num_bytes: float) -> str:
+    """'512 B', '12.3 MiB' or '1.5 TiB'."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1023.95 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """'3.1 ms', '4.2 s', '3 min 05 s', '1 h 02 min' or '2 d 03 h'."""
+    if abs(seconds) < 0.9995:
+        milli = 1e3 * seconds
+        return "0 s" if not milli else f"{milli:.0f} ms" if abs(milli) >= 10 else f"{milli:.2g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours = minutes // 60
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def quantity(key: str, value: object) -> str | None:
+    """The value of a field whose name ends in its unit (``bytes``, ``stall_s``); None if it has another unit."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if key.rpartition("_")[2] == "bytes":
+        return size(value)
+    is_time = key == "seconds" or (key.endswith("_s") and not key.endswith("_per_s"))
+    return duration(value) if is_time else None
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Numbers in ascending order, those that follow each other joined: 0, 1, 2, 7 are '0-2' and '7'."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]

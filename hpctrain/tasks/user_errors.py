@@ -1,0 +1,143 @@
+"""Errors of a task's own code, in a sentence that names the part of the task and the line."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError, UserError
+
+MOST_CHARACTERS = 400
+"""Of what an error says."""
+DUMPS = ("\n\nArguments received by", "\n\nCall arguments received by", "\n\nStack trace", "\nOriginal stack trace")
+"""What begins those parts of Keras' and TensorFlow's messages that are not for users."""
+PREFIX = re.compile(
+    r"Exception encountered when calling [^\n]*\n+|Could not automatically infer [^\n]* Error encountered:"
+    r"|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m"
+)
+ADVICE = {
+    r"expected target dtype to be Long|expected scalar type Long": "Classes are whole numbers: array.astype(np.int64)",
+    r"[Tt]arget \d+ is out of bounds|outside the valid range of": (
+        "Classes count from 0, and the last layer has an output for each of them"
+    ),
+    r"invalid data type 'str'|'dict' object has no attribute|valid indices, got '": (
+        "The outputs come first, then the batch"
+    ),
+    r"Using a target size": "Give them the same shape, for example by outputs.squeeze(1)",
+    r"modified by an inplace operation": (
+        "Something in model or loss overwrites what the backward pass needs: write x = x + 1 for x += 1, and leave "
+        "inplace=True out"
+    ),
+    r"not compiled with CUDA": "hpctrain moves model and batch to a GPU if there is one: leave .cuda() and .to() out",
+    r"before Module\.__init__\(\) call": "Begin __init__ of the class with super().__init__()",
+}
+"""Advice added to the fix, by the text of framework errors that beginners meet."""
+SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
+
+
+@contextmanager
+def blamed(field: str, fix: str) -> Iterator[None]:
+    """Errors in the body become UserErrors that name a field of the task, and the line; ours pass through."""
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except Exception as error:
+        raise blame(field, fix, error) from error
+
+
+def blame(field: str, fix: str, error: BaseException) -> UserError:
+    """An error of a task's own code, in a sentence that names a field of the task, and the line."""
+    said = words(error)
+    what = f"{field} fails on the first batch: {type(error).__name__}: {said}{own_line(error)}"
+    return UserError(what, advised(fix, said))
+
+
+def advised(fix: str, said: str) -> str:
+    """A fix, and what else is known to help against an error that says this."""
+    return ". ".join([fix, *(advice for pattern, advice in ADVICE.items() if re.search(pattern, said))])
+
+
+def words(error: BaseException) -> str:
+    """What an error says, without dumps."""
+    text = str(error)
+    metadata = vars(error).get("ag_error_metadata")
+    if metadata is not None:  # TensorFlow's AutoGraph has put its own account of the stack around the message
+        text = metadata.cause_message
+    for dump in DUMPS:
+        text = text.partition(dump)[0]
+    text = " ".join(SUFFIX.sub("", PREFIX.sub("", text)).split())
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
+
+
+def own_line(error: BaseException) -> str:
+    """' (task.py:12: `return loss`)': the innermost line of the user's own code, else the innermost at all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    own = [frame for frame in frames if not any(part in frame.filename for part in ("site-packages", package))]
+    found = (own or frames)[-1:]
+    if not found:
+        return ""
+    code = f": `{found[0].line}`" if found[0].line and own else ""
+    return f" ({Path(found[0].filename).name}:{found[0].lineno}{code})"
+
+
+def calling_line() -> str:
+    """' (task.py:12: `ctx.update()`)': the line of the user's own code that is running, if there is one."""
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_stack()):
+        if not any(part in frame.filename for part in ("site-packages", f"{package}/backends", __file__)):
+            code = f": `{frame.line}`" if frame.line else ""
+            return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
+    return ""
+
+
+def shapes(batch: Mapping[str, Any]) -> str:
+    """Names and shapes of a batch's arrays: ``x [32, 8], y [32]``."""
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in batch.items())
+
+
+def target_of(fields: Sequence[str], loss: str) -> str:
+    """The array that a stock loss compares outputs with: of two the one that the model does not get.
+
+    Raises UserError if there are more, or fewer.
+    """
+    if len(fields) != 2:
+        raise UserError(
+            f"loss={loss} compares the outputs with the second of two arrays, and samples hold {', '.join(fields)}",
+            "name the array yourself: loss=lambda outputs, batch: ...(outputs, batch['y'])",
+        )
+    return fields[1]
+
+
+def no_such_loss(name: str, known: Sequence[str]) -> UserError:
+    """A name that stands for no loss."""
+    return UserError(f"loss={name!r} names no loss", f"write one of {', '.join(known)}, or a function(outputs, batch)")
+
+
+def not_called(name: str) -> UserError:
+    """A class in place of an object."""
+    return UserError(f"loss={name} is a class", f"make an object of it: loss={name}()")
+
+
+def no_mean(name: str) -> UserError:
+    """A loss that is not the mean over the samples."""
+    fix = (
+        "leave the mean to it (no reduction, no class weights), or return (sum, weight) from a function(outputs, batch)"
+    )
+    return UserError(f"loss={name} is not the plain mean over the samples, so that ranks would average it wrongly", fix)
+
+
+def no_such_field(error: TypeError, fields: Sequence[str]) -> UserError:
+    """A task that could not be made, since an argument has a name that no field has, or is given twice."""
+    return UserError(f"the task cannot be made: {words(error)}{own_line(error)}", f"its fields are {', '.join(fields)}")
+
+
+def of_float64(batch: Mapping[str, Any]) -> str:
+    """What is added to a fix if arrays have NumPy's type of numbers, and not that of models."""
+    wide = [name for name, array in batch.items() if str(array.dtype).rpartition(".")[2] == "float64"]
+    return f". {', '.join(wide)} is float64 and models are float32: use array.astype(np.float32)" if wide else ""

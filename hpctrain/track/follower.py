@@ -1,0 +1,250 @@
+"""A process that follows a run's events and sends them on, so that no server can hold up or end training.
+
+A tracker's module has a ``Follower``, and is the process: ``python -m hpctrain.track.mlflow``. ``FollowerSink`` starts
+it; ``hpctrain track sync`` sends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from hpctrain.run.events import Event
+from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
+from hpctrain.system import foreign_text, python, safe_read
+from hpctrain.system.files import open_log, write_atomically
+from hpctrain.system.json_shape import fits, is_count
+
+FLUSH_S = 20.0
+"""Longest wait at the end of a run for a server that answers."""
+PATIENCE_S = 1.0
+"""Longest wait for one that does not."""
+LOOK_S = 0.05
+MOST_BYTES = 1 << 16
+"""Of the file of a follower's position."""
+READ_BYTES = 1 << 18
+"""Bytes of events read at a time: the position is saved after each."""
+NEW_EVENTS_S = 0.5
+"""Seconds between two looks for new events."""
+RETRY_S = 2.0
+"""Seconds until a server that failed is asked again."""
+
+
+class FollowerSink:
+    """Starts the follower with the first event and informs it when the attempt is over.
+
+    The follower reads the run's events and keeps its position in <run folder>/<name>.json: what a dead server missed is
+    sent when it is back, by this attempt, the next one, or ``hpctrain track sync``.
+
+    Args:
+        name: of the follower's module in this room.
+        title: of the tracker, for people.
+        run_dir: the run.
+        uri: of the tracker's server or project.
+        more: the last word for the process.
+    """
+
+    def __init__(self, name: str, title: str, run_dir: RunDir, uri: str, more: str = "") -> None:
+        self.name, self.title, self.run_dir = name, f"{title} at {uri}", run_dir
+        self.words = (str(run_dir.path), uri, more)
+        self.follower: subprocess.Popen[bytes] | None = None
+        self.told = False
+
+    def event(self, event: Event) -> None:
+        """The events themselves reach the follower through the file."""
+        if self.follower is None:
+            with contextlib.suppress(OSError), self._log() as log:
+                self.follower = subprocess.Popen(
+                    python.module(f"hpctrain.track.{self.name}", *self.words),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                )
+        problem = position(self.run_dir, self.name).get("problem")
+        if problem and not self.told:
+            self.told = True
+            foreign_text.show(f"hpctrain: {self.title} does not take the metrics: {problem}")
+
+    def _log(self) -> IO[bytes]:
+        return os.fdopen(open_log(self.run_dir.logs / f"{self.name}.out", self.run_dir.path), "ab")
+
+    def close(self) -> None:
+        """Waits while the server takes what is left, and only briefly for one that does not answer."""
+        if self.follower is None or self.follower.stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            self.follower.stdin.close()  # the follower's sign that no more events come
+        begin = time.monotonic()
+        while self.follower.poll() is None:
+            waited = time.monotonic() - begin
+            answers = not position(self.run_dir, self.name).get("problem")
+            if waited > (FLUSH_S if answers else PATIENCE_S):
+                self.follower.kill()
+                self.follower.wait()
+                break
+            time.sleep(LOOK_S)
+        if self.follower.returncode != 0 or has_unsent(self.run_dir, self.name):
+            foreign_text.show(
+                f"hpctrain: {self.title} lacks the newest events; "
+                f"hpctrain track sync {self.run_dir.path} sends them when it is back",
+            )
+
+
+def position(run_dir: RunDir, name: str) -> dict[str, Any]:
+    """What a follower has written down: run_id, offset of the first byte not sent, problem."""
+    try:
+        saved: dict[str, Any] = safe_read.read_json(run_dir.path / f"{name}.json", MOST_BYTES)
+    except (OSError, ValueError):
+        return {}
+    return saved if _is_position(saved) else {}
+
+
+_is_position = fits(
+    {**dict.fromkeys(("uri", "run_id", "problem"), (str, None)), "has_params": bool, "offset": is_count}
+)
+
+
+def has_unsent(run_dir: RunDir, name: str) -> bool:
+    """Whether there are events that the server has not taken."""
+    offset = int(position(run_dir, name).get("offset", 0))
+    return RunView(run_dir.path).events_from(offset, 1)[1] != offset
+
+
+class Follower:
+    """Sends what has not been sent to a tracker, whose module says how."""
+
+    def __init__(self, name: str, run_dir: RunDir, uri: str) -> None:
+        self.name, self.run_dir, self.uri = name, run_dir, uri
+        self.view = RunView(run_dir.path)
+        saved = position(run_dir, name)
+        known = saved if saved.get("uri") == uri else {}
+        self.run_id: str | None = known.get("run_id")
+        self.has_params = bool(known.get("has_params", self.run_id is not None))
+        self.offset = int(known.get("offset", 0))
+        self.problem: str | None = None
+
+    def open_run(self) -> str:
+        """A new run; its id."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Says what the run is, once."""
+        raise NotImplementedError
+
+    def take(self, events: Sequence[Event]) -> None:
+        """Sends events."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """All is sent."""
+
+    def confirmed(self) -> int:
+        """Offset of the first byte that the server may lack."""
+        return self.offset
+
+    def send(self) -> bool:
+        """One portion; whether there was any. Raises what the tracker's library raises."""
+        events, offset = self.view.events_from(self.offset, READ_BYTES)
+        if offset == self.offset:
+            return False
+        if self.run_id is None:
+            self.run_id = self.open_run()
+            self.save()  # at once: whatever fails now, there is to be one run
+        if not self.has_params:
+            self.begin()
+            self.has_params = True
+        self.take(events)
+        self.offset = offset
+        self.problem = None
+        self.save()
+        return True
+
+    def note_problem(self, error: Exception) -> None:
+        """Leaves it for the sink, and for who asks how the run stands."""
+        self.problem = _told(error)
+        self.save()
+
+    def save(self) -> None:
+        """Position and problem, for the sink and the next attempt."""
+        fields = {
+            "uri": self.uri,
+            "run_id": self.run_id,
+            "has_params": self.has_params,
+            "offset": self.confirmed(),
+            "problem": self.problem,
+        }
+        write_atomically(self.run_dir.path / f"{self.name}.json", json.dumps(fields).encode())
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
+    """Sends until the run is over and everything is sent; False if the run is over and the server does not take it.
+
+    Args:
+        follower: sends.
+        is_over: waits up to a number of seconds for the end of the run, and says whether it has come.
+    """
+    over = False
+    while True:
+        try:
+            if follower.send():
+                continue
+            if over:
+                follower.close()
+                return True
+        except Exception as error:  # whatever a server, a proxy or a wrong address brings about
+            follower.note_problem(error)
+            if over:
+                return False
+            over = is_over(RETRY_S)
+            continue
+        over = is_over(NEW_EVENTS_S)
+
+
+def stdin_closes(seconds: float) -> bool:
+    """Waits for the sink to close our standard input, or to die."""
+    ready, _, _ = select.select([sys.stdin.buffer], [], [], seconds)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 1)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Dotted keys and plain values."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def shown(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server learns of a run file: all but ``launch.env``, which may hold secrets."""
+    launch = {key: value for key, value in config.get("launch", {}).items() if key != "env"}
+    return {**config, "launch": launch}
+
+
+def main(name: str, make: Callable[[RunDir, str, str], Follower]) -> int:
+    """The process: RUN_FOLDER URI MORE. ``make`` imports the tracker's library."""
+    folder, uri, more = sys.argv[1:]
+    begin = time.monotonic()
+    try:
+        follower = make(RunDir(Path(folder)), uri, more)
+    except Exception as error:  # a store that the library refuses: the run's own log says so
+        saved = position(RunDir(Path(folder)), name)
+        known = saved if saved.get("uri") == uri else {"uri": uri, "run_id": None, "offset": 0}
+        fields = {**known, "problem": _told(error)}
+        write_atomically(Path(folder) / f"{name}.json", json.dumps(fields).encode())
+        return 1
+    foreign_text.show(f"{name} is there after {time.monotonic() - begin:.1f} s")
+    return 0 if follow(follower, stdin_closes) else 1

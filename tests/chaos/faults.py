@@ -1,0 +1,261 @@
+"""What befalls a run: processes are killed or stopped for some seconds, memory ends, a disk is full, links are cut."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos import invariants
+from tests.support import netns
+from tests.support.netns import Network
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = [
+    ("rank", signal.SIGKILL),
+    ("rank", signal.SIGKILL),
+    ("launcher", signal.SIGKILL),
+    ("supervisor", signal.SIGKILL),
+    ("agent", signal.SIGKILL),
+    ("rank", signal.SIGSTOP),
+    ("agent", signal.SIGSTOP),
+    ("supervisor", signal.SIGSTOP),
+    ("launcher", signal.SIGSTOP),
+]
+Fault = tuple[str, signal.Signals | None]
+"""What it befalls, and by which signal if by one."""
+KINDS: list[Fault] = [*SIGNALS, ("memory", None)]
+DISK: list[Fault] = [("disk", None), ("disk", None), *KINDS]
+LINKS: list[Fault] = [("link", None), ("link", None), ("link", None), *KINDS]
+DISK_MB = 48
+FULL_S = 3.0
+"""Seconds in which the run folder takes nothing."""
+CUT_S = (1.0, 6.0)
+"""Seconds in which a link is cut: less than what counts as a hang."""
+STOPPED_S = 2.0
+"""Seconds that a stopped process waits for SIGCONT: less than what counts as a hang."""
+UNTIL_THE_END = 10
+"""Steps before the last one in which nothing befalls the run: a rank that has done its work is not missed."""
+DEADLINE_S = 120.0
+"""Seconds within which training moves on after any fault."""
+STEPS_PER_FAULT = 30
+"""About as many as are done from one fault to the next; how many befell the run before its end is printed."""
+SECTIONS = dict[str, Any]
+SNAPSHOTS: SECTIONS = {"checkpoint": {"every_steps": 40, "tiers": {"memory": {"every_steps": 3}}}}
+PLANS: dict[str, tuple[str, int, SECTIONS, list[Fault]]] = {
+    "torch": ("torch", 3, {}, KINDS),
+    "torch-sharded": ("torch", 2, {"parallel": {"shard": "optimizer"}}, KINDS),
+    "torch-tensor": ("torch", 2, {"parallel": {"tensor": 2}}, KINDS),
+    "torch-pipeline": ("torch", 2, {"parallel": {"pipeline": 2}}, KINDS),
+    "torch-snapshots": ("torch", 2, SNAPSHOTS, KINDS),
+    "torch-disk": ("torch", 2, {}, DISK),
+    "torch-hosts": ("torch", 3, {}, LINKS),
+    "keras": ("keras", 2, {}, KINDS),
+}
+"""Name -> framework, ranks, sections of the run file, and what befalls it. torch-disk has its run folder on a small
+file system of its own, torch-hosts has a host for each rank. Both need root."""
+
+
+class Hung(AssertionError):
+    """Nothing moved for too long, or the run gave up."""
+
+
+class Chaos:
+    """One run of a plan below a folder."""
+
+    def __init__(self, folder: Path, plan: str, steps: int, network: Network | None) -> None:
+        self.folder, self.run, self.network = folder, folder / "run", network
+        framework, self.ranks, sections, self.kinds = PLANS[plan]
+        self.steps = steps
+        self.befallen = 0
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        content = {
+            "name": "chaos",
+            "run_dir": str(self.run),
+            "task": f"tests.chaos.task_{framework}:task",
+            "task_args": {"folder": str(folder)},
+            "train": {"steps": steps, "global_batch": 24, "threads": 1},
+            "checkpoint": {"every_steps": 5},
+            "reduce": {"kind": "mpi"},
+            "track": {"every_steps": 1},
+            "launch": {"max_failures": 3, **(hosts(network) if network else {})},
+            **sections,
+        }
+        (folder / "run.yaml").write_text(json.dumps(content))
+        self.log = folder / "log"
+
+    def start(self) -> psutil.Popen:
+        """The command, as a person types it after each end."""
+        words = [sys.executable, "-m", "hpctrain", "run", "-n", str(self.ranks), str(self.folder / "run.yaml")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
+        if self.network:
+            words = self.network.on(0, *words)
+            subnet = f"{netns.SUBNET}.0/24"
+            environment |= {"PRTE_MCA_prte_if_include": subnet, "OMPI_MCA_btl_tcp_if_include": subnet}
+            environment |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
+        with self.log.open("ab") as log:
+            return psutil.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def lines(self) -> int:
+        """How much the ranks have noted: it grows while they train."""
+        return sum(path.read_bytes().count(b"\n") for path in self.folder.glob("rank-*.ids"))
+
+    def step(self) -> int:
+        """That rank 0 has noted last."""
+        notes = self.folder / "rank-0.ids"
+        lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
+        return int(lines[-1].split()[0]) if lines else 0
+
+    def progresses(self, child: psutil.Popen, by: int) -> bool:
+        """Waits for some notes of ranks; False if the command ended meanwhile. Raises Hung."""
+        wanted, end = self.lines() + by, time.monotonic() + DEADLINE_S
+        while self.lines() < wanted:
+            if child.poll() is not None:
+                return False
+            if time.monotonic() > end:
+                raise Hung(f"nothing moved for {DEADLINE_S:.0f} s:\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.01)
+        return True
+
+    def process(self, child: psutil.Popen, target: str, random_rank: int) -> tuple[psutil.Process, int] | None:
+        """A process of the run and its rank, -1 if it has none; None if there is none such at the moment."""
+        for each in self.processes(child):
+            with contextlib.suppress(psutil.Error):
+                words, rank = each.cmdline(), int(each.environ().get("PMIX_RANK", -1))
+                is_rank = "train" in words and rank == random_rank
+                is_launcher = words and Path(words[0]).name in ("mpirun", "prterun")
+                is_agent = "hpctrain.monitor.node.agent" in words
+                is_command = words[1:4] == ["-m", "hpctrain", "run"]
+                found = {"rank": is_rank, "launcher": is_launcher, "agent": is_agent, "supervisor": is_command}
+                if found[target]:
+                    return each, rank if is_rank else -1
+        return None
+
+    def processes(self, child: psutil.Popen) -> list[psutil.Process]:
+        """All of the run."""
+        found = [child, *child.children(recursive=True)]
+        for name in self.network.names if self.network else ():
+            for pid in netns._do("ip", "netns", "pids", name).split():
+                with contextlib.suppress(psutil.Error):
+                    found.append(psutil.Process(int(pid)))
+        return found
+
+    def to_its_end(self, seed: int, faults: int) -> list[dict[str, Any]]:
+        """Runs until it is complete while things befall it: those that end an attempt. Raises Hung."""
+        chance, fatal = random.Random(seed), []
+        child = self.start()
+        try:
+            while True:
+                # Beyond two checkpoints, so that no three failures in a row are without a new one.
+                alive = self.progresses(child, chance.randrange(12 * self.ranks, 20 * self.ranks))
+                if not alive and child.returncode == 0:
+                    return fatal
+                if not alive and child.returncode not in (-signal.SIGKILL, 128 + signal.SIGKILL):
+                    raise Hung(f"exit code {child.returncode}:\n{self.log.read_text()[-2000:]}")
+                if not alive:
+                    child = self.start()
+                elif faults > 0 and self.steps - self.step() > UNTIL_THE_END:
+                    target, number = chance.choice(self.kinds)
+                    rank = chance.randrange(self.ranks)
+                    faults -= 1
+                    self.befallen += 1
+                    others = {"memory": self.memory_ends, "disk": self.disk_is_full, "link": self.link_is_cut}
+                    if others[target](rank) if number is None else self.befalls(child, target, number, rank):
+                        fatal.append({"target": target, "rank": rank})
+        finally:
+            for each in self.processes(child) if child.is_running() else (child,):
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            child.wait()
+
+    def befalls(self, child: psutil.Popen, target: str, number: signal.Signals, rank: int) -> bool:
+        """One fault; whether it ends the attempt."""
+        found = self.process(child, target, rank)
+        if found is None:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[0].send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(STOPPED_S)  # what is tried: a time in which it does nothing
+                found[0].send_signal(signal.SIGCONT)
+            return number == signal.SIGKILL and target != "agent"
+        return False
+
+    def memory_ends(self, rank: int) -> bool:
+        """A rank gets no memory any more, see ``notes``."""
+        (self.folder / f"eat-{rank}").touch()
+        return True
+
+    def disk_is_full(self, rank: int) -> bool:
+        """For some seconds nothing can be written into the run folder."""
+        ballast = self.run / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        time.sleep(FULL_S)  # what is tried
+        ballast.unlink()
+        return False
+
+    def link_is_cut(self, rank: int) -> bool:
+        """The link of a rank's host is cut for some seconds, and healed."""
+        assert self.network is not None
+        self.network.cut(rank)
+        time.sleep(CUT_S[self.befallen % 2])  # what is tried
+        self.network.heal(rank)
+        return False
+
+
+def hosts(network: Network) -> SECTIONS:
+    """Keys of ``launch``: one rank on each host."""
+    return {"hosts": network.addresses, "ranks_per_node": 1, "remote_shell": f"{network.folder}/agent {{host}}"}
+
+
+def chaos(folder: Path, plan: str, seed: int, faults: int) -> list[str]:
+    """What is wrong with a run after faults; empty if all is as without them. Raises NotPermitted."""
+    with contextlib.ExitStack() as stack:
+        kinds, network = PLANS[plan][3], None
+        if kinds is LINKS:
+            place = folder / "network"
+            place.mkdir(parents=True)
+            network = stack.enter_context(netns.network(PLANS[plan][1], "1gbit", place))
+        steps = STEPS_PER_FAULT * (faults + 1)
+        quiet, tried = (Chaos(folder / name, plan, steps, network) for name in ("quiet", "tried"))
+        if kinds is DISK:
+            stack.enter_context(small_disk(tried.run))
+        quiet.to_its_end(seed, 0)
+        fatal = tried.to_its_end(seed, faults)
+        wrong = invariants.differences(tried.run, tried.folder, quiet.run, quiet.folder, steps)
+        wrong += invariants.explained(tried.run, fatal)
+        places = [place / name for name in network.names] if network else [tried.temporary]
+        if left := [path.name for each in places for path in each.iterdir() if "hpctrain" in path.name]:
+            wrong.append(f"left behind: {left}")
+        for name in network.names if network else ():
+            if pids := netns._do("ip", "netns", "pids", name).split():
+                wrong.append(f"processes {pids} are left on {name}")
+        print(f"{plan}, seed {seed}: {tried.befallen} of {faults} faults befell the run, {len(fatal)} ended an attempt")
+        return wrong
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own in a folder."""
+    folder.mkdir()
+    netns._do("mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(folder))
+    try:
+        yield
+    finally:
+        netns._do("umount", "--lazy", str(folder))

@@ -1,0 +1,25 @@
+"""A small PyTorch network with dropout, at any plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hpctrain import TorchTask, columns, rows
+from tests.chaos.notes import FEATURES, Journal, data
+
+
+def task(folder: str) -> TorchTask:
+    """The task; ``folder`` gets what the ranks saw."""
+    journal = Journal(folder)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
+    )
+
+    def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        journal.saw(batch["id"])
+        return nn.functional.cross_entropy(logits, batch["y"])
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    cut = {"0": columns, "3": rows}  # of tensor plans: the dropout in between is each rank's own part
+    return TorchTask(model, loss, optimizer, train=data(), hooks=[journal], tensor=cut)

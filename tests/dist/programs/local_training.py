@@ -1,0 +1,80 @@
+"""Runs of one small task in a framework, with ranks that train apart and not; prints their last metrics as JSON.
+
+Steps of SGD from equal weights are linear in the gradient: their mean is the step along the mean gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import fit
+from hpctrain.config.sections import CheckpointConfig, Config, MonitorConfig, ReduceConfig, SyncConfig, TrainConfig
+
+SAMPLES, FEATURES = 64, 5
+LOCAL = {"kind": "local", "every_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+SYNC: dict[str, dict[str, Any]] = {
+    "every_step": {},
+    "mean": LOCAL,
+    "paced": {**LOCAL, "by_speed": True},
+    "node": {**LOCAL, "every_steps": 50, "within": "node"},
+    "warm": {**LOCAL, "every_steps": 50, "after_steps": 8},
+    "apart": {**LOCAL, "every_steps": 8},
+}
+
+
+def samples() -> dict[str, np.ndarray]:
+    """Of a noisy linear law."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
+    noise = random.normal(size=SAMPLES)
+    return {"x": x, "y": (x @ np.arange(FEATURES) + noise).astype(np.float32)[:, None]}
+
+
+def torch_task() -> Any:
+    import torch
+
+    from hpctrain import TorchTask
+
+    model = torch.nn.Linear(FEATURES, 1)
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        return torch.nn.functional.mse_loss(outputs, batch["y"])
+
+    return TorchTask(model, loss, torch.optim.SGD(model.parameters(), 0.05), samples(), samples())
+
+
+def tensorflow_task() -> Any:
+    import keras
+
+    from hpctrain import KerasTask
+
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+    return KerasTask(model, "mse", keras.optimizers.SGD(0.05), samples(), samples())
+
+
+def main() -> None:
+    """Runs them."""
+    framework, folder = sys.argv[1:]
+    found = {}
+    for name, sync in SYNC.items():
+        config = Config(
+            name="run",
+            task=f"{__file__}:{framework}_task",
+            run_dir=f"{folder}/{name}",
+            train=TrainConfig(steps=8, global_batch=16),
+            sync=SyncConfig(**sync),
+            reduce=ReduceConfig(kind="mpi"),
+            monitor=MonitorConfig(enabled=False),
+            checkpoint=CheckpointConfig(interval="none"),
+        )
+        found[name] = dict(fit(config).metrics)
+    Path(folder, "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What befalls a run by a fixed seed leaves no trace in it: samples, losses and weights are those of a quiet one.
+
+``HPCTRAIN_CHAOS`` sets the number of faults of each plan; without it two plans get five each.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import PLANS, chaos
+from tests.support.netns import NotPermitted
+
+FAULTS = int(os.environ.get("HPCTRAIN_CHAOS", "0"))
+SEED = int(os.environ.get("HPCTRAIN_SEED", "1"))
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("plan", PLANS if FAULTS else ["torch", "keras"])
+def test_faults_leave_no_trace(tmp_path: Path, plan: str) -> None:
+    try:
+        assert chaos(tmp_path, plan, SEED, FAULTS or 5) == []
+    except NotPermitted as error:
+        pytest.skip(str(error))

@@ -1,0 +1,46 @@
+"""env/gpu-proof runs where there is no GPU, too: every row, over gloo and MPI on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_proof.launch import run_row
+from benchmarks.gpu_proof.rows import ROWS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_every_row_is_right_on_a_cpu(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = [ROOT / "env/gpu-proof", "--minutes", "9", "--output", tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "gpu-proof.json").read_text())
+    assert [row["name"] for row in result["rows"]] == list(ROWS)
+    assert {row["status"] for row in result["rows"]} == {"passed"}
+    page = (tmp_path / "gpu-proof.md").read_text()
+    assert all(f"| {name} |" in page for name in ROWS)
+
+
+def test_what_fails_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
+    row = ROWS["monitor-clock"]
+    unknown = run_row(dataclasses.replace(row, name="unknown"), tmp_path / "unknown", 60)
+    assert (unknown.status, unknown.reason) == ("failed", "exit code 1: KeyError: 'unknown'")
+    late = run_row(row, tmp_path / "late", 0.1)
+    assert (late.status, late.reason) == ("failed", "no end within 0 s")
+
+
+def test_it_starts_where_all_packages_are_lacking() -> None:
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu_proof", "--help"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--wheels DIR" in done.stdout

@@ -1,0 +1,104 @@
+"""`hpctrain run` over hosts with separate networks: weights as of a local run, and what a lost rank or host costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpctrain.checkpoint.snapshots import PREFIX
+from hpctrain.errors import Code
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.events import CUT_OFF
+from hpctrain.run.folder import RunDir
+from tests.support import netns
+from tests.support.command import environment, events, hpctrain, last_words, reaches_step, wait_for, write_run
+
+DIGITS = "hpctrain.tasks.torch_digits:task"
+STEPS = 200
+
+pytestmark = [pytest.mark.world_size(4)]
+
+
+def run_file(folder: Path, checkpoint: dict[str, Any] | None = None, **launch: Any) -> Path:
+    folder.mkdir()
+    return write_run(
+        folder,
+        task=DIGITS,
+        run_dir=str(folder / "run"),
+        task_args={"data": str(folder.parent / "digits")},
+        train={"steps": STEPS, "global_batch": 32, "threads": 1},
+        checkpoint=checkpoint or {"every_steps": 10},
+        reduce={"kind": "mpi"},
+        track={"every_steps": 1},
+        launch=launch,
+    )
+
+
+def start(network: netns.Network, file: Path) -> subprocess.Popen[str]:
+    """The command on the first host."""
+    interfaces = {name: f"{netns.SUBNET}.0/24" for name in ("PRTE_MCA_prte_if_include", "OMPI_MCA_btl_tcp_if_include")}
+    words = network.on(0, sys.executable, "-m", "hpctrain", "run", file)
+    more = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **interfaces}
+    return subprocess.Popen(words, env=environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def hosts(network: netns.Network, **more: Any) -> dict[str, Any]:
+    """Keys of ``launch``: two hosts, unless ``more`` says otherwise."""
+    return {
+        "hosts": network.addresses[:2],
+        "ranks_per_node": 2,
+        "remote_shell": f"{network.folder}/agent {{host}}",
+        **more,
+    }
+
+
+def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_those_of_a_local_run(
+    network: netns.Network, tmp_path: Path
+) -> None:
+    hpctrain("run", "-n", 4, run_file(tmp_path / "here"), timeout=120, warm="torch")
+    run, tiers = tmp_path / "there" / "run", {"memory": {"every_steps": 5, "copies": 1, "path": "$TMPDIR"}}
+    shell = f"{network.folder}/agent {{host}} {{command}}"  # as batch systems' tools get it
+    more = {"hosts": network.addresses, "spare_nodes": 1, "remote_shell": shell}
+    child = start(network, run_file(run.parent, {"every_steps": 1000, "tiers": tiers}, **hosts(network, **more)))
+    wait_for("step", reaches_step(run, 62), 60)
+    network.cut(1)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, said
+    verdict = Attempts(RunDir(run)).all()[0].verdict
+    assert verdict is not None and (verdict.code, verdict.host) == (Code.NODE, network.names[1]), said
+    told = events(run, "hang")[0]
+    assert (told["kind"], {rank["host"] for rank in told["ranks"]}) == (CUT_OFF, {network.names[1]})
+    here, there = last_words(tmp_path / "here" / "run"), last_words(run, 2)
+    assert [word["host"] for word in there] == [network.names[host] for host in (0, 0, 2, 2)]
+    assert {word["weights_hash"] for word in here} == {word["weights_hash"] for word in there}
+    [resumed] = events(run, "resumed")
+    assert resumed["tier"] == "memory" and resumed["step"] >= 50 and resumed["ranks"] == 4, said
+    assert [event["step"] for event in events(run, "train")] == list(range(1, STEPS + 1))
+    left = {name: list((network.folder / name).glob(f"{PREFIX}*")) for name in network.names}
+    assert not left[network.names[0]] and not left[network.names[2]], "a completed run leaves no snapshot"
+
+
+def test_a_killed_rank_is_started_again_and_a_lost_host_is_left_out(network: netns.Network, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    child = start(network, run_file(folder, **hosts(network, min_nodes=1)))
+    wait_for("step", reaches_step(folder / "run", 25), 60)
+    pids = netns._do("ip", "netns", "pids", network.names[1]).split()
+    ranks = [each for each in map(psutil.Process, map(int, pids)) if "train" in each.cmdline()]
+    next(each for each in ranks if each.environ()["PMIX_RANK"] == "3").kill()
+    wait_for("second attempt", lambda: len(Attempts(RunDir(folder / "run")).all()) == 2, 60)
+    wait_for("step", reaches_step(folder / "run", 60), 60)
+    netns._end_processes([network.names[1]])
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, said
+    attempts = Attempts(RunDir(folder / "run")).all()
+    assert [each.ranks for each in attempts] == [4, 4, 2], said
+    killed, lost, done = (each.verdict for each in attempts)
+    # A rank of the other host may end of the closed connection before mpirun hears of the signal.
+    assert killed is not None and (killed.rank, killed.host) == (3, network.names[1]), said
+    assert lost is not None and lost.code is Code.NODE and done is not None and done.exit_code == 0, said
+    assert [event["step"] for event in events(folder / "run", "train")] == list(range(1, STEPS + 1))

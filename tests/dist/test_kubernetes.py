@@ -1,0 +1,192 @@
+"""The rendered containers of a Kubernetes Job run here, each on a host with its own network: no cluster has them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpctrain.config.sections import Config, KubernetesConfig, LaunchConfig
+from hpctrain.launch.engines.kubernetes import manifest
+from hpctrain.run.folder import RunDir
+from hpctrain.run.stop_request import StopRequest, request_stop
+from tests.support import netns
+from tests.support.command import environment, wait_for
+
+pytestmark = [pytest.mark.world_size(3)]
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), int(os.environ["PMIX_RANK"])
+phase = (folder / "phase").read_text()
+def stop(number, frame):
+    if rank == 0:
+        (folder / "phase").write_text("again")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+(folder / f"{phase}-{rank}").touch()
+while not all((folder / f"{phase}-{other}").exists() for other in range(3)):
+    time.sleep(0.01)
+if phase == "wait":
+    time.sleep(600)
+if phase == "again" and rank == 0:
+    (folder / "phase").write_text("finish")
+sys.exit({"again": 75, "finish": 0, "fail": 3}[phase])
+"""
+
+
+class StandIn:
+    """What Kubernetes' Job controller and kubelet do with a manifest, as far as it is asked for here.
+
+    Attributes:
+        codes: of the pods that have ended, by index.
+        failures: those that count.
+    """
+
+    def __init__(self, objects: list[dict[str, Any]], network: netns.Network, folder: Path) -> None:
+        secret, service, self.job = objects
+        assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": self.job["metadata"]["name"]}
+        self.spec = self.job["spec"]
+        self.network = network
+        self.secret = secret["stringData"]
+        self.run_file = folder / "config.yaml"
+        self.run_file.write_text(self.secret["config.yaml"])
+        (folder / "hpctrain").write_text(f'#!/bin/sh\nexec {sys.executable} -m hpctrain "$@"\n')
+        (folder / "hpctrain").chmod(0o755)
+        self.path = f"{folder}:{os.environ['PATH']}"
+        self.pods: dict[int, subprocess.Popen[bytes]] = {}
+        self.disrupted: set[int] = set()
+        self.codes: list[tuple[int, int]] = []
+        self.failures = 0
+
+    def start(self, index: int) -> None:
+        """A pod, with the container's command and variables."""
+        (container,) = self.spec["template"]["spec"]["containers"]
+        name = self.job["metadata"]["name"]
+        given = {
+            each["name"]: each.get("value") or self.secret[each["valueFrom"]["secretKeyRef"]["key"]]
+            for each in container["env"]
+        }
+        resolved = {key: value.replace(f"{name}-0.{name}", self.network.addresses[0]) for key, value in given.items()}
+        script = container["args"][0].replace(manifest.RUN_FILE, str(self.run_file))
+        env = environment({**INTERFACES, **resolved, "JOB_COMPLETION_INDEX": str(index), "PATH": self.path})
+        words = self.network.on(index, "exec", *container["command"], script)
+        self.pods[index] = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
+
+    def end(self, index: int) -> None:
+        """SIGTERM, the grace period, SIGKILL for all that is left."""
+        self.pods[index].send_signal(signal.SIGTERM)
+        try:
+            self.pods[index].wait(self.spec["template"]["spec"]["terminationGracePeriodSeconds"])
+        except subprocess.TimeoutExpired:
+            self.pods[index].kill()
+        netns._end_processes([self.network.names[index]])
+
+    def evict(self, index: int) -> None:
+        self.disrupted.add(index)
+        self.end(index)
+
+    def look(self) -> str:
+        """Acts on pods that have ended: an empty text, or how the Job has ended."""
+        for index, pod in list(self.pods.items()):
+            code = pod.poll()
+            if code is None:
+                continue
+            netns._end_processes([self.network.names[index]])
+            self.codes.append((index, code))
+            action = "" if code == 0 else self.action(index, code)
+            if code == 0 and str(index) in self.spec["successPolicy"]["rules"][0]["succeededIndexes"].split(","):
+                return "Complete"
+            if action == "FailJob":
+                return "PodFailurePolicy"
+            self.failures += action == "Count"
+            if self.failures > self.spec["backoffLimit"]:
+                return "BackoffLimitExceeded"
+            self.disrupted.discard(index)
+            self.start(index)
+        return ""
+
+    def action(self, index: int, code: int) -> str:
+        """The first rule of the pod failure policy that is about a pod."""
+        for rule in self.spec["podFailurePolicy"]["rules"]:
+            if "onPodConditions" in rule and index in self.disrupted:
+                return str(rule["action"])
+            if "onExitCodes" in rule and code in rule["onExitCodes"]["values"]:
+                return str(rule["action"])
+        return "Count"
+
+    def finish(self, patience_s: float = 180.0) -> str:
+        """How the Job ends."""
+        end = time.monotonic() + patience_s
+        while not (ended := self.look()):
+            assert time.monotonic() < end, self.codes
+            time.sleep(0.05)
+        return ended
+
+    def close(self) -> None:
+        for index, pod in self.pods.items():
+            if pod.poll() is None:
+                self.end(index)
+
+
+INTERFACES = {
+    **{name: f"{netns.SUBNET}.0/24" for name in ("PRTE_MCA_prte_if_include", "OMPI_MCA_btl_tcp_if_include")},
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+}
+
+
+def cluster(network: netns.Network, folder: Path, phase: str, **pods: Any) -> StandIn:
+    """A Job of three pods, with one rank each."""
+    runs = folder / "runs"
+    for made in (runs, folder / "image"):
+        made.mkdir()
+    (runs / "phase").write_text(phase)
+    program = folder / "image" / "program.py"
+    program.write_text(PROGRAM)
+    kubernetes = KubernetesConfig(image="train", volumes={str(runs): "claim"}, grace_s=30, **pods)
+    command = (sys.executable, str(program), str(runs))
+    launch = LaunchConfig(engine="kubernetes", nodes=3, command=command, kubernetes=kubernetes, max_failures=0)
+    objects = manifest.objects(Config(name="pods", launch=launch), "pods-abc123", "/here", "ab" * 32)
+    made_job = StandIn(list(yaml.safe_load_all(manifest.text(objects))), network, folder / "image")
+    for index in range(made_job.spec["completions"]):
+        made_job.start(index)
+    return made_job
+
+
+def test_a_job_survives_an_eviction_and_runs_again_until_it_is_done(network: netns.Network, tmp_path: Path) -> None:
+    job = cluster(network, tmp_path, "wait")
+    try:
+        wait_for("ranks", lambda: all((tmp_path / "runs" / f"wait-{rank}").exists() for rank in range(3)), 120)
+        job.evict(0)
+        assert job.finish() == "Complete", job.codes
+    finally:
+        job.close()
+    assert job.codes == [(0, 75), (0, 75), (0, 0)] and job.failures == 1
+
+
+def test_a_failure_uses_up_the_budget_and_a_persons_stop_ends_the_job(network: netns.Network, tmp_path: Path) -> None:
+    (tmp_path / "fails").mkdir()
+    job = cluster(network, tmp_path / "fails", "fail", restarts=0)
+    try:
+        assert job.finish() == "BackoffLimitExceeded", job.codes
+    finally:
+        job.close()
+    assert [index for index, _ in job.codes] == [0]
+    (tmp_path / "stops").mkdir()
+    job = cluster(network, tmp_path / "stops", "wait")
+    runs = tmp_path / "stops" / "runs"
+    try:
+        wait_for("ranks", lambda: all((runs / f"wait-{rank}").exists() for rank in range(3)), 120)
+        request_stop(RunDir(runs / "pods"), StopRequest("someone@here"))
+        assert job.finish() == "PodFailurePolicy" and job.codes == [(0, 76)]
+    finally:
+        job.close()

@@ -1,0 +1,22 @@
+"""What ``make dist`` makes of a commit is the same each time, and works outside of the checkout: here, its core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not permitted here: this is not a clone")
+def test_the_core_of_a_release(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "env/dist.py", "--core", "--output", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "to the same bytes" in done.stdout and "the core answers each command" in done.stdout
+    assert len(list(tmp_path.glob(f"hpctrain-{hpctrain.__version__}*"))) == 2

@@ -1,0 +1,61 @@
+"""A job that loses one node of three continues on the other two, without the queue: on a spare, or with fewer ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hpctrain.run.attempts import Attempts
+from tests.slurm.cluster import THIRD, Cluster
+from tests.slurm.run import STEPS, Run
+
+
+@pytest.fixture(scope="module")
+def third_node(cluster: Cluster) -> Iterator[None]:
+    """n3, as long as these tests run."""
+    cluster.start_node(THIRD)
+    yield
+    cluster.kill_node(THIRD)
+
+
+@pytest.mark.parametrize(
+    ("launch", "ranks"),
+    [
+        pytest.param({"nodes": 2, "spare_nodes": 1}, [2, 2], id="spare"),
+        pytest.param({"nodes": 3, "min_nodes": 2}, [3, 2], id="fewer"),
+    ],
+)
+def test_a_run_survives_the_loss_of_a_node_of_three(
+    train: Callable[..., Run],
+    cluster: Cluster,
+    alone: None,
+    third_node: None,
+    launch: dict[str, Any],
+    ranks: list[int],
+) -> None:
+    run = train(
+        0.1,
+        launch={"ranks_per_node": 1, **launch},
+        slurm={"partition": "three"},
+        track={"every_steps": 1},
+        train={"steps": STEPS, "global_batch": 48, "eval_every_epochs": None},
+    )
+    job = run.submit()
+    run.wait_for(lambda: run.events("checkpoint_saved"))
+    cluster.kill_node("n2")
+    try:
+        run.wait_for(lambda: run.events("recovered") or cluster.state(job) != "RUNNING", timeout=120)
+    finally:
+        cluster.start_node("n2")  # or the job is COMPLETING until Slurm gives the node up
+    run.wait(job, "COMPLETED", "FAILED", "PENDING", timeout=120)
+    first, second = Attempts(run.dir).all()
+    assert first.verdict is not None and (first.verdict.code, first.verdict.host) == ("node", "n2"), run.log()
+    assert [first.ranks, second.ranks] == ranks
+    assert (second.nodes, second.restarts, second.job) == (2, 0, job), run.log()
+    assert second.verdict is not None and second.verdict.exit_code == 0
+    assert [event["step"] for event in run.events("train")] == list(range(1, STEPS + 1))
+    [recovered] = run.events("recovered")
+    assert (recovered["code"], recovered["host"]) == ("node", "n2")
+    assert set(run.events("run_started")[-1]["hosts"]) == {"n1", THIRD}

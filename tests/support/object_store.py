@@ -1,0 +1,135 @@
+"""An S3 server on this machine (moto), in a process of its own, which fails when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """The server, and what clients need in their environment to talk to it."""
+
+    url: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of this server and none of the user's."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "secret-of-somebody",
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+
+    def make_bucket(self, name: str) -> str:
+        """Its URI."""
+        request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
+        DIRECTLY.open(request, timeout=10).close()
+        return f"s3://{name}"
+
+    def fail(self, how: str, times: int) -> None:
+        """The next reads of objects: ``busy`` (503), ``half`` (the connection ends in the middle) or ``expired``.
+
+        With ``all-`` before it, requests of any kind; of those, ``all-flaky`` refuses three of ten.
+        """
+        self._ask(f"/fail/{how}/{times}")
+
+    def reads(self) -> int:
+        """How many reads of objects there have been."""
+        return int(self._ask("/reads"))
+
+    def _ask(self, path: str) -> bytes:
+        with DIRECTLY.open(self.url + path, timeout=10) as answer:
+            content: bytes = answer.read()
+        return content
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[ObjectStore]:
+    """Ends with the body, and with this process."""
+    words = [sys.executable, "-W", "ignore", "-m", "tests.support.object_store"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield ObjectStore(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def failing(application: Application) -> Application:
+    """An S3 server that can be told to fail."""
+    lock = threading.Lock()
+    state: dict[str, Any] = {"how": "", "times": 0, "reads": 0}
+    chance = random.Random(0)
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path.startswith("/fail/"):
+            _, _, how, times = path.split("/")
+            state.update(how=how, times=int(times))
+            start("200 OK", [])
+            return [b""]
+        if path == "/reads":
+            start("200 OK", [])
+            return [str(state["reads"]).encode()]
+        is_read = environ["REQUEST_METHOD"] == "GET" and path.count("/") >= 2
+        with lock:
+            state["reads"] += is_read
+            how = state["how"] if state["times"] else ""
+            if is_read or how.startswith("all-"):
+                state["times"] = max(0, state["times"] - 1)
+            else:
+                how = ""
+            how = how.removeprefix("all-")
+            if how == "flaky":
+                how = "busy" if chance.random() < 0.3 else ""
+        if not how:
+            return application(environ, start)
+        if how == "busy":
+            start("503 Slow Down", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
+        if how == "expired":
+            start("400 Bad Request", [("Content-Type", "application/xml")])
+            return [EXPIRED]
+        content = b"".join(application(environ, start))
+        return [content[: len(content) // 2]] if how == "half" else [content]
+
+    return answer
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Silent(WSGIRequestHandler):
+        def log(self, type: str, message: str, *args: Any) -> None:
+            """Nothing."""
+
+    application = failing(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(f"http://127.0.0.1:{server.port}", flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models, losses and data that the tests train."""

@@ -1,0 +1,147 @@
+"""Small Keras tasks and data for tests, and a framework around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+from numpy.typing import NDArray
+
+from hpctrain.backends.tensorflow.framework import KerasFramework
+from hpctrain.backends.tensorflow.runtime import begin_task
+from hpctrain.backends.tensorflow.task.opening import open_keras
+from hpctrain.comm.world import World
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
+from hpctrain.data.order import part_of
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.train.clock import IntervalClock
+
+Batch = dict[str, NDArray[Any]]
+SAMPLES = 183
+GLOBAL_BATCH = 30
+"""The last batch of an epoch has 3 samples: the last of 4 ranks gets none."""
+
+
+def samples() -> Batch:
+    """float32 points, int64 classes and float32 weights; always the same."""
+    random = np.random.default_rng(5)
+    points = random.normal(size=(SAMPLES, 12)).astype(np.float32)
+    weights = random.integers(0, 4, SAMPLES).astype(np.float32)
+    return {"x": points, "y": (points[:, :3].argmax(1)).astype(np.int64), "w": weights}
+
+
+def global_batches(count: int) -> Iterator[Batch]:
+    """Global batches in order, epoch after epoch."""
+    everything = samples()
+    starts = [*range(0, SAMPLES, GLOBAL_BATCH)]
+    for step in range(count):
+        begin = starts[step % len(starts)]
+        yield {name: array[begin : begin + GLOBAL_BATCH] for name, array in everything.items()}
+
+
+def cut(batch: Batch, rank: int, size: int, accumulate: int = 1) -> list[Batch]:
+    """A rank's micro-batches of a global batch."""
+    part = part_of(len(batch["x"]), rank, size)
+    mine = {name: array[part] for name, array in batch.items()}
+    count = len(mine["x"])
+    pieces = [part_of(count, piece, accumulate) for piece in range(min(accumulate, count))]
+    return [{name: array[piece] for name, array in mine.items()} for piece in pieces]
+
+
+def plain_model() -> keras.Model:
+    """Nothing that depends on the rank."""
+    return keras.Sequential(
+        [keras.Input((12,)), layers.Dense(31, activation="tanh"), layers.Dense(16, activation="relu"), layers.Dense(3)]
+    )
+
+
+def wide_model() -> keras.Model:
+    """With more weights than are exchanged as one piece."""
+    return keras.Sequential([keras.Input((12,)), layers.Dense(2048, activation="tanh"), layers.Dense(3)])
+
+
+def noisy_model() -> keras.Model:
+    """With dropout and BatchNorm."""
+    return keras.Sequential(
+        [keras.Input((12,)), layers.Dense(32), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
+    )
+
+
+def normalised_model() -> keras.Model:
+    """BatchNormalization of several kinds, in float64; branches that TensorFlow may compute in any order."""
+    points = keras.Input((12,), dtype="float64")
+    hidden = layers.BatchNormalization(momentum=0.9)(layers.Dense(16)(points))
+    left = layers.BatchNormalization(synchronized=True)(layers.Dense(8, activation="tanh")(hidden))
+    right = layers.BatchNormalization(scale=False, center=False)(layers.Dense(8)(layers.ReLU()(hidden)))
+    grid = layers.BatchNormalization(axis=1)(layers.Reshape((4, 2))(right))
+    return keras.Model(points, layers.Dense(3)(layers.Concatenate()([left, layers.Flatten()(grid)])))
+
+
+def embedding_model() -> keras.Model:
+    """Looks up words that the points name: few of 40,000, some of them often."""
+    points = keras.Input((12,))
+    words = ops.cast(ops.abs(points) * 100, "int32") % 150 * 250
+    means = layers.GlobalAveragePooling1D()(layers.Embedding(40_000, 8, embeddings_initializer="uniform")(words))
+    return keras.Model(points, layers.Dense(3)(layers.Dense(8, activation="tanh")(means)))
+
+
+def mean_loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Mean cross-entropy."""
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], outputs))
+
+
+def weighted_loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Weighted cross-entropy, as (sum, weight)."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], outputs)
+    return tf.reduce_sum(losses * batch["w"]), tf.reduce_sum(batch["w"])
+
+
+def accuracy(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Share of right classes."""
+    return tf.reduce_mean(tf.cast(tf.argmax(outputs, 1) == batch["y"], tf.float32))
+
+
+def make_framework(
+    world: World,
+    model: Any = plain_model,
+    loss: Any = mean_loss,
+    optimizer: Any = lambda: keras.optimizers.Adam(1e-2),
+    kind: str = "auto",
+    reduce: Any = (),
+    choice: Callable[[ReduceConfig, World], ReducerChoice] = ReducerChoice,
+    metrics: Any = None,
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
+    state: Mapping[str, Any] | None = None,
+    **train: Any,
+) -> KerasFramework:
+    """A framework of a new model with Adam; more settings of ``train`` and ``reduce`` by name."""
+    begin_task(7, train.get("precision", "fp32"), world.local_rank)
+    judges = metrics or {"accuracy": accuracy}
+    task = KerasTask(model(), loss, optimizer(), None, metrics=judges, state=state or {})
+    settings = TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train)
+    config = Config(
+        name="test",
+        task="a:b",
+        seed=7,
+        train=settings,
+        parallel=parallel,
+        reduce=ReduceConfig(kind=kind, **dict(reduce)),  # type: ignore[arg-type]
+    )
+    return open_keras(task, world, config, IntervalClock(), choice(config.reduce, world))
+
+
+def train(framework: KerasFramework, steps: int, accumulate: int = 1, skip: int = 0) -> list[float]:
+    """Mean losses over the global batches, by step."""
+    group = framework.group
+    losses = []
+    for batch in list(global_batches(skip + steps))[skip:]:
+        framework.set_learning_rate(1.0)
+        result = framework.step(cut(batch, group.rank, group.size, accumulate), len(batch["x"]))
+        pairs = np.array(group.allgather(result.sums()["loss"], "report the loss"))
+        losses.append(float(pairs[:, 0].sum() / pairs[:, 1].sum()))
+    return losses

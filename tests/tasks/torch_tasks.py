@@ -1,0 +1,191 @@
+"""Small torch tasks and data for tests, and a framework around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpctrain.backends.torch.framework import TorchFramework
+from hpctrain.backends.torch.state.optimizer import joined
+from hpctrain.backends.torch.task.opening import open_torch
+from hpctrain.comm.world import World
+from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
+from hpctrain.data.order import part_of
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.clock import IntervalClock
+
+Batch = dict[str, NDArray[Any]]
+SAMPLES = 183
+GLOBAL_BATCH = 30
+"""The last batch of an epoch has 3 samples: the last of 4 ranks gets none."""
+
+
+def samples() -> Batch:
+    """float32 points, int64 classes, float32 weights, int64 words; always the same."""
+    random = np.random.default_rng(5)
+    points = random.normal(size=(SAMPLES, 12)).astype(np.float32)
+    weights = random.integers(0, 4, SAMPLES).astype(np.float32)
+    words = random.integers(0, 50, (SAMPLES, 4))
+    return {"x": points, "y": points[:, :3].argmax(1).astype(np.int64), "w": weights, "words": words}
+
+
+def global_batches(count: int) -> Iterator[Batch]:
+    """Global batches in order, epoch after epoch."""
+    everything = samples()
+    starts = [*range(0, SAMPLES, GLOBAL_BATCH)]
+    for step in range(count):
+        begin = starts[step % len(starts)]
+        yield {name: array[begin : begin + GLOBAL_BATCH] for name, array in everything.items()}
+
+
+def cut(batch: Batch, rank: int, size: int, accumulate: int = 1) -> list[Batch]:
+    """A rank's micro-batches of a global batch."""
+    part = part_of(len(batch["x"]), rank, size)
+    mine = {name: array[part] for name, array in batch.items()}
+    count = len(mine["x"])
+    pieces = [part_of(count, piece, accumulate) for piece in range(min(accumulate, count))]
+    return [{name: array[piece] for name, array in mine.items()} for piece in pieces]
+
+
+def plain_model() -> nn.Module:
+    """Nothing that depends on the rank."""
+    return nn.Sequential(nn.Linear(12, 31), nn.Tanh(), nn.Linear(31, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def noisy_model() -> nn.Module:
+    """Dropout and BatchNorm: each rank has its own noise and statistics."""
+    return nn.Sequential(nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 3))
+
+
+def normalised_model() -> nn.Module:
+    """BatchNorm of several kinds, in float64."""
+    return nn.Sequential(
+        *(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 6, 3)),
+        *(nn.SyncBatchNorm(6, momentum=None), nn.Flatten(), nn.BatchNorm1d(12, affine=False), nn.Linear(12, 3)),
+    ).double()
+
+
+def in_float64(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Outputs for the points."""
+    outputs: Tensor = model(batch["x"].double())
+    return outputs
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a parameter that has no part in the loss."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8, sparse=sparse)
+        self.head = nn.Linear(8, 3)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Classes from the mean of the words."""
+        logits: Tensor = self.head(self.embedding(batch["words"]).mean(1))
+        return logits
+
+
+def mean_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy."""
+    return functional.cross_entropy(outputs, batch["y"])
+
+
+def weighted_loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy where samples weigh differently, some nothing."""
+    losses = functional.cross_entropy(outputs, batch["y"], reduction="none")
+    return (losses * batch["w"]).sum(), batch["w"].sum()
+
+
+def accuracy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Share of right answers."""
+    return (outputs.argmax(1) == batch["y"]).float().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """With momentum."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def words_forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Of Words."""
+    outputs: Tensor = model(batch)
+    return outputs
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([group for one in inner for group in one.param_groups], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Each takes its own."""
+        for one in self.inner:
+            one.step()
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without momentum."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """Takes sparse gradients, and has state."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """For the table of Words, and Adam for the rest."""
+    rest = [parameter for name, parameter in model.named_parameters() if name != "embedding.weight"]
+    return Together(torch.optim.SparseAdam([model.embedding.weight], lr=0.05), torch.optim.AdamW(rest, lr=0.01))
+
+
+def make_framework(
+    world: World,
+    model: Callable[[], nn.Module] = plain_model,
+    loss: Callable[..., Any] = mean_loss,
+    optimizer: Callable[[nn.Module], Any] = sgd,
+    forward: Callable[..., Any] | None = None,
+    way: str | None = None,
+    choice: Callable[[ReduceConfig, World, str | None], ReducerChoice] = ReducerChoice,
+    reduce: dict[str, Any] | None = None,
+    metrics: dict[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
+    parallel: ParallelConfig | None = None,
+    **train: Any,
+) -> TorchFramework:
+    """A framework around a new model with the same initial weights everywhere; ``way`` names one candidate."""
+    torch.manual_seed(3)
+    made = model()
+    more = {} if forward is None else {"forward": forward}
+    judges, held = metrics or {"accuracy": accuracy}, state or {}
+    task = TorchTask(made, loss, joined(optimizer(made)), None, metrics=judges, state=held, **more)
+    config = Config(
+        name="test",
+        task="a:b",
+        seed=11,
+        train=TrainConfig(steps=1, global_batch=GLOBAL_BATCH, **train),
+        reduce=ReduceConfig(**{"bucket_bytes": 1024, **(reduce or {})}),
+        parallel=parallel or ParallelConfig(),
+    )
+    return open_torch(task, world, config, IntervalClock(), choice(config.reduce, world, way))
+
+
+def train(framework: TorchFramework, steps: int, accumulate: int = 1) -> list[float]:
+    """Mean loss of each global batch, before its update."""
+    group = framework.world.data
+    losses = []
+    for batch in global_batches(steps):
+        result = framework.step(cut(batch, group.rank, group.size, accumulate), len(batch["x"]))
+        total, weight = group.sum(np.array(result.sums()["loss"]), "average the loss")
+        losses.append(float(total / weight))
+    return losses

@@ -1,0 +1,54 @@
+"""What an exchange over a process group of torch holds while messages are under way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from hpctrain.backends.torch.strategies.exchange import TorchExchange
+from hpctrain.comm.group import Group
+from hpctrain.train.clock import NO_CLOCK, Waiting
+
+
+class Message:
+    """Is through when a test says so; gloo says so only to who waits."""
+
+    def __init__(self) -> None:
+        self.is_through = False
+
+    def is_completed(self) -> bool:
+        return self.is_through
+
+    def wait(self, timeout: timedelta) -> None:
+        assert self.is_through, "nobody has to wait"
+
+
+class Queue:
+    """Of messages that leave this rank one after the other."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Message:
+        self.messages.append(Message())
+        return self.messages[-1]
+
+
+def test_what_is_through_is_freed_before_the_end_of_an_update() -> None:
+    ranks = Queue()
+    exchange = TorchExchange(Group("pipeline"), ranks, Waiting(NO_CLOCK), torch.device("cpu"))
+    held: list[weakref.ref[Tensor]] = []
+    for number in range(4):
+        values = torch.ones(3)
+        exchange.post(values, 1, 0)
+        held.append(weakref.ref(exchange.under_way[-1][1]))
+        if number > 0:
+            ranks.messages[number - 1].is_through = True
+    del values
+    exchange.post(torch.ones(3), 1, 0)
+    gc.collect()
+    assert [one() is not None for one in held] == [False, False, False, True]

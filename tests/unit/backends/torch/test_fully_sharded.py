@@ -1,0 +1,81 @@
+"""Which layers are gathered one after the other, and which rows each rank has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hpctrain.backends.torch.strategies.fully_sharded import layers_of
+from hpctrain.backends.torch.strategies.group import word_of
+from hpctrain.parallel.sharded import part_of_rows
+from tests.tasks.tensor_tasks import Gpt
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Of the layers that are found."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(layer)] for layer in layers_of(model)]
+
+
+class Model(nn.Module):
+    """Named parts."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+class Block(nn.Module):
+    """One that holds a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+def test_layers_are_what_lists_and_sequences_are_made_of() -> None:
+    assert names_of(Gpt()) == ["blocks.0", "blocks.1"]
+    assert names_of(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))) == ["0", "2.0"]
+    assert names_of(nn.Linear(2, 2)) == []
+
+
+def test_a_block_is_gathered_as_a_whole() -> None:
+    model = Model(stages=nn.ModuleList([nn.ModuleList([Block(), Block()])]), heads=nn.ModuleDict({"a": Block()}))
+    assert names_of(model) == ["stages.0.0", "stages.0.1", "heads.a"]
+
+
+class Experts(nn.ModuleList):
+    """A list by another name."""
+
+
+def test_what_cannot_be_called_is_no_layer() -> None:
+    lists = nn.ModuleList([Experts([nn.Linear(2, 2), Block()]), nn.ParameterList([nn.Parameter(torch.ones(2))])])
+    assert names_of(Model(lists=lists)) == ["lists.0.0", "lists.0.1"]
+
+
+def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:
+    one, other, third = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    assert names_of(Model(layers=nn.ModuleList([one, other, third]))) == ["layers.2"]
+    tied = nn.Linear(2, 2)
+    tied.weight = third.weight
+    assert names_of(Model(layers=nn.ModuleList([one, third]), head=tied)) == ["layers.0"]
+    assert names_of(Model(first=nn.Sequential(one, third), second=nn.Sequential(one))) == ["first.1"]
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_rows_are_those_that_fsdp_shares_out(rows: int, ranks: int) -> None:
+    ends = [part_of_rows(rows, rank, ranks) for rank in range(ranks)]
+    chunks = torch.arange(rows).chunk(ranks) if rows else ()
+    found = [list(range(begin, end)) for begin, end in ends]
+    assert [each for each in found if each] == [chunk.tolist() for chunk in chunks]
+    assert all(not each for each in found[len(chunks) :])
+
+
+@pytest.mark.parametrize(("device", "word"), [("cpu", "gloo"), ("cuda:1", "nccl")])
+def test_the_device_says_what_moves_tensors(device: str, word: str) -> None:
+    assert word_of(torch.device(device)) == word

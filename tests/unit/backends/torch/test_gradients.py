@@ -1,0 +1,223 @@
+"""Gradients in one flat buffer, on one process with a sum that only records what is sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.backends.torch.reduce.gradients import FlatGradients
+from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer
+from hpctrain.errors import UserError
+from hpctrain.reduce.exchange_slots import SLOTS
+from hpctrain.reduce.layout import plan
+
+
+class Recorder:
+    """A sum over one rank."""
+
+    def __init__(self, length: int, dtype: torch.dtype = torch.float32) -> None:
+        self.flat = torch.full((length,), 7.0, dtype=dtype)
+        self.sent: list[tuple[int, int]] = []
+        self.finished = 0
+
+    def start(self, begin: int, end: int) -> None:
+        self.sent.append((begin, end))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def close(self) -> None:
+        pass
+
+
+def make(
+    model: nn.Module, bucket: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[FlatReducer, Recorder]:
+    parameters = list(model.named_parameters())
+    layout = plan([parameter.numel() for _, parameter in parameters], bucket, SLOTS)
+    recorder = Recorder(layout.length, dtype)
+
+    def ready(number: int) -> None:
+        recorder.start(layout.buckets[number].begin, layout.buckets[number].end)
+
+    return FlatReducer("test", FlatGradients(parameters, recorder.flat, layout, ready), recorder), recorder
+
+
+def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts() -> None:
+    model = network()
+    reducer, recorder = make(model, 64)
+    waited: list[float] = []
+    reducer.arrive, reducer.early = waited.append, True
+    for _ in range(2):
+        recorder.sent.clear()
+        waited.clear()
+        reducer.begin()
+        value = loss(model)
+        reducer.tell(value.detach(), None)
+        assert recorder.sent == [(len(reducer.values), len(recorder.flat))], "the loss leaves before any gradient"
+        value.backward()
+        assert reducer.exchange(value.detach()).loss == pytest.approx(value.item())
+        assert waited == [1]
+        held = []
+        for (part,) in reducer.arrivals():
+            there = [index for index, parameter in enumerate(model.parameters()) if parameter.grad is not None]
+            assert part.numel() >= sum(list(model.parameters())[index].numel() for index in there) > 0
+            held += there
+        assert sorted(held) == list(range(len(list(model.parameters())))), "each parameter in one part"
+        assert len(waited) > 2 and waited[-1] == 1 + len(reducer.flat_gradients.layout.buckets)
+        for parameter, wanted in zip(model.parameters(), expected(), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 4 * 4, 16), nn.Linear(16, 3))
+
+
+def loss(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    torch.manual_seed(seed)
+    value: torch.Tensor = model(torch.randn(5, 2, 6, 6)).square().mean()
+    return value
+
+
+def expected(seeds: tuple[int, ...] = (1,)) -> list[torch.Tensor]:
+    model = network()
+    for seed in seeds:
+        loss(model, seed).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_backward_pass_between_updates_sends_nothing() -> None:
+    model = network()
+    reducer, recorder = make(model, 64)
+    for _ in range(2):
+        reducer.begin()
+        loss(model).backward()
+        reducer.exchange()
+        sent = len(recorder.sent)
+        loss(model, 2).backward()  # a hook's, a metric's
+        assert len(recorder.sent) == sent
+    reducer.begin()
+    loss(model).backward()
+    reducer.exchange()
+    assert len(recorder.sent) == 3 * sent // 2
+    for parameter, wanted in zip(model.parameters(), expected(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted)
+
+
+@pytest.mark.parametrize("bucket", [None, 64])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_gradients_are_autograds_own(bucket: int | None, channels_last: bool) -> None:
+    model = network()
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    reducer, recorder = make(model, bucket)
+    for _ in range(3):
+        reducer.begin()
+        value = loss(model)
+        value.backward()
+        totals = reducer.exchange(value.detach())
+        assert totals.loss == pytest.approx(value.item())
+        for parameter, wanted in zip(model.parameters(), expected(), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted)
+            assert parameter.grad.stride() == parameter.stride()
+            assert parameter.grad.untyped_storage().data_ptr() == recorder.flat.untyped_storage().data_ptr()
+    assert recorder.finished == 3
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_several_backward_passes_add_up(cleared: bool) -> None:
+    model = network()
+    reducer, _ = make(model, 64)
+    for _ in range(2):
+        if cleared:
+            reducer.begin()
+        else:
+            model.zero_grad(set_to_none=False)
+        reducer.last_backward = False
+        loss(model, 1).backward()
+        reducer.last_backward = True
+        loss(model, 2).backward()
+        reducer.exchange()
+        for parameter, wanted in zip(model.parameters(), expected((1, 2)), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted)
+
+
+def test_buckets_leave_in_order_and_the_last_waits_for_the_loss() -> None:
+    model = network()
+    reducer, recorder = make(model, 64)
+    bounds = [(bucket.begin, bucket.end) for bucket in reducer.flat_gradients.layout.buckets]
+    assert len(bounds) > 2
+    reducer.begin()
+    loss(model).backward()
+    assert recorder.sent == bounds[:-1]
+    reducer.exchange()
+    assert recorder.sent == bounds
+
+
+def test_a_parameter_without_a_part_in_the_loss_contributes_zeros() -> None:
+    model = network()
+    reducer, recorder = make(model, 64)
+    reducer.begin()
+    model[4].weight.square().sum().backward()
+    reducer.exchange()
+    assert model[0].weight.grad.abs().sum() == 0
+    assert len(recorder.sent) == len(reducer.flat_gradients.layout.buckets)
+
+
+def test_one_rank_gives_it_zeros_too_so_that_weight_decay_treats_it_alike() -> None:
+    model = network()
+    reducer = NoReducer(list(model.named_parameters()))
+    reducer.begin()
+    model[4].weight.square().sum().backward()
+    reducer.exchange()
+    assert model[0].weight.grad is not None and model[0].weight.grad.eq(0).all()
+
+
+def test_a_second_backward_after_sending_is_refused() -> None:
+    model = network()
+    reducer, _ = make(model, 64)
+    reducer.begin()
+    loss(model, 1).backward()
+    with pytest.raises(UserError, match="changed after it was sent"):
+        loss(model, 2).backward()
+
+
+def test_other_types_are_summed_in_the_buffers() -> None:
+    model = nn.Linear(4, 3).to(torch.bfloat16)
+    reducer, _ = make(model)
+    reducer.begin()
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    reducer.exchange()
+    assert model.weight.grad.dtype == torch.bfloat16
+    assert model.weight.grad.eq(2).all()
+
+
+def test_what_is_scaled_is_what_the_optimizer_reads_whatever_the_types() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).to(torch.bfloat16))
+    reducer, _ = make(model)
+    reducer.begin()
+    (model[0](torch.ones(2, 4)).sum() + model[1](torch.ones(2, 3, dtype=torch.bfloat16)).sum()).backward()
+    reducer.exchange()
+    torch._foreach_mul_(reducer.gradients(), 0.5)
+    assert all(parameter.grad is not None and parameter.grad.eq(1).all() for parameter in model.parameters())
+
+
+def test_closing_gives_gradients_back_to_autograd() -> None:
+    model = network()
+    reducer, recorder = make(model)
+    reducer.close()
+    loss(model).backward()
+    for parameter, wanted in zip(model.parameters(), expected(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted)
+        assert parameter.grad.untyped_storage().data_ptr() != recorder.flat.untyped_storage().data_ptr()
+
+
+def test_one_rank_divides_weighted_losses_too() -> None:
+    model = network()
+    reducer = NoReducer(list(model.named_parameters()))
+    reducer.begin()
+    loss(model).backward()
+    assert reducer.exchange(6.0, 4.0).divisor == 4.0
+    assert len(reducer.gradients()) == len(list(model.parameters()))

@@ -1,0 +1,183 @@
+"""What stands for a model on a stage: how a task may call it, and what of the state a stage saves."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.reduce.reducer import NoReducer
+from hpctrain.backends.torch.state.tensors import TorchTensor
+from hpctrain.backends.torch.steps.updates import Passes
+from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
+from hpctrain.backends.torch.strategies.pipeline.stage import Stage
+from hpctrain.backends.torch.strategies.pipeline.stages import layers_of, staged
+from hpctrain.backends.torch.strategies.pipeline.strategy import stages_of
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World, alone
+from hpctrain.errors import UserError
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.clock import NO_CLOCK
+from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
+from tests.support.thread_groups import Messages, ThreadGroup, in_threads
+
+CPU = torch.device("cpu")
+PATIENCE_S = 30.0
+
+
+class Placed(Group):
+    """A rank of a group that nobody asks."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        super().__init__(name)
+        self.rank, self.size = rank, size
+
+
+def test_layers_that_fail_are_named_with_their_line() -> None:
+    task = TorchTask(nn.Linear(1, 1), layers=lambda model: [model.embedding])
+    with pytest.raises(UserError, match=r"^layers= of the task fails: AttributeError: .*'embedding'.*pipelined.py:\d+"):
+        stages_of(task, task.model, 2)
+
+
+def of_forward(forward: Callable[[Any, Any], Any]) -> float:
+    """The gradient of one weight, of an update on the only stage of a model."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    task = TorchTask(model, lambda outputs, batch: outputs.sum(), forward=forward)
+    stage = Stage(Group("pipeline"), CPU)
+    pipelined = Pipelined(task, layers_of(model, None), stage, Compute(CPU), uncut(), alone(), [], [])
+    passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
+    host = {"x": np.ones((1, 1), np.float32)}
+    pipelined.run(passes, [host], NO_CLOCK)
+    gradient = model[0].weight.grad
+    assert isinstance(gradient, Tensor)
+    return gradient.item()
+
+
+def test_forward_may_do_something_before_and_behind() -> None:
+    assert of_forward(lambda model, batch: 3 * model(2 * batch["x"])) == 6
+
+
+def test_forward_may_ask_whether_it_trains() -> None:
+    assert of_forward(lambda model, batch: (3 if model.training else 5) * model(batch["x"])) == 3
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (lambda model, batch: model(model(batch["x"])), "calls the model twice"),
+        (lambda model, batch: model(batch["x"], batch["x"]), "calls the model with 2 arguments"),
+        (lambda model, batch: model(x=batch["x"]), "calls the model with arguments by name"),
+        (lambda model, batch: batch["x"].requires_grad_(), "does not call the model"),
+    ],
+)
+def test_forward_calls_the_model_once_on_one_value(forward: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        of_forward(forward)
+
+
+class Strict:
+    """Messages of ranks that work on one at a time, each of which ends only when the other side has come to it."""
+
+    in_order = True
+
+    def __init__(self, group: Messages) -> None:
+        self.group = group
+
+    def post(self, values: Tensor, rank: int, tag: int) -> None:
+        """Until the other rank expects it."""
+        taken = queue.Queue[None]()
+        self.group.to(rank, "strict").put((values.detach(), taken))
+        taken.get(timeout=PATIENCE_S)
+
+    def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
+        """Until the other rank posts it."""
+        values, taken = self.group.coming(rank, "strict").get(timeout=PATIENCE_S)
+        into.copy_(values)
+        taken.put(None)
+        return lambda what: None
+
+    def settle(self, what: str) -> None:
+        """All is through."""
+
+
+def gradients(stages: int, micro_batches: int) -> list[Tensor]:
+    """Of the layers of a model with so many stages, after an update on samples of uneven micro-batches."""
+
+    def on_a_stage(group: ThreadGroup) -> list[Tensor]:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(4)))
+        for number, layer in enumerate(model.parameters()):
+            layer.data = torch.eye(2, dtype=torch.float64) * (number + 1) + 0.5
+        task = TorchTask(
+            model, lambda outputs, batch: outputs.square().mean(), forward=lambda call, batch: call(batch["x"])
+        )
+        messages = Messages(group)
+        exchange: Any = Strict(messages) if stages > 1 else None
+        stage = Stage(messages, CPU, exchange=exchange)
+        own = staged(model, layers_of(model, None), stages).of(group.rank)
+        pipelined = Pipelined(task, own, stage, Compute(CPU), uncut(), alone(), [], [])
+        passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 1)
+        sizes = [number % 3 + 1 for number in range(micro_batches)]
+        hosts = [{"x": np.full((size, 2), 0.1 * size)} for size in sizes]
+        pipelined.run(passes, hosts, NO_CLOCK)
+        return [one.grad for one in model.parameters() if one.grad is not None]
+
+    return [one for found in in_threads(stages, on_a_stage) for one in found]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), list(itertools.product([2, 3, 4], range(1, 7))))
+def test_stages_never_wait_for_each_other_if_messages_wait_for_their_turn(stages: int, micro_batches: int) -> None:
+    """As they do with NCCL, which tests of real ranks cannot have here."""
+    found, wanted = gradients(stages, micro_batches), gradients(1, micro_batches)
+    assert len(found) == len(wanted) == 4
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
+
+
+def saved_by(stage: int) -> list[StateTensor]:
+    """Of some state, by the last data rank's second tensor rank."""
+    groups = {"data": Placed("data", 2, 3), "tensor": Placed("tensor", 1, 2), "pipeline": Placed("pipeline", stage, 3)}
+    world = World(Group("world"), local=Group("local"), node=0, nodes=1, host="host", **groups)
+    model = nn.Sequential(nn.Linear(2, 2))
+    task = TorchTask(model)
+    pipelined = Pipelined(task, [], Stage(groups["pipeline"], CPU), Compute(CPU), uncut(), world, ["1.weight", "k"], [])
+    number = np.zeros(())
+    return pipelined.placed(
+        [
+            TorchTensor("model/1.weight", torch.zeros(4, 2)),
+            TorchTensor("optimizer/step/1.weight", torch.zeros(())),
+            ArrayTensor("optimizer/group.number/0/k", number),
+            TorchTensor("ema/k", torch.zeros(1)),
+            TorchTensor("model/1.table", torch.zeros(3), Placement.RANK),
+            ArrayTensor("loss_scale", number),
+            ArrayTensor("rng/torch", number, Placement.RANK),
+            ArrayTensor("held/loss/module/count", number, Placement.RANK),
+            ArrayTensor("rng/held/loss/dict/generator", number, Placement.RANK),
+        ]
+    )
+
+
+def test_state_of_a_parameter_is_that_of_the_ranks_of_its_stage() -> None:
+    cuts = {tensor.name: tensor.cut for tensor in saved_by(1) if tensor.placement is Placement.CUT}
+    assert cuts == {
+        "model/1.weight": Cut((4, 2), (0, 0), 5, 6),
+        "optimizer/step/1.weight": Cut((), (), 5, 6),
+        "ema/k": Cut((1,), (0,), 5, 6),
+    }
+
+
+def test_other_state_of_ranks_is_saved_by_one_stage() -> None:
+    own = {stage: [one.name for one in saved_by(stage) if one.placement is Placement.RANK] for stage in range(3)}
+    assert own == {
+        0: ["model/1.table", "rng/torch"],
+        1: ["model/1.table"],
+        2: ["model/1.table", "held/loss/module/count", "rng/held/loss/dict/generator"],
+    }
+    assert all([one.placement for one in saved_by(stage)].count(Placement.REPLICATED) == 2 for stage in range(3))

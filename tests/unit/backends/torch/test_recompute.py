@@ -1,0 +1,189 @@
+"""Recomputed layers train as others do, bit for bit, and keep less."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from hpctrain.backends.torch.framework import TorchFramework
+from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.backends.torch.strategies.region import Region
+from hpctrain.backends.torch.task.recompute import recompute
+from hpctrain.comm.world import alone
+from hpctrain.config.sections import Config, TrainConfig
+from hpctrain.errors import UserError
+from tests.tasks.torch_tasks import make_framework, train
+
+ALONE = uncut().region
+
+
+class Block(nn.Module):
+    """Dropout, running statistics and a power iteration: what a second pass could get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = spectral_norm(nn.Linear(6, 6))
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("mask", torch.ones(6))
+
+    def forward(self, values: Tensor) -> Tensor:
+        changed = nn.functional.dropout(self.norm(self.narrow(values) * self.mask), 0.3, self.training)
+        return values + nn.functional.gelu(changed)
+
+
+class Net(nn.Module):
+    """A stack of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(12, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        values = self.inward(inputs)
+        for block in self.blocks:
+            values = block(values)
+        return self.out(values)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("patterns", [("blocks.*",), ("*",), ("blocks.1.norm", "blocks.2")])
+@pytest.mark.parametrize("keys", [{}, {"precision": "bf16"}, {"sync_batchnorm": True}])
+def test_numbers_are_those_of_layers_that_keep_everything(patterns: tuple[str, ...], keys: dict[str, object]) -> None:
+    plain = make_framework(alone(), Net, **keys)
+    expected = train(plain, 5, accumulate=2)
+    recomputing = make_framework(alone(), Net, recompute=patterns, **keys)
+    assert train(recomputing, 5, accumulate=2) == expected
+    assert bits(recomputing) == bits(plain)
+
+
+def bits(framework: TorchFramework) -> dict[str, bytes]:
+    """Weights, buffers, optimizer and random state."""
+    found = {}
+    for tensor in framework.state():
+        out = np.empty(tensor.shape, tensor.dtype)
+        tensor.copy_into(out)
+        found[tensor.name] = out.tobytes()
+    return found
+
+
+def kept_bytes(patterns: tuple[str, ...]) -> int:
+    """What a forward pass keeps for the backward pass, weights aside."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
+    stack = nn.Sequential(*(Whole(part) for part in model))
+    recompute(stack, patterns, ALONE)
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.shape[0] == 512:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = stack(torch.randn(512, 8))
+    assert outputs.requires_grad
+    return sum(kept.values())
+
+
+class Whole(nn.Module):
+    """Layers as one."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layers(values)  # type: ignore[no-any-return]
+
+
+def test_the_inputs_of_layers_are_all_that_is_kept() -> None:
+    one = 512 * 8 * 4
+    assert kept_bytes(("*",)) == 4 * one, "one for each of four layers"
+    assert kept_bytes(()) >= 12 * one
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_layers_there_are() -> None:
+    with pytest.raises(UserError, match=r"no layer of the model is called block\.\*") as error:
+        recompute(Net(), ["block.*"], ALONE)
+    assert "inward, blocks.0, blocks.1" in error.value.fix
+
+
+def test_a_pattern_of_what_is_inside_of_another_match_is_told_as_that() -> None:
+    net = nn.ModuleDict({"block": nn.TransformerEncoderLayer(4, 1, 4), "rest": nn.Linear(4, 4)})
+    with pytest.raises(UserError, match=r"block\.linear\* matches only what is inside block,") as error:
+        recompute(net, ["bl*", "block.linear*"], ALONE)
+    assert error.value.fix.startswith("leave block.linear* out")
+
+
+def test_a_buffer_that_begins_to_change_later_is_not_passed_over() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.passes = nn.Parameter(torch.ones(2)), 0
+            self.register_buffer("scale", torch.ones(2))
+
+        def forward(self, values: Tensor) -> Tensor:
+            self.passes += 1
+            if self.passes > 4:
+                self.scale.mul_(0.5)
+            return values * self.weight * self.scale
+
+    model = nn.Sequential(Late())
+    recompute(model, ["*"], ALONE)
+    model(torch.randn(3, 2)).sum().backward()
+    with pytest.raises(UserError, match="has changed its buffer scale"):
+        for _ in range(3):
+            model(torch.randn(3, 2)).sum().backward()
+
+
+def test_layers_that_the_task_compiles_are_named() -> None:
+    inside = torch.compile(Net(), backend="eager")
+    in_place = Net()
+    in_place.blocks[1].compile(backend="eager")
+    for model, patterns in ((inside, ["_orig_mod.blocks.*"]), (inside, ["*"]), (in_place, ["blocks.*"])):
+        with pytest.raises(UserError, match=r"the task compiles (_orig_mod|blocks\.1)"):
+            recompute(model, patterns, ALONE)
+    recompute(in_place, ["blocks.2", "out"], ALONE)
+    around = nn.Sequential(torch.compile(Block(), backend="eager"))
+    assert recompute(around, ["*"], ALONE) == ["0"], "the compiled part is called again"
+
+
+def test_compiled_models_do_not_recompute() -> None:
+    with pytest.raises(UserError, match=r"train\.compile and train\.recompute"):
+        Config("run", "a:b", TrainConfig(epochs=1, global_batch=4, compile=True, recompute=("*",)))
+
+
+class Between(nn.Module):
+    """Begins and ends where each rank of a tensor group draws its own numbers; in between all draw the same."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = nn.functional.dropout(values, 0.5)
+        self.region.leave()
+        values = nn.functional.dropout(self.linear(values), 0.5)
+        self.region.enter(values.device)
+        return nn.functional.dropout(values, 0.5).square()
+
+
+def test_random_numbers_of_cut_layers_are_drawn_again() -> None:
+    gradients = []
+    for patterns in ([], ["0"]):
+        torch.manual_seed(7)
+        region = uncut().region
+        stack = nn.Sequential(Between(region))
+        recompute(stack, patterns, region)
+        region.enter(torch.device("cpu"))
+        total = stack(torch.ones(5, 6)).sum()
+        region.leave()
+        expected = torch.random.get_rng_state()
+        total.backward()
+        assert torch.equal(torch.random.get_rng_state(), expected) and not region.outside
+        gradients.append(stack[0].linear.weight.grad)
+    assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0

@@ -1,0 +1,90 @@
+"""What a rank's optimizer holds when its parameters are shared out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import Parameter
+
+from hpctrain.backends.torch.state.optimizer import OptimizerState, Part, Slots
+from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, replace_parameters
+from hpctrain.backends.torch.strategies.partition import Slices, uncut
+from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard
+from hpctrain.comm.group import Group
+from hpctrain.train.state import Cut, Placement
+from hpctrain.train.stateful import value_of
+
+
+class Second(Group):
+    """The second one of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__("data")
+        self.rank, self.size = 1, 2
+
+
+def halved(optimizer: optim.Optimizer, parameters: list[tuple[str, Parameter]]) -> Sharded:
+    """The optimizer, with what the second rank has of its parameters."""
+    ids = {id(parameter) for _, parameter in parameters}
+    sharded = shard(parameters, ids, ids, Second())
+    own = {id(sharded.pairs[rows.piece.parameter][1]): rows for rows in sharded.parts}
+    mine = {one: own.get(one) for one in ids}
+    for group in optimizer.param_groups:
+        replace_parameters(optimizer, group, mine, frozenset({"step"}))
+    return sharded
+
+
+def test_groups_keep_their_settings_and_names_and_hold_views_of_the_rows() -> None:
+    model = nn.Linear(3, 10)
+    groups = [{"params": [("weight", model.weight)], "lr": 0.5}, {"params": [("bias", model.bias)]}]
+    optimizer = optim.Adam(groups, lr=0.1)
+    halved(optimizer, [("bias", model.bias), ("weight", model.weight)])  # the last comes first in the buffer
+    weights, biases = optimizer.param_groups
+    assert (weights["lr"], biases["lr"]) == (0.5, 0.1)
+    assert weights["param_names"] == ["weight"] and biases["param_names"] == ["bias"]
+    rows = weights["params"][0]
+    assert rows.shape == (3, 3) and biases["params"][0].shape == (10,)
+    with torch.no_grad():
+        rows.fill_(7)
+    assert model.weight[7:].eq(7).all() and not model.weight[:7].eq(7).any()
+
+
+def of_rows(rows: OwnRows, name: str) -> Slices:
+    """Where they lie."""
+    return uncut().rows(name, {"weight": (4, 3), "bias": (4,)}[name], rows.piece.begin, rows.piece.end)
+
+
+def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_row() -> None:
+    weight, bias = Parameter(torch.zeros(4, 3)), Parameter(torch.zeros(4))
+    optimizer = optim.Adagrad([weight, bias], lr=0.1)
+    sums = torch.arange(12.0).view(4, 3)
+    optimizer.state[weight]["sum"] = sums
+    sharded = halved(optimizer, [("bias", bias), ("weight", weight)])
+    names = {id(rows.parameter): sharded.pairs[rows.piece.parameter][0] for rows in sharded.parts}
+    pieces = {id(rows.parameter): rows for rows in sharded.parts}
+    slices = {one: of_rows(pieces[one], names[one]) for one in names}
+    state = OptimizerState([Part("", optimizer)], names, Slots(slices, frozenset({"step"})))
+    found = {tensor.name: tensor for tensor in state.tensors()}
+    assert set(found) == {"optimizer/sum/weight", "optimizer/sum/bias", "optimizer/step/bias"}
+    assert all(tensor.placement is Placement.CUT for tensor in found.values())
+    assert found["optimizer/sum/weight"].cut == Cut((4, 3), (3, 0))
+    assert value_of(found["optimizer/sum/weight"]).tolist() == sums[3:].tolist()
+    assert found["optimizer/step/bias"].cut == Cut((), ())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rows"),
+    [
+        (torch.zeros(4, 3), True),
+        (torch.zeros(4, 3).t(), False),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(8, 6)[:, ::2], True),
+        (torch.zeros(()), False),
+        (torch.zeros(5), True),
+        (torch.zeros(0, 3), True),
+        (torch.zeros(3, 0), False),
+    ],
+)
+def test_rows_are_known_by_how_they_lie_in_the_buffer(tensor: torch.Tensor, rows: bool) -> None:
+    assert has_rows(tensor) == rows

@@ -1,0 +1,387 @@
+"""Which layers a tensor group can share out, what each rank gets, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain import UserError, columns, rows, vocabulary
+from hpctrain.backends.named_state import plain_name
+from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
+from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.strategies.region import Region
+from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut, slices_of, tilings
+from hpctrain.comm.group import Group
+from hpctrain.config.loading import load
+from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, TrainConfig, WrongValue
+from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.rank.fit import fit
+from hpctrain.rank.trial import try_task
+from hpctrain.system.output import quiet_environment
+from hpctrain.train.state import Cut, Tiling
+from tests.support.thread_groups import in_threads
+from tests.tasks import tensor_tasks
+from tests.tasks.tensor_tasks import LAYERS, Gpt
+
+PAGES = Path(__file__).parents[4] / "docs"
+
+
+class OneOf(Group):
+    """A rank of several; the others are never asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("some")
+        self.rank, self.size = rank, size
+
+
+class Custom(nn.Linear):
+    """A layer that may do anything."""
+
+
+class Everything(nn.Module):
+    """One layer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seven = nn.Linear(8, 7)
+        self.six = nn.Linear(6, 12)
+        self.table = nn.Embedding(9, 4)
+        self.bounded = nn.Embedding(8, 4, max_norm=1.0)
+        self.convolution = nn.Conv1d(4, 4, 3)
+        self.custom = Custom(4, 4)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.encoder = nn.TransformerEncoderLayer(8, 2)
+        self.parts = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no layer": ({"blocks.*.up": columns}, "no layer of the model is called blocks.*.up"),
+    "no word": ({"six": "columns"}, "tensor['six'] of the task is a str"),
+    "outputs": ({"seven": columns}, "seven has 7 outputs, of which 2 ranks cannot have equal shares"),
+    "parts": ({"six": columns(parts=4)}, "six has 12 outputs in 4 parts, of which 2 ranks"),
+    "attention": ({"attention": columns}, "cuts attention, and MultiheadAttention of torch.nn may use its weights"),
+    "part of it": ({"attention.out_proj": rows}, "cuts attention.out_proj, and MultiheadAttention of torch.nn may use"),
+    "rows": ({"table": vocabulary}, "table has 9 rows, of which 2 ranks cannot have equal shares"),
+    "heads": ({"six": columns(heads=3)}, "six has 12 outputs in 3 heads, of which 2 ranks cannot have whole ones"),
+    "heads of a size": ({"six": columns(heads=8)}, "six has 12 outputs in 8 heads"),
+    "kind": ({"convolution": columns}, "cuts convolution, a Conv1d, by columns, which takes a plain torch.nn.Linear"),
+    "another kind": ({"six": vocabulary}, "cuts six, a Linear, by vocabulary, which takes a plain torch.nn.Embedding"),
+    "subclass": ({"custom": columns}, "cuts custom, a Custom, by columns"),
+    "inside of torch": ({"encoder.linear1": columns}, "TransformerEncoderLayer of torch.nn may use its weights"),
+    "max_norm": ({"bounded": vocabulary}, "cuts bounded, an Embedding with max_norm"),
+    "twice": ({"six": columns, "s?x": rows}, "names six twice, and cuts it differently"),
+    "tied to a whole one": ({"one": columns}, "one and other share their weight, and tensor= of the task cuts it"),
+    "tied otherwise": ({"one": columns, "other": rows}, "one and other share their weight"),
+}
+
+
+@pytest.mark.parametrize(("words", "what"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_cut_is_refused_by_name(words: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError, match=re.escape(what)):
+        layers_to_cut(Everything(), words, 2)
+    assert layers_to_cut(Everything(), words, 1) == []
+    tilings(Everything(), words, plain_name)  # which is asked for one rank, too
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch.compile itself
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tiles_are_of_what_any_number_of_ranks_would_cut(compiled: bool) -> None:
+    """Also in blocks, and layers of them, that the task has compiled."""
+    model: Any = Gpt()
+    if compiled:
+        model.blocks[1] = torch.compile(model.blocks[1])
+        model.blocks[0].down = torch.compile(model.blocks[0].down)
+    found = tilings(model, LAYERS, plain_name)
+    assert found["blocks.1.qkv.weight"] == found["blocks.1.qkv.bias"] == Tiling(0, parts=3)
+    assert found["blocks.0.down.weight"] == Tiling(1) and "blocks.0.down.bias" not in found
+    assert found["words.weight"] == Tiling(0), "of the first and the last layer"
+    assert len(found) == 2 * 6 + 1
+
+
+def test_patterns_name_layers() -> None:
+    found = {one.name: one.word for one in layers_to_cut(Gpt(), LAYERS, 2)}
+    assert found["blocks.1.qkv"] == columns(parts=3, heads=4)
+    assert len(found) == 2 + 2 * 4
+    assert [one.name for one in layers_to_cut(Everything(), {"parts.*2": rows}, 4)] == ["parts.2"]
+
+
+@pytest.mark.parametrize("options", [{"parts": 0}, {"heads": 0}, {"parts": 3, "gathers": True}])
+def test_words_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=re.escape("columns(parts=")):
+        columns(**options)
+
+
+@given(ranks=st.integers(1, 5), parts=st.integers(1, 4), length=st.integers(1, 3), axis=st.integers(0, 1))
+def test_the_parts_of_all_ranks_make_up_the_whole(ranks: int, parts: int, length: int, axis: int) -> None:
+    shape = [2, 2]
+    shape[axis] = ranks * parts * length
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    found = torch.full_like(whole, -1)
+    for rank in range(ranks):
+        own = slices_of(tuple(shape), axis, parts, OneOf(rank, ranks), OneOf(0, 1))
+        for view, cut in own.views(own.of(whole)):
+            place = tuple(slice(first, first + count) for first, count in zip(cut.begin, view.shape, strict=True))
+            assert (found[place] == -1).all()
+            found[place] = view
+    assert torch.equal(found, whole)
+
+
+@given(
+    ranks=st.integers(1, 3),
+    data=st.integers(1, 4),
+    parts=st.integers(1, 3),
+    length=st.integers(1, 3),
+    axis=st.integers(0, 1),
+)
+def test_rows_of_the_parts_of_all_ranks_make_up_the_whole(
+    ranks: int, data: int, parts: int, length: int, axis: int
+) -> None:
+    shape = [5, 5]
+    shape[axis] = ranks * parts * length
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    found = torch.full_like(whole, -1)
+    firsts = 0
+    for rank, place in itertools.product(range(ranks), range(data)):
+        own = slices_of(tuple(shape), axis, parts, OneOf(rank, ranks), OneOf(place, data))
+        held = own.of(whole)
+        tensor = Partition(Region(OneOf(rank, ranks)), {"weight": own}, frozenset())
+        begin, end = (len(held) * each // data for each in (place, place + 1))
+        rows_of = tensor.rows("weight", tuple(held.shape), begin, end)
+        assert rows_of.is_cut == (ranks > 1)
+        firsts += begin < end and rows_of.starts
+        for view, cut in rows_of.views(held[begin:end]):
+            assert (cut.copy, cut.copies, cut.shape) == (0, 1, tuple(shape)) and view.numel()
+            there = tuple(slice(first, first + count) for first, count in zip(cut.begin, view.shape, strict=True))
+            assert (found[there] == -1).all()
+            found[there] = view
+    assert torch.equal(found, whole) and firsts == 1
+
+
+def test_what_a_group_has_alike_is_shared_out_alike() -> None:
+    tensor = Partition(Region(OneOf(1, 2)), {}, frozenset())
+    found = tensor.rows("norm", (6,), 2, 5)
+    assert [cut for _, cut in found.views(torch.zeros(3))] == [Cut((6,), (2,), 1, 2)]
+    assert [cut for _, cut in tensor.rows("scale", (), 0, 1).views(torch.zeros(()))] == [Cut((), (), 1, 2)]
+
+
+def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_too() -> None:
+    model = Gpt()
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    qkv, before = model.blocks[0].qkv.weight, model.blocks[0].qkv.weight.detach().clone()
+    tensor = cut_model(model, layers_to_cut(model, LAYERS, 2), OneOf(1, 2), OneOf(0, 1), [optimizer])
+    assert model.blocks[0].qkv.weight is qkv and type(qkv) is nn.Parameter
+    assert qkv.shape == optimizer.state[qkv]["sum"].shape == (24, 16)
+    assert torch.equal(qkv, torch.cat([before[8:16], before[24:32], before[40:48]]))
+    assert tensor.slices.keys() == {
+        "words.weight",
+        *(f"blocks.{n}.{name}" for n in range(2) for name in ("qkv.weight", "qkv.bias", "out.weight")),
+        *(f"blocks.{n}.{name}" for n in range(2) for name in ("up.weight", "up.bias", "down.weight")),
+    }
+
+
+def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
+    model = Gpt()
+    cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), OneOf(0, 2), OneOf(0, 1), [])
+    with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, and each rank has 32 of them"):
+        model(torch.zeros(1, 7, dtype=torch.int64))
+
+
+ELEMENTWISE = ("AdamW", "SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_that_update_each_element_by_itself_go(name: str, axis: int) -> None:
+    parameter = nn.Parameter(torch.ones(9, 8))
+    optimizer = vars(torch.optim)[name]([parameter])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps ``step``
+    before = torch.get_rng_state()
+    require_elementwise(optimizer, parameter, "weight", axis)
+    assert torch.equal(parameter, torch.ones(9, 8)) and torch.equal(torch.get_rng_state(), before)
+
+
+class RowNorms(torch.optim.Optimizer):
+    """Each row's gradient is scaled to length one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * parameter.grad / parameter.grad.norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, RowNorms])
+def test_optimizers_that_look_at_more_are_refused(kind: Any) -> None:
+    parameter = nn.Parameter(torch.ones(8, 8))
+    with pytest.raises(UserError, match=f"{kind.__name__} looks at more than one element of weight at a time"):
+        require_elementwise(kind([parameter]), parameter, "weight", 1)
+
+
+def test_random_numbers_inside_are_made_of_those_outside() -> None:
+    drawn: dict[int, list[Tensor]] = {}
+    for rank in range(2):
+        torch.manual_seed(5)
+        region = Region(OneOf(rank, 2))
+        region.enter(torch.device("cpu"))
+        inside = torch.rand(3)
+        region.enter(torch.device("cpu"))
+        again = torch.rand(3)
+        region.leave()
+        region.leave()
+        drawn[rank] = [inside, again, torch.rand(3)]
+    assert [torch.equal(*pair) for pair in zip(*drawn.values(), strict=True)] == [False, False, True]
+
+
+class Potential(nn.Module):
+    """An energy, whose gradient by the places is a force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(3, 8), nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, places: Tensor) -> Tensor:
+        return self.last(self.down(self.up(places).tanh()).tanh())
+
+
+def of_forces(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of a loss that holds a gradient, to which each output gives what depends on all of them."""
+    places = torch.arange(15, dtype=torch.float64).reshape(5, 3).sin().requires_grad_()
+    (force,) = torch.autograd.grad(model(places).logsumexp(-1).square().sum(), places, create_graph=True)
+    (force - 1).square().sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
+    model = Potential().double()
+    wanted = of_forces(model)
+    words = {"up": columns, "down": rows, "last": columns(gathers=True)}
+
+    def on_a_rank(group: Group) -> float:
+        own = copy.deepcopy(model)
+        cut = cut_model(own, layers_to_cut(own, words, 2), group, Group("data"), [])
+        found = of_forces(own)
+        return max(
+            float((found[name] - (cut.slices[name].of(whole) if name in cut.slices else whole)).abs().max())
+            for name, whole in wanted.items()
+        )
+
+    assert max(in_threads(2, on_a_rank)) < 1e-12
+
+
+@pytest.mark.parametrize(("other", "goes"), [(2.0, True), (2.0 + 1e-12, True), (2.1, False), (np.nan, False)])
+def test_ranks_of_a_group_that_see_other_samples_are_found(other: float, goes: bool) -> None:
+    slices = {"weight": slices_of((4, 4), 0, 1, OneOf(0, 2), OneOf(0, 1))}
+
+    def on_a_rank(group: Group) -> str:
+        try:
+            Partition(Region(group), slices, frozenset()).require_same_loss((other if group.rank else 2.0, 3.0), 7)
+        except UserError as error:
+            return error.what
+        return ""
+
+    said = in_threads(2, on_a_rank)
+    assert all(what.startswith("in update 7 the losses of ranks") != goes for what in said)
+
+
+def config(folder: Path, **task_args: Any) -> Config:
+    words = {
+        "name": "run",
+        "task": f"{tensor_tasks.__file__}:gpt",
+        "run_dir": folder / "run",
+        "train.steps": 1,
+        "train.global_batch": 4,
+        "parallel.tensor": 2,
+    }
+    words |= {f"task_args.{key}": value for key, value in task_args.items()}
+    return load(None, [word for key, value in words.items() for word in (f"--{key}", str(value))])
+
+
+def test_one_process_tries_a_task_for_many(tmp_path: Path) -> None:
+    """As ``hpctrain doctor`` does: the map of the layers is looked at, too."""
+    try_task(config(tmp_path))
+    with pytest.raises(
+        UserError, match="words and head share their weight, and tensor= of the task cuts it differently"
+    ):
+        try_task(config(tmp_path, leave_out="head"))
+
+
+def test_ranks_that_do_not_make_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in quiet_environment(False, {}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"parallel\.tensor is 2, and 1 rank does not divide into groups of that size"):
+        fit(config(tmp_path))
+
+
+@pytest.mark.parametrize(("tensor", "ranks"), [(2, 3), (4, 2)])
+def test_groups_over_two_nodes_are_refused_with_the_run_file(tensor: int, ranks: int) -> None:
+    with pytest.raises(
+        WrongValue, match=rf"parallel\.tensor is {tensor}, which does not divide launch\.ranks_per_node"
+    ):
+        Config(
+            name="run",
+            task="a:b",
+            train=TrainConfig(steps=1, global_batch=4),
+            parallel=ParallelConfig(tensor),
+            launch=LaunchConfig(ranks_per_node=ranks),
+        )
+
+
+def test_the_page_shows_a_task_that_can_be_cut(tmp_path: Path) -> None:
+    (without_values,), (example,) = (
+        re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.S)
+        for page in ("parallel.md", "tensor.md")
+    )
+    (tmp_path / "task.py").write_text(example, encoding="utf-8")
+    found: dict[str, Any] = {}
+    exec(example, found)  # noqa: S102  a program of ours, from the docs
+    exec(without_values, found)  # noqa: S102  the same
+    assert all(each.is_meta for each in found["model"].parameters())
+    task = found["task"]()
+    assert len(layers_to_cut(task.model, task.tensor, 4)) == 10
+    assert all(isinstance(word, LayerCut) for word in task.tensor.values())
+    words = ["--name", "run", "--task", f"{tmp_path}/task.py:task", "--train.steps", "1", "--train.global_batch", "4"]
+    try_task(load(None, [*words, "--parallel.tensor", "2", "--parallel.pipeline", "4"]))
+
+
+def test_what_the_model_computes_again_itself_may_end_where_values_are_cut() -> None:
+    """By a checkpoint of torch around a layer with columns and dropout: both passes drop the same, twice in a row."""
+
+    def gradient(call: Any) -> torch.Tensor:
+        region, values = Region(Group("tensor")), torch.ones(64, requires_grad=True)
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            region.leave(always=False)  # as a layer with columns does
+            region.enter(x.device)
+            return torch.nn.functional.dropout(x * x, 0.5)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            outputs = call(part, x)
+            region.leave(always=False)  # as one with rows does
+            return outputs
+
+        torch.manual_seed(5)
+        for _ in range(2):  # micro-batches
+            outputs = layer(layer(values) + 1)
+            region.leave()
+            outputs.sum().backward()
+        assert values.grad is not None
+        return values.grad
+
+    again = functools.partial(checkpoint, use_reentrant=False)
+    assert torch.equal(gradient(again), gradient(lambda part, x: part(x)))

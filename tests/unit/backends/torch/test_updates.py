@@ -1,0 +1,73 @@
+"""The passes of one update: what is said when autograd fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.backends.torch.reduce.reducer import NoReducer
+from hpctrain.backends.torch.steps.updates import SEPARATE, Passes
+from hpctrain.errors import RunFailed
+
+
+class Halved(torch.autograd.Function):
+    """An operation of a task, whose own backward is wrong."""
+
+    @staticmethod
+    def forward(ctx: object, values: Tensor) -> Tensor:
+        return values / 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient @ torch.ones(7, 7)
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_optimizers_update_parts_to_the_bits_of_a_whole_step(kind: type[torch.optim.Optimizer]) -> None:
+    weights = []
+    for parts in ([[0, 1, 2, 3]], [[2, 3], [0], [1]]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 3))
+        parameters = list(model.parameters())
+        optimizer = kind(parameters, lr=0.1)  # type: ignore[call-arg]
+        for _ in range(4):
+            grads = [torch.randn_like(parameter) for parameter in parameters]
+            for part in parts:
+                for index, parameter in enumerate(parameters):
+                    parameter.grad = grads[index] if index in part else None
+                optimizer.step()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    assert torch.equal(*weights)
+
+
+def overwritten(hidden: Tensor) -> Tensor:
+    squares = hidden.exp()
+    total = squares.sum()
+    squares += 1
+    return total
+
+
+@pytest.mark.parametrize(
+    ("loss", "what", "fix"),
+    [
+        (overwritten, "has been modified by an inplace operation", "write x = x \\+ 1 for x \\+= 1"),
+        (lambda hidden: Halved.apply(hidden).sum(), "@ torch.ones\\(7, 7\\)`", "set_detect_anomaly"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_told_in_a_sentence(loss, what, fix) -> None:  # type: ignore[no-untyped-def]
+    model = nn.Linear(2, 2)
+    passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 3)
+    with pytest.raises(RunFailed, match=f"(?s)the loss has no gradient: .*{what}.*fix: .*{fix}") as caught:
+        passes.add(loss(model(torch.ones(3, 2))), 3)
+    assert "\n" not in caught.value.what
+
+
+def test_what_is_no_error_of_autograd_passes_through() -> None:
+    def lost(total: Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    model = nn.Linear(2, 2)
+    passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 3)
+    with pytest.raises(torch.OutOfMemoryError):
+        passes.add(model(torch.ones(3, 2)).sum(), 3, lost)

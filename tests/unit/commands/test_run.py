@@ -1,0 +1,74 @@
+"""What ``hpctrain run`` makes of a program without a run file, and where it and a sweep start ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.commands.run import name_of
+from hpctrain.config.sections import NAME, Config
+from hpctrain.launch.engines import hosts, local
+from hpctrain.run.verdict import Action, RunVerdict
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("python train.py --lr 1e-3", "train"),
+        ("/usr/bin/python3.11 -u jobs/my train.py", "train"),
+        ("python -m package.training --epochs 3", "training"),
+        ("python -m package.training.__main__", "training"),
+        ("./solve --n 3", "solve"),
+        ("python", "python"),
+        ("../...", "program"),
+    ],
+)
+def test_a_program_names_its_run(program: str, name: str) -> None:
+    assert name_of(program.split()) == name
+    assert NAME.fullmatch(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"), [(["-n", "2"], "train"), (["-n", "2", "--name", "mine"], "mine"), (["--name=mine"], "mine")]
+)
+def test_a_program_is_run_without_a_name(
+    words: list[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started: list[Config] = []
+
+    def run(config: Config, *_: Any) -> RunVerdict:
+        started.append(config)
+        return RunVerdict(Action.DONE, 0, "")
+
+    monkeypatch.setattr(local, "run", run)
+    assert main(["run", *words, "--", "python", "train.py"]) == 0
+    assert [(config.name, config.launch.command) for config in started] == [(name, ("python", "train.py"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"), [(["run"], 1), (["sweep", "--seed", "1,2"], 2)], ids=["a run", "each run of a sweep"]
+)
+def test_ranks_start_on_the_hosts_of_the_run_file(
+    words: list[str], runs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(
+        "name: r\ntask: m:f\ntrain: {steps: 1, global_batch: 8}\nlaunch: {hosts: [a, b], ranks_per_node: 2}\n"
+    )
+    asked: list[int | None] = []
+
+    def run(config: Config, ranks: int | None, *_: Any) -> RunVerdict:
+        asked.append(ranks)
+        return RunVerdict(Action.DONE, 0, "")
+
+    monkeypatch.setattr(hosts, "run", run)
+    command, *rest = words
+    assert main([command, "run.yaml", *rest]) == 0
+    assert main([command, "run.yaml", "-n", "4", *rest]) == 0
+    assert asked == [None] * runs + [4] * runs
+    assert main([command, "run.yaml", "-n", "-2", *rest]) == 64
+    assert len(asked) == 2 * runs

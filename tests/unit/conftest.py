@@ -1,0 +1,25 @@
+"""A store of objects for the tests of tables and of checkpoints."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.object_store import ObjectStore, serving
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[ObjectStore]:
+    pytest.importorskip("moto", reason="the extra dev is not installed")
+    with serving() as store:
+        yield store
+
+
+@pytest.fixture
+def object_store(_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    """An S3 server that this test's environment leads to."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in _server.environment.items():
+        monkeypatch.setenv(name, value)
+    _server.fail("", 0)
+    return _server

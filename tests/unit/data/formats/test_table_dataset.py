@@ -1,0 +1,99 @@
+"""Tables whose parts are slow to read: without a cache on the disk, without rows in the first part."""
+
+import shutil
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.table_dataset import PARTS_AT_ONCE, TablePart, open_table_dataset
+from hpctrain.data.formats.tables import Part, Table
+from hpctrain.errors import UserError
+
+pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+
+SCHEMA = pyarrow.schema({"id": pyarrow.int64(), "x": pyarrow.list_(pyarrow.int64())})
+
+
+class Store:
+    """Of a table that has as many rows in each part as is said; no reader knows that without looking."""
+
+    def __init__(self, *counts: int) -> None:
+        self.ends = np.cumsum(counts).tolist()
+        self.counts = counts
+        self.reads = 0
+        self.failure: OSError | None = None
+
+    def part(self, index: int) -> Part:
+        def scan(columns: Sequence[str], expression: Any) -> Iterator[Any]:
+            if self.failure is not None:
+                raise self.failure
+            ids = list(range(self.ends[index] - self.counts[index], self.ends[index]))
+            batch = pyarrow.RecordBatch.from_pydict({"id": ids, "x": [[one, -one] for one in ids]}, SCHEMA)
+            self.reads += "x" in columns
+            yield from [batch.select(list(columns))] if ids else []
+
+        return Part(f"part {index}", f"part {index}", None, scan)
+
+    def open(self, ragged: bool = False) -> Dataset:
+        parts = [self.part(index) for index in range(len(self.counts))]
+        origin = {"kind": "parquet", "files_sha256": ""}
+        dataset = open_table_dataset(Table("s3://here", SCHEMA, parts, origin, True), None, BlockCache(0), ragged, None)
+        self.reads = 0
+        return dataset
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("hpctrain.data.formats.table_dataset.RETRY_WAITS_S", ())
+    return tmp_path / "cache"
+
+
+def is_right(samples: Samples, ids: Sequence[int]) -> bool:
+    wanted = np.array(ids)
+    return np.array_equal(samples["id"], wanted) and np.array_equal(
+        np.stack(list(samples["x"])), np.stack([wanted, -wanted], axis=1)
+    )
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_memory_does_if_the_folder_of_the_cache_is_gone(ragged: bool, cache: Path) -> None:
+    store = Store(3, 3)
+    dataset = store.open(ragged)
+    shutil.rmtree(cache)
+    assert is_right(dataset.read(np.arange(6)), range(6))
+    store.failure = OSError("the store is away")
+    with pytest.raises(UserError, match=r"part 0 cannot be read, or is damaged: the store is away"):
+        dataset.read(np.arange(2))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_parts_without_rows(ragged: bool) -> None:
+    assert is_right(Store(0, 2, 0, 1).open(ragged).read(np.array([2, 0, 1])), [2, 0, 1])
+
+
+def test_few_parts_are_in_memory_at_once_and_each_is_read_once(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    cache.write_text("not a folder: nothing is kept on the disk")
+    store = Store(*[2] * 5 * PARTS_AT_ONCE)
+    dataset = store.open()
+    alive: list[weakref.ref[Dataset]] = []
+    most = 0
+    decode = TablePart._block
+
+    def noted(part: TablePart) -> Any:
+        nonlocal most
+        block = decode(part)
+        alive.append(weakref.ref(block.dataset))
+        most = max(most, sum(one() is not None for one in alive))
+        return block
+
+    monkeypatch.setattr(TablePart, "_block", noted)
+    wanted = np.random.default_rng(0).permutation(len(dataset))
+    assert is_right(dataset.read(wanted), wanted.tolist())
+    assert store.reads == len(store.counts) and most <= PARTS_AT_ONCE

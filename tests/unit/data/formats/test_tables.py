@@ -1,0 +1,412 @@
+"""Tables in an object store, and versioned ones: packed as they were at one version, or refused in one sentence."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.resume_compat import identity_of, refuse_changes
+from hpctrain.cli import main
+from hpctrain.data.dataset import Dataset, Field
+from hpctrain.data.formats.open_table import open_table
+from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.formats.tables import filesystem_of
+from hpctrain.data.order import Order
+from hpctrain.data.origins import sources_of
+from hpctrain.data.packing.notes import packed_notes
+from hpctrain.data.packing.table import from_table
+from hpctrain.data.packing.write import write_hdf5
+from hpctrain.data.pipeline import TrainingData
+from hpctrain.errors import UserError
+from tests.support.object_store import ObjectStore
+
+pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+
+IDS = np.arange(1000)
+X = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def table(rows: slice) -> pyarrow.Table:
+    return pyarrow.table(
+        {"id": IDS[rows], "x": X[rows].tolist()}, pyarrow.schema({"id": "int64", "x": pyarrow.list_(pyarrow.float32())})
+    )
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore) -> str:
+    """A new one, by its URI."""
+    return object_store.make_bucket(f"bucket-{uuid.uuid4().hex}")
+
+
+def write(uri: str, rows: slice) -> None:
+    from pyarrow import parquet
+    from pyarrow.fs import FileSystem
+
+    store, path = FileSystem.from_uri(uri)
+    with store.open_output_stream(path) as file:
+        parquet.write_table(table(rows), file, row_group_size=150)
+
+
+@pytest.fixture
+def in_store(bucket: str) -> str:
+    """The table in two files of several row groups."""
+    write(f"{bucket}/table/a.parquet", slice(0, 700))
+    write(f"{bucket}/table/b.parquet", slice(700, 1000))
+    return f"{bucket}/table"
+
+
+@pytest.fixture
+def snapshots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
+    """Of the table ns.rows in the catalog here: half of the rows, all, and without some that were deleted."""
+    pytest.importorskip("pyiceberg", reason="the extra lake is not installed")
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.utils.concurrent import ExecutorFactory
+    from pyiceberg.utils.config import Config
+
+    monkeypatch.setenv("PYICEBERG_CATALOG__HERE__TYPE", "sql")
+    monkeypatch.setenv("PYICEBERG_CATALOG__HERE__URI", f"sqlite:///{tmp_path}/catalog.db")
+    monkeypatch.setenv("PYICEBERG_CATALOG__HERE__WAREHOUSE", f"file://{tmp_path}/warehouse")
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())  # which it reads when it is imported
+    catalog = load_catalog("here")
+    catalog.create_namespace("ns")
+    rows = catalog.create_table("ns.rows", table(slice(0, 0)).schema)
+    rows.append(table(slice(0, 500)))
+    rows.append(table(slice(500, 1000)))
+    rows.delete("id < 10")
+    yield [entry.snapshot_id for entry in rows.history()]
+    ExecutorFactory.get_or_create().shutdown()
+    ExecutorFactory._instance = None
+    catalog.close()
+
+
+def pack(*words: object) -> int:
+    return main(["data", "pack", *map(str, words)])
+
+
+def ids(path: str) -> list[int]:
+    dataset = open_dataset(path)
+    samples = dataset.read(np.arange(len(dataset)))
+    assert np.array_equal(samples["x"], X[samples["id"]])
+    return samples["id"].tolist()  # type: ignore[no-any-return]
+
+
+def test_a_folder_in_an_object_store(in_store: str) -> None:
+    assert pack(in_store, "--kind", "parquet", "-o", "a.h5", "--filter", "id >= 10") == 0
+    assert ids("a.h5") == list(range(10, 1000))
+    (source,) = packed_notes("a.h5")["sources"]
+    assert (source["uri"], source["files"], source["rows"]) == (in_store, 2, 990)
+
+
+class TestDelta:
+    @pytest.fixture(params=["folder", "store"])
+    def uri(self, request: pytest.FixtureRequest) -> str:
+        """Of a table of three versions: half of the rows, all of them, and other ones."""
+        deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
+        uri = "delta" if request.param == "folder" else f"{request.getfixturevalue('bucket')}/delta"
+        deltalake.write_deltalake(uri, table(slice(0, 500)))
+        deltalake.write_deltalake(uri, table(slice(500, 1000)), mode="append")
+        deltalake.write_deltalake(uri, table(slice(3, 5)), mode="overwrite")
+        return uri
+
+    def test_a_version(self, uri: str) -> None:
+        for version, expected in [(0, range(500)), (1, range(1000)), (2, range(3, 5)), (None, range(3, 5))]:
+            which = [] if version is None else ["--version", version]
+            assert pack(uri, "--kind", "delta", *which, "-o", "a.h5", "--force") == 0
+            assert sorted(ids("a.h5")) == list(expected)
+            assert packed_notes("a.h5")["sources"][0]["version"] == (2 if version is None else version)
+
+    def test_what_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("deltalake", reason="the extra lake is not installed")
+        assert pack("absent", "--kind", "delta", "-o", "a.h5") == 64
+        assert "absent cannot be opened" in capsys.readouterr().err
+        assert pack("absent", "--kind", "delta", "-o", "a.h5", "--snapshot", 3) == 64
+        assert "--snapshot is given for delta" in capsys.readouterr().err
+
+
+class TestIceberg:
+    def test_a_snapshot(self, snapshots: list[int]) -> None:
+        words = ["ns.rows", "--kind", "iceberg", "--catalog", "here", "-o", "a.h5", "--force"]
+        for which, expected in [(0, range(500)), (1, range(1000)), (-1, range(10, 1000))]:
+            assert pack(*words, "--snapshot", snapshots[which]) == 0
+            assert sorted(ids("a.h5")) == list(expected)
+            assert packed_notes("a.h5")["sources"][0]["snapshot"] == snapshots[which]
+        assert pack(*words, "--filter", "id in 12, 700", "--columns", "id,x") == 0
+        assert sorted(ids("a.h5")) == [12, 700]
+        assert packed_notes("a.h5")["sources"][0]["snapshot"] == snapshots[-1]
+
+    def test_what_is_not_there(self, snapshots: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+        assert pack("ns.no", "--kind", "iceberg", "--catalog", "here", "-o", "a.h5") == 64
+        assert "here/ns.no cannot be opened" in capsys.readouterr().err
+        assert pack("ns.rows", "--kind", "iceberg", "--catalog", "here", "--snapshot", 5, "-o", "a.h5") == 64
+        assert "has no such snapshot" in capsys.readouterr().err
+
+
+def test_a_library_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "deltalake", None)
+    assert pack("delta", "--kind", "delta", "-o", "a.h5") == 64
+    assert 'pip install "hpctrain[lake]"' in capsys.readouterr().err
+
+
+def batches(dataset: Dataset, rank: int, size: int, first: int = 0, **options: object) -> list[dict[str, np.ndarray]]:
+    """What a rank gets in the rest of the first epoch and in the second."""
+    order = Order(len(dataset), 64, seed=3, shuffle="block", block_samples=100)
+    data = TrainingData(dataset, order, rank, size, prefetch=1, **options)
+    try:
+        given = data.starting_at(0, first)
+        return [next(given).micro_batches[0] for _ in range(2 * order.batches_per_epoch - first)]
+    finally:
+        data.close()
+
+
+def same(one: list[dict[str, np.ndarray]], other: list[dict[str, np.ndarray]]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where blocks of stores are kept."""
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.usefixtures("cache")
+class TestTrainedOnDirectly:
+    @pytest.fixture(params=["store", "folder", "delta", "iceberg"])
+    def source(self, request: pytest.FixtureRequest) -> str:
+        """A table of 1000 rows."""
+        if request.param == "store":
+            return str(request.getfixturevalue("in_store"))
+        if request.param == "folder":
+            Path("rows/day=1").mkdir(parents=True)
+            Path("rows/day=2").mkdir()
+            write(f"file://{Path('rows/day=1/a.parquet').absolute()}", slice(0, 300))
+            write(f"file://{Path('rows/day=2/a.parquet').absolute()}", slice(300, 1000))
+            return "rows"
+        if request.param == "delta":
+            deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
+            uri = f"{request.getfixturevalue('bucket')}/delta"
+            deltalake.write_deltalake(uri, table(slice(0, 1000)))
+            deltalake.write_deltalake(uri, table(slice(0, 1000)), mode="append")
+            return f"delta:{uri}@0"
+        return f"iceberg:here/ns.rows@{request.getfixturevalue('snapshots')[1]}"
+
+    def test_samples_are_those_of_the_packed_file(self, source: str) -> None:
+        kind, _, address = (
+            source.partition(":") if source.startswith(("delta:", "iceberg:")) else ("parquet", "", source)
+        )
+        write_hdf5("a.h5", from_table(open_table(address, kind), {"x": ("x",), "id": ("id",)}))
+        packed, direct = open_dataset("a.h5"), open_dataset(source, ["x", "id"])
+        assert len(direct) == 1000 and dict(direct.fields) == dict(packed.fields)
+        for rank, size in [(0, 1), (0, 2), (1, 2)]:
+            assert same(batches(direct, rank, size), batches(packed, rank, size))
+        assert same(batches(open_dataset(source, ["x", "id"]), 1, 2, first=7), batches(packed, 1, 2, first=7))
+
+    @pytest.mark.slow
+    def test_worker_processes_read_it(self, in_store: str) -> None:
+        dataset = open_dataset(in_store)
+        assert same(batches(dataset, 0, 2, workers=1), batches(dataset, 0, 2))
+
+    def test_rows_are_decoded(self, in_store: str) -> None:
+        dataset = open_dataset(in_store, decode=lambda row: {"y": row["x"].sum(), "id": row["id"]})
+        samples = dataset.read(np.array([999, 3]))
+        assert samples["id"].tolist() == [999, 3] and np.allclose(samples["y"], X[[999, 3]].sum(axis=1))
+
+    def test_another_version_has_another_fingerprint(self, bucket: str) -> None:
+        deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
+        uri = f"{bucket}/delta"
+        deltalake.write_deltalake(uri, table(slice(0, 500)))
+        before = open_dataset(f"delta:{uri}").fingerprint()
+        assert before == open_dataset(f"delta:{uri}@0").fingerprint() and before.startswith(f"delta:{uri}@0 ")
+        deltalake.write_deltalake(uri, table(slice(500, 1000)), mode="append")
+        after = open_dataset(f"delta:{uri}").fingerprint()
+        assert after.startswith(f"delta:{uri}@1 ") and open_dataset(f"delta:{uri}@0").fingerprint() == before
+
+    def test_a_resume_names_both_versions(self, bucket: str) -> None:
+        deltalake = pytest.importorskip("deltalake", reason="the extra lake is not installed")
+        uri, config = f"{bucket}/delta", {"seed": 0}
+        for version, rows in enumerate([slice(0, 500), slice(0, 600)]):
+            deltalake.write_deltalake(uri, table(rows), mode="overwrite")
+            assert pack(uri, "--kind", "delta", "-o", f"{version}.h5") == 0
+        for sources in [("0.h5", "1.h5"), (f"delta:{uri}@0", f"delta:{uri}@1")]:
+            datasets = [open_dataset(source) for source in sources]
+            saved, now = (identity_of(config, 8, each.fingerprint(), sources_of(each)) for each in datasets)
+            refuse_changes(saved, saved, "step-3")
+            (source,) = now["data_sources"]
+            assert (source["version"], source["rows"], source["schema"]["id"]) == (1, 600, "int64")
+            assert len(source["files_sha256"]) == 64 and source.get("packed") == (
+                Path(sources[1]).name if "h5" in sources[1] else None
+            )
+            with pytest.raises(UserError, match=rf"made from delta:{uri}@0, and now from delta:{uri}@1"):
+                refuse_changes(saved, now, "step-3")
+        assert sources_of(open_dataset({"x": X})) == []
+
+    def test_the_shape_of_fixed_lists_is_known_before_they_are_read(
+        self, bucket: str, object_store: ObjectStore
+    ) -> None:
+        from pyarrow import parquet
+        from pyarrow.fs import FileSystem
+
+        store, path = FileSystem.from_uri(f"{bucket}/a.parquet")
+        kind = pyarrow.list_(pyarrow.list_(pyarrow.float32(), 3), 2)
+        with store.open_output_stream(path) as file:
+            parquet.write_table(pyarrow.table({"x": pyarrow.array(X.reshape(500, 2, 3).tolist(), kind)}), file)
+        dataset = open_dataset(f"{bucket}/a.parquet")
+        before = object_store.reads()
+        assert dataset.fields == {"x": Field((2, 3), np.dtype(np.float32))}
+        assert np.array_equal(dataset.read(np.arange(500))["x"], X.reshape(500, 2, 3))
+        assert object_store.reads() == before + 1
+
+    def test_a_file_of_another_kind_in_a_store(self) -> None:
+        with pytest.raises(UserError, match="only Parquet can"):
+            open_dataset("s3://bucket/train.h5")
+
+
+class TestDiskCache:
+    def test_a_block_is_read_once_by_the_ranks_of_a_node(
+        self, in_store: str, object_store: ObjectStore, cache: Path
+    ) -> None:
+        first = open_dataset(in_store)
+        first.read(IDS)
+        before = object_store.reads()
+        others = [open_dataset(in_store) for _ in range(2)]
+        opened = object_store.reads() - before
+        with ThreadPoolExecutor(2) as threads:
+            for samples in threads.map(lambda dataset: dataset.read(IDS), others):
+                assert np.array_equal(samples["x"], X) and np.array_equal(samples["id"], IDS)
+        assert object_store.reads() == before + opened
+        assert len(list(cache.glob("*.block"))) == 7 and cache.stat().st_mode & 0o777 == 0o700
+
+    def test_rows_to_decode_are_read_once(self, in_store: str, object_store: ObjectStore, cache: Path) -> None:
+        for damage in (None, 100, 5000, None):
+            dataset = open_dataset(in_store, ragged=True)
+            before = object_store.reads()
+            samples = dataset.read(IDS)
+            assert samples["id"].tolist() == IDS.tolist() and np.array_equal(np.stack(samples["x"]), X)
+            blocks = sorted(cache.glob("*.block"))
+            assert len(blocks) == 7
+            for path in blocks if damage else []:
+                path.write_bytes(path.read_bytes()[:damage])
+        assert object_store.reads() == before
+
+    def test_what_is_damaged_is_read_again(self, in_store: str, cache: Path) -> None:
+        open_dataset(in_store).read(IDS)
+        for number, path in enumerate(sorted(cache.glob("*.block"))):
+            path.write_bytes(path.read_bytes()[: number * 100])
+        assert np.array_equal(open_dataset(in_store).read(IDS)["x"], X)
+
+    def test_what_was_not_used_goes(self, in_store: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hpctrain.data.formats.disk_cache.shutil.disk_usage", disk_of(40_000))
+        dataset = open_dataset(in_store)
+        for row in [*range(0, 1000, 50)] * 2:  # by no more than one thread
+            assert dataset.read(np.array([row]))["id"].tolist() == [row]
+        assert 1 <= len(list(cache.glob("*.block"))) <= 2
+
+    def test_a_full_disk(self, in_store: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hpctrain.data.packing.write.shutil.disk_usage", disk_of(0))
+        assert np.array_equal(open_dataset(in_store).read(IDS)["x"], X)
+        assert not list(cache.glob("*.block"))
+
+    def test_another_table_of_the_same_name(self, in_store: str, cache: Path) -> None:
+        open_dataset(in_store).read(IDS)
+        write(f"{in_store}/a.parquet", slice(300, 1000))
+        assert open_dataset(in_store).read(np.arange(3))["id"].tolist() == [300, 301, 302]
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def disk_of(num_bytes: int) -> Callable[[Path], Usage]:
+    """A disk of this size that holds this folder only."""
+    return lambda folder: Usage(num_bytes - sum(path.stat().st_size for path in folder.glob("[0-9a-f]*.block")))
+
+
+class TestFaults:
+    """Of the store: retried, or one sentence; never other samples."""
+
+    def test_a_store_that_is_busy_for_a_moment(self, in_store: str, object_store: ObjectStore) -> None:
+        source = from_table(open_table(in_store, "parquet"), None)
+        object_store.fail("busy", 2)
+        assert np.concatenate([block["id"] for block in source.blocks()]).tolist() == IDS.tolist()
+
+    def test_half_an_object(self, in_store: str, object_store: ObjectStore) -> None:
+        source = from_table(open_table(in_store, "parquet"), None)
+        object_store.fail("half", 1)
+        assert np.concatenate([block["id"] for block in source.blocks()]).tolist() == IDS.tolist()
+
+    @pytest.mark.parametrize("how", ["busy", "expired"])
+    def test_a_store_that_goes_on_failing(
+        self, how: str, in_store: str, object_store: ObjectStore, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        object_store.fail(how, 10**6)
+        assert pack(in_store, "--kind", "parquet", "-o", "a.h5") == 64
+        said = capsys.readouterr().err
+        assert "cannot be read" in said and "the credentials that its library uses" in said
+        assert "secret-of-somebody" not in said and not Path("a.h5").exists()
+
+    def test_a_run_asks_again(self, in_store: str, object_store: ObjectStore, cache: Path, monkeypatch: Any) -> None:
+        monkeypatch.setattr("hpctrain.data.formats.table_dataset.RETRY_WAITS_S", (0.0, 0.0))
+        dataset = open_dataset(in_store)
+        object_store.fail("expired", 2)  # of which its library does not ask again
+        assert np.array_equal(dataset.read(np.arange(200))["x"], X[:200])
+        object_store.fail("expired", 10**6)
+        with pytest.raises(UserError, match=r"cannot be read, or is damaged: "):
+            dataset.read(IDS)
+
+    def test_a_table_that_is_rewritten_during_a_run(self, in_store: str, cache: Path) -> None:
+        dataset = open_dataset(in_store)
+        write(f"{in_store}/a.parquet", slice(100, 800))
+        assert np.array_equal(dataset.read(np.arange(700, 1000))["x"], X[700:])
+        with pytest.raises(UserError, match=r"a\.parquet has changed since the run opened it"):
+            dataset.read(np.arange(200))
+
+    def test_an_object_that_is_replaced(self, in_store: str) -> None:
+        source = from_table(open_table(in_store, "parquet"), None)
+        write(f"{in_store}/a.parquet", slice(100, 800))
+        with pytest.raises(UserError, match=r"a\.parquet has changed since the run opened it"):
+            list(source.blocks())
+
+    def test_credentials_in_an_address(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert pack("s3://somebody:secret@bucket/table", "--kind", "parquet", "-o", "a.h5") == 64
+        said = capsys.readouterr().err
+        assert "holds credentials" in said and "secret" not in said
+
+    @pytest.mark.parametrize(
+        "address",
+        [
+            "s3://somebody@bucket/table",
+            "abfs://container:secret@account.dfs.core.windows.net/table",
+            "abfss://:secret@account.dfs.core.windows.net/container/table",
+        ],
+    )
+    def test_what_counts_as_credentials(self, address: str) -> None:
+        with pytest.raises(UserError, match="holds credentials"):
+            filesystem_of(address)
+
+    def test_an_address_in_azure_names_its_container(self) -> None:
+        pytest.importorskip("pyarrow._azurefs", reason="this pyarrow was built without Azure")
+        for scheme in ("abfs", "abfss"):
+            assert filesystem_of(f"{scheme}://container@account.dfs.core.windows.net/table")[1] == "container/table"
+
+    @pytest.mark.parametrize("scheme", ["gs2", "az"])
+    def test_an_address_that_no_library_opens(
+        self, scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "adlfs", None)
+        assert pack(f"{scheme}://bucket/table", "--kind", "parquet", "-o", "a.h5") == 64
+        said = capsys.readouterr().err
+        assert f"{scheme}://bucket/table cannot be opened" in said and "plug-in of fsspec" in said

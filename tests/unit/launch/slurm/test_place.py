@@ -1,0 +1,167 @@
+"""A Slurm job as the place of several attempts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, SlurmConfig, TrainConfig
+from hpctrain.errors import Code
+from hpctrain.launch.engines.slurm import allocation, client
+from hpctrain.launch.engines.slurm.job import Job
+from hpctrain.launch.engines.slurm.launcher import Launcher, Mpirun, Srun
+from hpctrain.launch.engines.slurm.place import Place
+from hpctrain.launch.mpi_library import Flavour, MpiRun
+from hpctrain.launch.supervisor import choose
+from hpctrain.run import bad_nodes
+from hpctrain.run.bad_nodes import BadNode
+from hpctrain.run.folder import RunDir
+from hpctrain.run.verdict import failed_with
+
+CONFIG = Config("r", launch=LaunchConfig(nodes=2, ranks_per_node=2, command=("true",)))
+JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
+SRUN = Srun(JOB, SlurmConfig(), "pmix")
+KILLED = failed_with(Code.KILLED, "rank 3 on n2 was killed by SIGKILL", "", 3, "n2")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A job whose first attempt was prepared, and which runs on."""
+    run = RunDir(tmp_path)
+    run.create()
+    monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2"])
+    return Place(CONFIG, run, JOB, JOB, allocation.Prepared(SRUN, "python", {}, {}))
+
+
+def test_what_was_prepared_once_holds_for_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, asked = allocation.Prepared(SRUN, "python", {"a": "b"}, {0: "n1"}), []
+    monkeypatch.setattr(allocation, "prepare", lambda *args: asked.append(args) or prepared)
+    place = Place.of(CONFIG, RunDir(tmp_path), JOB)
+    assert place.prepare() is prepared
+    again = place.prepare()
+    assert len(asked) == 1
+    assert again == dataclasses.replace(prepared, launcher=dataclasses.replace(SRUN, again=True))
+    assert place.prepare() == again
+
+
+@pytest.mark.parametrize("launcher", [SRUN, Mpirun(JOB, SlurmConfig(), MpiRun("/usr/bin/mpirun", Flavour.OPEN_MPI_5))])
+def test_a_step_after_a_failed_one_shares_what_that_may_still_hold(launcher: Launcher) -> None:
+    def how(launcher: Launcher) -> str:
+        return " ".join([*launcher.words(["true"], {}), *launcher.environment({})])
+
+    assert "overlap" not in how(launcher).lower()
+    assert "overlap" in how(launcher.after_failure(JOB)).lower()
+    assert "--mem=0" not in how(launcher) and ("--mem=0" in how(launcher.after_failure(JOB))) is (launcher is SRUN)
+
+
+def test_a_killed_rank_is_started_again_in_the_job(place: Place) -> None:
+    assert place.serves(KILLED)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"JobState": "COMPLETING", "Reason": "TimeLimit"},
+        {"JobState": "CANCELLED"},
+        {"JobState": "RUNNING", "Restarts": "2"},
+    ],
+)
+def test_a_job_that_ends_serves_no_longer(
+    place: Place, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
+) -> None:
+    monkeypatch.setattr(client, "job_fields", lambda job: fields)
+    assert not place.serves(KILLED)
+
+
+def test_a_job_that_lost_a_node_or_has_one_to_leave_out_serves_no_longer(place: Place) -> None:
+    bad_nodes.of_run(place.run_dir).add(BadNode("n9", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
+    assert place.serves(KILLED), "it is not ours"
+    bad_nodes.of_run(place.run_dir).add(BadNode("n2", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
+    assert not place.serves(KILLED)
+    bad_nodes.of_run(place.run_dir).clear("n2", time.time())
+    assert place.serves(KILLED)
+    assert not place.serves(failed_with(Code.NODE, "n2 was lost", "", host="n2"))
+    assert not place.serves(failed_with(Code.NODE, "a node was lost", "")), "nobody knows which"
+
+
+@pytest.mark.parametrize(("min_nodes", "answers", "lost"), [(1, False, True), (1, True, False), (None, False, False)])
+def test_a_node_that_the_monitor_cannot_reach_is_lost_if_slurm_cannot_either_and_others_are_left(
+    place: Place, monkeypatch: pytest.MonkeyPatch, min_nodes: int | None, answers: bool, lost: bool
+) -> None:
+    launch = dataclasses.replace(place.config.launch, min_nodes=min_nodes)
+    place.config = dataclasses.replace(place.config, launch=launch)
+    monkeypatch.setattr(client, "answers", lambda host: answers or host != "n2")
+    assert place.can_lose("n2.cluster") is lost
+
+
+def test_a_controller_that_is_away_leaves_it_to_requeueing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(nodelist: str) -> list[str]:
+        raise client.Unanswered("Slurm does not answer", "wait")
+
+    monkeypatch.setattr(client, "hosts", away)
+    assert not place.serves(KILLED) and not place.can_lose("n2")
+
+
+def config(min_nodes: int | None = None, spare_nodes: int = 0, pipeline: int = 1, **train: int) -> Config:
+    """Two nodes of two ranks each."""
+    launch = LaunchConfig(nodes=2, ranks_per_node=2, min_nodes=min_nodes, spare_nodes=spare_nodes)
+    batch = train or {"global_batch": 8}
+    return Config("r", "m:f", TrainConfig(steps=1, **batch), parallel=ParallelConfig(pipeline=pipeline), launch=launch)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "out", "of", "chosen"),
+    [
+        (["n1", "n2"], [], config(), ["n1", "n2"]),
+        (["n1", "n2"], ["n2"], config(), None),
+        (["n1", "n2"], ["n2"], config(min_nodes=1), ["n1"]),
+        (["n1", "n2"], ["n1", "n2"], config(min_nodes=1), None),
+        (["n1", "n2", "n3"], ["n2"], config(spare_nodes=1), ["n1", "n3"]),
+        (["n1", "n2", "n3"], ["n2", "n3"], config(spare_nodes=1), None),
+        (["n1", "n2"], ["n2"], config(min_nodes=1, pipeline=2), ["n1"]),
+        (["n1", "n2"], ["n2"], config(min_nodes=1, pipeline=4), None),
+        (["n1", "n2"], ["n2"], config(min_nodes=1, batch_per_rank=4), None),
+    ],
+)
+def test_what_is_left_of_a_job_serves_if_the_run_stays_the_same(
+    hosts: list[str], out: list[str], of: Config, chosen: list[str] | None
+) -> None:
+    assert choose(hosts, out, of) == chosen
+
+
+def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place: Place) -> None:
+    place.config = config(min_nodes=1)
+    assert place.serves(failed_with(Code.NODE, "n2.site.org was lost", "", host="n2.site.org"))
+    assert (place.facts.nodes, place.facts.ranks) == (1, 2)
+    words = place.prepare().launcher.words(["true"], {})
+    assert {"--nodes=1", "--ntasks=2", "--nodelist=n1", "--overlap", "--mem=0"} <= set(words)
+    assert place.serves(KILLED) and place.facts.nodes == 1, "a lost node stays lost"
+
+
+def test_after_a_move_the_hosts_of_ranks_are_no_longer_known(place: Place) -> None:
+    place.config, place.prepared = config(min_nodes=1), allocation.Prepared(SRUN, "python", {}, {0: "n1", 2: "n2"})
+    assert place.serves(KILLED) and place.prepare().hosts == {0: "n1", 2: "n2"}
+    bad_nodes.of_run(place.run_dir).add(BadNode("n1", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
+    assert place.serves(KILLED) and place.job.part == ("n2",) and place.prepare().hosts == {}
+
+
+def test_spare_nodes_wait_until_one_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+    monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2", "n3"])
+    run = RunDir(tmp_path)
+    run.create()
+    job = Job("7", nodes=3, ranks=6, restarts=0, nodelist="n[1-3]")
+    place = Place.of(config(spare_nodes=1), run, job)
+    assert (place.job.part, place.facts.ranks) == (("n1", "n2"), 4)
+    place.prepared = allocation.Prepared(SRUN, "python", {}, {})
+    assert place.serves(failed_with(Code.NODE, "n1 was lost", "", host="n1"))
+    assert (place.job.part, place.facts.ranks) == (("n2", "n3"), 4)
+
+
+def test_mpirun_is_told_the_nodes_that_are_left() -> None:
+    mpirun = Mpirun(JOB, SlurmConfig(), MpiRun("mpirun", Flavour.OPEN_MPI_5)).after_failure(JOB.on(["n1"]))
+    assert mpirun.words(["true"], {})[-3:] == ["--host", "n1:2", "true"]

@@ -1,0 +1,159 @@
+"""Runs in the queues of batch systems: scripts, and what their commands are asked, with commands that write it down."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.config.loading import load
+from hpctrain.errors import ExitCode, RunFailed
+from hpctrain.launch.engines import batch_jobs, schedulers
+from hpctrain.launch.engines.batch_systems import SYSTEMS
+from hpctrain.launch.engines.jobs import submissions
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import JOB
+from hpctrain.run.verdict import Action, RunVerdict
+
+SAID = {
+    "pbs": ("123.server", "Job id  Name  User  Time Use S Queue\n123.server  r  u  00:00:01 {} workq", "Q", "R"),
+    "lsf": ("Job <123> is submitted to queue <normal>.", "123 {}", "PEND", "RUN"),
+    "gridengine": ("123", "job-ID prior name user state\n----\n 123 0.5 r u {} 11/25/2026", "qw", "r"),
+    "flux": ("\u01922gH7", "\u01922gH7 {}", "SCHED", "RUN"),
+}
+COMMANDS = ("qsub", "qstat", "qdel", "bsub", "bjobs", "bkill", "flux")
+FAKE = """#!/bin/sh
+echo "$(basename $0) $*" >> {folder}/asked
+case "$(basename $0) $*" in
+*sub*|*batch*) cat > {folder}/script; cat {folder}/number ;;
+*" -f "*|*" -j "*|*" -UF "*|*jobspec*) cat {folder}/details ;;
+*qstat*|*bjobs*|*jobs*) cat {folder}/queue ;;
+esac
+"""
+
+
+@pytest.fixture(params=SYSTEMS)
+def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A batch system; the current folder holds a run file, and what its commands say and were asked."""
+    name = str(request.param)
+    for command in COMMANDS:
+        (tmp_path / command).write_text(FAKE.format(folder=tmp_path))
+        (tmp_path / command).chmod(0o755)
+    (tmp_path / "run.yaml").write_text(
+        f"name: r\nlaunch: {{engine: {name}, command: [train], nodes: 2, ranks_per_node: 3, directives: ['-x y']}}\n"
+    )
+    (tmp_path / "number").write_text(SAID[name][0] + "\n")
+    (tmp_path / "details").write_text(f"output: {tmp_path}/runs/r/lo\n    gs/job.out")
+    (tmp_path / "queue").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv(JOB, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def asked() -> list[str]:
+    return Path("asked").read_text().splitlines()
+
+
+def test_a_run_is_submitted_followed_and_ended(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, line, waits, runs = SAID[engine]
+    assert main(["submit", "run.yaml"]) == 0
+    job = submissions(RunDir(Path("runs/r").absolute()))[-1]
+    assert (job.engine, job.job in SAID[engine][0]) == (engine, True)
+    script = Path("script").read_text()
+    assert script == Path("runs/r/job.sh").read_text() and f"{SYSTEMS[engine].prefix} -x y\n" in script
+    assert subprocess.run(["sh", "-n", "script"]).returncode == 0
+    for state, word in ((waits, "PENDING"), (runs, "RUNNING"), ("other", "UNKNOWN")):
+        Path("queue").write_text(line.format(state) + "\n")
+        capsys.readouterr()
+        assert main(["status", "run.yaml", "--json"]) == 0
+        assert f'"job_state": "{word}"' in capsys.readouterr().out
+    Path("queue").write_text(line.format(runs) + "\n")
+    assert main(["submit", "run.yaml"]) == 64 and "is RUNNING already" in capsys.readouterr().err
+    assert main(["cancel", "run.yaml"]) == 0
+    assert asked()[-1].endswith(job.job) and any(word in asked()[-1] for word in ("qdel", "bkill", "flux cancel"))
+
+
+def test_a_job_of_somebody_else_is_left_alone(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "run.yaml"]) == 0
+    Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]) + "\n")
+    Path("details").write_text("output: /elsewhere/logs")
+    assert main(["cancel", "run.yaml"]) == 0 and "is left alone" in capsys.readouterr().out
+    assert not any(word in each for each in asked() for word in ("qdel", "bkill", "flux cancel"))
+
+
+def test_a_job_may_submit_the_next_one_of_its_run(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["submit", "run.yaml"]) == 0
+    run = RunDir(Path("runs/r").absolute())
+    Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]) + "\n")
+    monkeypatch.setenv(JOB, submissions(run)[-1].job)
+    run.run_yaml.write_text("name: r\nlaunch: {command: [train], hosts: [n1, n2]}\n")  # as the job leaves it
+    assert main(["resume", "runs/r"]) == 0 and len(submissions(run)) == 2
+
+
+def test_a_job_that_starts_again_asks_for_its_hosts_again(engine: str, tmp_path: Path) -> None:
+    assert main(["submit", "run.yaml"]) == 0
+    (tmp_path / "hpctrain").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words\n')
+    (tmp_path / "hpctrain").chmod(0o755)
+    lines = [line for line in Path("script").read_text().splitlines() if not line.startswith("export PATH")]
+    assert subprocess.run(["bash", "-c", "\n".join(lines)]).returncode == 0
+    _, run_file, *overrides = Path("words").read_text().splitlines()
+    Path(run_file).write_text("name: r\nlaunch: {command: [train], hosts: [n1, n2]}\n")  # as the first start leaves it
+    launch = load(run_file, overrides).launch
+    assert (launch.engine, launch.hosts) == (engine, ())
+
+
+def test_a_queue_that_is_silent_is_not_one_without_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("qstat", 60.0)
+
+    monkeypatch.setattr("shutil.which", str)
+    monkeypatch.setattr("subprocess.run", silent)
+    with pytest.raises(RunFailed, match="did not answer"):
+        batch_jobs.state(SYSTEMS["pbs"], "123.server", 60.0)
+
+
+def test_pbs_cuts_names_of_servers_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = "Job id  Name  User  Time Use S Queue\n123.batch-serv*  r  u  0 R workq\n"
+    monkeypatch.setattr(batch_jobs, "ask", lambda *_, **__: queue)
+    assert batch_jobs.state(SYSTEMS["pbs"], "123.batch-server.example.org", 60.0) == "RUNNING"
+    assert batch_jobs.state(SYSTEMS["pbs"], "12.batch-server.example.org", 60.0) == ""
+
+
+def test_who_waits_for_a_job_that_its_queue_forgets_asks_the_run(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["submit", "run.yaml", "--wait"]) == ExitCode.FAILURE
+    run = RunDir(Path("runs/r").absolute())
+    attempts = Attempts(run)
+    for job, code in (("another", ExitCode.FAILURE), (submissions(run)[-1].job, ExitCode.DONE)):
+        monkeypatch.setenv(JOB, job)
+        attempts.end(attempts.begin(), RunVerdict(Action.DONE, ExitCode.DONE, "the program has finished"), [])
+        assert main(["submit", "run.yaml", "--wait"]) == code
+
+
+def test_what_scripts_cannot_hold_is_refused(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "run.yaml", "--launch.directives", '["-x\\ny"]']) == 64
+    assert "launch.directives contains" in capsys.readouterr().err
+    assert main(["render", "run.yaml", "--run_dir", "a folder"]) == 64 and "a folder" in capsys.readouterr().err
+    assert main(["submit", "run.yaml", "--chain", "2"]) == 64
+    assert f"jobs of {SYSTEMS[engine].title} take no --chain" in capsys.readouterr().err
+
+
+def test_exit_codes_of_the_script(engine: str, tmp_path: Path) -> None:
+    """75 is requeued, as far as the script does that; others are the job's."""
+    assert main(["submit", "run.yaml"]) == 0
+    for code, wanted in ((0, 0), (64, 64), (75, {"gridengine": 99}.get(engine, 75)), (76, 76)):
+        (tmp_path / "hpctrain").write_text(f'#!/bin/sh\n[ "$1" = resume ] && echo "$@" >> again || exit {code}\n')
+        (tmp_path / "hpctrain").chmod(0o755)
+        lines = [line for line in Path("script").read_text().splitlines() if not line.startswith("export PATH")]
+        assert subprocess.run(["bash", "-c", "\n".join(lines)]).returncode == wanted
+    assert Path("again").exists() == (engine in ("pbs", "flux"))
+
+
+def test_engines_without_a_queue_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("name: r\nlaunch: {engine: ray, command: [train]}\n")
+    assert main(["submit", str(tmp_path / "run.yaml")]) == 64
+    assert "launch.engine is ray, which has no queue" in capsys.readouterr().err
+    assert set(schedulers.SCHEDULERS) == {"slurm", "kubernetes", *SYSTEMS}

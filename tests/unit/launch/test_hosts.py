@@ -1,0 +1,89 @@
+"""Plain hosts: the shell that mpirun calls, the words that it gets, and what is left after a host was lost."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
+from hpctrain.errors import Code, UserError
+from hpctrain.launch.engines.hosts import Hosts, write_shell
+from hpctrain.launch.mpi_library import Flavour, MpiRun
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
+from hpctrain.run.last_words import WordFile, first_word
+from hpctrain.run.verdict import failed_with
+
+KILLED = failed_with(Code.KILLED, "rank 3 on b was killed by SIGKILL", "", 3, "b.site")
+
+
+def hosts(folder: Path, flavour: Flavour = Flavour.OPEN_MPI_5, **launch: int) -> Hosts:
+    """Two of three hosts, two ranks each."""
+    of = LaunchConfig(nodes=2, ranks_per_node=2, hosts=("10.0.0.1", "10.0.0.2", "10.0.0.3"), **launch)
+    run = RunDir(folder)
+    run.create()
+    Attempts(run).begin(Attempt(), None)
+    for rank, host in enumerate(["a.site", "a.site", "b.site", "b.site"]):
+        word = first_word(rank)
+        word = type(word)(**{**vars(word), "host": host})
+        WordFile.of(run, 1, word).begin(word)
+    config = Config("r", "m:f", TrainConfig(steps=1, global_batch=8), launch=of)
+    return Hosts(config, run, MpiRun("mpirun", flavour), ("10.0.0.1", "10.0.0.2"))
+
+
+@pytest.mark.parametrize("host", ["n1", "$(touch owned)", "a b'\""])
+def test_the_shell_gets_host_and_command_as_one_word_each(tmp_path: Path, host: str) -> None:
+    shell = write_shell(tmp_path / "shell", "printf '%s|' on:{host} 'it''s {host}'")
+    done = subprocess.run([shell, host, "PATH=x prted", "--a 'b'"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == f"on:{host}|its {host}|PATH=x prted --a 'b'|"
+    assert [path.name for path in tmp_path.iterdir()] == ["shell"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_command_reaches_what_runs_no_shell_and_what_runs_one_more(tmp_path: Path, again: bool) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text('#!/bin/sh\nhost=$1\nshift\necho "on $host"\n' + ('exec sh -c "$*"\n' if again else 'exec "$@"\n'))
+    tool.chmod(0o700)
+    shell = write_shell(tmp_path / "shell", f"{tool} {{host}} {{command}}")
+    line = """A='b  c' sh -c 'printf "%s|%s" "$A" "$0" "\\$HOME;"' 'd\\n'"""
+    done = subprocess.run([shell, "n1", *line.split(" ", 1)], capture_output=True, text=True)
+    assert done.stdout == "on n1\n" + subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("flavour", "agent"),
+    [(Flavour.OPEN_MPI_5, ["--prtemca", "plm_ssh_agent"]), (Flavour.OPEN_MPI_4, ["--mca", "plm_rsh_agent"])],
+)
+def test_mpirun_is_told_hosts_shell_and_variables(tmp_path: Path, flavour: Flavour, agent: list[str]) -> None:
+    words = hosts(tmp_path, flavour).words(Path("/tmp/shell"), {"A": "b"})
+    assert words[:3] == ["mpirun", "-n", "4"] and "10.0.0.1:2,10.0.0.2:2" in words
+    assert " ".join([*agent, "/tmp/shell"]) in " ".join(words) and " -x A " in " ".join(words)
+
+
+def test_a_lost_host_gives_way_to_the_spare_one(tmp_path: Path) -> None:
+    place = hosts(tmp_path, spare_nodes=1)
+    assert place.after(KILLED) is not None and place.used == ("10.0.0.1", "10.0.0.2"), "a rank's death is not a host's"
+    after = place.after(failed_with(Code.NODE, "b.site was lost", "", host="b.site"))
+    assert after is not None and (after.nodes, after.ranks) == (2, 4)
+    assert place.used == ["10.0.0.1", "10.0.0.3"]
+    assert place.after(failed_with(Code.NODE, "a node was lost", "", host=None)) is None
+
+
+def test_without_a_spare_fewer_hosts_serve_if_the_run_file_allows_it(tmp_path: Path) -> None:
+    lost = [failed_with(Code.NODE, "a host was lost", "", host=f"10.0.0.{number}") for number in (3, 2)]
+    place = hosts(tmp_path, min_nodes=1)
+    place.used = ["10.0.0.2", "10.0.0.3"]
+    assert place.after(lost[0]) is not None and place.used == ["10.0.0.1", "10.0.0.2"]
+    after = place.after(lost[1])
+    assert after is not None and (after.nodes, after.ranks, place.used) == (1, 2, ["10.0.0.1"])
+
+
+@pytest.mark.parametrize(
+    "launch", [{"hosts": ("a", "a")}, {"hosts": ("a",), "spare_nodes": 1}, {"hosts": ("a",), "remote_shell": "ssh"}]
+)
+def test_hosts_that_cannot_be_are_refused(launch: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"launch\.(hosts|remote_shell)"):
+        LaunchConfig(**launch)  # type: ignore[arg-type]

@@ -1,0 +1,36 @@
+"""What an attempt takes over from the one before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.world import alone
+from hpctrain.rank.kept_choices import KeptReducer, kept_reducer
+from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.reducer_choice import Choice
+from hpctrain.run.attempts import Attempts
+from hpctrain.run.folder import RunDir
+from hpctrain.run.rank_environment import ATTEMPT
+
+MEASURED = Choice(Candidate("mpi", "node"), {"mpi-node": 0.1, "mpi-flat": 0.2})
+
+
+def choice_in(run_dir: RunDir) -> KeptReducer:
+    return kept_reducer(alone(), run_dir, print)
+
+
+def test_a_choice_is_kept_for_the_next_attempt_at_the_same_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    attempts = Attempts(run_dir)
+    monkeypatch.setenv(ATTEMPT, str(attempts.begin()))
+    first = choice_in(run_dir)
+    assert first.name is None and first.record is not None
+    first.record(MEASURED)
+    assert choice_in(run_dir).name == "mpi-node"
+    attempts.update(reducer={**attempts.info()["reducer"], "ranks": 2})
+    assert choice_in(run_dir).name is None

@@ -1,0 +1,115 @@
+"""Outer steps: averaging and Nesterov's momentum, at once or a round later, with equal outer weights on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hpctrain.reduce.outer_step import OuterStep, Pace, updates_by_speed
+from tests.support.thread_groups import ThreadGroup, in_threads
+
+BEGIN = np.array([1.0, -2.0, 0.5])
+RANKS, ROUNDS = 3, 5
+
+
+def progress_of(rank: int, number: int) -> NDArray[Any]:
+    """What a rank learns in a round, wherever it begins."""
+    return np.random.default_rng([rank, number]).normal(size=3)
+
+
+def trained(rate: float, momentum: float, overlap: bool, resumed: int | None = None) -> list[list[NDArray[Any]]]:
+    """The outer weights of each rank after each round; if asked for, in another object from a round on."""
+
+    def work(group: ThreadGroup) -> list[NDArray[Any]]:
+        outer = OuterStep(group, BEGIN, rate, momentum, overlap)
+        weights, found = outer.start(), []
+        for number in range(ROUNDS):
+            if number == resumed:
+                outer.settle()
+                old, outer = outer, OuterStep(group, np.zeros(3), rate, momentum, overlap)
+                for name in ("outer", "velocity", "ahead", "coming"):
+                    getattr(outer, name)[:] = getattr(old, name)
+            weights = outer.end_round(weights + progress_of(group.rank, number), lands=number == ROUNDS - 1)
+            np.testing.assert_array_equal(weights, outer.start())
+            found.append(outer.outer.copy())
+        np.testing.assert_array_equal(weights, found[-1])
+        return found
+
+    return in_threads(RANKS, work)
+
+
+def mean_progress(number: int) -> NDArray[Any]:
+    """Of all ranks."""
+    return np.asarray(np.mean([progress_of(rank, number) for rank in range(RANKS)], axis=0))
+
+
+def by_formula(rate: float, momentum: float) -> list[NDArray[Any]]:
+    """Of SGD as PyTorch writes it, on the mean progress."""
+    weights, velocity, found = BEGIN.copy(), np.zeros(3), []
+    for number in range(ROUNDS):
+        gradient = -mean_progress(number)
+        velocity = momentum * velocity + gradient
+        weights = weights - rate * (gradient + momentum * velocity)
+        found.append(weights)
+    return found
+
+
+@pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+def test_steps_are_those_of_nesterov_along_the_mean_progress(rate: float, momentum: float) -> None:
+    for found in trained(rate, momentum, overlap=False):
+        np.testing.assert_allclose(found, by_formula(rate, momentum), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+def test_with_overlap_the_same_steps_are_made_a_round_later(rate: float, momentum: float) -> None:
+    """And at the end of a run everything has landed. That progress depends on where it begins is left out here."""
+    wanted = [BEGIN, *by_formula(rate, momentum)]
+    for found in trained(rate, momentum, overlap=True):
+        np.testing.assert_allclose(found, [*wanted[: ROUNDS - 1], wanted[ROUNDS]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("resumed", [1, 3])
+def test_state_resumes_bit_for_bit_with_equal_outer_weights(overlap: bool, resumed: int) -> None:
+    straight, again = trained(0.7, 0.9, overlap), trained(0.7, 0.9, overlap, resumed)
+    for rank in range(RANKS):
+        np.testing.assert_array_equal(again[rank], straight[rank])
+        np.testing.assert_array_equal(straight[rank], straight[0])
+
+
+@pytest.mark.parametrize(
+    ("index", "seconds", "updates"),
+    [
+        ([0, 1], [1.0, 2.0], [8, 4]),
+        ([0, 1, 2], [1.05, 1.0, 100.0], [8, 8, 1]),
+        ([0, 0, 1, 1], [1.0, 3.0, 1.5, 1.0], [4, 4, 8, 8]),
+        ([0, 1], [0.0, 0.0], [8, 8]),
+    ],
+)
+def test_the_slow_make_fewer_updates(index: list[int], seconds: list[float], updates: list[int]) -> None:
+    """As many as they can in the time of the fastest; noise changes nothing, and those of a node keep together."""
+    assert updates_by_speed(np.array(index), np.array(seconds), 8).tolist() == updates
+
+
+def test_a_pace_is_settled_once_on_all_ranks_and_spread_over_the_round() -> None:
+    def work(group: ThreadGroup) -> tuple[list[int], list[int], list[int]]:
+        pace = Pace(group, group.rank, 8)
+        first = [position for position in range(1, 9) if pace.is_due(position)]
+        pace.seconds = [60.0, *[0.5 * 2**group.rank] * 7]  # the first compiles
+        pace.end_round()
+        pace.seconds = [1.0] * 8
+        pace.end_round()
+        return first, pace.updates.tolist(), [position for position in range(1, 9) if pace.is_due(position)]
+
+    due = [list(range(1, 9)), [2, 4, 6, 8], [4, 8]]
+
+    def resume(group: ThreadGroup) -> list[int]:
+        pace = Pace(group, group.rank // 2, 8)  # ranks 0 and 1 share a node now
+        pace.load(np.array([8, 4, 2]))
+        return pace.updates.tolist()
+
+    assert in_threads(RANKS, resume) == [[4, 4, 2]] * RANKS
+    assert in_threads(RANKS, work) == [(list(range(1, 9)), [8, 4, 2], due[rank]) for rank in range(RANKS)]

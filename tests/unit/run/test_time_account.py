@@ -1,0 +1,82 @@
+"""Where the time of a run goes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hpctrain.errors import Code, ExitCode
+from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.time_account import ATTEMPTS, RECOVERIES, Sums
+from hpctrain.run.verdict import Action, RunVerdict, failed_with
+from tests.unit.run.test_progress import event, progress, trained
+
+KILLED = failed_with(Code.KILLED, "rank 1 on n1 was killed by SIGKILL", "", 1, "n1")
+STOPPED = RunVerdict(Action.STOP, ExitCode.STOPPED, "stopped")
+DONE = RunVerdict(Action.DONE, ExitCode.DONE, "done")
+
+
+def recovered(step: int, attempt: int, at: float, seconds: float, repeated: int) -> dict[str, object]:
+    return event("recovered", step, attempt, at, seconds=seconds, repeated_steps=repeated, reason=KILLED.reason)
+
+
+def test_a_run_that_is_killed_stopped_and_resumed() -> None:
+    """An interval is 10 steps, of which 5 s count."""
+    made = progress(
+        event("run_started", 0, at=5),
+        trained(10, at=15),
+        event("checkpoint_saved", 10, at=16, stall_s=1.0),
+        trained(20, at=26),
+        event("run_started", 0, attempt=2, at=33),
+        event("resumed", 10, attempt=2, at=34),
+        recovered(11, 2, at=36, seconds=8.0, repeated=10),
+        trained(20, attempt=2, at=45),  # again
+        trained(30, attempt=2, at=55),
+        event("snapshot_saved", 30, attempt=2, at=56, stall_s=0.5),
+        event("run_started", 30, attempt=3, at=1003),
+        trained(40, attempt=3, at=1015),
+    )
+    attempts = (
+        Attempt(1, 0.0, 29.0, verdict=KILLED),
+        Attempt(2, 29.0, 60.0, verdict=STOPPED),
+        Attempt(3, 1000.0, 1020.0, verdict=DONE),
+    )
+    account = made.sums.account(attempts)
+    assert (account.wall_s, account.steps_s, account.saving_s) == (1020, 4 * 5, 1.5)
+    assert (account.failures, account.failures_s, account.repeated_steps) == (1, 8 + 10 * 0.5, 10)
+    assert account.waiting_s == 940
+    assert account.goodput == 20 / 1020
+    assert account.text == (
+        "2% of 17 min 00 s; lost: 13.0 s to 1 failure, 10 steps done again; 15 min 40 s waiting; 1.5 s saving"
+    )
+    told = dataclasses.replace(account, waiting_s=0.0, saving_s=1.0, failures=2, repeated_steps=0)
+    assert told.text == "2% of 17 min 00 s; lost: 13.0 s to 2 failures", "what is below a thousandth is not told"
+    assert [each.attempt for each in made.sums.recoveries] == [2]
+
+
+@pytest.mark.parametrize(("restarts", "waiting_s", "failures_s"), [(0, 0.0, 60.0), (1, 50.0, 10.0)])
+def test_a_requeue_waits_and_a_restart_in_the_job_does_not(restarts: int, waiting_s: float, failures_s: float) -> None:
+    made = progress(trained(10, at=15), recovered(11, 2, at=80, seconds=60.0, repeated=0))
+    first = Attempt(1, 0.0, 20.0, job="7", restarts=0, verdict=KILLED)
+    account = made.sums.account((first, Attempt(2, 70.0, job="7", restarts=restarts)))
+    assert (account.waiting_s, account.failures_s) == (waiting_s, failures_s)
+
+
+def test_an_attempt_that_died_with_its_supervisor_ends_with_its_newest_event() -> None:
+    made = progress(trained(10, at=15), trained(20, attempt=2, at=115))
+    account = made.sums.account((Attempt(1, 0.0), Attempt(2, 100.0)))
+    assert (account.wall_s, account.waiting_s) == (115, 85)
+
+
+def test_without_attempts_the_events_are_the_run_and_without_steps_nothing_is_said() -> None:
+    account = progress(event("run_started", 0, at=5), trained(10, at=15)).sums.account(())
+    assert (account.wall_s, account.goodput, account.text) == (10, 0.5, "50% of 10.0 s")
+    nothing = Sums().account(())
+    assert (nothing.wall_s, nothing.goodput, nothing.text) == (0, None, "")
+
+
+def test_memory_does_not_grow_with_the_attempts() -> None:
+    sums = progress(*(recovered(1, number, at=number, seconds=1.0, repeated=0) for number in range(1, 1500))).sums
+    assert (len(sums.times), len(sums.recoveries)) == (ATTEMPTS, RECOVERIES)
+    assert sums.account(()).failures == 1499

@@ -1,0 +1,52 @@
+"""What trackers' processes send, and what they take for sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.events import Train
+from hpctrain.run.folder import RunDir
+from hpctrain.track.follower import follow, has_unsent, shown
+from hpctrain.track.wandb import WandbFollower
+
+
+class Library:
+    """Stands for wandb: what it was given, and whether it ends."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends = ends
+        self.logged: list[int] = []
+        self.summary: dict[str, Any] = {}
+
+    def init(self, **given: Any) -> Library:
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append(step)
+
+    def finish(self) -> None:
+        if not self.ends:
+            raise ConnectionError("the server is away")
+
+
+def test_what_wandb_has_not_confirmed_is_sent_again(tmp_path: Path) -> None:
+    writer = EventWriter(RunDir(tmp_path).events, print)
+    for step in (1, 2, 3):
+        writer.append(Train(step=step, loss=0.5))
+    for ends in (False, True):
+        library = Library(ends)
+        assert follow(WandbFollower(RunDir(tmp_path), library, "project"), lambda seconds: True) is ends
+        assert library.logged == [1, 2, 3]
+        assert has_unsent(RunDir(tmp_path), "wandb") is not ends
+    assert json.loads((tmp_path / "wandb.json").read_bytes())["run_id"]
+    library = Library(True)
+    assert follow(WandbFollower(RunDir(tmp_path), library, "project"), lambda seconds: True)
+    assert not library.logged
+
+
+def test_the_environment_of_ranks_is_not_told() -> None:
+    config = {"name": "digits", "launch": {"nodes": 2, "env": {"TOKEN": "secret"}}}
+    assert shown(config) == {"name": "digits", "launch": {"nodes": 2}}
