@@ -9,9 +9,10 @@ import torch
 
 from benchmarks.gpu_proof import tasks
 from benchmarks.gpu_proof.machine import device_of
-from benchmarks.gpu_proof.rows import Figures, Setting, require
+from benchmarks.gpu_proof.rows import Figures, Setting, Skipped, require
 from benchmarks.gpu_proof.runs import OF_WEIGHTS, StopAfter, different, furthest, run_file, saved, trained
 from hpctrain import Config
+from hpctrain.backends.torch.strategies.fully_sharded import REDUCES_UNUSED
 
 STEPS, BATCH, STOP_AT = 6, 8, 3
 IN_FLOAT64: dict[str, Any] = {"dtype": "float64"}
@@ -30,6 +31,8 @@ def parallel(word: str, ranks: int) -> dict[str, Any]:
 
 def row(setting: Setting) -> Figures:
     """See the module."""
+    if setting.word == "parameters" and not REDUCES_UNUSED:
+        raise Skipped(f"parallel.shard: parameters needs PyTorch 2.13, and this is {torch.__version__}")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
     def config(name: str) -> Config:

@@ -36,7 +36,9 @@ _FOR_EVERY_BUILD = (
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)",
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
         "set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\n"
-        'set(CMAKE_INSTALL_RPATH "$ORIGIN/../../../.." $ENV{HPCTRAIN_MPI_RPATH})',
+        'set(CMAKE_INSTALL_RPATH "$ORIGIN/../../../.." $ENV{HPCTRAIN_MPI_RPATH})\n'
+        # Since g++ 13 the headers of the standard library no longer include these, which Horovod uses without asking.
+        'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -include cstdint -include string")',
     ),
     Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     # Python 3.12 has no distutils.

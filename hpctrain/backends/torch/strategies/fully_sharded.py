@@ -58,6 +58,9 @@ SHARDED = (
     "of it; or set parallel.shard: optimizer"
 )
 """What models are wrong about that ask for weights at other times."""
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether this PyTorch can add up gradients of parameters that some ranks have not used; without that, ranks that used
+others would add up different ones."""
 WHAT = "add up what gradients leave whole"
 """What a rank waits for."""
 
@@ -161,7 +164,15 @@ def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
         model: on its device, equal on all ranks; its tensor group may have cut it.
         before: what that has left of it.
         world: the ranks. ``torch.distributed`` knows those of ``world.data``.
+
+    Raises:
+        UserError: this PyTorch is too old.
     """
+    if not REDUCES_UNUSED:
+        raise UserError(
+            f"parallel.shard: parameters needs PyTorch 2.13 or newer, and this is {torch.__version__}",
+            "pip install 'torch>=2.13'; or set parallel.shard to gradients",
+        )
     data = world.data
     plain = dict(model.named_parameters())
     scalars = {parameter for parameter in plain.values() if not parameter.ndim}
