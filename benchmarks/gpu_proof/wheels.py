@@ -40,7 +40,7 @@ def pack(folder: Path, python_version: str, platform: str) -> int:
         target += ["--platform", name]
     subprocess.run([*download, *target, *wanted], check=True)
     horovod = HOROVOD.removesuffix(".tar.gz").replace("-", "==", 1)
-    subprocess.run([*download, "--no-deps", "--no-build-isolation", "--no-binary", "horovod", horovod], check=True)
+    subprocess.run([*download, "--no-deps", "--no-binary", "horovod", horovod], check=True)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     total = sum(path.stat().st_size for path in files)
     print(f"{len(files)} files of {total / 1e6:.0f} MB for Python {python_version} on {platform}: {folder}")

@@ -55,7 +55,7 @@ def test_ranks_that_share_a_gpu_reduce_over_mpi() -> None:
 
 @pytest.mark.world_size(2)
 def test_ranks_that_share_a_gpu_shard_their_optimizers(tmp_path: Path) -> None:
-    arguments = (str(tmp_path), "overflow", "own_steps")
+    arguments = (str(tmp_path), "optimizer", "overflow", "own_steps")
     found = run("torch_sharded.py", 2, *arguments, CUDA_VISIBLE_DEVICES="0")
     wanted = run("torch_sharded.py", 2, *arguments, CUDA_VISIBLE_DEVICES="")
     np.testing.assert_allclose(found["own_steps"]["weights"], wanted["own_steps"]["weights"], rtol=1e-6, atol=1e-9)

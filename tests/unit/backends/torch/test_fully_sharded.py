@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hpctrain.backends.torch.strategies import fully_sharded
 from hpctrain.backends.torch.strategies.fully_sharded import layers_of
 from hpctrain.backends.torch.strategies.group import word_of
+from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.comm.world import alone
+from hpctrain.errors import UserError
 from hpctrain.parallel.sharded import part_of_rows
 from tests.tasks.tensor_tasks import Gpt
 
@@ -55,6 +59,12 @@ class Experts(nn.ModuleList):
 def test_what_cannot_be_called_is_no_layer() -> None:
     lists = nn.ModuleList([Experts([nn.Linear(2, 2), Block()]), nn.ParameterList([nn.Parameter(torch.ones(2))])])
     assert names_of(Model(lists=lists)) == ["lists.0.0", "lists.0.1"]
+
+
+def test_a_pytorch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fully_sharded, "REDUCES_UNUSED", False)
+    with pytest.raises(UserError, match=r"PyTorch 2\.13 or newer, and this is \d"):
+        fully_sharded.shard_model(nn.Linear(2, 2), uncut(), alone())
 
 
 def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:
