@@ -61,7 +61,7 @@ LINES: dict[str, int] = {
     "train": 1325,
     "parallel": 505,
     "tasks": 1050,
-    "backends": 10436,
+    "backends": 10440,
     "checkpoint": 4967,
     "monitor": 2835,
     "track": 714,
