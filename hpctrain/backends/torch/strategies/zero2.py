@@ -80,7 +80,7 @@ class SlicedReducer(OwnGradients):
 
     @last_backward.setter
     def last_backward(self, value: bool) -> None:
-        if self.under_way:
+        if self.ready or self.sent:  # who sets it once more before a pass ends none
             self._end_pass([1.0])
         self.under_way = True
 
