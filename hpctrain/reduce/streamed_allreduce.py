@@ -117,7 +117,8 @@ class Stream:
         """Under way: pieces that this rank adds up, with the number of their call, from 1."""
         self.awaited: deque[tuple[int, Piece]] = deque()
         """The others."""
-        self.leaving: list[MPI.Request] = []
+        self.leaving: list[tuple[int, MPI.Request]] = []
+        """Sums that this rank sends, out of the arrays, with the number of their call."""
         self.work = np.empty((2, PIECE_BYTES // 2), arrays[0].dtype)
 
     def start(self, begin: int, end: int) -> None:
@@ -130,7 +131,7 @@ class Stream:
             (self.added if piece.adds else self.awaited).append((self.started, piece))
 
     def advance(self, calls: float = 0) -> None:
-        """Takes what has arrived, and waits for what the first ``calls`` calls of ``start`` sent."""
+        """Takes what has arrived; what the first ``calls`` calls of ``start`` sent is there then, and may change."""
         from mpi4py import MPI
 
         for pieces in (self.added, self.awaited):
@@ -141,12 +142,13 @@ class Stream:
                 elif not MPI.Request.Testall(piece.requests):
                     break
                 pieces.popleft()
-                self.leaving += piece.finish(self.group.comm, self.group.rank, self.work)
+                sent = piece.finish(self.group.comm, self.group.rank, self.work)
+                self.leaving += [(number, request) for request in sent]
                 for copy in self.arrays[1:]:
                     copy[piece.place] = piece.values
-        if calls >= self.started:
-            MPI.Request.Waitall(self.leaving)
-            self.leaving.clear()
+        if calls:
+            MPI.Request.Waitall([request for number, request in self.leaving if number <= calls])
+            self.leaving = [each for each in self.leaving if each[0] > calls]
         if calls == math.inf:
             self.started = 0
 
