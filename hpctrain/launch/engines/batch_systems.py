@@ -55,6 +55,7 @@ SYSTEMS: Mapping[str, BatchSystem] = {
         prefix="#PBS",
         directives=(
             "-N {name}",
+            "-S /bin/bash",
             "-l select={nodes}:ncpus={cores}:mpiprocs={ranks} -l place=scatter",
             "-j oe",
             "-o {log}",

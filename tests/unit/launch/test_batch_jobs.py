@@ -44,14 +44,24 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / command).chmod(0o755)
     (tmp_path / "run.yaml").write_text(
         f"name: r\nlaunch: {{engine: {name}, command: [train], nodes: 2, ranks_per_node: 3, directives: ['-x y']}}\n"
+        if name in SYSTEMS
+        else "name: r\nlaunch: {command: [train], nodes: 2}\n"
     )
-    (tmp_path / "number").write_text(SAID[name][0] + "\n")
+    (tmp_path / "number").write_text(SAID.get(name, ["123"])[0] + "\n")
     (tmp_path / "details").write_text(f"output: {tmp_path}/runs/r/lo\n    gs/job.out")
     (tmp_path / "queue").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv(JOB, raising=False)
     monkeypatch.chdir(tmp_path)
     return name
+
+
+def run_script(text: str, program: str) -> int:
+    """The exit code of a script, by bash, with a program in place of hpctrain, in a process group as jobs have."""
+    Path("hpctrain").write_text(f"#!/bin/sh\n{program}\n")
+    Path("hpctrain").chmod(0o755)
+    lines = [line for line in text.splitlines() if not line.startswith("export PATH")]
+    return subprocess.run(["bash", "-c", "\n".join(lines)], start_new_session=True, timeout=60).returncode
 
 
 def asked() -> list[str]:
@@ -96,10 +106,7 @@ def test_a_job_may_submit_the_next_one_of_its_run(engine: str, monkeypatch: pyte
 
 def test_a_job_that_starts_again_asks_for_its_hosts_again(engine: str, tmp_path: Path) -> None:
     assert main(["submit", "run.yaml"]) == 0
-    (tmp_path / "hpctrain").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/words\n')
-    (tmp_path / "hpctrain").chmod(0o755)
-    lines = [line for line in Path("script").read_text().splitlines() if not line.startswith("export PATH")]
-    assert subprocess.run(["bash", "-c", "\n".join(lines)]).returncode == 0
+    assert run_script(Path("script").read_text(), f'printf "%s\\n" "$@" > {tmp_path}/words') == 0
     _, run_file, *overrides = Path("words").read_text().splitlines()
     Path(run_file).write_text("name: r\nlaunch: {command: [train], hosts: [n1, n2]}\n")  # as the first start leaves it
     launch = load(run_file, overrides).launch
@@ -141,14 +148,28 @@ def test_what_scripts_cannot_hold_is_refused(engine: str, capsys: pytest.Capture
     assert f"jobs of {SYSTEMS[engine].title} take no --chain" in capsys.readouterr().err
 
 
-def test_exit_codes_of_the_script(engine: str, tmp_path: Path) -> None:
+def test_exit_codes_of_the_script(engine: str) -> None:
     """75 is requeued, as far as the script does that; others are the job's."""
     assert main(["submit", "run.yaml"]) == 0
     for code, wanted in ((0, 0), (64, 64), (75, {"gridengine": 99}.get(engine, 75)), (76, 76)):
-        (tmp_path / "hpctrain").write_text(f'#!/bin/sh\n[ "$1" = resume ] && echo "$@" >> again || exit {code}\n')
-        (tmp_path / "hpctrain").chmod(0o755)
-        lines = [line for line in Path("script").read_text().splitlines() if not line.startswith("export PATH")]
-        assert subprocess.run(["bash", "-c", "\n".join(lines)]).returncode == wanted
+        program = f'[ "$1" = resume ] && echo "$@" >> again || exit {code}'
+        assert run_script(Path("script").read_text(), program) == wanted
+    assert Path("again").exists() == (engine in ("pbs", "flux"))
+
+
+ENDS_AMONG_SIGNALS = """\
+[ $1 = resume ] && exec touch again
+trap : USR2
+shell=$(cut -d' ' -f5 /proc/self/stat)
+while kill -USR2 $shell; do :; done 2>/dev/null &
+exit 75"""
+"""The job's shell leads its process group."""
+
+
+@pytest.mark.parametrize("engine", [*SYSTEMS, "slurm"], indirect=True)
+def test_signals_do_not_hide_how_the_run_has_ended(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "run.yaml"]) == 0
+    assert run_script(capfd.readouterr().out, ENDS_AMONG_SIGNALS) == {"gridengine": 99}.get(engine, 75)
     assert Path("again").exists() == (engine in ("pbs", "flux"))
 
 
