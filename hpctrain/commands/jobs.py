@@ -248,9 +248,9 @@ def logs(args: argparse.Namespace) -> int:
         said = {"file": str(error[0].path), "rank": error[0].rank, "text": error[1]} if error else {}
         show(args, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
         return ExitCode.DONE
-    past = [] if found or args.rank else submissions(run)
-    if past and (own := schedulers.of_run(run).log(run, past[-1].job)):
-        show(args, [{"job": past[-1].job, "text": own}], [own])
+    past = [] if found or args.rank else run_status.jobs_of(run)
+    if past and (own := schedulers.of_run(run).log(run, past[-1])):
+        show(args, [{"job": past[-1], "text": own}], [own])
         return ExitCode.DONE
     if not found:
         raise UserError(f"{run.logs} holds no such log", "hpctrain status shows whether the job has started")

@@ -146,13 +146,13 @@ def record(run: RunDir, submitted: Submitted) -> None:
     raise RunFailed(f"job {submitted.job} cannot be noted in {path}: {why}", "free space there")
 
 
-def submissions(run: RunDir) -> list[Submitted]:
-    """All jobs of a run, oldest first."""
+def submissions(run: RunDir, engine: str | None = None) -> list[Submitted]:
+    """All jobs of a run, or those of one scheduler, oldest first."""
     try:
         lines = safe_read.read(run.path / "jobs.jsonl").splitlines()
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
         return []
-    return [found for found in map(_submitted, lines) if found]
+    return [found for found in map(_submitted, lines) if found and engine in (None, found.engine)]
 
 
 def _submitted(line: bytes) -> Submitted | None:

@@ -26,6 +26,8 @@ CHARACTERS = 500
 class Scheduler(Protocol):
     """Where jobs of runs wait and run."""
 
+    name: str
+    """The value of ``launch.engine``."""
     title: str
     ends_gently: bool
     """Whether ranks of a job that is ended are first asked to save a checkpoint."""
@@ -69,7 +71,7 @@ class Scheduler(Protocol):
 
 def alive(scheduler: Scheduler, run: RunDir) -> list[QueueEntry]:
     """Jobs of the run that wait or run."""
-    jobs = [each.job for each in submissions(run)]
+    jobs = [each.job for each in submissions(run, scheduler.name)]
     found = scheduler.states([jobs], TIMEOUT_S, ended=False) if jobs else {}
     return [entry for entry in found.values() if entry.state in ALIVE]
 

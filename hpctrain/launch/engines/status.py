@@ -153,8 +153,8 @@ def of_run(run: RunDir, answer: Answer) -> RunStatus:
 
 
 def jobs_of(run: RunDir) -> list[str]:
-    """Numbers of a run's jobs, oldest first."""
-    return [each.job for each in submissions(run)]
+    """Numbers of a run's jobs with the scheduler that has the newest one, oldest first."""
+    return [each.job for each in submissions(run, schedulers.engine_of(run))]
 
 
 def own_runs(here: Path) -> list[RunDir]:

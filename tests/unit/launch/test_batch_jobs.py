@@ -12,7 +12,7 @@ from hpctrain.config.loading import load
 from hpctrain.errors import ExitCode, RunFailed
 from hpctrain.launch.engines import batch_jobs, schedulers
 from hpctrain.launch.engines.batch_systems import SYSTEMS
-from hpctrain.launch.engines.jobs import submissions
+from hpctrain.launch.engines.jobs import Submitted, record, submissions
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import JOB
@@ -23,8 +23,22 @@ SAID = {
     "lsf": ("Job <123> is submitted to queue <normal>.", "123 {}", "PEND", "RUN"),
     "gridengine": ("123", "job-ID prior name user state\n----\n 123 0.5 r u {} 11/25/2026", "qw", "r"),
     "flux": ("\u01922gH7", "\u01922gH7 {}", "SCHED", "RUN"),
+    "slurm": ("123", "123|r|{}|0:01|9:00|1|n1|now", "PENDING", "RUNNING"),
 }
-COMMANDS = ("qsub", "qstat", "qdel", "bsub", "bjobs", "bkill", "flux")
+COMMANDS = (
+    "qsub",
+    "qstat",
+    "qdel",
+    "bsub",
+    "bjobs",
+    "bkill",
+    "flux",
+    "squeue",
+    "sacct",
+    "scontrol",
+    "scancel",
+    "kubectl",
+)
 FAKE = """#!/bin/sh
 echo "$(basename $0) $*" >> {folder}/asked
 case "$(basename $0) $*" in
@@ -47,7 +61,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         if name in SYSTEMS
         else "name: r\nlaunch: {command: [train], nodes: 2}\n"
     )
-    (tmp_path / "number").write_text(SAID.get(name, ["123"])[0] + "\n")
+    (tmp_path / "number").write_text(SAID[name][0] + "\n")
     (tmp_path / "details").write_text(f"output: {tmp_path}/runs/r/lo\n    gs/job.out")
     (tmp_path / "queue").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -93,6 +107,21 @@ def test_a_job_of_somebody_else_is_left_alone(engine: str, capsys: pytest.Captur
     Path("details").write_text("output: /elsewhere/logs")
     assert main(["cancel", "run.yaml"]) == 0 and "is left alone" in capsys.readouterr().out
     assert not any(word in each for each in asked() for word in ("qdel", "bkill", "flux cancel"))
+
+
+@pytest.mark.parametrize("engine", [*SYSTEMS, "slurm"], indirect=True)
+def test_schedulers_are_asked_about_their_own_jobs_alone(engine: str) -> None:
+    run = RunDir(Path("runs/r").absolute())
+    run.create()
+    run.run_yaml.write_bytes(Path("run.yaml").read_bytes())
+    for number, other in enumerate(["slurm", *SYSTEMS, "kubernetes", engine, "another"]):
+        job = "123" if other == engine else f"4711{number}"
+        record(run, Submitted(job, 0.0, str(run.path), engine=other))
+    Path("queue").write_text(SAID[engine][1].format(SAID[engine][3]).replace("\u01922gH7", "123") + "\n")
+    for command in ("status", "logs", "stop", "resume", "cancel"):
+        main([command, "runs/r"])
+    about = "\n".join(asked())
+    assert "123" in about and "4711" not in about
 
 
 def test_a_job_may_submit_the_next_one_of_its_run(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

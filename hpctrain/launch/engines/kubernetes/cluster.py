@@ -27,6 +27,7 @@ MANIFEST = "job.yaml"
 class Kubernetes:
     """Fulfils ``Scheduler``. A job is NAME or NAMESPACE/NAME."""
 
+    name = "kubernetes"
     title = "Kubernetes"
     ends_gently = True
 
@@ -57,7 +58,7 @@ class Kubernetes:
                 with contextlib.suppress(RunFailed):
                     remove(job)
                 raise
-            note(planned.run, Submitted(job, time.time(), os.getcwd(), engine="kubernetes"))
+            note(planned.run, Submitted(job, time.time(), os.getcwd(), engine=self.name))
         return [job], []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:

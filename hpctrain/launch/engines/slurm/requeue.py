@@ -43,7 +43,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         raise Ended("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
-    attempts, jobs = read_patiently(Attempts(run).all), read_patiently(lambda: submissions(run))
+    attempts, jobs = read_patiently(Attempts(run).all), read_patiently(lambda: submissions(run, "slurm"))
     if requeues(attempts, jobs, job.id) >= slurm.max_requeues:
         raise NoRequeue(f"launch.slurm.max_requeues {slurm.max_requeues} is used up", "hpctrain resume starts it again")
     option = leave_out.option(config, run)
@@ -105,7 +105,7 @@ def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -
 
 def end_chain(run: RunDir, job: Job) -> None:
     """Takes the jobs that were to follow out of the queue: there is nothing left to do, or it would fail again."""
-    jobs = [each.job for each in submissions(run)]
+    jobs = [each.job for each in submissions(run, "slurm")]
     later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
     if later:
         try:

@@ -16,6 +16,7 @@ from hpctrain.run.run_status import QueueEntry
 class Slurm:
     """Fulfils ``Scheduler``."""
 
+    name = "slurm"
     title = "Slurm"
     ends_gently = False
 
@@ -39,7 +40,7 @@ class Slurm:
         without = leave_out.option(planned.config, planned.run)
         with to_submit(self, planned.run):
             write(planned)
-            past = submissions(planned.run) if wish.resumes else []
+            past = submissions(planned.run, self.name) if wish.resumes else []
             cwd = past[-1].cwd if past else None
             ids = submission.submit(planned, after(wish), wish.chain, cwd, without)
         return ids, [f"{without[0]} (hpctrain nodes tells why)"] if without else []

@@ -160,7 +160,7 @@ def make_launch(
     Raises:
         HpctrainError: what prevents it (see ``allocation.prepare``).
     """
-    if job.id not in [each.job for each in submissions(run_dir)]:  # by sbatch itself
+    if job.id not in [each.job for each in submissions(run_dir, "slurm")]:  # by sbatch itself
         try:
             record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
         except HpctrainError as error:

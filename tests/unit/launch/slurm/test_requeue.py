@@ -234,7 +234,7 @@ def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_th
     bad_nodes.of_run(run).add(BadNode("n2", time.time() + 99, 1, "slow"))
     monkeypatch.setattr(client, "job_fields", lambda job: {})
     monkeypatch.setattr(client, "submit", lambda script, options: "4711")
-    monkeypatch.setattr(requeue, "submissions", lambda run: [])
+    monkeypatch.setattr(requeue, "submissions", lambda run, engine: [])
     config = Config(
         name="r", launch=LaunchConfig(command=("true",)), monitor=MonitorConfig(action="exclude_on_requeue")
     )
@@ -277,7 +277,7 @@ def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
         raise NoRequeue("as far as this", "")
 
     monkeypatch.setattr(allocation, "prepare", prepare)
-    monkeypatch.setattr("hpctrain.launch.engines.slurm.supervise.submissions", lambda run: [])
+    monkeypatch.setattr("hpctrain.launch.engines.slurm.supervise.submissions", lambda run, engine: [])
     with pytest.raises(NoRequeue, match="as far as this"):
         make_launch(with_cap(1), unwritable(tmp_path), JOB, 1, False)
     assert "job 7 cannot be noted in" in capsys.readouterr().err
