@@ -16,7 +16,7 @@ from typing import Any
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch import sweep
-from hpctrain.launch.engines import scheduler, schedulers
+from hpctrain.launch.engines import scheduler, schedulers, unread
 from hpctrain.launch.engines import status as run_status
 from hpctrain.launch.engines.jobs import Plan, Wish, submissions
 from hpctrain.run import bad_nodes, live_lock, resolve_run, stop_request
@@ -85,7 +85,9 @@ def render(args: argparse.Namespace) -> int:
     """Prints the script or the objects; needs no scheduler."""
     config, folder = resolve_run.configured(args.target, args.overrides)
     wish = Wish(portable=True) if args.portable else Wish(elements_of(args), args.at_once)
-    planned = schedulers.of(config).plan(config, folder, wish)
+    has = schedulers.of(config)
+    unread.tell(config.launch, has.name)
+    planned = has.plan(config, folder, wish)
     script = planned.secret or planned.script
     show(args, {"script": script}, [script.rstrip("\n")])
     return ExitCode.DONE
@@ -117,6 +119,7 @@ def elements_of(args: argparse.Namespace) -> list[Config]:
 def send(args: argparse.Namespace, config: Config, folder: RunDir, wish: Wish, refuses_finished: bool = False) -> int:
     """Submits a run, or shows what would be submitted."""
     has = schedulers.of(config)
+    unread.tell(config.launch, has.name)
     planned = has.plan(config, folder, wish)
     if refuses_finished:
         refuse_finished(planned)

@@ -80,11 +80,13 @@ def start(
     Raises:
         UserError: fewer than one rank is asked for, or what the engines raise.
     """
-    from hpctrain.launch.engines import batch_systems, hosts, local, ray_cluster, runners, spark_cluster
+    from hpctrain.launch.engines import batch_systems, hosts, local, ray_cluster, runners, spark_cluster, unread
 
     if asked is not None and asked < 1:
         raise UserError(f"-n {asked}", "start 1 rank or more")
     number = [] if asked is None else ["-n", str(asked)]
+    if engine := config.launch.engine or ("hosts" if config.launch.hosts else None):
+        unread.tell(config.launch, engine)
     dialling = {"runners": runners.run, "ray": ray_cluster.run, "spark": spark_cluster.run}
     if config.launch.engine in dialling:
         return dialling[config.launch.engine](config, asked, rank_words, verbose, fresh), number

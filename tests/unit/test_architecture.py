@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "track": 714,
     "rank": 1625,
     "registry": 155,
-    "launch": 4867,
+    "launch": 4914,
     "report": 1030,
     "watch": 460,
     "doctor": 560,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from hpctrain.config.sections import Config
+from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines import scheduler
 from hpctrain.launch.engines.batch_jobs import BATCH
@@ -43,7 +43,8 @@ def as_submitted(config: Config, run: RunDir) -> Config:
     """The run file of a folder, in which jobs have noted their hosts, for the scheduler that had its newest job."""
     if (engine := engine_of(run)) == "slurm":
         return config
-    launch = dataclasses.replace(config.launch, engine=engine, hosts=())  # type: ignore[arg-type]
+    shell = LaunchConfig.remote_shell
+    launch = dataclasses.replace(config.launch, engine=engine, hosts=(), remote_shell=shell)  # type: ignore[arg-type]
     return dataclasses.replace(config, launch=launch)
 
 

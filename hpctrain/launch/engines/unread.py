@@ -1,0 +1,57 @@
+"""Keys of ``launch`` that an engine does not read: they are named to the user, who may think that they count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from hpctrain.config.sections import LaunchConfig
+from hpctrain.launch.engines.batch_systems import SYSTEMS
+from hpctrain.system.output import say
+
+BATCH = ("slurm", *SYSTEMS)
+DIALLING = ("runners", "ray", "spark")
+READERS = {
+    "hosts": ("hosts",),
+    "remote_shell": ("hosts",),
+    "ticket": ("runners",),
+    "node_wait_s": (*DIALLING, "kubernetes"),
+    "launcher": ("slurm",),
+    "modules": BATCH,
+    "setup": BATCH,
+    "stage_in": ("slurm",),
+    "stage_environment": ("slurm",),
+    "preflight": ("slurm",),
+    "directives": tuple(SYSTEMS),
+    "slurm": ("slurm",),
+    "slurm.gpus_per_node": ("slurm", "ray", "runners"),
+    "kubernetes": ("kubernetes", "runners"),
+}
+"""Engines that read a key, or a section, for those that not all of them read; ``hosts`` is that of ``launch.hosts``.
+Runs on Ray and Kubernetes are started with runners, by the same run file."""
+
+
+def tell(launch: LaunchConfig, engine: str) -> None:
+    """Names the keys that are given and that an engine does not read."""
+    if found := list(unread(launch, engine)):
+        name = {"slurm": "Slurm", "hosts": "launch.hosts"}.get(engine, f"launch.engine: {engine}")
+        say(f"{', '.join(found)}: not read with {name}")
+
+
+def unread(launch: LaunchConfig, engine: str) -> Iterator[str]:
+    """Those keys; pure."""
+    for key in _given(launch, LaunchConfig(), ""):
+        readers = READERS.get(key) or READERS.get(key.partition(".")[0])
+        noted = key == "remote_shell" and engine in SYSTEMS and launch.remote_shell == SYSTEMS[engine].remote_shell
+        if readers and engine not in readers and not noted:  # by an earlier start in the job
+            yield f"launch.{key}"
+
+
+def _given(section: Any, usual: Any, prefix: str) -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        value, default = getattr(section, field.name), getattr(usual, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _given(value, default, f"{prefix}{field.name}.")
+        elif value != default:
+            yield prefix + field.name
