@@ -17,7 +17,7 @@
 # make dist   sdist and wheel of the last commit in dist/: built twice to the same bytes, checked by twine, installed and tried
 #             in fresh environments without a compiler and MPI on PATH, with Horovod at the end
 # make bench  measure on this machine what the documentation states; nothing else should run on it
-# Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh.
+# Variables: TORCH (pip's requirement for PyTorch), PYTHON, VENV; see env/setup.sh. OR_AGAIN is what follows when tests have failed.
 
 VENV ?= .venv
 export VENV
@@ -33,12 +33,12 @@ demo: setup
 	@echo "  $(BIN)/hpctrain init NAME                   # writes a task and a run file to start from"
 
 test: setup-dev
-	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m tour tests/slurm tests/dist
+	$(BIN)/python -m pytest -n 2 tests/unit $(OR_AGAIN)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m tour tests/slurm tests/dist $(OR_AGAIN)
 
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone and not tour" tests/slurm tests/dist tests/gpu
-	$(BIN)/python -m pytest -m alone tests/dist
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone and not tour" tests/slurm tests/dist tests/gpu $(OR_AGAIN)
+	$(BIN)/python -m pytest -m alone tests/dist $(OR_AGAIN)
 
 check: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" tests/unit

@@ -1,0 +1,32 @@
+"""``python -m tests.again``: what failed in the last run of pytest once more, one test after another, with nothing beside it.
+
+For the gate, whose two cores others may share: a launch that waits too long because of them is no mistake of ours. What passes now is
+named, since a test that is named again and again is one to mend. Many failures are no accident: these are not tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+CACHE = Path(".pytest_cache/v/cache/lastfailed")
+MOST_FILES = 3
+
+
+def main() -> int:
+    """An exit code: 0 if all pass now."""
+    failed = sorted(json.loads(CACHE.read_text())) if CACHE.exists() else []
+    files = {name.partition("::")[0] for name in failed}
+    if not failed or len(files) > MOST_FILES:
+        print(f"tests of {len(files)} files failed: not tried again")
+        return 1
+    code = subprocess.run([sys.executable, "-m", "pytest", "-v", *failed], check=False).returncode
+    if not code:
+        print(f"passed only the second time, alone: {', '.join(failed)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
