@@ -1,5 +1,4 @@
-"""``python -m tests.again``: what failed in the last run of pytest once more, one test after another, with nothing beside
-it.
+"""``python -m tests.again``: what failed in the last run of pytest, once more, alone.
 
 For the gate, whose two cores others may share: a launch that waits too long because of them is no mistake of ours.
 What passes now is named: a test that is named twice is to be mended. Many failures are no accident and are not tried
