@@ -27,8 +27,8 @@ from hpctrain.data.dataset import Dataset as Dataset
 from hpctrain.data.dataset import Field as Field
 from hpctrain.data.formats.sources import open_dataset as open_dataset
 from hpctrain.data.order import Epoch as Epoch
-from hpctrain.data.packing.notes import packed_notes as packed_notes
 from hpctrain.data.packing.source import from_dataset as from_dataset
+from hpctrain.data.packing.source import packed_notes as packed_notes
 from hpctrain.data.packing.write import write_hdf5 as write_hdf5
 from hpctrain.data.padding import pad as pad
 from hpctrain.data.samplers import CurriculumSampler as CurriculumSampler

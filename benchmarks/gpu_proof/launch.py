@@ -16,7 +16,7 @@ from benchmarks.gpu_proof.rows import PACKAGE, Figures, Row
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.system import python
-from hpctrain.system.cores import thread_environment, threads_per_rank, usable_cores
+from hpctrain.system.cgroups import thread_environment, threads_per_rank, usable_cores
 from hpctrain.system.processes import own_session
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain import __version__
 from hpctrain.system import python
-from hpctrain.system.cores import usable_cores
+from hpctrain.system.cgroups import usable_cores
 
 DENSE_BF16 = {
     **{"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},

@@ -16,7 +16,7 @@ from benchmarks.gpu_proof import page
 from benchmarks.gpu_proof.launch import Found, run_row
 from benchmarks.gpu_proof.machine import facts
 from benchmarks.gpu_proof.rows import ROWS, Row
-from hpctrain.system.cores import usable_cores
+from hpctrain.system.cgroups import usable_cores
 
 LEAST_S = 15.0
 """A row is not begun with less time left."""

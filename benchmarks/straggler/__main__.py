@@ -101,8 +101,7 @@ def record() -> Any:
     """
     import numpy as np
 
-    from hpctrain.launch.mpi_library import probe
-    from hpctrain.launch.program import on_ranks
+    from hpctrain.launch.mpi_library import on_ranks, probe
     from hpctrain.system import python
 
     environment = {**python.environment(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

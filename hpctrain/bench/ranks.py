@@ -25,16 +25,16 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
     Raises:
         RunFailed: the program failed; its last lines are in the message.
     """
-    from hpctrain.launch import program
-    from hpctrain.launch.mpi_library import probe
-    from hpctrain.system.cores import thread_environment
+    from hpctrain.launch import mpi_library
+    from hpctrain.system.cgroups import thread_environment
 
+    library = mpi_library.probe() if ranks > 1 else None
     environment = {**python.environment(), **thread_environment(1, os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as folder:
         out = Path(folder, "rows.json")
         words = python.module(module, *(word for pair in options.items() for word in pair), "--out", str(out))
         try:
-            ended = program.on_ranks(words, ranks, probe() if ranks > 1 else None, environment, TIMEOUT_S)
+            ended = mpi_library.on_ranks(words, ranks, library, environment, TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
             raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error

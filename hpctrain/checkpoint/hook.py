@@ -14,13 +14,13 @@ import numpy as np
 
 from hpctrain.checkpoint import reading
 from hpctrain.checkpoint.exports.weights import MODEL
-from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
+from hpctrain.checkpoint.format.checksum import crc32
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Source, listed
 from hpctrain.checkpoint.object_state import OBJECTS, ObjectState, require_equal, restore, state_of
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.remote import Remote, open_remote
-from hpctrain.checkpoint.replicated import verify_replicated
 from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.resume_compat import config_hash, differences, in_words
 from hpctrain.checkpoint.saver import Saver, SaveResult
@@ -505,3 +505,21 @@ def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:
     """An error: the task does not report the watched metric."""
     known = ", ".join(sorted(metrics))
     return UserError(f"checkpoint.best_metric is {name!r}, which the task does not report", f"name one of {known}")
+
+
+def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize: Callable[[], None], step: int) -> None:
+    """Raises RunFailed, on all ranks, if a tensor that should be equal on all of them is not. Collective; slow."""
+    sums = {}
+    for tensor in tensors:
+        if tensor.placement in (Placement.REPLICATED, Placement.FIRST):
+            value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
+            tensor.copy_into(value)
+            synchronize()
+            sums[tensor.name] = crc32(value.tobytes())
+    of_ranks = group.allgather(sums, "compare what should be equal")
+    unequal = [name for name in sums if len({ranks_sums.get(name) for ranks_sums in of_ranks}) > 1]
+    if unequal:
+        raise RunFailed(
+            f"{len(unequal)} tensors differ between ranks at step {step}: {', '.join(unequal[:5])}",
+            "look for code that runs on some ranks only, or for random numbers that ranks do not share",
+        )

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.conversion import converted
 from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.exports.weights import AVERAGE, MODEL
 from hpctrain.checkpoint.format.files import is_absent, reading
-from hpctrain.checkpoint.format.layout import ITEM_TYPES
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json
 from hpctrain.checkpoint.initial_match import Match, Source, listed, of_stages, renamed, require_meant
 from hpctrain.checkpoint.mirror import locate
@@ -62,7 +62,7 @@ def load_initial(
     """
     framework.host.synchronize()
     if source.path.endswith(KERAS_FILE):
-        from hpctrain.checkpoint.keras_initial import load_keras_file
+        pass
 
         return load_keras_file(source, framework)
     present = PresentState(framework.state())
@@ -225,3 +225,46 @@ def is_within(begin: tuple[int, ...], shape: tuple[int, ...], tensor: StateTenso
     """Whether a box of a whole tensor lies in the part of it that is here."""
     assert tensor.cut is not None, "it is cut"
     return lies_in(tuple(map(int.__sub__, begin, tensor.cut.begin)), shape, tensor.shape)
+
+
+def load_keras_file(source: Source, framework: StateSource) -> Match:
+    """Gives a Keras model the weights of a ``.weights.h5`` file; names are the file's own: ``layers/dense/vars/0``.
+
+    The rest of the model is filled in from itself, so that Keras, which alone knows which variable is which, can
+    load a whole file.
+
+    Raises:
+        UserError: see ``load_initial``.
+    """
+    if framework.facts.name != "tensorflow":
+        raise UserError(f"{source.path} holds weights of a Keras model", "give a .safetensors or .pt file")
+    if is_absent(source.path):
+        raise UserError(f"{source.path} does not exist", "check checkpoint.init_from")
+    from hpctrain.backends.tensorflow.state.weights import through_file
+
+    def filled(own: Path) -> Match:
+        try:
+            with h5py.File(source.path, "r") as theirs, h5py.File(own, "r+") as file:
+                found = renamed({name: name for name in datasets(theirs)}, source.rename, source.path)
+                shapes = {name: theirs[old].shape for name, old in found.items()}
+                match = require_meant(source, {name: file[name].shape for name in datasets(file)}, shapes)
+                for name in match.taken:
+                    del file[name]
+                    theirs.copy(theirs[found[name]], file, name)
+        except OSError as error:
+            raise UserError(f"{source.path} cannot be read: {error}", "give a file of model.save_weights") from error
+        return match
+
+    return through_file(framework, filled)
+
+
+def datasets(file: h5py.File) -> list[str]:
+    """Paths of all datasets; links to other files are not followed."""
+    names: list[str] = []
+
+    def note(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            names.append(name)
+
+    file.visititems(note)
+    return names

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.checkpoint.format.boxes import Box, Coordinates
-from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, check_tensors, whole
-from hpctrain.checkpoint.format.partition import partition, tiles
+from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, check_tensors, partition, tiles, whole
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import lies_in

@@ -20,7 +20,7 @@ from hpctrain.system.quantities import size
 if TYPE_CHECKING:
     import numpy as np
 
-    from hpctrain.data.packing.ranks import Ranks
+    from hpctrain.data.packing.growing_file import Ranks
     from hpctrain.data.packing.source import Source
 
 MOST_CHARACTERS = 80
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 def run_pack(args: argparse.Namespace) -> int:
     """Makes a file, with the other ranks if a launcher has started some."""
     from hpctrain.comm.world import LAUNCHED
-    from hpctrain.data.packing.ranks import ALONE
+    from hpctrain.data.packing.growing_file import ALONE
 
     if not any(os.environ.get(name) for name in LAUNCHED):
         return pack(args, ALONE)
@@ -131,7 +131,7 @@ def run_pack(args: argparse.Namespace) -> int:
 
 def pack(args: argparse.Namespace, ranks: Ranks) -> int:
     """Makes a file. Ranks share tables out; of other kinds, rank 0 does all. Collective."""
-    from hpctrain.data.packing.ranks import ALONE, PATIENCE_S
+    from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S
     from hpctrain.data.packing.read import TABLES, kind_of
     from hpctrain.data.packing.write import write_hdf5
 
@@ -170,8 +170,8 @@ def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, n
 @contextlib.contextmanager
 def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
     """What is to be packed."""
-    from hpctrain.data.packing.columns import parse_fields
     from hpctrain.data.packing.read import kind_of, open_source
+    from hpctrain.data.packing.source import parse_fields
     from hpctrain.data.packing.text import TextForm, files_of, text_source
     from hpctrain.data.packing.tokenizer import open_tokenizer
     from hpctrain.data.packing.write import prepare

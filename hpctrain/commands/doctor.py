@@ -15,7 +15,7 @@ from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
-    from hpctrain.doctor.finding import Finding
+    from hpctrain.doctor.probe import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Looks at this machine; 64 if there is a problem."""
     from hpctrain.doctor import machine, slurm, software
-    from hpctrain.doctor.finding import Status
+    from hpctrain.doctor.probe import Status
 
     folder = Path("runs").absolute()
     config: Config | None = None
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def trial(config: Config) -> Finding:
     """Whether the task works on one batch."""
-    from hpctrain.doctor.finding import Finding, problem
+    from hpctrain.doctor.probe import Finding, problem
     from hpctrain.rank.trial import try_task
 
     try:
@@ -59,7 +59,7 @@ def trial(config: Config) -> Finding:
 def on_ranks(ranks: int, as_json: bool) -> int:
     """Looks at MPI between ranks of this machine: ``hpctrain run -n 2 --doctor``."""
     from hpctrain.doctor import ranks as between
-    from hpctrain.doctor.finding import problem
+    from hpctrain.doctor.probe import problem
 
     try:
         found = between.findings(ranks)
@@ -70,7 +70,7 @@ def on_ranks(ranks: int, as_json: bool) -> int:
 
 def show(found: Sequence[Finding], as_json: bool) -> int:
     """Prints findings; the exit code."""
-    from hpctrain.doctor.finding import Status
+    from hpctrain.doctor.probe import Status
 
     problems = sum(finding.status is Status.PROBLEM for finding in found)
     if as_json:

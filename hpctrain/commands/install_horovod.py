@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpctrain.errors import ExitCode, RunFailed, UserError
-from hpctrain.horovod_wheel import cache, patch
+from hpctrain.horovod_wheel import build, patch
 from hpctrain.horovod_wheel.build import PIP, Build, Say
 from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import (
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     """
     begin = time.monotonic()
     say = _silent if args.json else _say
-    folder = (args.wheel_dir or cache.own_folder()).absolute()
+    folder = (args.wheel_dir or build.own_folder()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    room = folder if cache.is_private(folder) else cache.own_folder()
+    room = folder if build.is_private(folder) else build.own_folder()
     frameworks = _frameworks(args.torch, args.tensorflow, args.gpu)
     check_python()
     compiler = check_compiler()
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     built = False
     wheel = _cached_wheel((room, folder), recipe)
     if wheel is None or args.force:
-        cache.make_private(room)
+        build.make_private(room)
         with _locked(room / f"{recipe.key}.lock", say):
             wheel = None if args.force else _cached_wheel((room, folder), recipe)
             if wheel is None:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             wheel = _share(wheel, folder, say)
     if built or _version_of("horovod") != recipe.version:
         say(f"Installing {wheel.name}")
-        with cache.checked(wheel) as copy:
+        with build.checked(wheel) as copy:
             _install(copy, again=built)
     for framework in frameworks:
         _see_it_load(framework, mpi)
@@ -143,7 +143,7 @@ def _cached_wheel(folders: Sequence[Path], recipe: WheelRecipe) -> Path | None:
 
 def _share(wheel: Path, folder: Path, say: Say) -> Path:
     try:
-        return cache.share(wheel, folder)
+        return build.share(wheel, folder)
     except OSError as error:
         say(f"{folder} does not take the wheel ({error.strerror}): it stays in {wheel.parent}")
         return wheel

@@ -162,7 +162,7 @@ def watch(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hpctrain.watch import terminal
-    from hpctrain.watch.source import Source
+    from hpctrain.watch.terminal import Source
 
     source = Source(RunView(resolve_run.single(args.run).path))
     console = Console(highlight=False, emoji=False)

@@ -75,7 +75,7 @@ def register(args: argparse.Namespace) -> int:
 def card(args: argparse.Namespace) -> int:
     """Prints a model card."""
     from hpctrain.commands.report import find_run
-    from hpctrain.registry.card import model_card
+    from hpctrain.registry.register import model_card
 
     foreign_text.show(model_card(find_run(args.run).history(), args.step), end="")
     return ExitCode.DONE

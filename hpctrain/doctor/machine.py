@@ -15,10 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from hpctrain.doctor.finding import Finding, note, problem
+from hpctrain.doctor.probe import Finding, note, problem
 from hpctrain.errors import HpctrainError
-from hpctrain.system.cgroups import cpu_quota
-from hpctrain.system.cores import usable_cores
+from hpctrain.system.cgroups import cpu_quota, usable_cores
 from hpctrain.system.files import create_exclusively
 
 LITTLE_DISK_BYTES = 2 * 2**30

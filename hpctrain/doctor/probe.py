@@ -1,11 +1,12 @@
-"""Probes libraries in separate processes: a crash or hang there does not end the doctor."""
+"""The doctor's findings, and probes of libraries in separate processes: a crash or hang there does not end it."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 from hpctrain.comm.world import ALONE_START
@@ -88,3 +89,37 @@ HDF5 = """
 import h5py
 facts["h5py"], facts["hdf5"] = h5py.version.version, h5py.version.hdf5_version
 """
+
+
+class Status(StrEnum):
+    """How good it is."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Works, or is not needed; could be better."""
+    PROBLEM = "problem"
+    """Runs will fail or give wrong speed until it is fixed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, what was found, and what to do about it."""
+
+    topic: str
+    value: str
+    status: Status = Status.OK
+    fix: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+def note(topic: str, value: str, fix: str = "") -> Finding:
+    """Works, or is not needed."""
+    return Finding(topic, value, Status.NOTE, fix)
+
+
+def problem(topic: str, value: str, fix: str) -> Finding:
+    """Has to be fixed."""
+    return Finding(topic, value, Status.PROBLEM, fix)

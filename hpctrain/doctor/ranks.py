@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.world import EXPECTED_RANKS
-from hpctrain.doctor.finding import Finding, note, problem
+from hpctrain.doctor.probe import Finding, note, problem
 from hpctrain.errors import RunFailed
-from hpctrain.launch.mpi_library import probe
-from hpctrain.launch.program import on_ranks
+from hpctrain.launch.mpi_library import on_ranks, probe
 from hpctrain.system import python
-from hpctrain.system.cores import usable_cores
+from hpctrain.system.cgroups import usable_cores
 
 TIMEOUT_S = 120.0
 SLOW_LATENCY_US = 20.0

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import hpctrain
 from hpctrain.doctor import probe
-from hpctrain.doctor.finding import Finding, note, problem
-from hpctrain.doctor.probe import Probe
+from hpctrain.doctor.probe import Finding, Probe, note, problem
 from hpctrain.errors import HpctrainError, MissingExtra
 from hpctrain.launch.mpi_library import find_mpirun
 from hpctrain.launch.mpi_library import probe as probe_mpi

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, TrackConfig
-from hpctrain.doctor.finding import Finding, problem
+from hpctrain.doctor.probe import Finding, problem
 from hpctrain.errors import UserError
 from hpctrain.system import python
 from hpctrain.track.sinks import missing_extras

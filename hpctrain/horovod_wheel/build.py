@@ -1,18 +1,25 @@
-"""One build of the wheel: sources, edits, compilers, and what to say when it breaks."""
+"""One build of the wheel: sources, edits, compilers, what to say when it breaks, and where it waits to be installed.
+
+A wheel runs with the rights of whoever installs it. From a folder that others can write to, one is taken only if no
+one but this user and root can have written the file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
 import os
+import pwd
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +27,8 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.horovod_wheel import patch
 from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
-from hpctrain.system import python
+from hpctrain.system import python, safe_read
+from hpctrain.system.files import replacement
 
 Say = Callable[[str], None]
 
@@ -214,3 +222,75 @@ def explain_log(text: str) -> tuple[str, str]:
             return reason, fix
     errors = re.findall(r"^.*(?:\berror: |CMake Error).*$", text, flags=re.MULTILINE)
     return (errors[0].strip()[:300] if errors else ""), "see the log for the first error"
+
+
+BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+BLOCK_BYTES = 1 << 20
+BUILD_OWN = "run hpctrain install-horovod without --wheel-dir: it builds your own"
+
+
+def own_folder() -> Path:
+    """This user's cache: builds, and their wheels unless another folder is named."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpctrain" / "horovod"
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that no other user can write to.
+
+    Raises:
+        UserError: it belongs to another user.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        fix = "set XDG_CACHE_HOME, or --wheel-dir, to a folder of your own"
+        raise UserError(f"{folder} belongs to {_name(status.st_uid)}, and wheels are built in it", fix)
+    folder.chmod(stat.S_IMODE(status.st_mode) & ~BY_OTHERS)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a folder is this user's, and no other user can write to it."""
+    status = folder.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & BY_OTHERS
+
+
+def share(wheel: Path, folder: Path) -> Path:
+    """Copies a wheel into a folder that others use, too; its place there. Raises OSError."""
+    with replacement(folder / wheel.name) as partial:
+        partial.write_bytes(wheel.read_bytes())
+        partial.chmod(0o644)
+    return folder / wheel.name
+
+
+@contextlib.contextmanager
+def checked(wheel: Path) -> Iterator[Path]:
+    """A private copy of a wheel, which no other user can change.
+
+    Raises:
+        UserError: it is not of this user or root, or others can write to it.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpctrain-wheel-") as room:
+        copy = Path(room, wheel.name)
+        try:
+            with os.fdopen(safe_read.open_plain(wheel), "rb") as source, open(copy, "xb") as target:
+                require_trusted(wheel, os.fstat(source.fileno()), os.geteuid())
+                shutil.copyfileobj(source, target, BLOCK_BYTES)
+        except OSError as error:
+            raise UserError(f"{wheel} cannot be used: {error.strerror}", BUILD_OWN) from error
+        yield copy
+
+
+def require_trusted(wheel: Path, status: os.stat_result, user: int) -> None:
+    """Raises UserError unless only the user or root can have written a file."""
+    if status.st_uid not in (user, 0):
+        raise UserError(f"{wheel} belongs to {_name(status.st_uid)}, who could have put anything into it", BUILD_OWN)
+    if status.st_mode & BY_OTHERS:
+        fix = f"if you know that it is sound: chmod go-w {wheel}; else {BUILD_OWN}"
+        raise UserError(f"{wheel} may be written by others", fix)
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"

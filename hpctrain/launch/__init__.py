@@ -1,6 +1,6 @@
 """Outside the ranks: starts them, watches them, outlives them, and decides what follows.
 
 ``supervisor`` runs one attempt for any launcher, as ``attempt`` watches it; ``engines`` say what starts ranks here and
-under Slurm; ``mpi_library`` finds mpirun, ``program`` runs one of ours on ranks outside any run, ``sweep`` makes many
+under Slurm; ``mpi_library`` finds mpirun, and runs a program of ours on ranks outside any run; ``sweep`` makes many
 runs of one. The other files read what launchers print. No MPI and no framework.
 """

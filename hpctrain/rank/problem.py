@@ -1,4 +1,4 @@
-"""A task on this rank: its data, their order, and its weights."""
+"""A task on this rank: its data, their order, its weights, and which features it uses: conflicts are refused first."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ import numpy as np
 from hpctrain.backends.seeding import seed_task
 from hpctrain.backends.tensorflow import runtime
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import refuse
+from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import Config, DataConfig, OptimizerConfig
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.info import sources_of
 from hpctrain.data.order import Order, first_draw
-from hpctrain.data.origins import sources_of
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.data.stream import Stream, StreamOrder, is_stream, open_stream
 from hpctrain.errors import UserError
-from hpctrain.rank.features import has_own_step, micro_batches_of, task_features
 from hpctrain.run.rank_environment import STAGED
-from hpctrain.tasks.checks import require_callables, require_fields, require_function, require_shares
-from hpctrain.tasks.definition import KerasTask, Task, TorchTask
-from hpctrain.tasks.loading import load_task
+from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
+from hpctrain.tasks.loading import load_task, require_callables, require_fields, require_function, require_shares
 from hpctrain.train.duration import global_batch, validation_batch
-from hpctrain.train.hooks import Hook
+from hpctrain.train.hooks import Hook, rate_hook
 from hpctrain.train.stateful import kept_state
 
 
@@ -268,3 +266,47 @@ def require_hooks(task: Task) -> None:
             name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
             what = f"hooks= of the task holds {'the class' if isinstance(hook, type) else 'a'} {name}"
             raise UserError(what, "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]")
+
+
+def has_own_step(task: Task) -> bool:
+    """Whether the task says itself how a batch is trained on."""
+    return isinstance(task, TorchTask) and task.step is not None
+
+
+def micro_batches_of(task: Task, accumulate: int) -> int:
+    """Micro-batches that the data come in: the task's own step gets its batch whole, and cuts it by ``ctx.split``."""
+    return 1 if has_own_step(task) else accumulate
+
+
+def task_features(name: str, task: Task, order: Order | StreamOrder, ranks: int) -> dict[Feature, Any]:
+    """What the task, which the run file calls ``name``, and its data use in a run on a number of ranks."""
+    rest = order.epoch_samples % order.global_batch if isinstance(order, Order) and not order.drop_last else 0
+    validates, own_step = task.validation is not None, has_own_step(task)
+    given = {
+        Feature.KERAS: isinstance(task, KerasTask),
+        Feature.NO_FORWARD: task.forward is first_field,
+        Feature.NO_EVAL_LOSS: own_step and task.loss is None and not task.metrics,
+        Feature.NO_VALIDATION: not validates and name,
+        Feature.OWN_STEP: own_step,
+        Feature.RANKS: ranks > 1 and ranks,
+        Feature.NO_CUTS: isinstance(task, TorchTask) and not task.tensor,
+        Feature.SAMPLER: task.sampler is not None,
+        Feature.SEVERAL_MODELS: isinstance(task.model, Mapping),
+        Feature.SEVERAL_OPTIMIZERS: isinstance(task.optimizer, Mapping),
+        Feature.SHORT_BATCH: rest < ranks and rest,
+        Feature.STREAM: isinstance(order, StreamOrder) and name,
+        Feature.TASK_SCHEDULE: task.schedule is not None,
+        Feature.VALIDATION: validates,
+    }
+    return used(given) | rate_features(task, task.hooks)
+
+
+def rate_features(task: Task, hooks: Sequence[Hook]) -> dict[Feature, Any]:
+    """What sets the learning rate and has state, among a task's schedule and some hooks."""
+    scheduler = task.schedule if isinstance(task.schedule, TorchScheduler) else None
+    given = {
+        Feature.EVALUATION_SCHEDULER: scheduler is not None and scheduler.every == "evaluation",
+        Feature.RATE_HOOK: rate_hook(hooks),
+        Feature.TORCH_SCHEDULER: scheduler is not None,
+    }
+    return used(given)

@@ -17,7 +17,7 @@ from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
-from hpctrain.rank.set_up_watch import SetUpWatch
+from hpctrain.rank.stop_requests import SetUpWatch
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide

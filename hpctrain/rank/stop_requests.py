@@ -1,4 +1,4 @@
-"""The ranks agree to stop at a step boundary, at no cost to the step."""
+"""Requests to stop: the ranks agree at a step boundary, at no cost to the step; long parts of the start-up just end."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from hpctrain.train.hooks import BaseHook, StopReason
 if TYPE_CHECKING:
     from hpctrain.train.framework import StepResult
     from hpctrain.train.hooks import Training
+import signal
+import threading
 
 STOP_FILE = 128
 """What rank 0 sends the others in place of a signal number when it found the STOP file."""
@@ -137,3 +139,44 @@ class StopRequests(BaseHook):
             with contextlib.suppress(Exception):
                 self.comm.Free()
         self.comm = None
+
+
+LOOK_S = 1.0
+"""Seconds between checks for the STOP file."""
+TELL_S = 30.0
+"""Seconds between messages that a part is still running."""
+
+
+class SetUpWatch:
+    """A thread that ends with the ``with`` block.
+
+    Args:
+        what: the part, as a verb: "make the task".
+        run_dir: where a STOP file may appear; None before the folder is known.
+        tell: shows a message to the user.
+    """
+
+    def __init__(self, what: str, run_dir: RunDir | None, tell: Callable[[str], object]) -> None:
+        self.what, self.run_dir, self.tell = what, run_dir, tell
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="set-up", daemon=True)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def watch(self) -> None:
+        """Passes the STOP file on as a signal: the main thread alone can be interrupted."""
+        begin = time.monotonic()
+        told = begin
+        while not self.over.wait(LOOK_S):
+            now = time.monotonic()
+            if now - told >= TELL_S:
+                told = now
+                self.tell(f"{self.what}: {now - begin:.0f} s so far")
+            if self.run_dir is not None and self.run_dir.stop_file.exists() and not self.over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return

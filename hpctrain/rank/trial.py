@@ -1,20 +1,25 @@
-"""Tries a task on one batch, without a run, for ``hpctrain doctor``, and turns the task's errors into advice."""
+"""Opens a task without a run: tried on one batch for ``hpctrain doctor``, or with the weights of a file."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
+from hpctrain.checkpoint.initial import load_initial
+from hpctrain.checkpoint.initial_match import Source
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError, UserError
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation
-from hpctrain.rank.problem import make_problem
+from hpctrain.rank.problem import Problem, make_problem
 from hpctrain.rank.session import message
+from hpctrain.rank.wiring import make_framework
 from hpctrain.tasks.user_errors import advised
 from hpctrain.train.clock import IntervalClock
+from hpctrain.train.framework import Framework
 
 MOST_SAMPLES = 32
 """Samples of the batch at most: this one process would otherwise hold the batch of all ranks."""
@@ -45,3 +50,17 @@ def told_shortly() -> Iterator[None]:
     except Exception as error:
         what, _ = message(error)
         raise UserError(what, advised("correct the task", what)) from error
+
+
+def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
+    """The model of a run file with the weights of a safetensors file, and its task and data."""
+    where, _, function = config.task.rpartition(":")
+    task = config.task
+    if where.endswith(".py") and not Path(where).is_file():  # it has travelled with the model, and is on the path
+        task = f"{Path(where).stem}:{function}"
+    train = dataclasses.replace(config.train, ema_decay=None, compile=False)
+    plain = dataclasses.replace(config, task=task, train=train)
+    problem = make_problem(plain, alone())
+    framework = make_framework(plain, alone(), problem.task, IntervalClock())
+    load_initial(Source(weights), framework)
+    return framework, problem

@@ -18,10 +18,9 @@ from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.rank.session import MonitorHook
 from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
 from hpctrain.rank.batches import DataPosition, make_data, make_validation_sets
-from hpctrain.rank.features import rate_features
 from hpctrain.rank.kept_choices import KeptReducer
 from hpctrain.rank.kept_memory import KeptMemory
-from hpctrain.rank.problem import Problem
+from hpctrain.rank.problem import Problem, rate_features
 from hpctrain.rank.recovery_note import RecoveryNote
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.reduce.reducer_choice import ReducerChoice

@@ -22,7 +22,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
     def load_context(self, context: Any) -> None:
         """Makes the model as the run file says, and gives it the saved weights."""
         from hpctrain.config.loading import load
-        from hpctrain.rank.with_weights import with_weights
+        from hpctrain.rank.trial import with_weights
 
         self.framework, problem = with_weights(load(context.artifacts["run_file"]), context.artifacts["weights"])
         self.fields = problem.train.fields

@@ -1,6 +1,6 @@
 """The owner of the run folder: its files and their writers, and the one view of a run's status.
 
-``view`` is for readers of any kind: it gives ``run_status``, ``progress``, ``snapshot`` and ``history``, derived from
+``view`` is for readers of any kind: it gives ``run_status``, ``progress`` and ``history``, derived from
 ``events``, ``attempt_record``, ``last_words`` and ``verdict``; ``resolve_run`` finds the run that a person means.
 ``folder`` names the files, ``attempts`` keeps run.json and the fence, ``live_lock`` admits one live run, ranks leave
 ``last_words``, from which ``decision`` makes a verdict, ``stop_request`` is the STOP file. ``rank_environment`` holds

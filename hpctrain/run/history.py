@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.run.events import Eval, Event, TakeOver, Train, is_repeated
-from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.run_status import RunSnapshot
 
 KEPT_EVENTS = 2000
 """Rare events (checkpoints, stragglers, ...) of each kind that are kept whole; of more, the first and the last half."""

@@ -20,8 +20,7 @@ from hpctrain.run.events import Decoder, Event, decode, takeovers
 from hpctrain.run.folder import RunDir
 from hpctrain.run.growing_file import JsonFile, Tail
 from hpctrain.run.progress import Progress
-from hpctrain.run.run_status import Life
-from hpctrain.run.snapshot import LiveWindow, RunSnapshot
+from hpctrain.run.run_status import Life, LiveWindow, RunSnapshot
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.system import bounded_yaml, safe_read
 from hpctrain.system.json_shape import fits, maker

@@ -1,8 +1,9 @@
-"""Control groups: what limits this process, and what the kernel has done to those in its group. Versions 1 and 2."""
+"""Control groups (versions 1 and 2) and cores: what limits this process, and what the kernel has done to its group."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -93,3 +94,27 @@ def _groups(controller: str, proc: Path, root: Path) -> list[Path]:
         elif controller in controllers.split(","):
             found += [root / name / path.lstrip("/") for name in dict.fromkeys((controllers, controller))]
     return found
+
+
+HELPED_SHARE = 4
+"""Cores of one rank from which on one is left to its loader, its writer and Horovod's thread."""
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, or a container's quota if that is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, round(quota)))
+
+
+def threads_per_rank(cores: int, ranks: int) -> int:
+    """Compute threads of each rank, for a number of ranks on a number of cores."""
+    share = max(1, cores // ranks)
+    return share - 1 if share >= HELPED_SHARE else share
+
+
+def thread_environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that limit the compute threads of the libraries; those that the user has set stay as they are."""
+    return {name: str(threads) for name in THREAD_VARIABLES if name not in given}

@@ -1,6 +1,6 @@
 """What a user hands over: a model, how to judge it, and the data.
 
-``definition`` is what a task function returns, ``loading`` finds the function, ``checks`` looks at its fields,
+``definition`` is what a task function returns, ``loading`` finds the function and looks at its fields,
 ``user_errors`` puts errors of its code into sentences, ``meters`` tells which metrics keep a state. The other files are
 tasks that come with the package, templates like those in ``starters``: ``torch_digits``, ``tensorflow_digits``,
 ``torch_chartext`` and ``torch_gpt``.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpctrain.config.sections import TrackConfig
 from hpctrain.errors import MissingExtra
+from hpctrain.run.events import CheckpointFailed, Event, Hang, Straggler
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import shown_columns
-from hpctrain.track.console import make_console
+from hpctrain.track.console import describe, make_console
 from hpctrain.track.follower import FollowerSink
-from hpctrain.track.logs import LoggingSink
 from hpctrain.track.prometheus import PrometheusSink
 from hpctrain.track.sink import Sink
 from hpctrain.track.tensorboard import TensorBoardSink
@@ -84,3 +85,24 @@ def missing_extras(track: TrackConfig) -> Iterator[MissingExtra]:
 
 def _named(track: TrackConfig) -> Iterator[str]:
     return (key for key in SINKS if getattr(track, key))
+
+
+LOGGER = logging.getLogger("hpctrain.run")
+WARNINGS = (CheckpointFailed, Hang, Straggler)
+
+
+class LoggingSink:
+    """Records of the logger ``hpctrain.run``, whose attribute ``event`` has all fields.
+
+    Those that the console shows have the level INFO, all others DEBUG, and what goes wrong has WARNING.
+    """
+
+    def event(self, event: Event) -> None:
+        line = describe(event)
+        level = logging.WARNING if isinstance(event, WARNINGS) else logging.INFO if line else logging.DEBUG
+        if LOGGER.isEnabledFor(level):
+            fields = event.to_json()
+            LOGGER.log(level, "%s", line or f"{event.name} at step {event.step}", extra={"event": fields})
+
+    def close(self) -> None:
+        """See Sink."""

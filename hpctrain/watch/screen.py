@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
-from hpctrain.run.run_status import Word
-from hpctrain.run.snapshot import LiveRank
+from hpctrain.run.run_status import LiveRank, Word
 from hpctrain.system.foreign_text import line as clean
 from hpctrain.system.quantities import duration, size
 from hpctrain.track.console import number

@@ -11,8 +11,7 @@ from hpctrain.launch.engines.slurm.directives import seconds
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.events import CheckpointSaved, Eval, Recovered, RunStarted, Train
 from hpctrain.run.progress import Progress, Warned
-from hpctrain.run.run_status import ORDERLY, QueueEntry, State, Word
-from hpctrain.run.snapshot import LiveRank, LiveWindow, RunSnapshot
+from hpctrain.run.run_status import ORDERLY, LiveRank, LiveWindow, QueueEntry, RunSnapshot, State, Word
 from hpctrain.run.time_account import TimeAccount
 
 

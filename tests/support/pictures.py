@@ -24,7 +24,7 @@ from hpctrain.report.drawing import Chart
 from hpctrain.report.plots import heat_maps
 from hpctrain.run.view import RunView
 from hpctrain.watch import terminal
-from hpctrain.watch.source import Source
+from hpctrain.watch.terminal import Source
 from tests.support import tutorial
 from tests.support.command import HPCTRAIN, environment, hpctrain, reaches_step, started, wait_for
 

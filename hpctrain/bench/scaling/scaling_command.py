@@ -20,7 +20,7 @@ from hpctrain.errors import ExitCode, UserError
 from hpctrain.report.drawing import INSTALL, can_draw
 from hpctrain.run.events import RunStarted
 from hpctrain.system import foreign_text
-from hpctrain.system.cores import threads_per_rank, usable_cores
+from hpctrain.system.cgroups import threads_per_rank, usable_cores
 from hpctrain.system.files import write_atomically
 
 STEPS, ROUNDS = 60, 2

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.conversion import converted
+from hpctrain.checkpoint.format.layout import converted
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved
 

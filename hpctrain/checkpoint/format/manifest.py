@@ -1,7 +1,8 @@
 """The manifest as bytes, and back with nothing taken on trust.
 
 The file is one JSON object, ``{"sha256": "<64 hex digits>", "manifest": {...}}`` and a newline. The sum covers the
-bytes of the inner object as they stand, so it is checked before any of them is interpreted.
+bytes of the inner object as they stand, so it is checked before any of them is interpreted. Entries of format 1 are
+read for good: tensors split by rows, one checksum a piece.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format import format_1, shard_index
+from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
 from hpctrain.checkpoint.format.files import reading
 from hpctrain.checkpoint.format.layout import (
     FORMAT,
     MANIFEST_FILE,
+    MAX_BYTES,
     VERSION,
     DamagedCheckpoint,
     Manifest,
+    Shard,
+    StoredPiece,
     TensorSpec,
+    rows_of,
     shard_file,
 )
-from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
+from hpctrain.checkpoint.format.shard_index import are_counts, require_room, tensor_of
+from hpctrain.checkpoint.format.strict_json import Reader, is_crc32, parse_json, to_json
 from hpctrain.errors import UserError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -124,7 +130,7 @@ def manifest_from_json(value: Any, where: str) -> Manifest:
     manifest = Manifest(
         step=reader.integer("step", 0, 10**18 - 1),
         ranks=reader.integer("ranks", 1, 10**9),
-        shards=reader.list_of("shards", format_1.shard_from_json if version == 1 else shard_index.parse),
+        shards=reader.list_of("shards", shard_from_json if version == 1 else shard_index.parse),
         meta=reader.get("meta", dict, "an object"),
     )
     problem = coverage_problem(manifest)
@@ -155,3 +161,31 @@ def coverage_problem(manifest: Manifest) -> str | None:
         return f"{both} belongs to single ranks and to all of them"
     problems = ((key, tiling_problem(specs[key].shape, boxes[key])) for key in specs)
     return next((f"{key[0]}: {problem}" for key, problem in problems if problem), None)
+
+
+def shard_from_json(value: Any, where: str) -> Shard:
+    """A shard's entry; its checksum is that of the whole file."""
+    reader = Reader(value, where)
+    num_bytes = reader.integer("bytes", 1, MAX_BYTES)
+    shard = Shard(
+        file=reader.get("file", str, "a string"),
+        num_bytes=num_bytes,
+        hdf5_bytes=num_bytes,
+        crc32=reader.crc32(),
+        pieces=reader.list_of("tensors", piece_from_json),
+    )
+    require_room(shard, reader)
+    return shard
+
+
+def piece_from_json(value: Any, where: str) -> StoredPiece:
+    """A tensor's entry in a shard; all its bytes are one block."""
+    tensor = tensor_of(value, where)
+    rows, crc32 = value.get("rows"), value.get("crc32")
+    if not are_counts(rows) or len(rows) != 2 or not rows[0] <= rows[1] <= tensor.rows:
+        raise DamagedCheckpoint(f"{where}: {tensor.name} has the rows {str(rows)[:100]}")
+    if not is_crc32(crc32):
+        raise DamagedCheckpoint(f"{where}: {tensor.name} has the checksum {str(crc32)[:50]}")
+    piece = rows_of(tensor, rows[0], rows[1] - rows[0])
+    size = piece.num_bytes
+    return StoredPiece(piece, value["offset"], max(1, size), (int(crc32, 16),) if size else ())

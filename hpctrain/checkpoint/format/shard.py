@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.checksum import Checksums, crc32
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, TensorPiece
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, MOST_TILES, TensorPiece
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, write_paced
-from hpctrain.checkpoint.format.partition import MOST_TILES
 
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used in place, in the image."""

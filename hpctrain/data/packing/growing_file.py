@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hpctrain.data.packing.ranks import PATIENCE_S, Ranks
 from hpctrain.errors import UserError
 from hpctrain.system import safe_read
 from hpctrain.system.files import FILE_MODE, make_private, remove_folder, sync_folder, write_atomically
@@ -146,3 +145,31 @@ def alone(folder: Path, path: Path) -> Iterator[None]:
         except OSError:  # a file system without such locks
             pass
         yield
+
+
+PATIENCE_S = 7 * 86400.0
+"""Longest wait for the other ranks: one that dies ends the others through MPI."""
+
+
+class Ranks(Protocol):
+    """Such as a ``Group`` of hpctrain.comm."""
+
+    rank: int
+    size: int
+
+    def allgather(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        """The values of all ranks, in rank order; ``what`` they do completes an error."""
+
+
+class Alone:
+    """A process by itself."""
+
+    rank = 0
+    size = 1
+
+    def allgather(self, value: Any, what: str, timeout_s: float) -> list[Any]:
+        """See Ranks."""
+        return [value]
+
+
+ALONE = Alone()

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.formats.open_table import open_table
-from hpctrain.data.packing.columns import Columns, only_names
-from hpctrain.data.packing.ranks import ALONE, Ranks
-from hpctrain.data.packing.source import Source, from_dataset, join
+from hpctrain.data.packing.growing_file import ALONE, Ranks
+from hpctrain.data.packing.source import Columns, Source, from_dataset, join, only_names
 from hpctrain.data.packing.text import SUFFIXES
 from hpctrain.errors import UserError
 

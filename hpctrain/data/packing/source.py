@@ -1,14 +1,18 @@
-"""What is packed: samples that come in blocks."""
+"""What is packed: samples that come in blocks, which columns make which array, what a packed file says of itself."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples
+from hpctrain.data.formats.hdf5_files import LinkedFiles, asking
 from hpctrain.data.samples import layout
 from hpctrain.errors import UserError
 
@@ -91,3 +95,88 @@ def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
         notes["sources"] = [each for source in sources for each in source.notes["sources"]]
     pieces = [piece for source in sources for piece in source.pieces] if all(each.pieces for each in sources) else []
     return Source(first.fields, sum(source.length for source in sources), blocks, notes, pieces)
+
+
+Columns = Mapping[str, tuple[str, ...]]
+"""The columns of each array. An array of one column has no column axis."""
+
+
+def assign(wanted: Columns | None, present: Sequence[str], where: str) -> Columns:
+    """The columns of each array, by default one array a column; ``*`` stands for all columns not named.
+
+    Raises:
+        UserError: a column is not there, or two have the same name.
+    """
+    if len(set(present)) < len(present):
+        raise UserError(f"{where} has two columns of the same name", "rename one of them")
+    if wanted is None:
+        return {name: (name,) for name in present}
+    named = {column for columns in wanted.values() for column in columns}
+    missing = sorted(named - set(present) - {"*"})
+    if missing:
+        raise UserError(f"{where} has no column {missing[0]!r}", f"it has {', '.join(present)}: name some of them")
+    rest = tuple(column for column in present if column not in named)
+    return {
+        name: tuple(column for given in columns for column in (rest if given == "*" else (given,)))
+        for name, columns in wanted.items()
+    }
+
+
+def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]]) -> Samples:
+    """The arrays, from columns of one table block."""
+    return {
+        name: columns[members[0]] if len(members) == 1 else np.stack([columns[member] for member in members], axis=1)
+        for name, members in assigned.items()
+    }
+
+
+def only_names(wanted: Columns | None, kind: str) -> tuple[str, ...] | None:
+    """The arrays to take from a file that holds arrays, not columns; None for all."""
+    if wanted and any(columns != (name,) for name, columns in wanted.items()):
+        raise UserError(
+            f"columns are put together for {kind}, which holds arrays", "write --field NAME to take an array"
+        )
+    return tuple(wanted) if wanted else None
+
+
+def parse_fields(texts: Sequence[str]) -> Columns | None:
+    """From ``name=column,column``, or ``name`` for the column or array of that name, as on the command line."""
+    wanted = {}
+    for text in texts:
+        name, _, columns = text.partition("=")
+        if not name or text.endswith("="):
+            raise UserError(f"--field {text} names no columns", "write --field x=age,height --field y=label, or x=*")
+        wanted[name] = tuple((columns or name).split(","))
+    return wanted or None
+
+
+NOTES = "hpctrain"
+"""Attribute of the file that holds a source's notes, as JSON."""
+
+
+def packed_notes(path: str | Path) -> dict[str, Any]:
+    """What ``hpctrain data pack`` noted in a file.
+
+    Args:
+        path: an HDF5 file.
+
+    Returns:
+        Of text: ``vocabulary`` (number of tokens that there are), ``context``, ``tokenizer`` (name of its file, or
+        bytes), ``tokenizer_sha256``, ``end_of_text`` (a token), ``documents`` and ``tokens`` (numbers). Of images:
+        ``classes``, a list of names. Empty if the file says nothing.
+
+    Raises:
+        UserError: the file is missing, is not HDF5, or its notes are damaged.
+    """
+    path = Path(path)
+    with asking(path), LinkedFiles(path) as files:
+        text = files.root().attrs.get(NOTES, "{}")
+    try:
+        notes = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        notes = None
+    if not isinstance(notes, dict):
+        raise UserError(
+            f"the attribute {NOTES!r} of {path} holds no notes of hpctrain data pack", "pack the file again"
+        )
+    return notes

@@ -12,10 +12,9 @@ from typing import Any
 
 from hpctrain.data.dataset import Samples, check_field
 from hpctrain.data.formats.tables import Part, Table, reading, shortened, values
-from hpctrain.data.packing.columns import Columns, assign, gather
 from hpctrain.data.packing.csv_types import typed
-from hpctrain.data.packing.ranks import ALONE, PATIENCE_S, Ranks
-from hpctrain.data.packing.source import Piece, Source
+from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S, Ranks
+from hpctrain.data.packing.source import Columns, Piece, Source, assign, gather
 from hpctrain.errors import UserError
 
 CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|=|<|>|\sin\s)\s*(.*?)\s*")

@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
-from hpctrain.data.packing.growing_file import growing
-from hpctrain.data.packing.notes import NOTES
-from hpctrain.data.packing.ranks import ALONE, PATIENCE_S, Ranks
-from hpctrain.data.packing.source import Piece, Source
+from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S, Ranks, growing
+from hpctrain.data.packing.source import NOTES, Piece, Source
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 

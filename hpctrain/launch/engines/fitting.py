@@ -27,7 +27,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.run.view import RunView
 from hpctrain.system import python
-from hpctrain.system.cores import THREAD_VARIABLES
+from hpctrain.system.cgroups import THREAD_VARIABLES
 from hpctrain.system.files import write_atomically
 from hpctrain.system.processes import die_with_parent
 

@@ -25,7 +25,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import RunVerdict
-from hpctrain.system.cores import threads_per_rank, usable_cores
+from hpctrain.system.cgroups import threads_per_rank, usable_cores
 from hpctrain.system.output import say
 from hpctrain.system.processes import own_folder
 

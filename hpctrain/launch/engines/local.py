@@ -20,7 +20,7 @@ from hpctrain.run.rank_environment import CONVENTION, JOB, STOP_SIGNAL
 from hpctrain.run.step_folder import BEGUN_AGAIN
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import python
-from hpctrain.system.cores import thread_environment, threads_per_rank, usable_cores
+from hpctrain.system.cgroups import thread_environment, threads_per_rank, usable_cores
 from hpctrain.system.output import TERMINAL, quiet_environment, say, terminal_columns
 from hpctrain.system.processes import TETHER, own_folder
 from hpctrain.system.shared_memory import FOLDER as SHARED_MEMORY

@@ -16,8 +16,7 @@ from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.progress import Progress
 from hpctrain.run.resolve_run import elements_of
-from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, State
-from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, State
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import duration

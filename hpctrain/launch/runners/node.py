@@ -19,7 +19,7 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, Refused, calling_context, prove
 from hpctrain.launch.runners.ticket import ADDRESS, KEY, Ticket
 from hpctrain.system import processes
-from hpctrain.system.cores import usable_cores
+from hpctrain.system.cgroups import usable_cores
 from hpctrain.system.output import say
 
 RETRY_S = 0.5

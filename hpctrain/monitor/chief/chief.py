@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor.chief.finding import NodeCommand, Watched
 from hpctrain.monitor.chief.hang import Beat
 from hpctrain.monitor.chief.standstill import OpenHang, Standstill
 from hpctrain.monitor.chief.stragglers import Stragglers
-from hpctrain.monitor.chief.watched import NodeCommand, Watched
 from hpctrain.monitor.node.node import window_of
 from hpctrain.monitor.wire.framing import Message
 from hpctrain.run.event_log import EventWriter

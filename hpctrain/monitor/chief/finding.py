@@ -1,15 +1,21 @@
-"""What the monitor says, and what keeps it from saying it too early or too often."""
+"""What the monitor says of an attempt, to whom, and what keeps it from saying it too early or too often."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.peers import Load, Move
+from hpctrain.monitor.wire.framing import Message
+from hpctrain.run.event_log import EventWriter
+from hpctrain.run.folder import RunDir
+from hpctrain.run.grid import Grid
 
 Mask = NDArray[np.bool_]
 Ranks = NDArray[np.int64]
@@ -136,3 +142,35 @@ class Standing:
         self.confirmed[confirmed] = True
         self.confirmed[cleared] = False
         return {State.CONFIRMED: confirmed, State.CLEARED: cleared, State.SUSPECT: suspected}
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """A message to one node's agent."""
+
+    node: int
+    message: Message
+
+
+@dataclass
+class Watched:
+    """What is known of the attempt beforehand, its first step, and where sentences and events go."""
+
+    hosts: Sequence[str]
+    """[N] host of each rank."""
+    nodes: Sequence[int]
+    """[N] node index of each rank."""
+    folder: RunDir
+    attempt: int
+    config: MonitorConfig
+    say: Callable[[str, bool], None]
+    """Takes a sentence for the log; the flag says that rank 0 may not be able to print it."""
+    grid: Grid
+    """Places of the ranks."""
+    events: EventWriter
+    first_step: int = 0
+    """Of the run, in this attempt; ranks tell it."""
+
+    def starts_at(self, step: int) -> None:
+        """Some node's ranks say that this is their first step."""
+        self.first_step = max(self.first_step, step)

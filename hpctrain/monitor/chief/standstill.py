@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from hpctrain.errors import RunFailed
 from hpctrain.monitor.chief import sentence
+from hpctrain.monitor.chief.finding import NodeCommand, Watched
 from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
-from hpctrain.monitor.chief.watched import NodeCommand, Watched
 from hpctrain.monitor.wire.connection import UNANSWERED_S
 from hpctrain.monitor.wire.framing import Message
 from hpctrain.run.events import CUT_OFF, AboutRank

@@ -15,16 +15,15 @@ from numpy.typing import NDArray
 from hpctrain.errors import RunFailed
 from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
-from hpctrain.monitor.chief.finding import Finding, Kind, State
+from hpctrain.monitor.chief.finding import Finding, Kind, NodeCommand, State, Watched
 from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.statistics import COMPUTE
-from hpctrain.monitor.chief.watched import NodeCommand, Watched
 from hpctrain.monitor.wire.framing import Message
 from hpctrain.run import bad_nodes
 from hpctrain.run.bad_nodes import BadNode, BadNodes
 from hpctrain.run.events import Straggler
-from hpctrain.run.snapshot import LiveRank, LiveWindow
+from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.system.files import write_atomically
 
 COLUMNS = 512

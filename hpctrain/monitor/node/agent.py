@@ -20,7 +20,7 @@ from typing import Any
 
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
-from hpctrain.monitor.chief.watched import NodeCommand
+from hpctrain.monitor.chief.finding import NodeCommand
 from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.shared import PID, Layout, SlotReader

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
-from hpctrain.checkpoint.format import partition
+from hpctrain.checkpoint.format import layout
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
 from tests.tasks import pipeline_tasks
 
 EVERYONE = connect().everyone
-partition.LEAST_TILE_BYTES = 64  # as large matrices are written
+layout.LEAST_TILE_BYTES = 64  # as large matrices are written
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
 """BatchNorm takes no single sample."""
 BOTH: dict[str, Any] = {"parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
-from hpctrain.checkpoint.format import partition
+from hpctrain.checkpoint.format import layout
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
 from hpctrain.tasks import torch_gpt
 from tests.tasks import tensor_tasks
 
 EVERYONE = connect().everyone
-partition.LEAST_TILE_BYTES = 64  # as large matrices are written
+layout.LEAST_TILE_BYTES = 64  # as large matrices are written
 
 
 class Watcher(BaseHook):

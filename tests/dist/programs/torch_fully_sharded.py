@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
 from hpctrain.backends.torch.strategies.exchange import Exchange, over_gloo, over_nccl
 from hpctrain.backends.torch.strategies.group import DefaultGroup
-from hpctrain.checkpoint.format import partition
+from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main as command
 from hpctrain.comm.group import Group
@@ -46,7 +46,7 @@ from tests.tasks.torch_tasks import (
 )
 
 PARAMETERS, OPTIMIZER, WHOLE = (ParallelConfig(shard=each) for each in ("parameters", "optimizer", "none"))
-partition.LEAST_TILE_BYTES = 64  # as large matrices are written
+layout.LEAST_TILE_BYTES = 64  # as large matrices are written
 HYBRID = ParallelConfig(tensor=2, shard="parameters")
 GPT = "tests.tasks.tensor_tasks:numbered"
 STAGES = "tests.tasks.pipeline_tasks:numbered"

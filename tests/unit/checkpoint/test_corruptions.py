@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint import patience, verify
 from hpctrain.checkpoint.exports.weights import export_safetensors
-from hpctrain.checkpoint.format import partition
+from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import shard as shard_module
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, TensorPiece
-from hpctrain.checkpoint.format.partition import tiles
+from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, TensorPiece, tiles
 from hpctrain.checkpoint.initial import with_weights
 from hpctrain.checkpoint.inspect import tensor_differences, tensor_summaries
 from hpctrain.checkpoint.reading import Loaded
@@ -224,7 +223,7 @@ def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     store = CheckpointStore(folder / "checkpoints")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_module, "SUMMED_BYTES", BLOCK_BYTES)
-        patch.setattr(partition, "LEAST_TILE_BYTES", 256)
+        patch.setattr(layout, "LEAST_TILE_BYTES", 256)
         for step in (1, 2):
             write_shards(store, step, shards_of(step, *request.param), request.param[0])
         assert verify_checkpoint(store, 2).problems == ()

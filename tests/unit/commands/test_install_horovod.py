@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.horovod_wheel import cache, patch
+from hpctrain.horovod_wheel import build, patch
 from hpctrain.horovod_wheel.build import Build, cuda_environment, explain_log
 from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, check_mpi4py, find_mpi
@@ -260,12 +260,12 @@ def wheel_in(folder: Path) -> Path:
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cache.own_folder()
+    return build.own_folder()
 
 
 def test_a_sound_wheel_is_taken_as_a_copy(tmp_path: Path, own: Path) -> None:
     wheel = wheel_in(tmp_path / "shared")
-    with cache.checked(wheel) as copy:
+    with build.checked(wheel) as copy:
         assert copy != wheel and copy.name == wheel.name and copy.read_bytes() == wheel.read_bytes()
         assert copy.parent.stat().st_mode & 0o777 == 0o700
         wheel.write_bytes(b"another one")
@@ -281,25 +281,25 @@ def test_whose_wheels_are_taken(tmp_path: Path) -> None:
         return os.stat_result((mode, 1, 1, 1, user, user, 0, 0, 0, 0))
 
     for user in (0, 1000):
-        cache.require_trusted(wheel, status(user, 0o100644), user=1000)
+        build.require_trusted(wheel, status(user, 0o100644), user=1000)
     for user, mode, why in [
         (1001, 0o100644, "belongs to user 1001, who could"),
         (1000, 0o100664, "may be written by others"),
         (0, 0o100646, "may be written by others"),
     ]:
         with pytest.raises(UserError, match=why):
-            cache.require_trusted(wheel, status(user, mode), user=1000)
+            build.require_trusted(wheel, status(user, mode), user=1000)
 
 
 INSTALL = """
 import sys
 from pathlib import Path
 from hpctrain.errors import UserError
-from hpctrain.horovod_wheel import cache
+from hpctrain.horovod_wheel import build
 wheel = Path(sys.argv[1])
 try:
-    print(cache.is_private(wheel.parent))
-    with cache.checked(wheel) as copy:
+    print(build.is_private(wheel.parent))
+    with build.checked(wheel) as copy:
         print("taken")
 except UserError as error:
     print(error.what)
@@ -332,12 +332,12 @@ def test_builds_lie_where_nobody_else_can_write(tmp_path: Path, own: Path) -> No
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o777)
     shared.chmod(0o777)
-    assert not cache.is_private(shared)
-    cache.make_private(own)
-    assert cache.is_private(own)
+    assert not build.is_private(shared)
+    build.make_private(own)
+    assert build.is_private(own)
     own.chmod(0o777)
-    cache.make_private(own)
-    assert cache.is_private(own)
+    build.make_private(own)
+    assert build.is_private(own)
 
 
 @pytest.mark.slow

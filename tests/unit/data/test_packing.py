@@ -19,8 +19,7 @@ from hpctrain.data.dataset import Field
 from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.packing import source as source_module
-from hpctrain.data.packing.notes import packed_notes
-from hpctrain.data.packing.source import Source, from_dataset
+from hpctrain.data.packing.source import Source, from_dataset, packed_notes
 from hpctrain.data.packing.table import from_table
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.errors import UserError

@@ -12,8 +12,7 @@ import pytest
 
 from hpctrain.commands.doctor import show
 from hpctrain.doctor import machine, probe, ranks, slurm, software, task
-from hpctrain.doctor.finding import Finding, Status, note, problem
-from hpctrain.doctor.probe import Probe
+from hpctrain.doctor.probe import Finding, Probe, Status, note, problem
 
 ONE_MAP = "7f00-7f01 r-xp 00000000 08:01 1 /opt/mpi/lib/libmpi.so.40.40\n"
 OTHER_MAP = "7f02-7f03 r-xp 00000000 08:01 2 /usr/lib/libmpi.so.12\n"

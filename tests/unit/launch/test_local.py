@@ -25,7 +25,7 @@ from hpctrain.launch.mpi_library import (
 )
 from hpctrain.run.folder import RunDir
 from hpctrain.run.step_folder import BEGUN_AGAIN
-from hpctrain.system.cores import thread_environment, threads_per_rank
+from hpctrain.system.cgroups import thread_environment, threads_per_rank
 
 
 @pytest.mark.parametrize(

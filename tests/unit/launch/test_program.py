@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from hpctrain.launch import program
-from hpctrain.launch.program import on_ranks
+from hpctrain.launch import mpi_library
+from hpctrain.launch.mpi_library import on_ranks
 
 OUTLIVES_ITS_RANKS = (
     "import subprocess, sys, time; subprocess.run([sys.executable, '-c', 'import time; time.sleep(1)'])"
@@ -30,10 +30,10 @@ def test_a_program_that_takes_too_long_is_ended() -> None:
 
 @pytest.mark.slow
 def test_a_launcher_that_outlives_its_ranks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "ENDED_S", 0.5)
+    monkeypatch.setattr(mpi_library, "ENDED_S", 0.5)
     launcher = subprocess.Popen([sys.executable, "-c", f"{OUTLIVES_ITS_RANKS}; time.sleep(600)"])
     try:
-        program._wait(launcher, 60, has_ranks=True)
+        mpi_library._wait(launcher, 60, has_ranks=True)
         assert launcher.poll() is None
     finally:
-        program._end(launcher)
+        mpi_library._end(launcher)

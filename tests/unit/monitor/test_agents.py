@@ -25,7 +25,7 @@ import pytest
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor import shared
-from hpctrain.monitor.chief.watched import NodeCommand
+from hpctrain.monitor.chief.finding import NodeCommand
 from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Ears
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan

@@ -21,9 +21,8 @@ from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import Feature, Refused, clash
 from hpctrain.config.loading import load
 from hpctrain.errors import UserError
-from hpctrain.rank.features import task_features
 from hpctrain.rank.fit import fit
-from hpctrain.rank.problem import make_problem
+from hpctrain.rank.problem import make_problem, task_features
 from hpctrain.rank.wiring import make_framework
 from hpctrain.registry.register import register_model
 from hpctrain.run.folder import RunDir

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import Code, ExitCode
-from hpctrain.rank import set_up_watch
-from hpctrain.rank.set_up_watch import SetUpWatch
+from hpctrain.rank import stop_requests
+from hpctrain.rank.stop_requests import SetUpWatch
 from hpctrain.report.explain import explain
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
@@ -80,8 +80,8 @@ def test_a_request_ends_set_up(tmp_path: Path, ask: Ask, by: str, code: Code) ->
 
 
 def test_long_set_up_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(set_up_watch, "POLL_S", 0.01)
-    monkeypatch.setattr(set_up_watch, "TELL_S", 0.02)
+    monkeypatch.setattr(stop_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(stop_requests, "TELL_S", 0.02)
     told, twice = [], threading.Event()
 
     def tell(text: str) -> None:

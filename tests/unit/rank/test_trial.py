@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.world import alone
 from hpctrain.commands.doctor import trial
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
-from hpctrain.doctor.finding import Status
+from hpctrain.doctor.probe import Status
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation

@@ -17,8 +17,7 @@ from hpctrain.data.order import Order
 from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 from hpctrain.rank.batches import make_validation
-from hpctrain.rank.features import task_features
-from hpctrain.rank.problem import Loading, Problem, make_problem, validation_sets
+from hpctrain.rank.problem import Loading, Problem, make_problem, task_features, validation_sets
 from hpctrain.rank.wiring import require_plain_names
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.duration import validation_batch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.registry.card import model_card
+from hpctrain.registry.register import model_card
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir

@@ -25,8 +25,7 @@ from hpctrain.run.events import (
 )
 from hpctrain.run.history import RunHistory, Series
 from hpctrain.run.progress import Progress
-from hpctrain.run.run_status import State, Word
-from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.run_status import RunSnapshot, State, Word
 from hpctrain.run.verdict import Action, RunVerdict
 
 

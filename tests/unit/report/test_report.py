@@ -28,7 +28,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.history import KEPT_EVENTS, RunHistory
 from hpctrain.run.last_words import AttemptWords, Ending, ErrorWord, LastWord
 from hpctrain.run.progress import Progress
-from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.run_status import RunSnapshot
 from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.run.view import RunView, run_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.run.events import CheckpointSaved, Eval, Hang, RunStarted, Train
 from hpctrain.track.console import BarConsole, PlainConsole, describe, make_console, number
-from hpctrain.track.logs import LoggingSink
+from hpctrain.track.sinks import LoggingSink
 
 STARTED = RunStarted(step=0, ranks=2, hosts=("n1", "n2"), framework="torch", reducer="mpi", total_steps=8)
 

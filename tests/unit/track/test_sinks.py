@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.config.sections import TrackConfig
 from hpctrain.doctor import task
-from hpctrain.doctor.finding import Status
+from hpctrain.doctor.probe import Status
 from hpctrain.errors import MissingExtra
 from hpctrain.run.folder import RunDir
 from hpctrain.track import sinks

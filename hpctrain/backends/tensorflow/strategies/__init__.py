@@ -1,1 +1,1 @@
-"""How updates of a Keras model are distributed over ranks: ``strategy`` is the protocol, ``whole`` weights the rule."""
+"""How updates of a Keras model are distributed over ranks: ``strategy`` is the protocol, whole weights the rule."""

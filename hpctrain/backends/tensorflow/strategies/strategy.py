@@ -1,10 +1,12 @@
 """What a strategy is: one way to distribute the updates of a Keras model over ranks, one folder each.
 
-``open_keras`` asks all strategies in a fixed order; the first one that a run uses prepares its model.
+``open_keras`` asks all strategies in a fixed order; the first one that a run uses prepares its model. The last
+one keeps weights whole.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,11 +15,12 @@ import keras
 import tensorflow as tf
 
 from hpctrain.backends.tensorflow.reduce.reducer import KerasReducers, Reducer
-from hpctrain.backends.tensorflow.reduce.sparse_sums import Gradients
+from hpctrain.backends.tensorflow.reduce.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.tensors import OwnSlots, VariableTensor
 from hpctrain.backends.tensorflow.steps.passes import Applying, Update
 from hpctrain.backends.tensorflow.strategies.zero1.sharded import ShardedReducers
 from hpctrain.backends.tensorflow.strategies.zero1.sharding import ShardedUpdate
+from hpctrain.backends.tensorflow.task.overrides import trains_itself
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -68,3 +71,26 @@ Strategy: TypeAlias = Callable[[], Prepared]
 """One that a run uses: builds the optimizer. Collective. Raises UserError if the optimizer cannot be distributed so."""
 Planner: TypeAlias = Callable[[Opening], Strategy | None]
 """The strategy, or None if the run does not use it."""
+
+
+def planned(opening: Opening) -> Strategy:
+    """What no other strategy distributes is replicated; of a model that trains itself, its ``train_step`` updates."""
+    return functools.partial(leave_updates if trains_itself(opening.task.model) else replicate, opening)
+
+
+def replicate(opening: Opening) -> Prepared:
+    """Every rank updates all weights."""
+    task, config = opening.task, opening.config
+    variables, data = opening.variables, opening.world.data
+    sparse = sparse_variables(variables, task.model, task.optimizer, config, data.size)
+    travelling = Gradients(variables, sparse, data)
+    reducers = KerasReducers(travelling.pieces, config.reduce.compress_after_steps)
+    reducer = opening.choice.known(reducers)
+    task.optimizer.build(variables)
+    return Prepared(travelling, reducers, reducer, functools.partial(Update, task.optimizer, variables, travelling))
+
+
+def leave_updates(opening: Opening) -> Prepared:
+    """The model's ``train_step`` updates."""
+    travelling = Gradients(opening.variables, [], opening.world.data)
+    return Prepared(travelling, KerasReducers(travelling.pieces), None, None)

@@ -20,7 +20,7 @@ from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
 from hpctrain.backends.tensorflow.steps.own_step import OwnStep
 from hpctrain.backends.tensorflow.steps.passes import Applying, Passes
 from hpctrain.backends.tensorflow.steps.train_step import TrainStepProgram
-from hpctrain.backends.tensorflow.strategies import whole
+from hpctrain.backends.tensorflow.strategies import strategy
 from hpctrain.backends.tensorflow.strategies.strategy import Opening, Planner, Prepared
 from hpctrain.backends.tensorflow.strategies.zero1 import strategy as zero1
 from hpctrain.backends.tensorflow.task.holdings import Holdings, KerasLeaves, optimizers_in
@@ -37,7 +37,7 @@ from hpctrain.train.framework import StepSettings
 from hpctrain.train.hooks import rate_hook
 from hpctrain.train.stateful import Kept
 
-STRATEGIES: Sequence[Planner] = (zero1.planned, whole.planned)
+STRATEGIES: Sequence[Planner] = (zero1.planned, strategy.planned)
 """The first that a run uses prepares its model."""
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn import Module, Parameter
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
@@ -13,7 +14,7 @@ from hpctrain.backends.torch.device import Compute, compute_of, pick_device, req
 from hpctrain.backends.torch.framework import TorchEvaluator, TorchFramework
 from hpctrain.backends.torch.metrics import of_torchmetrics, torch_meters
 from hpctrain.backends.torch.reduce.reducer import broadcast
-from hpctrain.backends.torch.state.optimizer import OptimizerState
+from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
 from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
 from hpctrain.backends.torch.state.tensors import other_names, state_of
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
@@ -25,7 +26,6 @@ from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
 from hpctrain.backends.torch.strategies.tensor import tilings
-from hpctrain.backends.torch.task import meta_init
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
 from hpctrain.backends.torch.task.holdings import Holdings
@@ -35,6 +35,7 @@ from hpctrain.backends.update import UpdateRule, loss_scale_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.errors import UserError
 from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask, kept_objects
@@ -73,7 +74,7 @@ def open_torch(
         torch.set_num_threads(train.threads)
     compute = compute_of(train, device)
     opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
-    meta_init.move(opening.model, device, compute.memory_format)
+    move(opening.model, device, compute.memory_format)
     strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.load().planned(opening)) is not None]
     make_equal(opening.model, world.everyone)
     doubled = other_names(opening.model)
@@ -105,7 +106,7 @@ def look_at(
     features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, holdings))
     features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
     features |= pipeline_features(task, holdings)
-    on_meta = meta_init.parameters_on_meta(model, parts)
+    on_meta = parameters_on_meta(model, parts)
     features |= used({Feature.META_INIT: next(iter(on_meta), None)})
     refuse(features)
     return Opening(
@@ -197,3 +198,61 @@ def assembled(
         seed=opening.config.seed,
     )
     return TorchFramework(parts, program, evaluator, source, prepared)
+
+
+MADE = "the task made it on the meta device"
+
+
+def parameters_on_meta(model: Module, parts: Sequence[Part]) -> list[str]:
+    """Names of the parameters that are on the meta device.
+
+    Raises UserError if buffers are, or optimizers hold something there: no file would be sure to have that.
+    """
+    found = [plain_name(name) for name, parameter in model.named_parameters() if parameter.is_meta]
+    buffer = next((name for name, one in model.named_buffers() if one.is_meta), None)
+    if buffer is not None:
+        raise UserError(
+            f"the buffer {buffer} of the model has no values: {MADE}",
+            'make buffers with values: torch.arange(n, device="cpu") in the module, or torch.device("meta") around '
+            "layers that have none",
+        )
+    for part in parts:
+        slots = (slot for state in part.optimizer.state.values() for slot in state.values())
+        if any(isinstance(slot, torch.Tensor) and slot.is_meta for slot in slots):
+            raise UserError(
+                f"{type(part.optimizer).__name__} holds state from the start, and for parameters without values: the "
+                "task made them on the meta device",
+                "use an optimizer that makes its state in its first step, such as AdamW, or make the model with values",
+            )
+    return found
+
+
+def move(model: Module, device: torch.device, memory_format: torch.memory_format) -> None:
+    """Brings what has values to a device; what has none stays on the meta device."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(device, memory_format=memory_format)  # type: ignore[call-overload]
+        return
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def planned(opening: Opening) -> Strategy:
+    """For parameters that this rank keeps."""
+    return functools.partial(materialize, opening)
+
+
+def materialize(opening: Opening, prepared: Prepared) -> Prepared:
+    """Parameters on the meta device get memory, once other strategies have cut them."""
+    give_memory(opening.model, opening.compute.device)
+    return prepared
+
+
+def give_memory(model: Module, device: torch.device) -> None:
+    """Puts zeros in place of parameters on the meta device; they stay the same objects to whoever holds them."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            made = Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
+            made.__dict__.update(vars(parameter))
+            torch.utils.swap_tensors(parameter, made)

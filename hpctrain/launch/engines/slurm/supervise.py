@@ -16,9 +16,9 @@ from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.engines.jobs import Submitted, record, submissions
 from hpctrain.launch.engines.local import plain_command, rank_environment
 from hpctrain.launch.engines.slurm import allocation, client, leave_out, requeue
+from hpctrain.launch.engines.slurm.allocation import Place
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, Who, current, who_ends
-from hpctrain.launch.engines.slurm.place import Place
 from hpctrain.launch.engines.slurm.submission import settle, signal_s
 from hpctrain.launch.patience import Stopped
 from hpctrain.launch.supervisor import report, supervise
@@ -31,7 +31,7 @@ from hpctrain.run.run_status import ALIVE
 from hpctrain.run.stop_request import StopRequest, requested_stop
 from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.system import python
-from hpctrain.system.cores import threads_per_rank
+from hpctrain.system.cgroups import threads_per_rank
 from hpctrain.system.output import say
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}

@@ -21,8 +21,7 @@ from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import Config, DataConfig, TrainConfig
 from hpctrain.data.order import Order
 from hpctrain.errors import UserError
-from hpctrain.rank.features import task_features
-from hpctrain.rank.problem import with_its_loss
+from hpctrain.rank.problem import task_features, with_its_loss
 from hpctrain.tasks.definition import TorchScheduler, TorchTask
 from hpctrain.train.framework import NonFiniteLoss
 from tests.support.choices import Rehearsed

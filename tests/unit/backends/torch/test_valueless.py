@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpctrain import BaseHook, StepResult, Training, UserError, fit, load_config
-from hpctrain.backends.torch.task.meta_init import give_memory
+from hpctrain.backends.torch.task.opening import give_memory
 from hpctrain.system.output import quiet_environment
 from tests.tasks.valueless_tasks import on_meta, words, write_weights
 

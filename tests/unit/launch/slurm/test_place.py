@@ -11,9 +11,9 @@ import pytest
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, SlurmConfig, TrainConfig
 from hpctrain.errors import Code
 from hpctrain.launch.engines.slurm import allocation, client
+from hpctrain.launch.engines.slurm.allocation import Place
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Mpirun, Srun
-from hpctrain.launch.engines.slurm.place import Place
 from hpctrain.launch.mpi_library import Flavour, MpiRun
 from hpctrain.launch.supervisor import choose
 from hpctrain.run import bad_nodes

@@ -24,8 +24,7 @@ from hpctrain.run.events import decode
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.progress import Progress
-from hpctrain.run.run_status import QueueEntry, State, Word
-from hpctrain.run.snapshot import RunSnapshot
+from hpctrain.run.run_status import QueueEntry, RunSnapshot, State, Word
 from hpctrain.run.verdict import Action, RunVerdict
 
 
