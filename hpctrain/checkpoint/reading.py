@@ -13,16 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.contents import Contents
+from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.layout import (
-    ITEM_TYPES,
-    MANIFEST_FILE,
-    DamagedCheckpoint,
-    Manifest,
-    Shard,
-    StoredPiece,
-    UnreadableCheckpoint,
-)
 from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
 from hpctrain.checkpoint.patience import FINAL, patiently, read_among
@@ -99,7 +91,7 @@ def load_newest(
         UnreadableCheckpoint: one cannot be read now, so that it is not known to be sound.
     """
     rejected: list[Rejected] = []
-    taken: Manifest | None = None
+    taken: layout.Manifest | None = None
     """Of a damaged one, parts of which are in use."""
     fix = "restore the folder from a backup, or begin again with --fresh"
     for folder, older in zip_longest(folders, folders[1:]):
@@ -116,10 +108,10 @@ def load_newest(
             own = own_state(folder, manifest, group, peers, check_rest if is_replaced else check_shard)
             taken = manifest
             return read_by_each(folder, manifest, group, peers, own, use, tuple(rejected))
-        except DamagedCheckpoint as error:
+        except layout.DamagedCheckpoint as error:
             rejected.append(Rejected(step, error.what, folder))
     reasons = "; ".join(found.reason for found in rejected)
-    raise DamagedCheckpoint(f"{folders[-1].parent} has no sound checkpoint: {reasons}", fix)
+    raise layout.DamagedCheckpoint(f"{folders[-1].parent} has no sound checkpoint: {reasons}", fix)
 
 
 Arrays = dict[str, NDArray[Any]]
@@ -135,16 +127,16 @@ def step_of(folder: Path) -> int:
     return step
 
 
-def replaced_by(older: Path, manifest: Manifest, group: Group) -> bool:
+def replaced_by(older: Path, manifest: layout.Manifest, group: Group) -> bool:
     """Whether the next checkpoint would replace all that is taken of one that turns out damaged. Collective."""
     found = False
     if group.rank == 0:
-        with suppress(DamagedCheckpoint, UnreadableCheckpoint, UserError):
+        with suppress(layout.DamagedCheckpoint, layout.UnreadableCheckpoint, UserError):
             found = replaces(manifest_file.read(older, step_of(older)), manifest)
     return bool(group.broadcast(found, "compare two checkpoints"))
 
 
-def replaces(manifest: Manifest, other: Manifest) -> bool:
+def replaces(manifest: layout.Manifest, other: layout.Manifest) -> bool:
     """Whether every tensor that a program may have taken of another checkpoint is in this one as well."""
     return manifest.ranks == other.ranks and manifest.tensors().keys() >= other.tensors().keys()
 
@@ -176,19 +168,19 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
 
 
 def loaded_of(
-    folder: Path, manifest: Manifest, arrays: SavedArrays, of_ranks: OfRanks, rejected: tuple[Rejected, ...]
+    folder: Path, manifest: layout.Manifest, arrays: SavedArrays, of_ranks: OfRanks, rejected: tuple[Rejected, ...]
 ) -> Loaded:
     """A checkpoint with these arrays."""
     dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
     return Loaded(manifest.step, folder, manifest.ranks, manifest.meta, arrays, dtypes, rejected, of_ranks)
 
 
-def own_rank(manifest: Manifest, peers: Group) -> int | None:
+def own_rank(manifest: layout.Manifest, peers: Group) -> int | None:
     """The rank whose own values this rank takes; None if there were more or fewer ranks."""
     return peers.rank if manifest.ranks == peers.size else None
 
 
-def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
+def read_manifest(folder: Path, step: int, group: Group) -> layout.Manifest:
     """The manifest, which one rank reads for all. Collective. Raises as ``read_among`` does."""
     what = f"read the manifest of {folder.name}"
     held, (holder,) = read_among(group, 1, lambda _: manifest_file.read_with_bytes(folder, step), what)
@@ -196,14 +188,14 @@ def read_manifest(folder: Path, step: int, group: Group) -> Manifest:
     received = np.empty(group.broadcast(len(data), what, root=holder), dtype=np.uint8)
     received[:] = np.frombuffer(data, np.uint8) if manifest else 0
     group.broadcast_array(received, what, root=holder)
-    return manifest or manifest_file.parse_of_step(received.tobytes(), folder / MANIFEST_FILE, step)
+    return manifest or manifest_file.parse_of_step(received.tobytes(), folder / layout.MANIFEST_FILE, step)
 
 
-Check = Callable[[Path, Shard], None]
+Check = Callable[[Path, layout.Shard], None]
 """Looks at a shard; raises DamagedCheckpoint, UnreadableCheckpoint or UserError."""
 
 
-def own_state(folder: Path, manifest: Manifest, group: Group, peers: Group, check: Check) -> OwnState:
+def own_state(folder: Path, manifest: layout.Manifest, group: Group, peers: Group, check: Check) -> OwnState:
     """Checks each shard on one of the ranks, and gathers the saved ranks' local state. Collective.
 
     With as many ranks as saved it, each takes its own, and nothing is gathered. Raises as ``read_among`` does.
@@ -227,7 +219,7 @@ def own_state(folder: Path, manifest: Manifest, group: Group, peers: Group, chec
     return own_state_of(of_ranks, peers.rank)
 
 
-def own_pieces(shard: Shard) -> list[StoredPiece]:
+def own_pieces(shard: layout.Shard) -> list[layout.StoredPiece]:
     """Rank-local pieces, without random states."""
     return [
         stored
@@ -236,7 +228,7 @@ def own_pieces(shard: Shard) -> list[StoredPiece]:
     ]
 
 
-def take_own(pieces: Sequence[StoredPiece], image: NDArray[np.uint8], of_ranks: OfRanks) -> None:
+def take_own(pieces: Sequence[layout.StoredPiece], image: NDArray[np.uint8], of_ranks: OfRanks) -> None:
     """Adds ranks' own values, which lie in a row, by name and rank."""
     position = 0
     for stored in pieces:
@@ -264,7 +256,7 @@ def same(values: Mapping[int, NDArray[Any]]) -> bool:
 
 def read_by_each(
     folder: Path,
-    manifest: Manifest,
+    manifest: layout.Manifest,
     group: Group,
     peers: Group,
     own: OwnState,
@@ -279,7 +271,7 @@ def read_by_each(
         view = loaded_of(folder, manifest, contents, own.of_ranks, rejected)
         try:
             kept = use(view)
-        except (*FINAL, UnreadableCheckpoint) as error:
+        except (*FINAL, layout.UnreadableCheckpoint) as error:
             mine, problem = error, (type(error).__name__, error.what, error.fix)
         except Exception as error:  # of a program's own code: the others must not wait for this rank
             said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
@@ -288,15 +280,17 @@ def read_by_each(
     told = [each for each in group.allgather(problem, f"read {folder.name}") if each]
     if not told:
         return replace(view, arrays=HeldArrays(kept))
-    if damage := next((what for name, what, _ in told if name == DamagedCheckpoint.__name__), None):
-        raise DamagedCheckpoint(damage)
-    if final := next(((what, fix) for name, what, fix in told if name != UnreadableCheckpoint.__name__), None):
-        raise mine if mine and not isinstance(mine, UnreadableCheckpoint) else UserError(*final)
+    if damage := next((what for name, what, _ in told if name == layout.DamagedCheckpoint.__name__), None):
+        raise layout.DamagedCheckpoint(damage)
+    if final := next(((what, fix) for name, what, fix in told if name != layout.UnreadableCheckpoint.__name__), None):
+        raise mine if mine and not isinstance(mine, layout.UnreadableCheckpoint) else UserError(*final)
     view = shared(folder, manifest, group, peers, rejected)
     return replace(view, arrays=HeldArrays(use(view)))
 
 
-def shared(folder: Path, manifest: Manifest, group: Group, peers: Group, rejected: tuple[Rejected, ...]) -> Loaded:
+def shared(
+    folder: Path, manifest: layout.Manifest, group: Group, peers: Group, rejected: tuple[Rejected, ...]
+) -> Loaded:
     """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
 
     Raises as ``read_among`` does.
@@ -316,7 +310,7 @@ def shared(folder: Path, manifest: Manifest, group: Group, peers: Group, rejecte
 
 
 def take(
-    shard: Shard,
+    shard: layout.Shard,
     image: NDArray[np.uint8],
     arrays: Arrays,
     of_ranks: OfRanks,
@@ -328,7 +322,7 @@ def take(
         view = view_of(image, piece, stored.offset)
         if tensor.rank is None and piece.shape != tensor.shape:
             if tensor.name not in arrays:
-                arrays[tensor.name] = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
+                arrays[tensor.name] = np.empty(tensor.shape, layout.ITEM_TYPES[tensor.dtype])
             arrays[tensor.name][piece.box.index] = view
         elif tensor.rank is None or tensor.rank == rank:
             arrays[tensor.name] = view

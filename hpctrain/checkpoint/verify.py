@@ -17,15 +17,8 @@ from pathlib import Path
 
 import h5py
 
+from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.layout import (
-    ITEM_TYPES,
-    DamagedCheckpoint,
-    Manifest,
-    Shard,
-    StoredPiece,
-    UnreadableCheckpoint,
-)
 from hpctrain.checkpoint.format.shard_reading import check_shard
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.store import CheckpointStore
@@ -65,20 +58,20 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
                 try:
                     patiently(partial(check_shard, folder, shard))
                     sound.append(index)
-                except DamagedCheckpoint as error:
+                except layout.DamagedCheckpoint as error:
                     problems.append(error.what)
             if sound:
                 problems += hdf5_problems(folder, manifest, sound)
-    except DamagedCheckpoint as error:
+    except layout.DamagedCheckpoint as error:
         problems.append(error.what)
-    except (UnreadableCheckpoint, UserError) as error:
+    except (layout.UnreadableCheckpoint, UserError) as error:
         problems.append(error.what)
         readable = False
     said = (problem.replace(str(folder), store.where(step)) for problem in problems)
     return VerifyResult(step, store.where(step), num_bytes, tuple(said), readable)
 
 
-def hdf5_problems(folder: Path, manifest: Manifest, indices: Sequence[int]) -> list[str]:
+def hdf5_problems(folder: Path, manifest: layout.Manifest, indices: Sequence[int]) -> list[str]:
     """Problems that a separate process finds in these shards, whose checksums must be correct."""
     limit_s = LOOK_S + DATASET_S * sum(len(manifest.shards[index].pieces) for index in indices)
     words = [str(folder.absolute()), str(manifest.step), *map(str, indices)]
@@ -115,7 +108,7 @@ def look(folder: Path, step: int, indices: Sequence[int]) -> None:
         foreign_text.show(json.dumps(shard_problems(folder / shard.file, shard)))
 
 
-def shard_problems(path: Path, shard: Shard) -> list[str]:
+def shard_problems(path: Path, shard: layout.Shard) -> list[str]:
     """Differences between a shard's datasets and its entry of the manifest."""
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -125,7 +118,7 @@ def shard_problems(path: Path, shard: Shard) -> list[str]:
     return [f"{path} {problem}" for problem in found if problem]
 
 
-def dataset_problem(file: h5py.File, stored: StoredPiece) -> str | None:
+def dataset_problem(file: h5py.File, stored: layout.StoredPiece) -> str | None:
     """What is wrong with one dataset, or None. No link is followed, and nothing is asked for that lies elsewhere."""
     piece = stored.piece
     dataset = own_dataset(file, piece.path)
@@ -134,7 +127,7 @@ def dataset_problem(file: h5py.File, stored: StoredPiece) -> str | None:
     properties = dataset.id.get_create_plist()
     if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
         return f"does not hold the bytes of {piece.path} itself, in one piece"
-    if dataset.shape != piece.shape or dataset.dtype != ITEM_TYPES[piece.tensor.dtype]:
+    if dataset.shape != piece.shape or dataset.dtype != layout.ITEM_TYPES[piece.tensor.dtype]:
         return f"has {piece.path} with another shape or type than the manifest"
     if piece.num_bytes and dataset.id.get_offset() != stored.offset:
         return f"has {piece.path} elsewhere than the manifest says"

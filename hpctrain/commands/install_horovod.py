@@ -20,18 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpctrain.errors import ExitCode, RunFailed, UserError
-from hpctrain.horovod_wheel import build, patch
+from hpctrain.horovod_wheel import build, patch, toolchain
 from hpctrain.horovod_wheel.build import PIP, Build, Say
 from hpctrain.horovod_wheel.patch import WheelRecipe
-from hpctrain.horovod_wheel.toolchain import (
-    Mpi,
-    check_compiler,
-    check_mpi4py,
-    check_python,
-    find_cuda,
-    find_mpi,
-    last_line,
-)
 from hpctrain.system import foreign_text, python
 
 _SMOKE_TEST = "import horovod.{0} as hvd; assert hvd.mpi_built()"
@@ -63,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     room = folder if build.is_private(folder) else build.own_folder()
     frameworks = _frameworks(args.torch, args.tensorflow, args.gpu)
-    check_python()
-    compiler = check_compiler()
-    mpi = find_mpi()
-    check_mpi4py(mpi)
-    cuda = find_cuda() if args.gpu else None
+    toolchain.check_python()
+    compiler = toolchain.check_compiler()
+    mpi = toolchain.find_mpi()
+    toolchain.check_mpi4py(mpi)
+    cuda = toolchain.find_cuda() if args.gpu else None
     edits = patch.edits(args.gpu)
     recipe = WheelRecipe(
         horovod=patch.VERSION,
@@ -155,14 +146,14 @@ def _install(wheel: Path, again: bool) -> None:
     if done.returncode == 0 and again:  # the same version from another build: pip would leave the old one
         done = subprocess.run([*command, "--force-reinstall", "--no-deps"], capture_output=True, text=True)
     if done.returncode != 0:
-        raise RunFailed(what=f"pip cannot install {wheel}: {last_line(done.stderr)}", fix="try again")
+        raise RunFailed(what=f"pip cannot install {wheel}: {toolchain.last_line(done.stderr)}", fix="try again")
 
 
-def _see_it_load(framework: str, mpi: Mpi) -> None:
+def _see_it_load(framework: str, mpi: toolchain.Mpi) -> None:
     done = subprocess.run(python.code(_SMOKE_TEST.format(framework)), capture_output=True, text=True)
     if done.returncode != 0:
         raise RunFailed(
-            what=f"horovod.{framework} does not load: {last_line(done.stderr)}",
+            what=f"horovod.{framework} does not load: {toolchain.last_line(done.stderr)}",
             fix=f"build it again with --force, with {mpi.name} loaded as it will be in jobs",
         )
 

@@ -9,16 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.run.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    Event,
-    Hang,
-    Recovered,
-    RunFinished,
-    RunStarted,
-    Straggler,
-)
+from hpctrain.run import events
 from hpctrain.run.history import RunHistory, Series
 from hpctrain.run.run_status import ORDERLY
 
@@ -42,7 +33,7 @@ class Span:
 
 def summarize(data: RunHistory) -> dict[str, Any]:
     """Everything ``report --json`` prints; None for what the run folder does not say."""
-    started, finished = data.last(RunStarted), data.last(RunFinished)
+    started, finished = data.last(events.RunStarted), data.last(events.RunFinished)
     spans = make_spans(data)
     told = started.to_json() if started else {}
     run = data.run
@@ -67,9 +58,9 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "seconds": sum(span.end - span.begin for span in spans) or (finished.seconds if finished else None),
         "attempts": [vars(span) for span in spans],
         "checkpoints": checkpoints(data),
-        "recoveries": [without_name(event) for event in data.all(Recovered)],
-        "stragglers": [without_name(event) for event in data.all(Straggler)],
-        "hangs": [without_name(event) for event in data.all(Hang)],
+        "recoveries": [without_name(event) for event in data.all(events.Recovered)],
+        "stragglers": [without_name(event) for event in data.all(events.Straggler)],
+        "hangs": [without_name(event) for event in data.all(events.Hang)],
         "events": data.counts,
     }
 
@@ -91,7 +82,7 @@ def make_spans(data: RunHistory) -> list[Span]:
     """Attempts from run.json, else from the events."""
     attempts = data.run.attempts
     if not attempts:
-        return [_span_of_events(data, started) for started in data.all(RunStarted)]
+        return [_span_of_events(data, started) for started in data.all(events.RunStarted)]
     spans = []
     for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
         verdict = attempt.verdict
@@ -112,9 +103,9 @@ def make_spans(data: RunHistory) -> list[Span]:
     return spans
 
 
-def _span_of_events(data: RunHistory, started: RunStarted) -> Span:
+def _span_of_events(data: RunHistory, started: events.RunStarted) -> Span:
     number = started.attempt
-    finished = next((event for event in reversed(data.all(RunFinished)) if event.attempt == number), None)
+    finished = next((event for event in reversed(data.all(events.RunFinished)) if event.attempt == number), None)
     if finished is None:
         return Span(number, started.time, last_time(data), started.step, last_step(data), "unknown", orderly=False)
     return Span(number, started.time, finished.time, started.step, finished.step, str(finished.reason), orderly=True)
@@ -129,7 +120,7 @@ def phase_share(data: RunHistory) -> dict[str, float] | None:
 
 def rank_hours(data: RunHistory, spans: list[Span]) -> float | None:
     """Ranks times hours, over all attempts."""
-    ranks = {event.attempt: event.ranks for event in data.all(RunStarted)}
+    ranks = {event.attempt: event.ranks for event in data.all(events.RunStarted)}
     ranks |= {attempt.number: attempt.ranks for attempt in data.run.attempts if attempt.ranks}
     if not spans or any(not ranks.get(span.number) for span in spans):
         return None
@@ -138,7 +129,7 @@ def rank_hours(data: RunHistory, spans: list[Span]) -> float | None:
 
 def checkpoints(data: RunHistory) -> dict[str, Any]:
     """How many, how large, what they cost."""
-    saved = data.all(CheckpointSaved)
+    saved = data.all(events.CheckpointSaved)
 
     def middle(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -146,8 +137,8 @@ def checkpoints(data: RunHistory) -> dict[str, Any]:
 
     size, write = middle(event.bytes for event in saved), middle(event.write_s for event in saved)
     return {
-        "saved": data.counts.get(CheckpointSaved.NAME, 0),
-        "failed": data.counts.get(CheckpointFailed.NAME, 0),
+        "saved": data.counts.get(events.CheckpointSaved.NAME, 0),
+        "failed": data.counts.get(events.CheckpointFailed.NAME, 0),
         "bytes_median": size,
         "stall_s_median": middle(event.stall_s for event in saved),
         "write_s_median": write,
@@ -173,6 +164,6 @@ def median(series: Series | None) -> float | None:
     return float(np.median(series.value)) if series is not None and len(series.value) else None
 
 
-def without_name(event: Event) -> dict[str, Any]:
+def without_name(event: events.Event) -> dict[str, Any]:
     """An event's fields except its name."""
     return {key: value for key, value in event.to_json().items() if key != "event"}

@@ -7,26 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hpctrain.run.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    CheckpointStored,
-    Eval,
-    Event,
-    Hang,
-    Recovered,
-    Repeated,
-    Resumed,
-    RunStarted,
-    StopRequested,
-    StoreAway,
-    Straggler,
-    TakeOver,
-    Train,
-)
+from hpctrain.run import events
 from hpctrain.run.time_account import Sums
 
-Kind = TypeVar("Kind", bound=Event)
+Kind = TypeVar("Kind", bound=events.Event)
 
 RATE_INTERVALS = 16
 """Newest intervals that the rate is the mean of."""
@@ -93,12 +77,12 @@ class Progress:
         """Of the newest event, Unix seconds."""
         self.curves: dict[str, ProgressCurve] = {}
         """loss, lr, and validation metrics as ``validation NAME``."""
-        self.findings: dict[tuple[object, ...], Straggler] = {}
+        self.findings: dict[tuple[object, ...], events.Straggler] = {}
         """What the monitor has confirmed in this attempt and not taken back."""
         self.warnings: deque[Warned] = deque(maxlen=WARNINGS)
         self.sums = Sums()
         """Recoveries, and where the time went."""
-        self._newest: dict[type[Event], Event] = {}
+        self._newest: dict[type[events.Event], events.Event] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_INTERVALS + 1)
 
     def newest(self, kind: type[Kind]) -> Kind | None:
@@ -106,24 +90,24 @@ class Progress:
         found = self._newest.get(kind)
         return found if isinstance(found, kind) else None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: events.Event) -> None:
         """Takes one event."""
         self.num_events += 1
         self.last_time = max(self.last_time or event.time, event.time)
         self.sums.add(event)
-        if isinstance(event, TakeOver):
+        if isinstance(event, events.TakeOver):
             self._take_over(event)
-        if isinstance(event, Repeated) and event.attempt < self.attempt and event.step > self.first_step:
+        if isinstance(event, events.Repeated) and event.attempt < self.attempt and event.step > self.first_step:
             return
         self._newest[type(event)] = event
-        if isinstance(event, Train):
+        if isinstance(event, events.Train):
             self._marks.append((event.time, event.step))
             self._point("loss", event.step, event.loss)
             self._point("lr", event.step, event.lr)
-        elif isinstance(event, Eval):
+        elif isinstance(event, events.Eval):
             for key, value in event.metrics.items():
                 self._point(f"validation {key}", event.step, value)
-        elif isinstance(event, Straggler):
+        elif isinstance(event, events.Straggler):
             self._find(event)
         elif (sentence := warning(event)) is not None:
             self.warnings.append(Warned(event.time, event.attempt, event.step, sentence))
@@ -131,14 +115,18 @@ class Progress:
     @property
     def step(self) -> int | None:
         """Updates done, as far as is known."""
-        told = [self.newest(Train), self.newest(Resumed), self.newest(RunStarted)]
+        told = [self.newest(events.Train), self.newest(events.Resumed), self.newest(events.RunStarted)]
         steps = [event.step for event in told if event is not None]
         return max([*steps, *([self.first_step] if self.attempt else [])], default=None)
 
     @property
     def total_steps(self) -> int | None:
         """Updates of the whole run."""
-        told = [event.total_steps for event in (self.newest(Train), self.newest(RunStarted)) if event is not None]
+        told = [
+            event.total_steps
+            for event in (self.newest(events.Train), self.newest(events.RunStarted))
+            if event is not None
+        ]
         return next((steps for steps in told if steps), None)
 
     @property
@@ -147,7 +135,7 @@ class Progress:
         if len(self._marks) > 1:
             (begin, first), (end, last) = self._marks[0], self._marks[-1]
             return (last - first) / (end - begin) if end > begin and last > first else None
-        if (train := self.newest(Train)) is None or not train.steps:
+        if (train := self.newest(events.Train)) is None or not train.steps:
             return None
         seconds = sum(filter(None, train.seconds.values()))
         return train.steps / seconds if seconds > 0 else None
@@ -162,7 +150,7 @@ class Progress:
     @property
     def failing_saves(self) -> str | None:
         """That checkpoints fail again and again, as a sentence, as long as none has been saved since."""
-        failed, saved = self.newest(CheckpointFailed), self.newest(CheckpointSaved)
+        failed, saved = self.newest(events.CheckpointFailed), self.newest(events.CheckpointSaved)
         if not failed or failed.attempt < self.attempt or (saved and saved.time > failed.time):
             return None
         newest = f"the newest is from step {saved.step}" if saved else "there is none"
@@ -171,20 +159,20 @@ class Progress:
     @property
     def store_away(self) -> str | None:
         """That checkpoints do not reach the object store, as a sentence, as long as none has since."""
-        away, stored = self.newest(StoreAway), self.newest(CheckpointStored)
+        away, stored = self.newest(events.StoreAway), self.newest(events.CheckpointStored)
         if not away or away.attempt < self.attempt or (stored and stored.time > away.time):
             return None
         newest = f"the newest there is from step {stored.step}" if stored else "none has been sent"
         return f"checkpoints do not reach {away.path}; {newest}: {away.error}"
 
     @property
-    def hang(self) -> Hang | None:
+    def hang(self) -> events.Hang | None:
         """The hang that this attempt has not got out of."""
-        hang, train = self.newest(Hang), self.newest(Train)
+        hang, train = self.newest(events.Hang), self.newest(events.Train)
         moved = train is not None and hang is not None and train.time >= hang.time
         return hang if hang and hang.attempt >= self.attempt and not moved else None
 
-    def _take_over(self, event: RunStarted | Resumed) -> None:
+    def _take_over(self, event: events.RunStarted | events.Resumed) -> None:
         """An attempt begins: what earlier ones did beyond its first step does not count."""
         attempt, step = event.attempt, event.step
         if attempt < self.attempt:
@@ -195,7 +183,7 @@ class Progress:
         self.attempt, self.first_step = attempt, step
         for curve in self.curves.values():
             curve.cut(step)
-        for kind in (Train, Eval, Resumed):
+        for kind in (events.Train, events.Eval, events.Resumed):
             if kind in self._newest and self._newest[kind].step > step:
                 del self._newest[kind]
 
@@ -203,7 +191,7 @@ class Progress:
         if value is not None:
             self.curves.setdefault(name, ProgressCurve()).add(step, value)
 
-    def _find(self, event: Straggler) -> None:
+    def _find(self, event: events.Straggler) -> None:
         if event.attempt < self.attempt:
             return
         key = (event.kind, *event.ranks) if event.kind in NAMING else (event.kind,)
@@ -212,23 +200,23 @@ class Progress:
             self.findings[key] = event
 
 
-def warning(event: Event) -> str | None:
+def warning(event: events.Event) -> str | None:
     """A sentence on what a person should know of; None for events that go well."""
-    if isinstance(event, CheckpointFailed):
+    if isinstance(event, events.CheckpointFailed):
         again = f" ({in_a_row(event)})" if (event.failures or 1) > 1 else ""
         return f"the checkpoint could not be written{again}: {event.error}"
-    if isinstance(event, StoreAway):
+    if isinstance(event, events.StoreAway):
         return f"checkpoints do not reach {event.path}: {event.error}"
-    if isinstance(event, (Hang, Recovered)):
+    if isinstance(event, (events.Hang, events.Recovered)):
         return event.text
-    if isinstance(event, StopRequested):
+    if isinstance(event, events.StopRequested):
         return f"asked to stop by {event.by}"
-    if isinstance(event, Resumed) and event.rejected:
+    if isinstance(event, events.Resumed) and event.rejected:
         return f"the checkpoint of step {event.rejected[0].step} was not used: {event.rejected[0].reason}"
     return None
 
 
-def in_a_row(failed: CheckpointFailed) -> str:
+def in_a_row(failed: events.CheckpointFailed) -> str:
     """How many checkpoints have failed since one was saved."""
     count = failed.failures or 1
     return "1 checkpoint" if count == 1 else f"{count} checkpoints in a row"

@@ -10,19 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.layout import (
-    ITEM_TYPES,
-    MAX_BYTES,
-    MAX_DIMENSIONS,
-    DamagedCheckpoint,
-    StoredPiece,
-    TensorPiece,
-    TensorSpec,
-    rows_of,
-    whole,
-)
 from hpctrain.checkpoint.format.shard_reading import Checks, RecentBlocks, read_part
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 from hpctrain.checkpoint.patience import patiently
@@ -63,7 +53,7 @@ def encode(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     source = as_saved(arrays)
-    tensors = [TensorSpec(name, source.shape_of(name), dtypes[name]) for name in source]
+    tensors = [layout.TensorSpec(name, source.shape_of(name), dtypes[name]) for name in source]
     for tensor in tensors:
         end = position + tensor.num_bytes
         header[tensor.name] = {
@@ -80,10 +70,10 @@ def encode(
             yield source.part(tensor.name, piece.box.begin, piece.box.shape).tobytes()
 
 
-def blocks_of_rows(tensor: TensorSpec) -> Iterator[TensorPiece]:
+def blocks_of_rows(tensor: layout.TensorSpec) -> Iterator[layout.TensorPiece]:
     """A tensor in parts of some MB, or of one row."""
     for first, count in runs_of_rows(tensor.shape or (1,), tensor.row_bytes, BLOCK_BYTES):
-        yield rows_of(tensor, first, count)
+        yield layout.rows_of(tensor, first, count)
 
 
 def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
@@ -97,7 +87,7 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
         size = os.fstat(descriptor).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise DamagedCheckpoint(f"{path} is not a safetensors file", "give a .safetensors file")
+            raise layout.DamagedCheckpoint(f"{path} is not a safetensors file", "give a .safetensors file")
         header = Reader(parse_json(file.read(length), str(path)), str(path))
     first, pieces = 8 + length, {}
     for name in header.value:
@@ -107,12 +97,14 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
         code = entry.get("dtype", str, "a string")
         if code not in CODES:
             entry.fail(f"unknown type {code[:50]!r}")
-        shape = tuple(entry.in_range(axis, 0, MAX_BYTES, "a length") for axis in entry.get("shape", list, "a list"))
+        shape = tuple(
+            entry.in_range(axis, 0, layout.MAX_BYTES, "a length") for axis in entry.get("shape", list, "a list")
+        )
         ends = [entry.in_range(at, 0, size - first, "an offset") for at in entry.get("data_offsets", list, "a list")]
-        tensor = TensorSpec(name, shape, CODES[code])
-        if len(shape) > MAX_DIMENSIONS or len(ends) != 2 or ends[1] - ends[0] != tensor.num_bytes:
+        tensor = layout.TensorSpec(name, shape, CODES[code])
+        if len(shape) > layout.MAX_DIMENSIONS or len(ends) != 2 or ends[1] - ends[0] != tensor.num_bytes:
             entry.fail("shape and data_offsets do not agree")
-        pieces[name] = StoredPiece(whole(tensor), first + ends[0], BLOCK_BYTES, None)
+        pieces[name] = layout.StoredPiece(layout.whole(tensor), first + ends[0], BLOCK_BYTES, None)
     arrays = FileArrays(path, pieces)
     return arrays, {name: stored.piece.tensor.dtype for name, stored in pieces.items()}
 
@@ -120,7 +112,7 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
 class FileArrays(SavedArrays):
     """Arrays in a file, which is opened on demand."""
 
-    def __init__(self, path: Path, pieces: Mapping[str, StoredPiece]) -> None:
+    def __init__(self, path: Path, pieces: Mapping[str, layout.StoredPiece]) -> None:
         self.path = path
         self.pieces = pieces
         self.recent = RecentBlocks()
@@ -142,7 +134,7 @@ class FileArrays(SavedArrays):
         return self.pieces[name].piece.tensor.shape
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        return ITEM_TYPES[self.pieces[name].piece.tensor.dtype]
+        return layout.ITEM_TYPES[self.pieces[name].piece.tensor.dtype]
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
         require_inside(name, begin, shape, self.shape_of(name))

@@ -16,22 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format import shard_index
+from hpctrain.checkpoint.format import layout, shard_index
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
 from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.layout import (
-    FORMAT,
-    MANIFEST_FILE,
-    MAX_BYTES,
-    VERSION,
-    DamagedCheckpoint,
-    Manifest,
-    Shard,
-    StoredPiece,
-    TensorSpec,
-    rows_of,
-    shard_file,
-)
 from hpctrain.checkpoint.format.shard_index import are_counts, require_room, tensor_of
 from hpctrain.checkpoint.format.strict_json import Reader, is_crc32, parse_json, to_json
 from hpctrain.errors import UserError
@@ -42,7 +29,7 @@ FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re.DO
 
 def encode(step: int, ranks: int, meta: Mapping[str, Any], shard_texts: Iterable[bytes]) -> bytes:
     """The file's bytes. Raises UserError if ``meta`` is not plain JSON."""
-    head = to_json({"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "meta": meta})
+    head = to_json({"format": layout.FORMAT, "version": layout.VERSION, "step": step, "ranks": ranks, "meta": meta})
     body = b'%s,"shards":[%s]}' % (head[:-1], b",\n".join(shard_texts))
     return b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
@@ -54,7 +41,7 @@ def with_shards(data: bytes, where: str, shard_texts: Iterable[bytes]) -> bytes:
     return encode(step, ranks, reader.get("meta", dict, "an object"), shard_texts)
 
 
-def read(folder: Path, step: int) -> Manifest:
+def read(folder: Path, step: int) -> layout.Manifest:
     """The manifest of a step's checkpoint in a folder.
 
     Raises:
@@ -64,9 +51,9 @@ def read(folder: Path, step: int) -> Manifest:
     return read_with_bytes(folder, step)[1]
 
 
-def read_with_bytes(folder: Path, step: int) -> tuple[bytes, Manifest]:
+def read_with_bytes(folder: Path, step: int) -> tuple[bytes, layout.Manifest]:
     """The file's bytes, and the manifest in them. Raises as ``read`` does."""
-    path = folder / MANIFEST_FILE
+    path = folder / layout.MANIFEST_FILE
     data = read_bytes(path)
     return data, parse_of_step(data, path, step)
 
@@ -76,19 +63,19 @@ def read_bytes(path: Path) -> bytes:
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > MAX_MANIFEST_BYTES:
-            raise DamagedCheckpoint(f"{path} has {size} bytes, more than a manifest can have")
+            raise layout.DamagedCheckpoint(f"{path} has {size} bytes, more than a manifest can have")
         return b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
 
 
-def parse_of_step(data: bytes, path: Path, step: int) -> Manifest:
+def parse_of_step(data: bytes, path: Path, step: int) -> layout.Manifest:
     """The manifest in a file's bytes. Raises DamagedCheckpoint also if it is another step's."""
     manifest = parse(data, str(path))
     if manifest.step != step:
-        raise DamagedCheckpoint(f"{path} is from step {manifest.step}: it belongs to another checkpoint")
+        raise layout.DamagedCheckpoint(f"{path} is from step {manifest.step}: it belongs to another checkpoint")
     return manifest
 
 
-def parse(data: bytes, where: str) -> Manifest:
+def parse(data: bytes, where: str) -> layout.Manifest:
     """The manifest in a file's bytes, after its own checksum. Raises DamagedCheckpoint on anything unexpected."""
     body = body_of(data, where)
     with no_garbage_collection():
@@ -99,9 +86,9 @@ def body_of(data: bytes, where: str) -> bytes:
     """The inner object, after its checksum. Raises DamagedCheckpoint."""
     frame = FRAME.fullmatch(data)
     if frame is None:
-        raise DamagedCheckpoint(f"{where} is not a manifest: it was cut short or overwritten")
+        raise layout.DamagedCheckpoint(f"{where} is not a manifest: it was cut short or overwritten")
     if hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
-        raise DamagedCheckpoint(f"{where} is damaged: its checksum does not match")
+        raise layout.DamagedCheckpoint(f"{where} is damaged: its checksum does not match")
     return frame[2]
 
 
@@ -117,17 +104,17 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def manifest_from_json(value: Any, where: str) -> Manifest:
+def manifest_from_json(value: Any, where: str) -> layout.Manifest:
     """Checks the document and all its parts against each other."""
     reader = Reader(value, where)
-    if reader.get("format", str, "a string") != FORMAT:
+    if reader.get("format", str, "a string") != layout.FORMAT:
         reader.fail("it is not from an hpctrain checkpoint")
     version = reader.integer("version", 1, 2**31)
-    if version > VERSION:
+    if version > layout.VERSION:
         raise UserError(
-            f"{where} has format version {version}; this program reads {VERSION}", "install a newer hpctrain"
+            f"{where} has format version {version}; this program reads {layout.VERSION}", "install a newer hpctrain"
         )
-    manifest = Manifest(
+    manifest = layout.Manifest(
         step=reader.integer("step", 0, 10**18 - 1),
         ranks=reader.integer("ranks", 1, 10**9),
         shards=reader.list_of("shards", shard_from_json if version == 1 else shard_index.parse),
@@ -139,14 +126,14 @@ def manifest_from_json(value: Any, where: str) -> Manifest:
     return manifest
 
 
-def coverage_problem(manifest: Manifest) -> str | None:
+def coverage_problem(manifest: layout.Manifest) -> str | None:
     """Why the shards do not make up every tensor exactly once, or None."""
     if not manifest.shards:
         return "it lists no shard"
     for index, shard in enumerate(manifest.shards):
-        if shard.file != shard_file(index, len(manifest.shards)):
+        if shard.file != layout.shard_file(index, len(manifest.shards)):
             return f"shard {index} of {len(manifest.shards)} is called {shard.file[:100]!r}"
-    specs: dict[tuple[str, int | None], TensorSpec] = {}
+    specs: dict[tuple[str, int | None], layout.TensorSpec] = {}
     boxes: dict[tuple[str, int | None], list[Box]] = {}
     for shard in manifest.shards:
         for stored in shard.pieces:
@@ -163,11 +150,11 @@ def coverage_problem(manifest: Manifest) -> str | None:
     return next((f"{key[0]}: {problem}" for key, problem in problems if problem), None)
 
 
-def shard_from_json(value: Any, where: str) -> Shard:
+def shard_from_json(value: Any, where: str) -> layout.Shard:
     """A shard's entry; its checksum is that of the whole file."""
     reader = Reader(value, where)
-    num_bytes = reader.integer("bytes", 1, MAX_BYTES)
-    shard = Shard(
+    num_bytes = reader.integer("bytes", 1, layout.MAX_BYTES)
+    shard = layout.Shard(
         file=reader.get("file", str, "a string"),
         num_bytes=num_bytes,
         hdf5_bytes=num_bytes,
@@ -178,14 +165,14 @@ def shard_from_json(value: Any, where: str) -> Shard:
     return shard
 
 
-def piece_from_json(value: Any, where: str) -> StoredPiece:
+def piece_from_json(value: Any, where: str) -> layout.StoredPiece:
     """A tensor's entry in a shard; all its bytes are one block."""
     tensor = tensor_of(value, where)
     rows, crc32 = value.get("rows"), value.get("crc32")
     if not are_counts(rows) or len(rows) != 2 or not rows[0] <= rows[1] <= tensor.rows:
-        raise DamagedCheckpoint(f"{where}: {tensor.name} has the rows {str(rows)[:100]}")
+        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the rows {str(rows)[:100]}")
     if not is_crc32(crc32):
-        raise DamagedCheckpoint(f"{where}: {tensor.name} has the checksum {str(crc32)[:50]}")
-    piece = rows_of(tensor, rows[0], rows[1] - rows[0])
+        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the checksum {str(crc32)[:50]}")
+    piece = layout.rows_of(tensor, rows[0], rows[1] - rows[0])
     size = piece.num_bytes
-    return StoredPiece(piece, value["offset"], max(1, size), (int(crc32, 16),) if size else ())
+    return layout.StoredPiece(piece, value["offset"], max(1, size), (int(crc32, 16),) if size else ())

@@ -19,19 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.files import read_at
-from hpctrain.checkpoint.format.layout import (
-    ITEM_TYPES,
-    MAX_BYTES,
-    MAX_DIMENSIONS,
-    DamagedCheckpoint,
-    Shard,
-    StoredPiece,
-    TensorPiece,
-    TensorSpec,
-    name_problem,
-)
 from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json
 from hpctrain.train.saved_arrays import lies_in
 
@@ -43,7 +33,7 @@ MOST_INDEX_BYTES = 1 << 30
 FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "index": (.*)\}\n([0-9]{15})\n', re.DOTALL)
 
 
-def piece_text(piece: TensorPiece, offset: int) -> str:
+def piece_text(piece: layout.TensorPiece, offset: int) -> str:
     """A piece's entry up to the value of its checksums, which are all that changes from save to save."""
     tensor = piece.tensor
     entry = {
@@ -83,7 +73,7 @@ def shard_text(
     return text(hdf5_bytes + len(framed(text(0), hdf5_bytes)))
 
 
-def text_of(shard: Shard) -> bytes:
+def text_of(shard: layout.Shard) -> bytes:
     """The index of a shard as it is written: made in less time than one is parsed."""
     texts = [piece_text(stored.piece, stored.offset) for stored in shard.pieces]
     sums = ["".join([f"{crc:08x}" for crc in stored.crc32 or ()]) for stored in shard.pieces]
@@ -116,22 +106,24 @@ def read_text(descriptor: int, path: Path) -> bytes:
         read_at(descriptor, memoryview(data), begin)
         text = unframed(bytes(data), begin)
     if text is None:
-        raise DamagedCheckpoint(f"{path} does not end in an index of what it holds: it was cut short or overwritten")
+        raise layout.DamagedCheckpoint(
+            f"{path} does not end in an index of what it holds: it was cut short or overwritten"
+        )
     return text
 
 
-def parse(value: Any, where: str) -> Shard:
+def parse(value: Any, where: str) -> layout.Shard:
     """The shard that an index describes, its pieces within the file and apart from each other.
 
     Raises:
         DamagedCheckpoint: anything is not as it must be.
     """
     reader = Reader(value, where)
-    num_bytes = reader.integer("bytes", 1, MAX_BYTES)
+    num_bytes = reader.integer("bytes", 1, layout.MAX_BYTES)
     block_bytes = reader.integer("block_bytes", LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES)
     if block_bytes % LEAST_BLOCK_BYTES:
         reader.fail(f"blocks of {block_bytes} bytes")
-    shard = Shard(
+    shard = layout.Shard(
         file=reader.get("file", str, "a string"),
         num_bytes=num_bytes,
         hdf5_bytes=reader.integer("hdf5_bytes", 1, num_bytes - 1),
@@ -142,49 +134,53 @@ def parse(value: Any, where: str) -> Shard:
     return shard
 
 
-def parse_text(text: bytes, where: str) -> Shard:
+def parse_text(text: bytes, where: str) -> layout.Shard:
     """The shard that an index's JSON describes. Raises as ``parse``."""
     return parse(parse_json(text, where), where)
 
 
-def require_same(data: bytes, shard: Shard, path: Path) -> None:
+def require_same(data: bytes, shard: layout.Shard, path: Path) -> None:
     """Raises DamagedCheckpoint unless a shard's last bytes are an index that says what the manifest does."""
     text = unframed(data, shard.hdf5_bytes)
     if text is None:
-        raise DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
+        raise layout.DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
     if text != text_of(shard) and parse_text(text, str(path)) != shard:
-        raise DamagedCheckpoint(f"{path} has an index that differs from the manifest")
+        raise layout.DamagedCheckpoint(f"{path} has an index that differs from the manifest")
 
 
-def piece_from_json(value: Any, where: str, block_bytes: int) -> StoredPiece:
+def piece_from_json(value: Any, where: str, block_bytes: int) -> layout.StoredPiece:
     """A tensor's entry in a shard. Written for speed: there may be many thousands."""
     tensor = tensor_of(value, where)
     begin, count, sums = value.get("begin"), value.get("count"), value.get("crc32")
     if not are_counts(begin) or not are_counts(count):
-        raise DamagedCheckpoint(f"{where}: {tensor.name} is said to lie at {str(begin)[:100]}, {str(count)[:100]}")
+        raise layout.DamagedCheckpoint(
+            f"{where}: {tensor.name} is said to lie at {str(begin)[:100]}, {str(count)[:100]}"
+        )
     dataset = value.get("dataset", tensor.name)
-    if type(dataset) is not str or name_problem(dataset):
-        raise DamagedCheckpoint(f"{where}: {str(dataset)[:100]!r} is not a name")
-    piece = TensorPiece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == tensor.name else dataset)
+    if type(dataset) is not str or layout.name_problem(dataset):
+        raise layout.DamagedCheckpoint(f"{where}: {str(dataset)[:100]!r} is not a name")
+    piece = layout.TensorPiece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == tensor.name else dataset)
     if not lies_in(begin, count, tensor.shape):
-        raise DamagedCheckpoint(f"{where}: {tensor.name} is said to lie at {begin}, {count} of {list(tensor.shape)}")
+        raise layout.DamagedCheckpoint(
+            f"{where}: {tensor.name} is said to lie at {begin}, {count} of {list(tensor.shape)}"
+        )
     if not is_hex(sums, 8 * -(-piece.num_bytes // block_bytes)):
-        raise DamagedCheckpoint(f"{where}: {tensor.name} has the checksums {str(sums)[:50]}")
+        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the checksums {str(sums)[:50]}")
     crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))
-    return StoredPiece(piece, value["offset"], block_bytes, crc32)
+    return layout.StoredPiece(piece, value["offset"], block_bytes, crc32)
 
 
 KEYS = ("name", "dtype", "shape", "rank", "offset")
 
 
-def tensor_of(value: Any, where: str) -> TensorSpec:
+def tensor_of(value: Any, where: str) -> layout.TensorSpec:
     """The tensor of an entry. Written for speed: there may be many thousands."""
     problem = tensor_problem(value)
     if problem:
-        raise DamagedCheckpoint(f"{where}: {problem}")
-    tensor = TensorSpec(value["name"], tuple(value["shape"]), value["dtype"], value["rank"])
-    if tensor.largest_bytes > MAX_BYTES:
-        raise DamagedCheckpoint(f"{where}: {tensor.name} cannot have the shape {tensor.shape}")
+        raise layout.DamagedCheckpoint(f"{where}: {problem}")
+    tensor = layout.TensorSpec(value["name"], tuple(value["shape"]), value["dtype"], value["rank"])
+    if tensor.largest_bytes > layout.MAX_BYTES:
+        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} cannot have the shape {tensor.shape}")
     return tensor
 
 
@@ -193,11 +189,11 @@ def tensor_problem(value: Any) -> str | None:
     if type(value) is not dict:
         return "it is not an object"
     name, dtype, shape, rank, offset = map(value.get, KEYS)
-    if type(name) is not str or name_problem(name):
+    if type(name) is not str or layout.name_problem(name):
         return f"{str(name)[:100]!r} is not a name"
-    if type(dtype) is not str or dtype not in ITEM_TYPES:
+    if type(dtype) is not str or dtype not in layout.ITEM_TYPES:
         return f"{name} has the unknown type {str(dtype)[:50]}"
-    if not are_counts(shape) or len(value["shape"]) > MAX_DIMENSIONS:
+    if not are_counts(shape) or len(value["shape"]) > layout.MAX_DIMENSIONS:
         return f"{name} has the shape {str(shape)[:100]}"
     if "rank" not in value or not (rank is None or is_count(rank)):
         return f"{name} belongs to rank {str(rank)[:50]}"
@@ -206,7 +202,7 @@ def tensor_problem(value: Any) -> str | None:
 
 def is_count(value: Any) -> bool:
     """Whether a value is a whole number within reason."""
-    return type(value) is int and 0 <= value <= MAX_BYTES
+    return type(value) is int and 0 <= value <= layout.MAX_BYTES
 
 
 def are_counts(value: Any) -> bool:
@@ -214,7 +210,7 @@ def are_counts(value: Any) -> bool:
     return type(value) is list and all(map(is_count, value))
 
 
-def require_room(shard: Shard, reader: Reader) -> None:
+def require_room(shard: layout.Shard, reader: Reader) -> None:
     """Raises DamagedCheckpoint unless the pieces lie within the file and apart from each other."""
     position = 0
     for stored in sorted(shard.pieces, key=lambda stored: stored.offset):

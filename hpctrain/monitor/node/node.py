@@ -14,25 +14,10 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from hpctrain.monitor import shared
 from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
-from hpctrain.monitor.shared import (
-    DUMP_FILE,
-    DUMP_SIGNAL,
-    FINISHED,
-    FIRST_STEP,
-    JOINING,
-    LAYERS,
-    MARKED_AT,
-    MARKED_PHASE,
-    PID,
-    STARTED,
-    STATE,
-    STEPS,
-    WAITS_FOR,
-    SlotReader,
-)
 from hpctrain.monitor.window import Window, condense
 from hpctrain.monitor.wire.framing import Message
 from hpctrain.system import processes
@@ -66,7 +51,7 @@ class Node:
         reader: their memory.
     """
 
-    def __init__(self, plan: NodePlan, reader: SlotReader) -> None:
+    def __init__(self, plan: NodePlan, reader: shared.SlotReader) -> None:
         self.plan = plan
         self.reader = reader
         self.ranks = np.array(plan.ranks, dtype=np.int64)
@@ -85,8 +70,8 @@ class Node:
         """Descriptors of ranks that have joined since the last call; select them to hear of a death at once."""
         fresh = []
         for head in self.reader.heads():
-            pid = int(head[PID])
-            if head[STATE] != JOINING and pid not in self.lives:
+            pid = int(head[shared.PID])
+            if head[shared.STATE] != shared.JOINING and pid not in self.lives:
                 self.lives[pid] = -1
                 with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3; Pythons built for it: conda's
                     self.lives[pid] = os.pidfd_open(pid)
@@ -118,7 +103,7 @@ class Node:
     def windows(self, heads: NDArray[np.float64]) -> list[Message]:
         """Windows that all ranks of the node have completed."""
         steps, found = self.plan.window_steps, []
-        while (self.next_window + 1) * steps <= heads[:, STEPS].min():
+        while (self.next_window + 1) * steps <= heads[:, shared.STEPS].min():
             index = self.next_window
             self.next_window += 1
             rows = self.reader.totals(index * steps - 2, steps + 2)
@@ -132,31 +117,38 @@ class Node:
         """Where each rank stands."""
         beats = [
             [
-                *(int(rank), int(head[STEPS]), int(head[MARKED_PHASE]), round(now - head[MARKED_AT], 3)),
-                *(self.state(head), int(head[WAITS_FOR])),
+                *(
+                    int(rank),
+                    int(head[shared.STEPS]),
+                    int(head[shared.MARKED_PHASE]),
+                    round(now - head[shared.MARKED_AT], 3),
+                ),
+                *(self.state(head), int(head[shared.WAITS_FOR])),
             ]
             for rank, head in zip(self.ranks, heads, strict=True)
-            if head[STATE] != JOINING
+            if head[shared.STATE] != shared.JOINING
         ]
         told = {
             "node": self.plan.node,
             "beats": beats,
             "dropped": self.dropped,
-            "first_step": int(heads[:, FIRST_STEP].max()),
-            "layers": [[rank, int(count)] for rank, count in zip(self.plan.ranks, heads[:, LAYERS], strict=True)],
+            "first_step": int(heads[:, shared.FIRST_STEP].max()),
+            "layers": [
+                [rank, int(count)] for rank, count in zip(self.plan.ranks, heads[:, shared.LAYERS], strict=True)
+            ],
         }
         return Message("beat", told)
 
     def state(self, head: NDArray[np.float64]) -> str:
         """ended, gone, stopped, the kernel's letter, or a question mark if it cannot be looked at."""
-        if head[STATE] == FINISHED:
+        if head[shared.STATE] == shared.FINISHED:
             return ENDED
-        letter = processes.look(int(head[PID]), head[STARTED])
+        letter = processes.look(int(head[shared.PID]), head[shared.STARTED])
         return {processes.GONE: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter)
 
     def findings(self, heads: NDArray[np.float64], now: float) -> list[Message]:
         """What the host's counters say since the last reading."""
-        pids = [int(head[PID]) for head in heads if head[STATE] != JOINING]
+        pids = [int(head[shared.PID]) for head in heads if head[shared.STATE] != shared.JOINING]
         try:
             before, self.reading = self.reading, host_counters.read(pids, now)
         except OSError:  # no descriptors: no evidence now
@@ -195,9 +187,11 @@ class Node:
         answers = []
         for rank in command.fields["ranks"]:
             head = heads[self.plan.ranks.index(rank)]
-            pid = int(head[PID])
+            pid = int(head[shared.PID])
             try:
-                text = stacks.dump(pid, int(head[DUMP_SIGNAL]), Path(f"/proc/{pid}/fd/{int(head[DUMP_FILE])}"))
+                text = stacks.dump(
+                    pid, int(head[shared.DUMP_SIGNAL]), Path(f"/proc/{pid}/fd/{int(head[shared.DUMP_FILE])}")
+                )
             except OSError as error:
                 text = f"no stack: {error.strerror}\n"
             answers.append(Message("dumped", {"rank": rank, "text": text}))
@@ -219,11 +213,11 @@ class Node:
         Who notes deaths is spared if a rank has died: while that one's threads end, its death is not noted yet. On
         other nodes it goes first, so that no victim is noted.
         """
-        heads = [head for head in self.reader.heads() if head[STATE] != JOINING]
+        heads = [head for head in self.reader.heads() if head[shared.STATE] != shared.JOINING]
         spared = {os.getpid(), *(family(os.getpid()) if any(self.state(head) == GONE for head in heads) else ())}
         for head in heads:
-            pid = int(head[PID])
-            if processes.look(pid, head[STARTED]) != processes.GONE:
+            pid = int(head[shared.PID])
+            if processes.look(pid, head[shared.STARTED]) != processes.GONE:
                 for member in [*family(pid), pid]:
                     if member not in spared:
                         with contextlib.suppress(OSError):
@@ -231,7 +225,9 @@ class Node:
 
     def all_over(self) -> bool:
         """Every rank of the node has ended."""
-        return all(self.state(head) in (ENDED, GONE) for head in self.reader.heads() if head[STATE] != JOINING)
+        return all(
+            self.state(head) in (ENDED, GONE) for head in self.reader.heads() if head[shared.STATE] != shared.JOINING
+        )
 
 
 def family(pid: int) -> list[int]:

@@ -9,16 +9,6 @@ import socket
 from collections import deque
 
 from hpctrain.monitor.wire import framing
-from hpctrain.monitor.wire.framing import (
-    HELLO_BYTES,
-    LARGEST_FRAME,
-    PROOF_BYTES,
-    Keys,
-    Message,
-    Opener,
-    ProtocolError,
-    Sealer,
-)
 
 QUEUED_MESSAGES = 64
 """Messages that wait for a slow peer; older ones are dropped and counted."""
@@ -56,9 +46,9 @@ class Connection:
         self.dropped = 0
         self.greeting = b""
         """Of the peer, as far as it has come."""
-        self.keys: Keys | None = None
-        self.sealer: Sealer | None = None
-        self.opener: Opener | None = None
+        self.keys: framing.Keys | None = None
+        self.sealer: framing.Sealer | None = None
+        self.opener: framing.Opener | None = None
         """These two exist from the peer's proof on."""
         self.sending = hello
         self.queue: deque[bytes] = deque()
@@ -94,10 +84,10 @@ class Connection:
         """Something waits, perhaps for the peer's proof."""
         return bool(self.sending or self.queue)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: framing.Message) -> None:
         """Queues a message; drops the oldest one if the peer does not keep up."""
         content = message.encode()
-        if len(content) > LARGEST_FRAME:
+        if len(content) > framing.LARGEST_FRAME:
             self.dropped += 1
             return
         if len(self.queue) >= QUEUED_MESSAGES:
@@ -117,7 +107,7 @@ class Connection:
         except OSError as error:
             self.fail(error)
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[framing.Message]:
         """What has arrived. Sets ``ended`` if the peer closed the connection or does not belong to the run."""
         try:
             received = self.stream.recv(self._wanted())
@@ -131,9 +121,9 @@ class Connection:
             return []
         try:
             if self.opener is not None:
-                return [Message.decode(content) for content in self.opener.open(received)]
+                return [framing.Message.decode(content) for content in self.opener.open(received)]
             self._greet(received)
-        except ProtocolError:
+        except framing.ProtocolError:
             self.ended = True
         return []
 
@@ -145,18 +135,20 @@ class Connection:
         """Bytes to take: of a stranger's, the rest of the present part of its greeting."""
         if self.trusted:
             return READ_BYTES
-        return (HELLO_BYTES if self.keys is None else HELLO_BYTES + PROOF_BYTES) - len(self.greeting)
+        return (framing.HELLO_BYTES if self.keys is None else framing.HELLO_BYTES + framing.PROOF_BYTES) - len(
+            self.greeting
+        )
 
     def _greet(self, received: bytes) -> None:
         """Answers a hello with a proof; trusts after the peer's own."""
         self.greeting += received
-        if self.keys is None and len(self.greeting) == HELLO_BYTES:
+        if self.keys is None and len(self.greeting) == framing.HELLO_BYTES:
             self.keys = framing.derive(self.token, self.calls, self.hello, self.greeting)
             self.sending += self.keys.proof
-        elif self.keys is not None and len(self.greeting) == HELLO_BYTES + PROOF_BYTES:
-            if not hmac.compare_digest(self.greeting[HELLO_BYTES:], self.keys.expected):
-                raise ProtocolError("the peer does not hold this run's token")
-            self.sealer, self.opener = Sealer(self.keys.sending), Opener(self.keys.receiving)
+        elif self.keys is not None and len(self.greeting) == framing.HELLO_BYTES + framing.PROOF_BYTES:
+            if not hmac.compare_digest(self.greeting[framing.HELLO_BYTES :], self.keys.expected):
+                raise framing.ProtocolError("the peer does not hold this run's token")
+            self.sealer, self.opener = framing.Sealer(self.keys.sending), framing.Opener(self.keys.receiving)
 
     def close(self) -> None:
         """Ends the connection."""

@@ -21,15 +21,8 @@ from hpctrain.backends.tensorflow.reduce.sparse_sums import (
 )
 from hpctrain.backends.tensorflow.state.tensors import model_tensors
 from hpctrain.backends.tensorflow.steps.passes import Applying, Tensors, Traced, refused_or_dense
+from hpctrain.backends.tensorflow.task import overrides
 from hpctrain.backends.tensorflow.task.holdings import optimizers_in
-from hpctrain.backends.tensorflow.task.overrides import (
-    Apply,
-    evaluates_itself,
-    intercepted,
-    scalars,
-    tested,
-    written_by_own_values,
-)
 from hpctrain.backends.update import NotFinite
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -121,7 +114,7 @@ def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[Update]
         tracing = new_tracing(task)
         tracings.append(tracing)
 
-        def note(optimizer: keras.optimizers.Optimizer, apply: Apply, gradients: Any, variables: Any) -> None:
+        def note(optimizer: keras.optimizers.Optimizer, apply: overrides.Apply, gradients: Any, variables: Any) -> None:
             _, variables = tracing.known(optimizer, gradients, variables)
             if not optimizer.built:
                 with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
@@ -129,9 +122,9 @@ def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[Update]
 
         task.model.reset_metrics()
         fix = f"train_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
-        with blamed("train_step of the model", fix), intercepted(note):
+        with blamed("train_step of the model", fix), overrides.intercepted(note):
             logs = task.model.train_step(task.fit_data(dict(tensors)))
-        scalars(logs, "train_step")
+        overrides.scalars(logs, "train_step")
         if not tracing.updates:
             raise UserError(
                 "train_step of the model applies no gradients by an optimizer",
@@ -150,12 +143,12 @@ def build_by_own_step(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> N
 def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[Update]:
     """What ``train_step`` updates. Raises UserError if it fails on a batch, or ``test_step`` does where it is used."""
     updates = planned(task, specs(batch))
-    if task.validation is not None and evaluates_itself(task.model):
+    if task.validation is not None and overrides.evaluates_itself(task.model):
         fix = f"test_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
 
         def call(tensors: Tensors) -> None:
             with blamed("test_step of the model", fix):
-                tested(task, tensors)
+                overrides.tested(task, tensors)
 
         tf.function(call, autograph=False).get_concrete_function(specs(batch))
     return updates
@@ -271,14 +264,16 @@ class OwnStep:
     def _run(self, batch: Tensors, share: tf.Tensor) -> dict[str, tf.Tensor]:
         tracing = new_tracing(self.task)
 
-        def exchange(optimizer: keras.optimizers.Optimizer, apply: Apply, gradients: Any, variables: Any) -> None:
+        def exchange(
+            optimizer: keras.optimizers.Optimizer, apply: overrides.Apply, gradients: Any, variables: Any
+        ) -> None:
             gradients, variables = tracing.known(optimizer, gradients, variables)
             self.applying.apply(apply, self._summed(tracing, share, optimizer, gradients, variables), variables)
 
         model = self.task.model
         model.reset_metrics()
-        with intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
-            logs = scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
+        with overrides.intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
+            logs = overrides.scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
         self.applying.follow(model.trainable_variables)
         if self.must_agree:
             self._refuse_own_values(tracing, list(batch.values()))
@@ -336,7 +331,7 @@ class OwnStep:
         """Raises UserError if the step writes into weights what it has computed from this rank's samples."""
         weights = [one for one in model_tensors(self.task.model) if one.placement is Placement.REPLICATED]
         slots = [one.value for each in optimizers_in(self.task.optimizer).values() for one in each.variables]
-        variable = written_by_own_values(
+        variable = overrides.written_by_own_values(
             tracing.graph, inputs, [*(one.variable for one in weights), *slots], tracing.summed
         )
         if variable is not None:

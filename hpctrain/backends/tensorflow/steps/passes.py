@@ -14,12 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reduce.sparse_sums import (
-    Gradients,
-    rows_read_alone,
-    rows_updated_alone,
-    updates_rows_alone,
-)
+from hpctrain.backends.tensorflow.reduce import sparse_sums
 from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
 from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, predicts_itself, tested
 from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm
@@ -102,7 +97,7 @@ class Passes:
     def __init__(
         self,
         task: KerasTask,
-        travelling: Gradients,
+        travelling: sparse_sums.Gradients,
         sparse: str,
         compiled: bool,
         averages: Sequence[tf.Variable] = (),
@@ -120,7 +115,7 @@ class Passes:
         self.task = task
         self.variables = task.model.trainable_variables
         self.travelling = travelling
-        by_rows = bool(travelling.rows_of) and updates_rows_alone(task.optimizer)
+        by_rows = bool(travelling.rows_of) and sparse_sums.updates_rows_alone(task.optimizer)
         self.by_rows = travelling.rows_of if by_rows else []
         """Tables that are updated by rows alone."""
         self.sparse = sparse
@@ -183,7 +178,7 @@ class Passes:
     def outputs(self, batch: Tensors, training: bool) -> Any:
         """Of the model, in full precision."""
         self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
-        with rows_read_alone(self.by_rows):
+        with sparse_sums.rows_read_alone(self.by_rows):
             outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
         return None if outputs is None else tf.nest.map_structure(full_precision, outputs)
 
@@ -203,7 +198,7 @@ def loss_of_nothing() -> UserError:
 
 
 def refused_or_dense(
-    travelling: Gradients, variables: Sequence[keras.Variable], gradients: Sequence[Any], sparse: str
+    travelling: sparse_sums.Gradients, variables: Sequence[keras.Variable], gradients: Sequence[Any], sparse: str
 ) -> list[Any]:
     """Gradients as they are exchanged: those of tables as they are, all others dense.
 
@@ -315,7 +310,7 @@ class Update:
 
     optimizer: keras.optimizers.Optimizer
     variables: Sequence[keras.Variable]
-    travelling: Gradients
+    travelling: sparse_sums.Gradients
     applying: Applying
 
     def __post_init__(self) -> None:
@@ -323,8 +318,8 @@ class Update:
         """run(rows, pieces) -> True: with gradients of the global batch; slots are left out."""
 
     def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        gradients = self.travelling.unpack(rows, pieces, updates_rows_alone(self.optimizer))
-        with rows_updated_alone():
+        gradients = self.travelling.unpack(rows, pieces, sparse_sums.updates_rows_alone(self.optimizer))
+        with sparse_sums.rows_updated_alone():
             self.applying.apply(self.optimizer.apply, gradients, self.variables)
         self.applying.follow(self.variables)
         return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # of one that accumulates it is not a variable

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.reduce.allreduce import (
-    HostTensorAllreduce,
-    TensorAllreduce,
-    open_horovod_allreduce,
-    open_tensor_allreduce,
-    unfit,
-)
+from hpctrain.backends.torch.reduce import allreduce
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, densify
 from hpctrain.backends.torch.reduce.sparse_sums import SparseGradients
 from hpctrain.comm.group import Group
@@ -143,7 +137,7 @@ class FlatReducer:
         self,
         name: str,
         flat_gradients: FlatGradients,
-        sum_: TensorAllreduce,
+        sum_: allreduce.TensorAllreduce,
         tables: SparseGradients | None = None,
         residue: Residue | None = None,
         arrive: Callable[[float], None] | None = None,
@@ -307,9 +301,11 @@ def make_reducer(
     )
     residue = residue_of(candidate, layout, config.compress_after_steps)
     if candidate.kind == "horovod":
-        sum_: TensorAllreduce = open_horovod_allreduce(group, layout, dtype, device, candidate.compression == "fp16")
+        sum_: allreduce.TensorAllreduce = allreduce.open_horovod_allreduce(
+            group, layout, dtype, device, candidate.compression == "fp16"
+        )
     else:
-        candidate, sum_ = open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
+        candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
 
     def ready(number: int) -> None:
         end = layout.gradients if reducer.early else layout.length
@@ -317,7 +313,7 @@ def make_reducer(
 
     gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
     tables = SparseGradients(rows_of, group, dtype)
-    arrive = sum_.arrive if isinstance(sum_, HostTensorAllreduce) and not rows_of else None
+    arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not rows_of else None
     reducer = FlatReducer(candidate.name, gradients, sum_, tables, residue, arrive)
     if not own_ids:
         return reducer
@@ -349,7 +345,7 @@ class TorchReducers:
 
         def has_horovod() -> bool:  # asked on all ranks or on none
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
-            return all(there) and unfit(horovod_setup.load("torch"), world.data, device) is None
+            return all(there) and allreduce.unfit(horovod_setup.load("torch"), world.data, device) is None
 
         return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
 
