@@ -21,8 +21,6 @@ from pathlib import Path
 
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.horovod_wheel import build, patch, toolchain
-from hpctrain.horovod_wheel.build import PIP, Build, Say
-from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.system import foreign_text, python
 
 _SMOKE_TEST = "import horovod.{0} as hvd; assert hvd.mpi_built()"
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     toolchain.check_mpi4py(mpi)
     cuda = toolchain.find_cuda() if args.gpu else None
     edits = patch.edits(args.gpu)
-    recipe = WheelRecipe(
+    recipe = patch.WheelRecipe(
         horovod=patch.VERSION,
         patch=patch.digest(edits),
         python=f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         with _locked(room / f"{recipe.key}.lock", say):
             wheel = None if args.force else _cached_wheel((room, folder), recipe)
             if wheel is None:
-                wheel, built = Build(room, recipe, mpi, cuda, args.sdist).run(edits, say), True
+                wheel, built = build.Build(room, recipe, mpi, cuda, args.sdist).run(edits, say), True
                 wheel.chmod(0o644)
         if built and folder != room:
             wheel = _share(wheel, folder, say)
@@ -128,11 +126,11 @@ def _version_of(*names: str) -> str | None:
     return None
 
 
-def _cached_wheel(folders: Sequence[Path], recipe: WheelRecipe) -> Path | None:
+def _cached_wheel(folders: Sequence[Path], recipe: patch.WheelRecipe) -> Path | None:
     return next((wheel for folder in folders for wheel in folder.glob(f"horovod-{recipe.version}-*.whl")), None)
 
 
-def _share(wheel: Path, folder: Path, say: Say) -> Path:
+def _share(wheel: Path, folder: Path, say: build.Say) -> Path:
     try:
         return build.share(wheel, folder)
     except OSError as error:
@@ -141,7 +139,7 @@ def _share(wheel: Path, folder: Path, say: Say) -> Path:
 
 
 def _install(wheel: Path, again: bool) -> None:
-    command = [*PIP, "install", "--quiet", str(wheel)]
+    command = [*build.PIP, "install", "--quiet", str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0 and again:  # the same version from another build: pip would leave the old one
         done = subprocess.run([*command, "--force-reinstall", "--no-deps"], capture_output=True, text=True)
@@ -159,7 +157,7 @@ def _see_it_load(framework: str, mpi: toolchain.Mpi) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, say: Say) -> Iterator[None]:
+def _locked(path: Path, say: build.Say) -> Iterator[None]:
     """Two set-ups at once build one after the other; the kernel frees the lock of a process that died."""
     with path.open("w") as file:
         try:

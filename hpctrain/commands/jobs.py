@@ -24,7 +24,6 @@ from hpctrain.run import logs as run_logs
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import UNKNOWN, Word
-from hpctrain.run.stop_request import StopRequest
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 
@@ -217,7 +216,7 @@ def request_stop(run: RunDir) -> None:
         UserError: the run folder cannot be written.
     """
     try:
-        stop_request.request_stop(run, StopRequest(f"{getpass.getuser()}@{socket.gethostname()}"))
+        stop_request.request_stop(run, stop_request.StopRequest(f"{getpass.getuser()}@{socket.gethostname()}"))
     except RunFailed as error:
         fix = "ask the run's owner, or hpctrain cancel ends its job"
         raise UserError(f"{run.stop_file} cannot be made: {error.what}", fix) from error

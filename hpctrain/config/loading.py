@@ -9,7 +9,6 @@ import json
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -40,7 +39,7 @@ def load(
     """
     values, lines = _read_file(Path(path)) if path is not None else ({}, {})
     in_file = dict(values)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, typing.Any] = {}
     accepted: list[str] = []
     for key, value in _read_words(overrides):
         if key == ACCEPT:
@@ -69,7 +68,7 @@ def load(
     return dataclasses.replace(config, task_args=config.task_args | arguments) if arguments else config
 
 
-def giving_way(in_file: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def giving_way(in_file: Mapping[str, typing.Any], values: Mapping[str, typing.Any]) -> Iterator[tuple[str, str]]:
     """Keys that only the file gives, each with the key of the command line that excludes it."""
     for pair in ONE_OF:
         for key, winner in ((pair.first, pair.second), (pair.second, pair.first)):
@@ -95,7 +94,7 @@ def add_run_file(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def _read_file(path: Path) -> tuple[dict[str, typing.Any], dict[str, int]]:
     """The values and lines, from 1, of all keys, dotted; raises on unknown ones and on those that stand twice."""
     lines: dict[str, int] = {}
     if path.suffix == ".py":
@@ -144,7 +143,7 @@ def _nodes(
             raise UserError(f"{path}:{line}: {key} cannot be {node.value!r}", f"give {_type_of(key)}")
 
 
-def _read_words(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _read_words(overrides: Sequence[str]) -> Iterator[tuple[str, typing.Any]]:
     """Keys and values of options; raises on unknown ones."""
     words = iter(overrides)
     for option in words:
@@ -162,10 +161,10 @@ def _read_words(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
             word = next(words, "--")
         if not equals and word.startswith("--"):
             raise UserError(f"{key} needs a value", f"give {_type_of('name' if key == ACCEPT else key)}")
-        yield key, word if key == ACCEPT else of_word(word, keys()[key].kind if key in keys() else Any)
+        yield key, word if key == ACCEPT else of_word(word, keys()[key].kind if key in keys() else typing.Any)
 
 
-def _make(section: type, prefix: str, given: Mapping[str, Any]) -> Any:
+def _make(section: type, prefix: str, given: Mapping[str, typing.Any]) -> typing.Any:
     """The section, of what is given in it; its own defaults fill the rest."""
     values, kinds = {}, typing.get_type_hints(section)
     for name in (entry.name for entry in dataclasses.fields(section)):
@@ -198,7 +197,7 @@ def _nearest(key: str, dashes: str = "") -> str:
     return f"did you mean {dashes}{close[0]}?" if close else "docs/configuration.md lists all keys"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: typing.Any) -> typing.Any:
     """Tuples as lists, for YAML."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}

@@ -10,8 +10,6 @@ import itertools
 import textwrap
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
@@ -21,11 +19,11 @@ from hpctrain.config.values import in_words
 from hpctrain.system import foreign_text
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Key:
     """One key that holds a value."""
 
-    kind: Any
+    kind: typing.Any
     """The field's type."""
     default: str | None
     """As YAML; None if the key is required."""
@@ -104,7 +102,7 @@ def _docstrings(section: type) -> dict[str, str]:
     }
 
 
-def _default(entry: dataclasses.Field[Any]) -> str | None:
+def _default(entry: dataclasses.Field[typing.Any]) -> str | None:
     value = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
     if value is dataclasses.MISSING:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import types
 import typing
-from typing import Any
 
 import yaml
 
@@ -42,7 +41,7 @@ class RunFileDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = RunFileLoader.yaml_implicit_resolvers
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str) -> typing.Any:
     """The plain values of a YAML text."""
     return bounded_yaml.parse(text, RunFileLoader)
 
@@ -50,12 +49,12 @@ def read_yaml(text: str) -> Any:
 class Misfit(Exception):
     """A value that a key does not take."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: typing.Any) -> None:
         super().__init__(value)
         self.value = value
 
 
-def of_word(word: str, kind: Any) -> Any:
+def of_word(word: str, kind: typing.Any) -> typing.Any:
     """What a word of the command line means to a key of this type: text as it stands, or YAML if it takes no text."""
     try:
         value = read_yaml(word)
@@ -65,10 +64,10 @@ def of_word(word: str, kind: Any) -> Any:
     return word if kind is str or (optional and value is not None) else value
 
 
-def unquoted(value: Any, kind: Any) -> Any:
+def unquoted(value: typing.Any, kind: typing.Any) -> typing.Any:
     """What text means to a key that takes none: ``"3"`` is 3, ``1_000`` and ``on`` are what people mean by them."""
     inner = typing.get_args(kind)[0] if typing.get_origin(kind) in UNIONS else kind
-    if not isinstance(value, str) or inner in (str, Any) or typing.get_origin(inner) is typing.Literal:
+    if not isinstance(value, str) or inner in (str, typing.Any) or typing.get_origin(inner) is typing.Literal:
         return value
     if inner is bool and value in ("on", "off", "yes", "no"):
         return value in ("on", "yes")
@@ -79,7 +78,7 @@ def unquoted(value: Any, kind: Any) -> Any:
         return value
 
 
-def converted(value: Any, kind: Any) -> Any:
+def converted(value: typing.Any, kind: typing.Any) -> typing.Any:
     """The value as this type: an integer may be a number, a list becomes a tuple, nothing an empty list or mapping.
 
     Args:
@@ -91,7 +90,7 @@ def converted(value: Any, kind: Any) -> Any:
         Misfit: it cannot be one; of a list or mapping, the first item that is wrong.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is typing.Any:
         return value
     if origin in UNIONS:
         choices = (one for one in inner if typing.get_origin(one) is typing.Literal and value in typing.get_args(one))
@@ -107,7 +106,7 @@ def converted(value: Any, kind: Any) -> Any:
     raise Misfit(value)
 
 
-def in_words(kind: Any) -> str:
+def in_words(kind: typing.Any) -> str:
     """The type of a field for people: ``list of integer``; choices by name."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in UNIONS:

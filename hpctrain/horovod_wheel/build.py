@@ -25,7 +25,6 @@ from pathlib import Path
 
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.horovod_wheel import patch
-from hpctrain.horovod_wheel.patch import WheelRecipe
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
 from hpctrain.system import python, safe_read
 from hpctrain.system.files import replacement
@@ -53,7 +52,7 @@ PIP = tuple(python.module("pip", "--disable-pip-version-check", "--no-input"))
 class Build:
     """One build in a separate folder, which survives an interruption and lets the next attempt resume."""
 
-    def __init__(self, cache: Path, recipe: WheelRecipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
+    def __init__(self, cache: Path, recipe: patch.WheelRecipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
         self.cache = cache
         self.recipe = recipe
         self.mpi = mpi

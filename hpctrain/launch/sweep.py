@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ CONTINUES = ("train.epochs", "train.steps", "launch.", "checkpoint.", "monitor."
 """Begins keys that leave a run the one that it was: with other values it continues in its folder."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Point:
     """One run of a sweep."""
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from time import monotonic
 
 from hpctrain.system import heap
-from hpctrain.system.heap import Usage
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, Training
 
@@ -33,7 +32,7 @@ class KeptMemory(BaseHook):
         self.say = say
         self.looks = not heap.is_given(os.environ)
         self.steps = 0
-        self.last: Usage | None = None
+        self.last: heap.Usage | None = None
         self.next_look = 0.0
         self.found = 0
 
@@ -45,7 +44,7 @@ class KeptMemory(BaseHook):
         self.steps += 1
         if not self.looks or self.steps < FIRST_STEP or monotonic() < self.next_look:
             return
-        now = Usage.now()
+        now = heap.Usage.now()
         self.next_look = now.seconds + LOOK_S
         share = None if self.last is None else heap.kernel_share(self.last, now)
         self.last = now
@@ -54,7 +53,7 @@ class KeptMemory(BaseHook):
             self.looks = False
             self.keep(training, share, now)
 
-    def keep(self, training: Training, share: float, now: Usage) -> None:
+    def keep(self, training: Training, share: float, now: heap.Usage) -> None:
         """Keeps freed memory if there is room."""
         if heap.left_bytes() < training.world.local.size * now.peak_bytes or not heap.keep_freed():
             return

@@ -9,7 +9,6 @@ import dataclasses
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def program_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Model:
     """A run's model in this process, and what goes into it."""
 

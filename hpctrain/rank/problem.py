@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 """Name of a set of validation data."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Loading:
     """How samples become this rank's batches."""
 
@@ -68,7 +67,7 @@ class Loading:
     """Processes that read and transform training data; 0: a thread of this process does."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """A task on this rank. Making it involves no other rank, so each rank can fail by itself."""
 

@@ -13,7 +13,6 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_log import stored_events_at_end
 from hpctrain.run.events import Event, Recovered, TakeOver
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import noted_deaths
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.train.framework import StepResult
@@ -62,7 +61,7 @@ def loss_before(run_dir: RunDir, number: int) -> Loss | None:
         return None
     words = last_words.read(run_dir, before.number)
     ranks = words.ranks if words else ()
-    times = [noted.at for noted in noted_deaths(run_dir, before.number)]
+    times = [noted.at for noted in last_words.noted_deaths(run_dir, before.number)]
     times += [word.ended for word in ranks if word.ended is not None]
     began, steps = [before.from_step or 0], [before.to_step or 0, *(word.step or 0 for word in ranks)]
     for path in (run_dir.events, run_dir.monitor_events):

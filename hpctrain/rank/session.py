@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class StoppedInSetUp(HpctrainError):
     code = Code.STOPPED
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RankResult:
     """How a rank's work ended without an error."""
 
@@ -57,7 +56,7 @@ class RankResult:
     """Equal on all ranks after a correct run."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Beginning:
     """What ranks without a supervisor need to begin an attempt."""
 
@@ -86,7 +85,7 @@ class Agreed(Exception):
         self.first = first
 
 
-@dataclass
+@dataclasses.dataclass
 class Session:
     """A rank among the others. Made by ``run_rank``."""
 
@@ -294,7 +293,7 @@ class Session:
         self.holding.close()
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class End:
     """How a rank's work ended."""
 

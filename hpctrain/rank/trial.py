@@ -16,7 +16,6 @@ from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation
 from hpctrain.rank.problem import Problem, make_problem
 from hpctrain.rank.session import message
-from hpctrain.rank.wiring import make_framework
 from hpctrain.tasks.user_errors import advised
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
@@ -61,6 +60,6 @@ def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
     train = dataclasses.replace(config.train, ema_decay=None, compile=False)
     plain = dataclasses.replace(config, task=task, train=train)
     problem = make_problem(plain, alone())
-    framework = make_framework(plain, alone(), problem.task, IntervalClock())
+    framework = wiring.make_framework(plain, alone(), problem.task, IntervalClock())
     load_initial(Source(weights), framework)
     return framework, problem

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import UserError
 from hpctrain.report import charts
-from hpctrain.report.charts import Line
 from hpctrain.report.drawing import DARK, INSTALL, LIGHT, can_draw, inline, picture, require
 from hpctrain.report.explain import Explanation
 from hpctrain.report.plots import Section, line_sections, phase_section, time_unit
@@ -147,7 +146,7 @@ def _figure(name: str, figure: Figure, step: int) -> Section:
     key, title = re.sub(r"[^\w-]+", "_", f"metric_{name}"), f"Validation {name} at step {step}"
     if isinstance(figure, Curve):
         axes = f"across: {figure.x_label}; up: {figure.y_label}"
-        chart = charts.line_chart(title, [Line(name, figure.x, figure.y)], axes, from_zero=True)
+        chart = charts.line_chart(title, [charts.Line(name, figure.x, figure.y)], axes, from_zero=True)
         rows: list[Sequence[Any]] = list(zip(figure.x, figure.y, strict=True))
         return Section(key, chart, (figure.x_label, figure.y_label), rows)
     chart = charts.confusion_chart(title, figure.labels, figure.counts)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.report import charts
-from hpctrain.report.charts import Line
 from hpctrain.report.drawing import Chart
 from hpctrain.report.summary import Span
 from hpctrain.run.history import RunHistory, Series
@@ -38,7 +37,7 @@ class Section:
 def line_section(
     key: str,
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[charts.Line],
     x_label: str = "step",
     marks: Mapping[float, str] | None = None,
     from_zero: bool = False,
@@ -93,7 +92,7 @@ def phase_section(data: RunHistory) -> Section | None:
     for name, values in sorted(seconds.items(), key=lambda item: -float(item[1].sum())):
         if values.any():
             shares = [100 * float(values[group].sum()) / total for group, total in zip(groups, whole, strict=True)]
-            layers.append(Line(name, ends, shares))
+            layers.append(charts.Line(name, ends, shares))
     if not layers:
         return None
     chart = charts.stack_chart("Where the time goes, % of each interval", ends, layers, "step")
@@ -114,11 +113,11 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
-def line_of(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> Line:
+def line_of(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> charts.Line:
     """A series against its steps, or against the time since ``begin`` in units of ``unit`` seconds; thinned."""
     chosen = thin(series.value)
     x = series.step if begin is None else (series.time - begin) / unit
-    return Line(name, x[chosen].tolist(), series.value[chosen].tolist())
+    return charts.Line(name, x[chosen].tolist(), series.value[chosen].tolist())
 
 
 def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.config.sections import ParallelConfig
@@ -16,7 +15,7 @@ ALWAYS = ("from_step", "job_id", "git_commit")
 """Fields that an entry of run.json has even if there is nothing to say."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Attempt:
     """The record of an attempt; None for what was not written."""
 
@@ -48,7 +47,7 @@ class Attempt:
     """Stages that have different layers; None if each rank has all."""
     shard: str | None = None
     """What is sharded besides layers; None for nothing."""
-    versions: Mapping[str, str | None] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """Of packages that shape results."""
     git_commit: str | None = None
     verdict: RunVerdict | None = None

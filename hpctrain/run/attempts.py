@@ -13,7 +13,6 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ NEW = Attempt()
 """An attempt of which nothing is known before it begins."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Attempts:
     """The attempts of a run. Each has separate files, attempts/<number>...; run.json is assembled from them."""
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.run.attempt_record import Attempt
@@ -27,7 +26,7 @@ HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """Names go into the command line of sbatch."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BadNode:
     """One node that is left out."""
 
@@ -46,7 +45,7 @@ class BadNode:
         return self.host.partition(".")[0]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BadNodes:
     """One list."""
 

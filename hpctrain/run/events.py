@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hpctrain.run.rank_environment import current_attempt
@@ -20,7 +19,7 @@ CUT_OFF = "cut off"
 """Kind of ``Hang``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened in a run; docs/events.md explains each kind and its fields.
 
@@ -31,13 +30,13 @@ class Event:
     NAME: ClassVar[str] = ""
     """The name in the file's field ``event``."""
 
-    time: float = field(default_factory=time.time)
+    time: float = dataclasses.field(default_factory=time.time)
     """Unix seconds."""
     step: int
     """Updates done."""
-    attempt: int = field(default_factory=current_attempt)
+    attempt: int = dataclasses.field(default_factory=current_attempt)
     """From 1."""
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields beyond those of the kind: a task's own metrics, or those of a newer version."""
 
     @property
@@ -52,7 +51,7 @@ class Event:
         return {**head, **own, **{name: value for name, value in self.more.items() if name not in head | own}}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherEvent(Event):
     """An event of a kind that this version does not know."""
 
@@ -64,7 +63,7 @@ class OtherEvent(Event):
         return self.called
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
     """An attempt has begun to train."""
 
@@ -81,11 +80,11 @@ class RunStarted(Event):
     gradient_bytes: int | None = None
     flops_per_sample: float | None = None
     peak_flops_per_s: float | None = None
-    versions: Mapping[str, str | None] = field(default_factory=dict)
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     total_steps: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(Event):
     """Means over an interval of updates."""
 
@@ -94,7 +93,7 @@ class Train(Event):
     loss: float | None = None
     lr: float | None = None
     samples_per_s: float | None = None
-    seconds: Mapping[str, float | None] = field(default_factory=dict)
+    seconds: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     steps: int | None = None
     epoch: int | None = None
     total_steps: int | None = None
@@ -112,17 +111,17 @@ class Train(Event):
         return {phase: spent / max(self.steps or 1, 1) for phase, spent in self.seconds.items() if spent is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval(Event):
     """An evaluation over the validation data."""
 
     NAME = "eval"
 
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     epoch: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
     """An attempt has ended by itself or on request."""
 
@@ -133,7 +132,7 @@ class RunFinished(Event):
     seconds: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
     """The ranks have agreed to stop."""
 
@@ -144,7 +143,7 @@ class StopRequested(Event):
     """Of hpctrain.errors.Code."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint was committed."""
 
@@ -156,7 +155,7 @@ class CheckpointSaved(Event):
     write_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapshotSaved(Event):
     """A snapshot was sealed on the nodes themselves; a newer one replaces it."""
 
@@ -168,7 +167,7 @@ class SnapshotSaved(Event):
     write_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointStored(Event):
     """A checkpoint was copied to the object store."""
 
@@ -179,7 +178,7 @@ class CheckpointStored(Event):
     write_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreAway(Event):
     """Checkpoints do not reach the object store; training continues, and the newest is sent when they do."""
 
@@ -189,7 +188,7 @@ class StoreAway(Event):
     error: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be written."""
 
@@ -201,7 +200,7 @@ class CheckpointFailed(Event):
     """Saves that have failed since one did not, this one included."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Rejected:
     """A checkpoint that was not used."""
 
@@ -209,7 +208,7 @@ class Rejected:
     reason: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """An attempt has taken over from a checkpoint."""
 
@@ -222,7 +221,7 @@ class Resumed(Event):
     rejected: tuple[Rejected, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class InitialWeights(Event):
     """A new run began with given weights."""
 
@@ -235,7 +234,7 @@ class InitialWeights(Event):
     reshaped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Straggler(Event):
     """A finding of the monitor was confirmed or is over."""
 
@@ -260,7 +259,7 @@ class Straggler(Event):
         return self.sentence or f"rank {self.rank} on {self.host}: {self.cause}"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class AboutRank:
     """A rank in a hang."""
 
@@ -272,7 +271,7 @@ class AboutRank:
     stack: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hang(Event):
     """Ranks have made no step for too long, one died without notice, or a host cannot be reached."""
 
@@ -293,7 +292,7 @@ class Hang(Event):
         return self.sentence or "no rank moves"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
     """The first new step after a failed attempt."""
 

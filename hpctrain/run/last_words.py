@@ -14,7 +14,6 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import files, safe_read
-from hpctrain.system.files import append_bytes
 from hpctrain.system.json_shape import is_count, maker, sound
 from hpctrain.system.processes import birth, machine
 
@@ -56,7 +54,7 @@ class Ending(StrEnum):
 GOOD_ENDINGS = (Ending.COMPLETED, Ending.EARLY, Ending.STOPPED)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ErrorWord:
     """An error as the user is to see it."""
 
@@ -69,7 +67,7 @@ class ErrorWord:
     code: Code = Code.UNKNOWN
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class LastWord:
     """What is known of one rank of one attempt."""
 
@@ -114,7 +112,7 @@ def first_word(rank: int | None, oom_kills: int | None = None) -> LastWord:
     return LastWord(rank, host, pid, birth(pid), time.time(), oom_kills=oom_kills, machine=machine())
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class WordFile:
     """One rank's file, ranks/<attempt>/<host>-<pid>.json: named by process, since a rank may not know its number."""
 
@@ -173,7 +171,7 @@ def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
     return _by_rank(found)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class AttemptWords:
     """The last words of an attempt's ranks, and what was concluded from them."""
 
@@ -225,7 +223,7 @@ SETTLED_S = 2.0
 Stamp = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Seen:
     """A file as it was read."""
 
@@ -281,7 +279,7 @@ class WordReader:
         return safe_read.parse_json(content)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class NotedDeath:
     """What an agent saw."""
 
@@ -298,7 +296,7 @@ def note_death(rank: int, code: int | None = None) -> None:
     if folder and attempt:
         line = f"{time.time():.6f} {rank} {'' if code is None else code}\n".encode()
         with contextlib.suppress(OSError):
-            append_bytes(_deaths_file(RunDir(Path(folder)), attempt), line, Path(folder))
+            files.append_bytes(_deaths_file(RunDir(Path(folder)), attempt), line, Path(folder))
 
 
 def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:

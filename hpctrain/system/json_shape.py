@@ -13,13 +13,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import UnionType
-from typing import Any, TypeVar
 
-T = TypeVar("T")
+T = typing.TypeVar("T")
 Fits = Callable[[object], bool]
-Reads = Callable[[Any], Any]
+Reads = Callable[[typing.Any], typing.Any]
 """Makes what a reader wants of a value from JSON, or raises ValueError."""
-Shape = Any
+Shape = typing.Any
 """int, float (any finite number), str, bool, None; dict, list (of anything); [shape]; {str: shape}; {"key": shape},
 in which it may be missing and other keys may follow; (one, other) for any of these; a function that decides."""
 
@@ -79,7 +78,7 @@ def sound(shape: Shape) -> Reads:
     """The function that gives back a value which has the shape, and raises ValueError for any other."""
     right = fits(shape)
 
-    def checked(value: Any) -> Any:
+    def checked(value: typing.Any) -> typing.Any:
         if not right(value):
             raise ValueError("it is of another type")
         return value
@@ -87,10 +86,10 @@ def sound(shape: Shape) -> Reads:
     return checked
 
 
-def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, typing.Any]], dict[str, typing.Any]]:
     """The function that leaves the keys out of a mapping whose values cannot be read; null can."""
 
-    def is_sound(key: str, value: Any) -> bool:
+    def is_sound(key: str, value: typing.Any) -> bool:
         try:
             fields[key](value)
         except ValueError:
@@ -102,11 +101,11 @@ def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, Any]], d
     }
 
 
-def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], str | None]:
+def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, typing.Any]], str | None]:
     """The function that names a mapping's first key whose value has another shape; None if all fit."""
     checks = {key: fits(each) for key, each in shape.items()}
 
-    def first(value: dict[str, Any]) -> str | None:
+    def first(value: dict[str, typing.Any]) -> str | None:
         for key, check in checks.items():
             if key in value and not check(value[key]):
                 return key
@@ -115,7 +114,7 @@ def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, Any]], str | None]:
     return first
 
 
-def maker(kind: type[T], **own: Reads) -> Callable[[Any], T]:
+def maker(kind: type[T], **own: Reads) -> Callable[[typing.Any], T]:
     """The function that makes a dataclass of a JSON object.
 
     It raises ValueError if a field is not of its type, or missing without a default. Null is the same as missing, which
@@ -128,7 +127,7 @@ def maker(kind: type[T], **own: Reads) -> Callable[[Any], T]:
     fields, an_object, hints = fields_of(kind, **own), sound(dict), typing.get_type_hints(kind)
     nothing = {name: None for name in fields if type(None) in typing.get_args(hints[name]) and not hasattr(kind, name)}
 
-    def make(value: Any) -> T:
+    def make(value: typing.Any) -> T:
         found = an_object(value)
         given = {name: read(found[name]) for name, read in fields.items() if found.get(name) is not None}
         try:
@@ -139,7 +138,7 @@ def maker(kind: type[T], **own: Reads) -> Callable[[Any], T]:
     return make
 
 
-def fields_of(kind: Any, **own: Reads) -> dict[str, Reads]:
+def fields_of(kind: typing.Any, **own: Reads) -> dict[str, Reads]:
     """How each field of a dataclass is read if it is not null: ``own``, or by its type."""
     hints, names = typing.get_type_hints(kind), [each.name for each in dataclasses.fields(kind)]
     bare = {
@@ -149,7 +148,7 @@ def fields_of(kind: Any, **own: Reads) -> dict[str, Reads]:
     return {name: own[name] if name in own else _reading(hint) for name, hint in bare.items()}
 
 
-def _reading(hint: Any) -> Reads:
+def _reading(hint: typing.Any) -> Reads:
     """Of a type: int (from 0), float, str, bool, a sequence or mapping of these, a dataclass, an enumeration of texts,
     or one of them and None. An enumeration with a ``read`` says itself what a text is that it does not know."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.data.pipeline import Batch
 
 
-@dataclass
+@dataclasses.dataclass
 class TrainState:
     """Position of a run; the same on every rank, and JSON in a checkpoint."""
 
@@ -61,7 +60,7 @@ class Placement(StrEnum):
     """A part of a tensor that no rank holds whole; ``StateTensor.cut`` says which."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Cut:
     """Where the values of a rank lie in a tensor that is cut over several."""
 
@@ -75,7 +74,7 @@ class Cut:
     """How many there are."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Tiling:
     """How a tensor is cut over ranks by plans that cut it."""
 
@@ -131,7 +130,7 @@ def part_of(begin: Sequence[int], shape: Sequence[int]) -> tuple[Any, ...]:
     return (..., *map(slice, begin, map(int.__add__, begin, shape)))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ArrayTensor:
     """A StateTensor over a host array."""
 

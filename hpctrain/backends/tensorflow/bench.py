@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers
 
 from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.backends.tensorflow.task.opening import open_keras
@@ -25,9 +24,9 @@ def mlp() -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((784,)),
-            layers.Dense(2048, activation="relu"),
-            layers.Dense(2048, activation="relu"),
-            layers.Dense(10),
+            keras.layers.Dense(2048, activation="relu"),
+            keras.layers.Dense(2048, activation="relu"),
+            keras.layers.Dense(10),
         ]
     )
 
@@ -36,24 +35,24 @@ def conv() -> keras.Model:
     """Four blocks of convolution, BatchNorm and ReLU; 0.4 M parameters."""
     model = keras.Sequential([keras.Input((32, 32, 3))])
     for stride, width in ((1, 32), (2, 64), (2, 128), (2, 256)):
-        model.add(layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
-        model.add(layers.BatchNormalization())
-        model.add(layers.ReLU())
-    model.add(layers.GlobalAveragePooling2D())
-    model.add(layers.Dense(10))
+        model.add(keras.layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
+        model.add(keras.layers.BatchNormalization())
+        model.add(keras.layers.ReLU())
+    model.add(keras.layers.GlobalAveragePooling2D())
+    model.add(keras.layers.Dense(10))
     return model
 
 
 def gpt() -> keras.Model:
     """Six blocks of width 256 over 64 steps, four heads: 4.9 M parameters."""
     inputs = keras.Input((64, 64))
-    hidden = layers.Dense(256)(inputs)
+    hidden = keras.layers.Dense(256)(inputs)
     for _ in range(6):
-        normal = layers.LayerNormalization()(hidden)
-        hidden += layers.MultiHeadAttention(4, 64)(normal, normal, use_causal_mask=True)
-        wide = layers.Dense(1024, activation="gelu")(layers.LayerNormalization()(hidden))
-        hidden += layers.Dense(256)(wide)
-    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(hidden)))
+        normal = keras.layers.LayerNormalization()(hidden)
+        hidden += keras.layers.MultiHeadAttention(4, 64)(normal, normal, use_causal_mask=True)
+        wide = keras.layers.Dense(1024, activation="gelu")(keras.layers.LayerNormalization()(hidden))
+        hidden += keras.layers.Dense(256)(wide)
+    return keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(hidden)))
 
 
 MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {

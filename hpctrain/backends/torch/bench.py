@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.backends.torch.task.opening import open_torch
@@ -57,7 +56,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"gpt": gpt,
 
 def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
     """Mean over the samples."""
-    return functional.cross_entropy(outputs.flatten(0, -2), batch["target"])
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), batch["target"])
 
 
 @dataclass(frozen=True)

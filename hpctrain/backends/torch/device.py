@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import TrainConfig
@@ -44,13 +43,13 @@ class Compute:
         """Of forward passes."""
         return autocast(self.device, self.low_precision, **options)
 
-    def tensors(self, batch: HostBatch) -> dict[str, Tensor]:
+    def tensors(self, batch: HostBatch) -> dict[str, torch.Tensor]:
         """A batch on the device."""
         if self.device.type == "cpu" and self.memory_format is torch.preserve_format:
             return {name: writable(array) for name, array in batch.items()}
         return {name: self._tensor(array) for name, array in batch.items()}
 
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         host = writable(array)
         if self.device.type == "cuda":
             host = host.pin_memory().to(self.device, non_blocking=True)
@@ -88,12 +87,12 @@ def compute_of(train: TrainConfig, device: torch.device) -> Compute:
     return Compute(device, LOW_PRECISION.get(train.precision), images)
 
 
-def writable(array: NDArray[Any]) -> Tensor:
+def writable(array: NDArray[Any]) -> torch.Tensor:
     """A host array as a tensor: over the same memory if a task may change it in place, else over a copy."""
     return torch.from_numpy(array if array.flags.carray else np.array(array))
 
 
-def pin(staging: Tensor) -> None:
+def pin(staging: torch.Tensor) -> None:
     """Page-locks memory that torch did not allocate, so that copies run at full speed and asynchronously."""
     size = staging.numel() * staging.element_size()
     code = torch.cuda.cudart().cudaHostRegister(staging.data_ptr(), size, 0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.named_state import named_outputs
@@ -221,7 +220,7 @@ def sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
     return float(score) * samples, float(samples)
 
 
-def on_host(output: Tensor) -> NDArray[Any]:
+def on_host(output: torch.Tensor) -> NDArray[Any]:
     """As NumPy has it; bfloat16 becomes float32."""
     output = output.detach().cpu()
     return (output.float() if output.dtype == torch.bfloat16 else output).numpy()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hpctrain.backends.torch.strategies.region import HALVES
 from hpctrain.errors import UserError
@@ -93,7 +92,7 @@ def reduction_of(entry: Entry, name: str) -> Callable[[Any, Any], Any]:
             f"{entry.field} of the task, {kind}, merges its state {name!r} over ranks by {known}",
             f"only {', '.join(sorted(REDUCTIONS))} give what all samples at once would: write it as an hpctrain.Metric",
         )
-    if known == "dim_zero_sum" and isinstance(starts_at, Tensor) and bool(starts_at.any()):
+    if known == "dim_zero_sum" and isinstance(starts_at, torch.Tensor) and bool(starts_at.any()):
         what = f"{entry.field} of the task sums its state {name!r} over ranks, and it does not begin at 0"
         raise UserError(what, "begin at 0, or each rank adds what it begins with")
     return REDUCTIONS[known]
@@ -101,7 +100,7 @@ def reduction_of(entry: Entry, name: str) -> Callable[[Any, Any], Any]:
 
 def full_precision(outputs: Any) -> Any:
     """Half-precision tensors in float32."""
-    if isinstance(outputs, Tensor):
+    if isinstance(outputs, torch.Tensor):
         return outputs.float() if outputs.dtype in HALVES else outputs
     if isinstance(outputs, Mapping):
         return {name: full_precision(value) for name, value in outputs.items()}
@@ -110,7 +109,7 @@ def full_precision(outputs: Any) -> Any:
 
 def to_host(outputs: Any) -> Any:
     """Tensors as NumPy arrays, in whatever dicts, tuples and lists they are."""
-    if isinstance(outputs, Tensor):
+    if isinstance(outputs, torch.Tensor):
         return full_precision(outputs).detach().cpu().numpy()
     if isinstance(outputs, Mapping):
         return {name: to_host(value) for name, value in outputs.items()}

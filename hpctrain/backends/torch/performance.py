@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hpctrain.train import flops
-from hpctrain.train.flops import CPU_SIZE, GPU_SIZE, Flops
 
 Found = TypeVar("Found")
 UNCOUNTED = (RNNBase, Bilinear)
@@ -30,7 +29,7 @@ ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: on_cpu}
 
 def trying(
     call: Callable[[], Found], model: Module, samples: int, computes_in: torch.dtype | None, meets: bool = False
-) -> tuple[Found, Flops | None]:
+) -> tuple[Found, flops.Flops | None]:
     """Makes a call with a forward pass of the model, and counts what it computes.
 
     Whatever counting comes to, the call is as it would be without.
@@ -62,12 +61,12 @@ def trying(
     if not per_sample and not meets:  # of a part of the model it may be so
         return found, None
     largest = max(parameters, key=lambda one: one.numel())
-    return found, Flops(per_sample, peak_per_s(largest.device, computes_in or largest.dtype))
+    return found, flops.Flops(per_sample, peak_per_s(largest.device, computes_in or largest.dtype))
 
 
 def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of the fastest of some products of matrices; draws no random numbers."""
-    size = CPU_SIZE if device.type == "cpu" else GPU_SIZE
+    size = flops.CPU_SIZE if device.type == "cpu" else flops.GPU_SIZE
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     out = torch.empty_like(left)
     synchronize(device)

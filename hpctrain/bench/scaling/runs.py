@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ EXCHANGE_FILE = "exchange.json"
 """In the run folder of an exchange job."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ScalingJob:
     """One run."""
 

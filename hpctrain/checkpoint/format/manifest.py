@@ -19,7 +19,6 @@ from typing import Any
 from hpctrain.checkpoint.format import layout, shard_index
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
 from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.shard_index import are_counts, require_room, tensor_of
 from hpctrain.checkpoint.format.strict_json import Reader, is_crc32, parse_json, to_json
 from hpctrain.errors import UserError
 
@@ -161,15 +160,15 @@ def shard_from_json(value: Any, where: str) -> layout.Shard:
         crc32=reader.crc32(),
         pieces=reader.list_of("tensors", piece_from_json),
     )
-    require_room(shard, reader)
+    shard_index.require_room(shard, reader)
     return shard
 
 
 def piece_from_json(value: Any, where: str) -> layout.StoredPiece:
     """A tensor's entry in a shard; all its bytes are one block."""
-    tensor = tensor_of(value, where)
+    tensor = shard_index.tensor_of(value, where)
     rows, crc32 = value.get("rows"), value.get("crc32")
-    if not are_counts(rows) or len(rows) != 2 or not rows[0] <= rows[1] <= tensor.rows:
+    if not shard_index.are_counts(rows) or len(rows) != 2 or not rows[0] <= rows[1] <= tensor.rows:
         raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the rows {str(rows)[:100]}")
     if not is_crc32(crc32):
         raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the checksum {str(crc32)[:50]}")

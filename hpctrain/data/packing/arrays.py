@@ -6,7 +6,6 @@ import contextlib
 import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from hpctrain.data.dataset import Samples, check_field, check_lengths, choose
 from hpctrain.data.packing.source import Source, block_samples
 from hpctrain.errors import UserError
 
-Opener = Callable[[], AbstractContextManager[IO[bytes]]]
+Opener = Callable[[], contextlib.AbstractContextManager[IO[bytes]]]
 
 
 @dataclass(frozen=True)

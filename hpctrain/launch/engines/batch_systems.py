@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config.sections import LaunchConfig
@@ -15,7 +14,7 @@ PATIENCE_S = 30.0
 """For a batch system that is asked for the hosts."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BatchSystem:
     """A scheduler with which hpctrain run is one command of the job's script."""
 

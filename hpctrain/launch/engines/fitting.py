@@ -10,8 +10,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ Report = Callable[[dict[str, Any]], object]
 """Gets the metrics of each evaluation by name, and ``step``."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RunResult:
     """How a run that a program started has ended."""
 
@@ -89,7 +87,7 @@ def fit(config: Config, invite: Invite, fresh: bool, report: Report | None) -> R
     """
     run_dir = RunDir.of(config.name, config.run_dir)
     before = len(Attempts(run_dir).all())
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as guests:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as guests:
         shown = Path(folder, "ticket")
         launch = dataclasses.replace(config.launch, engine="runners", hosts=(), ticket=str(shown))
         task, path = absolute_task(config.task), str(run_dir.path)

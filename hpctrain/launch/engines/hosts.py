@@ -8,7 +8,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.config.sections import Config
@@ -91,7 +90,7 @@ def run(
         return supervised(config, start, place.facts, place.after, verbose)
 
 
-@dataclass
+@dataclasses.dataclass
 class Hosts:
     """The machines of a run as the place of several attempts."""
 
@@ -103,7 +102,7 @@ class Hosts:
     """Those of the attempt at hand, in the order of the ranks."""
     away: Callable[[], Collection[str]] = tuple
     """Hosts that others know to be lost."""
-    lost: set[str] = field(default_factory=set)
+    lost: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def facts(self) -> Attempt:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.config.loading import dump
@@ -29,7 +28,7 @@ OTHER_JOB = re.compile(r"[A-Za-z0-9\u0192][A-Za-z0-9._/\[\]-]{0,200}")
 """A job of another scheduler: a word that does not look like an option of a command."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A run that is ready to be submitted; nothing has been written yet."""
 
@@ -51,7 +50,7 @@ class Plan:
         return self.run.path / self.name
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Submitted:
     """One line of jobs.jsonl."""
 
@@ -67,7 +66,7 @@ class Submitted:
     """Scheduler that has the job: see ``schedulers``."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Wish:
     """What a command asks for beyond the run file; a scheduler refuses by name what it cannot do."""
 

@@ -13,9 +13,7 @@ from typing import Any, Literal
 from hpctrain.config.sections import Config
 from hpctrain.errors import MissingExtra, RunFailed, UserError
 from hpctrain.launch.engines import fitting, runners
-from hpctrain.launch.engines.fitting import Report, RunResult
 from hpctrain.launch.runners import ticket
-from hpctrain.launch.runners.ticket import Ticket
 from hpctrain.run.verdict import RunVerdict
 
 LEAVING_S = 10.0
@@ -25,7 +23,7 @@ LEAVING_S = 10.0
 class Node:
     """The actor."""
 
-    def serve(self, given: Ticket) -> int:
+    def serve(self, given: ticket.Ticket) -> int:
         """See ``runners.serve``."""
         return runners.serve(given)
 
@@ -42,8 +40,8 @@ def fit(
     *,
     placement: Literal["spread", "packed"] = "spread",
     fresh: bool = False,
-    report: Report | None = None,
-) -> RunResult:
+    report: fitting.Report | None = None,
+) -> fitting.RunResult:
     """Trains on the Ray cluster of this program, and waits for the end; in a trainable of Ray Tune, too.
 
     The cluster is that to which ``ray.init`` has connected this process, else the one that RAY_ADDRESS names, or that
@@ -72,7 +70,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def invited(config: Config, made: Ticket) -> Iterator[Callable[[], str]]:
+def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
     """See ``runners.Invite``. Each node gives a core for each thread of its ranks, and launch.slurm.gpus_per_node GPUs.
 
     Raises:

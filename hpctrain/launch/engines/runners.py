@@ -10,27 +10,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines import hosts
 from hpctrain.launch.runners import ask, desk, node, ticket
-from hpctrain.launch.runners.desk import Desk
-from hpctrain.launch.runners.ticket import Ticket
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import python
 from hpctrain.system.output import say
 from hpctrain.system.processes import own_folder
 from hpctrain.system.signals import Interrupted, StopSignals
 
-Invite = Callable[[Config, Ticket], AbstractContextManager[Callable[[], str]]]
+Invite = Callable[[Config, ticket.Ticket], contextlib.AbstractContextManager[Callable[[], str]]]
 """Has ``hpctrain node`` started with a ticket on each of the nodes of a run; the context ends after the run. What it
 gives says why nodes that have not come will not come, or nothing."""
 
 
-def serve(given: Ticket) -> int:
+def serve(given: ticket.Ticket) -> int:
     """`hpctrain node` on this machine, for the process that an engine has here: until the run is over; its exit code.
 
     It outlives this process, and ends with its supervisor alone: engines end processes of theirs on whole nodes when
@@ -57,7 +54,7 @@ def run(
     say(f"waits for {config.launch.nodes + config.launch.spare_nodes} nodes: hpctrain node {path or ''}".rstrip())
 
     @contextlib.contextmanager
-    def shown(_: Config, made: Ticket) -> Iterator[Callable[[], str]]:
+    def shown(_: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
         if given is not None or path is None:
             yield str
             return
@@ -72,7 +69,7 @@ def run(
 
 def run_on(
     invite: Invite,
-    given: Ticket,
+    given: ticket.Ticket,
     config: Config,
     ranks: int | None,
     rank_words: Sequence[str],
@@ -93,7 +90,7 @@ def run_on(
     with own_folder(tempfile.gettempdir()) as folder:
         if not folder:
             raise RunFailed(f"{tempfile.gettempdir()} cannot be written", "set TMPDIR to a folder of this machine")
-        with ExitStack() as guests, desk.opened(given, Path(folder)) as opened:
+        with contextlib.ExitStack() as guests, desk.opened(given, Path(folder)) as opened:
             made = dataclasses.replace(given, port=opened.port)
             problem = guests.enter_context(invite(config, made))  # they leave with the desk
             count = launch.nodes + launch.spare_nodes
@@ -105,7 +102,7 @@ def run_on(
             return hosts.run(config, ranks, rank_words, verbose, fresh, cores=cores, away=lambda: opened.lost)
 
 
-def wait_for(opened: Desk, count: int, patience_s: float, problem: Callable[[], str]) -> list[str]:
+def wait_for(opened: desk.Desk, count: int, patience_s: float, problem: Callable[[], str]) -> list[str]:
     """See ``Desk.wait_for``; a signal ends it. Raises RunFailed."""
     signals = StopSignals()
     signals.install()

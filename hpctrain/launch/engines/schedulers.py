@@ -11,15 +11,14 @@ from hpctrain.launch.engines import scheduler
 from hpctrain.launch.engines.batch_jobs import BATCH
 from hpctrain.launch.engines.jobs import submissions
 from hpctrain.launch.engines.kubernetes.cluster import KUBERNETES
-from hpctrain.launch.engines.scheduler import Scheduler
 from hpctrain.launch.engines.slurm.scheduler import SLURM
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
 
-SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "kubernetes": KUBERNETES, **BATCH}
+SCHEDULERS: Mapping[str, scheduler.Scheduler] = {"slurm": SLURM, "kubernetes": KUBERNETES, **BATCH}
 
 
-def of(config: Config) -> Scheduler:
+def of(config: Config) -> scheduler.Scheduler:
     """The one that a run file names, by default Slurm. Raises UserError: its engine has no queue."""
     engine = config.launch.engine or "slurm"
     if engine not in SCHEDULERS:
@@ -28,7 +27,7 @@ def of(config: Config) -> Scheduler:
     return SCHEDULERS[engine]
 
 
-def of_run(run: RunDir) -> Scheduler:
+def of_run(run: RunDir) -> scheduler.Scheduler:
     """The one that has the newest job of a run."""
     return SCHEDULERS[engine_of(run)]
 

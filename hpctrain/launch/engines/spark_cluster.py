@@ -15,9 +15,7 @@ from typing import Any
 from hpctrain.config.sections import Config
 from hpctrain.errors import MissingExtra, UserError
 from hpctrain.launch.engines import fitting, runners
-from hpctrain.launch.engines.fitting import Report, RunResult
 from hpctrain.launch.runners import ticket
-from hpctrain.launch.runners.ticket import Ticket
 from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import RunVerdict
 
@@ -38,8 +36,8 @@ def fit(
     *,
     argument: str = "data",
     fresh: bool = False,
-    report: Report | None = None,
-) -> RunResult:
+    report: fitting.Report | None = None,
+) -> fitting.RunResult:
     """Trains on the executors of this Spark program, and waits for the end.
 
     All executors see the run folder and the Python environment under the same paths.
@@ -69,7 +67,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def invited(config: Config, made: Ticket) -> Iterator[Callable[[], str]]:
+def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
     """See ``runners.Invite``. In the Spark session of this process, else a new one as ``spark-defaults.conf`` says.
 
     Raises:
@@ -111,7 +109,7 @@ def invited(config: Config, made: Ticket) -> Iterator[Callable[[], str]]:
         thread.join()
 
 
-def _serve(made: Ticket, _: Iterator[int]) -> list[str]:
+def _serve(made: ticket.Ticket, _: Iterator[int]) -> list[str]:
     """One task; why it could not serve the run."""
     from pyspark import BarrierTaskContext
 

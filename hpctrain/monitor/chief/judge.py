@@ -14,7 +14,6 @@ from hpctrain.monitor.chief import statistics
 from hpctrain.monitor.chief.baseline import RECENT, Baseline, Pauses
 from hpctrain.monitor.chief.finding import Finding, Kind, Standing, State
 from hpctrain.monitor.chief.peers import Peers, heaviest
-from hpctrain.monitor.chief.statistics import NETWORK, cause_of
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
 
@@ -225,7 +224,7 @@ class Judge:
             window=window.index,
             ranks=tuple(ranks.tolist()),
             hosts=tuple(dict.fromkeys(self.hosts[rank] for rank in ranks.tolist())),
-            cause=cause_of(extra, normal) if extra.any() else "",
+            cause=statistics.cause_of(extra, normal) if extra.any() else "",
             slowdown=float(now.excess[places].mean()),
             cost=statistics.cost_of_group(window.busy, window.wait, together),
             note="together with the other slow ranks" if together.sum() > len(ranks) else "",
@@ -287,7 +286,7 @@ class Judge:
                 rank in owners and goes_on and not bool(self.accused.confirmed[rank]),
                 not goes_on,
                 ranks=(rank,),
-                cause=cause_of(self.pauses.bursts[rank], normal),
+                cause=statistics.cause_of(self.pauses.bursts[rank], normal),
                 slowdown=float(cost[rank]),
                 cost=float(cost[rank]),
             )
@@ -298,7 +297,7 @@ class Judge:
             window,
             lost >= self.rule.rotating and not owners and int((counts > 0).sum()) > 1,
             lost < 0.5 * self.rule.rotating or bool(owners),
-            cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else cause_of(everyone, normal),
+            cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else statistics.cause_of(everyone, normal),
             cost=lost,
         )
 
@@ -338,7 +337,7 @@ class Judge:
             load.cost >= self.rule.uneven_plan,
             load.cost < 0.5 * self.rule.uneven_plan,
             ranks=tuple(window.ranks[those].tolist()),
-            cause=cause_of(np.median(window.typical[those], axis=0) - normal, normal),
+            cause=statistics.cause_of(np.median(window.typical[those], axis=0) - normal, normal),
             slowdown=load.excess,
             cost=load.cost,
             load=load,
@@ -367,7 +366,7 @@ class Judge:
             window,
             slower and growth < 1 + self.rule.slow,
             is_now - was < self.rule.calm * step,
-            cause=NETWORK,
+            cause=statistics.NETWORK,
             slowdown=is_now / max(was, 1e-9) - 1,
             cost=(is_now - was) / (step + is_now - was),
         )

@@ -21,7 +21,6 @@ from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.statistics import COMPUTE
 from hpctrain.monitor.wire.framing import Message
 from hpctrain.run import bad_nodes
-from hpctrain.run.bad_nodes import BadNode, BadNodes
 from hpctrain.run.events import Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.system.files import write_atomically
@@ -64,7 +63,7 @@ class Heat:
         write_atomically(path, content.getvalue(), root)
 
 
-def exclude(nodes: BadNodes, new: BadNode, now: float) -> bool:
+def exclude(nodes: bad_nodes.BadNodes, new: bad_nodes.BadNode, now: float) -> bool:
     """Adds a host; False if this attempt has added one already, or the host is on the list.
 
     Raises:
@@ -205,7 +204,7 @@ class Stragglers:
         if self.run.config.action == "exclude_on_requeue" and is_the_hosts_own(verdict, self.run.hosts):
             now = time.time()
             until = now + 3600 * self.run.config.exclude_hours
-            entry = BadNode(verdict.hosts[0], until, self.run.attempt, text, str(self.run.folder.path))
+            entry = bad_nodes.BadNode(verdict.hosts[0], until, self.run.attempt, text, str(self.run.folder.path))
             try:
                 excluded = exclude(bad_nodes.of_run(self.run.folder), entry, now)
             except RunFailed as error:

@@ -25,7 +25,6 @@ from hpctrain.monitor import shared
 from hpctrain.monitor.node.agent import AgentPlan
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.shared import DUMP_FILE, DUMP_SIGNAL, FINISHED, FIRST_STEP, LAYERS, STATE, Layout, Slot
 from hpctrain.monitor.wire.door import listen
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
@@ -73,11 +72,11 @@ class MonitorSession:
 
     def starts_at(self, step: int) -> None:
         """Says which step of the run this attempt's first one is, for events."""
-        self.clock.head[FIRST_STEP] = step
+        self.clock.head[shared.FIRST_STEP] = step
 
     def has_layers(self, count: int) -> None:
         """Says how many layers this rank's stage has, for what would even stages out."""
-        self.clock.head[LAYERS] = count
+        self.clock.head[shared.LAYERS] = count
 
     def await_agent(self) -> None:
         """Returns when the agent watches: it notes who of its node's ranks dies first from now on."""
@@ -112,9 +111,9 @@ class MonitorSession:
 
     def close(self, orderly: bool = False) -> None:
         """Says good-bye. At an orderly end, to which all ranks come, the first one awaits the agent's last event."""
-        if self.clock.head[STATE] == FINISHED:
+        if self.clock.head[shared.STATE] == shared.FINISHED:
             return
-        self.clock.head[STATE] = FINISHED
+        self.clock.head[shared.STATE] = shared.FINISHED
         self.clock.unwatch_gc()
         self.close_pipe()
         if self.dump_file is not None:
@@ -147,7 +146,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     config = config or MonitorConfig(on_hang="report")
     if not config.enabled:
         return MonitorSession(RingClock(), None, None)
-    memory, problem = join_memory(world, Layout(world.local_size, max(1024, 8 * config.window_steps)))
+    memory, problem = join_memory(world, shared.Layout(world.local_size, max(1024, 8 * config.window_steps)))
     problems = [text for text in world.everyone.allgather(problem, "share memory with the monitor") if text]
     if problems or memory is None:
         if world.rank == 0:
@@ -163,7 +162,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     return MonitorSession(clock, agent, prepare_dumps(clock, pids[0]), watched)
 
 
-def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingClock] | None, str]:
+def join_memory(world: World, layout: shared.Layout) -> tuple[tuple[int, shared.Layout, RingClock] | None, str]:
     """The node's shared memory with a clock on this rank's slot, or None and why there is none."""
     handle, path, problem = -1, "", ""
     if world.local_rank == 0:
@@ -177,7 +176,7 @@ def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingCl
         if path and world.local_rank:
             handle = shared_memory.attach(path)
         if path:
-            slot = Slot(shared.map_memory(handle, layout), layout, world.local_rank)
+            slot = shared.Slot(shared.map_memory(handle, layout), layout, world.local_rank)
             slot.join()
             clock = RingClock(slot)
     except OSError as error:
@@ -189,7 +188,7 @@ def join_memory(world: World, layout: Layout) -> tuple[tuple[int, Layout, RingCl
 
 
 def start_agent(
-    world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: Layout, watching: int
+    world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: shared.Layout, watching: int
 ) -> subprocess.Popen[bytes] | None:
     """Starts this node's agent on its first rank, and tells all of them where the first one listens. Collective."""
     own = interfaces() if world.local_rank == 0 and world.nodes > 1 else []
@@ -281,8 +280,8 @@ def prepare_dumps(clock: RingClock, agent: int) -> IO[bytes] | None:
         faulthandler.register(DUMP_ON, file=file, all_threads=True)
     except (OSError, RuntimeError):
         return None
-    clock.head[DUMP_FILE] = file.fileno()
-    clock.head[DUMP_SIGNAL] = DUMP_ON
+    clock.head[shared.DUMP_FILE] = file.fileno()
+    clock.head[shared.DUMP_SIGNAL] = DUMP_ON
     return file
 
 

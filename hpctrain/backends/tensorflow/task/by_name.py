@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-from keras import optimizers
 
 from hpctrain.errors import UserError
 from hpctrain.tasks.user_errors import no_mean, no_such_loss, not_called, target_of
@@ -59,21 +58,21 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
     return given
 
 
-CLASSES: Mapping[str, type[optimizers.Optimizer]] = {
-    "sgd": optimizers.SGD,
-    "adam": optimizers.Adam,
-    "adamw": optimizers.AdamW,
-    "nadam": optimizers.Nadam,
-    "adamax": optimizers.Adamax,
-    "rmsprop": optimizers.RMSprop,
-    "adagrad": optimizers.Adagrad,
-    "adadelta": optimizers.Adadelta,
+CLASSES: Mapping[str, type[keras.optimizers.Optimizer]] = {
+    "sgd": keras.optimizers.SGD,
+    "adam": keras.optimizers.Adam,
+    "adamw": keras.optimizers.AdamW,
+    "nadam": keras.optimizers.Nadam,
+    "adamax": keras.optimizers.Adamax,
+    "rmsprop": keras.optimizers.RMSprop,
+    "adagrad": keras.optimizers.Adagrad,
+    "adadelta": keras.optimizers.Adadelta,
 }
 NAMES = {"lr": "learning_rate", "eps": "epsilon"}
 """Options that Keras calls otherwise."""
 
 
-def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optimizers.Optimizer:
+def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> keras.optimizers.Optimizer:
     """One that is built with the model's variables when these are known."""
     given = {NAMES.get(key, key): value for key, value in options.items() if key != "betas"}
     given |= dict(zip(("beta_1", "beta_2"), options.get("betas", ()), strict=False))

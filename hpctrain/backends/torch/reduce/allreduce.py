@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hpctrain.backends.torch.device import gpu_for_nccl, pin, unpin
 from hpctrain.comm.group import Group
@@ -28,7 +27,7 @@ from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 class TensorAllreduce(Protocol):
     """Sums ``flat`` over the ranks, in place. Every rank makes the same calls in the same order."""
 
-    flat: Tensor
+    flat: torch.Tensor
     """This rank's values before, the sums after ``finish``; one-dimensional."""
 
     def start(self, begin: int, end: int) -> None:
@@ -156,7 +155,7 @@ class HorovodAllreduce:
         """Gives up its use of Horovod."""
         self.lease.end()
 
-    def _send(self, part: Tensor, begin: int) -> None:
+    def _send(self, part: torch.Tensor, begin: int) -> None:
         # A separate group: groups are not fused (horovod_setup.SETTINGS).
         name = f"hpctrain.gradients.{self.lease.number}.{begin}"
         self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))

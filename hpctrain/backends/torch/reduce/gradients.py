@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -28,7 +27,7 @@ class FlatGradients:
     def __init__(
         self,
         parameters: Sequence[tuple[str, Parameter]],
-        flat: Tensor,
+        flat: torch.Tensor,
         layout: Layout,
         ready: Callable[[int], None],
         sparse: Sparse = "auto",
@@ -114,7 +113,7 @@ class FlatGradients:
         self.sent = 0
         self.is_under_way = False
 
-    def _take(self, index: int, parameter: Tensor) -> None:
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         view = self.views[index]
         if gradient is not view and gradient is not None:
@@ -144,7 +143,7 @@ class FlatGradients:
             self.sent += 1
 
 
-def densify(name: str, gradient: Tensor, sparse: Sparse) -> Tensor:
+def densify(name: str, gradient: torch.Tensor, sparse: Sparse) -> torch.Tensor:
     """A sparse gradient as a dense tensor, or UserError if that is not wanted."""
     if sparse == "refuse":
         raise UserError(
@@ -153,7 +152,7 @@ def densify(name: str, gradient: Tensor, sparse: Sparse) -> Tensor:
     return gradient.to_dense()
 
 
-def view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
+def view_like(parameter: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:
     """A view of the parameter's shape and, if it is dense, its strides: fused optimizers want the same for both."""
     part = flat[offset : offset + parameter.numel()]
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense, in whatever order
@@ -161,6 +160,6 @@ def view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     return part.view(parameter.size())
 
 
-def watched(parameter: Tensor) -> bool:
+def watched(parameter: torch.Tensor) -> bool:
     """Whether something is called with a parameter's gradients."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.reduce import allreduce
@@ -25,7 +24,7 @@ from hpctrain.reduce.layout import plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
 
-Number: TypeAlias = float | Tensor
+Number: TypeAlias = float | torch.Tensor
 """A float, or a scalar tensor on any device."""
 
 
@@ -60,13 +59,13 @@ class Reducer(Protocol):
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
         """Tensors that hold the summed gradients that this rank's optimizer gets, to scale in place."""
 
     def norm(self) -> float:
         """L2 norm of all summed gradients."""
 
-    def summed(self) -> Sequence[tuple[str, Tensor]]:
+    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         """What has these gradients as its ``grad``: parameters by name, or this rank's parts of them."""
 
     def spread(self) -> bool:
@@ -109,14 +108,14 @@ class NoReducer:
         fill_slots(slots, loss, weight)
         return read_slots(list(map(float, slots)))
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
         dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return [*dense, *self.tables.values()]
 
     def norm(self) -> float:
         return global_norm(self.gradients())
 
-    def summed(self) -> Sequence[tuple[str, Tensor]]:
+    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
 
     def spread(self) -> bool:
@@ -193,7 +192,7 @@ class FlatReducer:
         self.tables.exchange()
         return read_slots(self.slots.tolist())
 
-    def arrivals(self) -> Iterator[list[Tensor]]:
+    def arrivals(self) -> Iterator[list[torch.Tensor]]:
         """Gradients of some parameters at a time, the only ones that then have any, while the others travel."""
         if self.arrive is not None:
             for buckets, elements, members in self.parts:
@@ -208,7 +207,7 @@ class FlatReducer:
         self.flat_gradients.publish()
         self.flat_gradients.restart()
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
         if self.converts:  # then ``grad`` of some parameters is not a view of the buffer
             dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
             return [*dense, *self.tables.values()]
@@ -217,7 +216,7 @@ class FlatReducer:
     def norm(self) -> float:
         return global_norm(self.gradients())
 
-    def summed(self) -> Sequence[tuple[str, Tensor]]:
+    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return list(zip(self.flat_gradients.names, self.flat_gradients.parameters, strict=True))
 
     def spread(self) -> bool:
@@ -254,13 +253,13 @@ class PartlyOwn:
         self.own.exchange()
         return self.shared.exchange(loss, weight)
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
         return [*self.shared.gradients(), *self.own.gradients()]
 
     def norm(self) -> float:
         raise NotImplementedError("other ranks have other gradients: see Partition.norm")
 
-    def summed(self) -> Sequence[tuple[str, Tensor]]:
+    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
 
     def spread(self) -> bool:
@@ -379,7 +378,7 @@ def measured_reducer(
     return ReducerChoice(config, world, chosen, announce).reducer(TorchReducers(model, config, sparse), rehearse)
 
 
-def fill_slots(slots: Tensor | list[Number], loss: Number, weight: Number | None) -> None:
+def fill_slots(slots: torch.Tensor | list[Number], loss: Number, weight: Number | None) -> None:
     """Puts this rank's part of the loss, and of the weights if it has one, into slots that are zero."""
     slots[LOSS] = loss
     if weight is not None:
@@ -387,7 +386,7 @@ def fill_slots(slots: Tensor | list[Number], loss: Number, weight: Number | None
         slots[WEIGHTED] = 1.0
 
 
-def global_norm(tensors: Sequence[Tensor]) -> float:
+def global_norm(tensors: Sequence[torch.Tensor]) -> float:
     """L2 norm over all elements of all tensors."""
     if not tensors:
         return 0.0
@@ -395,7 +394,7 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])
 
 
-def broadcast(group: Group, tensors: Sequence[Tensor], what: str) -> None:
+def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:
     """Overwrites tensors with those of the group's rank 0. Collective.
 
     Args:

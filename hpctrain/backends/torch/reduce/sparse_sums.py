@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.comm.group import Group
@@ -53,7 +52,7 @@ class SparseGradients:
         for parameter, rows in zip(self.parameters, self.rows.sum(host), strict=True):
             parameter.grad = _sparse(parameter, torch.from_numpy(rows.indices), torch.from_numpy(rows.values))
 
-    def values(self) -> list[Tensor]:
+    def values(self) -> list[torch.Tensor]:
         """What is not zero in the gradients, each row once, to be changed in place."""
         found = []
         for parameter in self.parameters:
@@ -69,7 +68,7 @@ class SparseGradients:
             self.rows.close()
 
 
-def _rows_of(parameter: Parameter) -> tuple[Tensor, Tensor]:
+def _rows_of(parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, values) of this rank's gradient, each row once."""
     gradient = parameter.grad
     if gradient is None:
@@ -80,7 +79,7 @@ def _rows_of(parameter: Parameter) -> tuple[Tensor, Tensor]:
     return gradient._indices()[0], gradient._values()
 
 
-def _sparse(parameter: Parameter, indices: Tensor, values: Tensor) -> Tensor:
+def _sparse(parameter: Parameter, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A gradient of these rows, ascending, each there once."""
     return torch.sparse_coo_tensor(
         indices.to(parameter.device)[None],

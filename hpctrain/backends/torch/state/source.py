@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.named_state import load_tensors, parameter_of, plain_name
@@ -49,7 +48,7 @@ class Averages:
         self.parameters = [one for _, one in partition.parameters(model) if one.requires_grad]
         self.values = [parameter.detach().clone() for parameter in self.parameters] if decay else []
 
-    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The averages of some parameters."""
         known = {id(one): average for one, average in zip(self.parameters, self.values, strict=False)}
         return [known[id(one)] for one in parameters] if known else []

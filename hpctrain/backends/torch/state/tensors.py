@@ -11,7 +11,6 @@ from typing import IO, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.named_state import digest as digest_of
@@ -30,7 +29,7 @@ class TorchTensor:
     """A StateTensor over a torch tensor."""
 
     name: str
-    tensor: Tensor
+    tensor: torch.Tensor
     placement: Placement = Placement.REPLICATED
     is_trained: bool = False
     cut: Cut | None = None
@@ -67,7 +66,7 @@ class TorchTensor:
 
 def tensors_of(
     name: str,
-    tensor: Tensor,
+    tensor: torch.Tensor,
     slices: Slices | None,
     placement: Placement = Placement.REPLICATED,
     is_trained: bool = False,
@@ -78,18 +77,18 @@ def tensors_of(
     return [TorchTensor(name, view, Placement.CUT, is_trained, cut) for view, cut in slices.views(tensor)]
 
 
-def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """A writable host array as a tensor over the same memory; bfloat16 is held as uint16."""
     return torch.from_numpy(array.view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)
 
 
-def tensor_of(value: NDArray[Any]) -> Tensor:
+def tensor_of(value: NDArray[Any]) -> torch.Tensor:
     """A copy of a saved array as a tensor on the host."""
     array = np.require(value, requirements=["C", "W"])
     return host_tensor(array, torch.bfloat16 if array.dtype == np.uint16 else torch.float32).clone()
 
 
-def module_tensors(module: Module) -> Iterator[tuple[str, Tensor, Placement]]:
+def module_tensors(module: Module) -> Iterator[tuple[str, torch.Tensor, Placement]]:
     """What of a module's ``state_dict`` are parameters, then what are buffers, each in the order of the modules.
 
     Names are those that it has without ``torch.compile``.
@@ -103,9 +102,9 @@ def module_tensors(module: Module) -> Iterator[tuple[str, Tensor, Placement]]:
     )
 
 
-def state_of(model: Module) -> dict[str, Tensor]:
+def state_of(model: Module) -> dict[str, torch.Tensor]:
     """Tensors of a model's ``state_dict``, which may hold what is none: the extra state of modules."""
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def model_tensors(model: Module, equal: Container[str] = (), own: Partition | None = None) -> list[TorchTensor]:
@@ -132,7 +131,7 @@ def other_names(model: Module) -> dict[str, str]:
     held = {
         plain_name(name): first.get(id(tensor), plain_name(name))
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)  # and not extra state
+        if isinstance(tensor, torch.Tensor)  # and not extra state
     }
     return {name: saved for name, saved in held.items() if name != saved}
 
@@ -154,7 +153,7 @@ def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Non
         torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch_cuda"], np.uint8)), device)
 
 
-def digest(tensors: Sequence[Tensor]) -> str:
+def digest(tensors: Sequence[torch.Tensor]) -> str:
     """SHA-256 over the values in order, hexadecimal."""
     return digest_of(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)
 
@@ -192,8 +191,8 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
     for name, value in state.items():
         if str(name).endswith("_extra_state"):  # which is state, but no weight
             continue
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            kind = str(value.layout) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            kind = str(value.layout) if isinstance(value, torch.Tensor) else type(value).__name__
             raise UserError(f"{name} of {path} is a {kind}, not a dense tensor", "save model.state_dict() alone")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in known:
@@ -207,7 +206,7 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
 def state_dict_in(content: Any, path: Path) -> Mapping[str, Any]:
     """The model's state in what was saved."""
     inner = next((content[key] for key in INNER if key in content), content) if isinstance(content, Mapping) else None
-    if not isinstance(inner, Mapping) or not any(isinstance(value, Tensor) for value in inner.values()):
+    if not isinstance(inner, Mapping) or not any(isinstance(value, torch.Tensor) for value in inner.values()):
         raise UserError(
             f"{path} holds no state_dict", f"save model.state_dict(), by itself or under one of {', '.join(INNER)}"
         )
@@ -220,6 +219,6 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
         torch.save(dict(state), file)
 
 
-def tensor_over(array: NDArray[Any], dtype: str) -> Tensor:
+def tensor_over(array: NDArray[Any], dtype: str) -> torch.Tensor:
     """A tensor over the memory of an array of this logical type; bfloat16 comes as uint16."""
     return host_tensor(array, torch.bfloat16 if dtype == "bfloat16" else torch.float32)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.torch.device import autocast
@@ -35,7 +34,7 @@ class Acts(Protocol):
     def update(self, name: str) -> None:
         """Ends an update."""
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks."""
 
 
@@ -108,7 +107,7 @@ class StepContext:
             raise UserError(f"ctx.model: the task has several models{calling_line()}", fix)
         return next(iter(self.models.values()))
 
-    def split(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def split(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Cuts the batch into ``train.accumulate`` micro-batches: ``for part in ctx.split(batch): ...``.
 
         They are fewer if some rank has fewer samples, and as many on all ranks. What is passed to ``backward`` and
@@ -145,7 +144,7 @@ class StepContext:
         optimizer = self._optimizer(name, call)
         require_value(loss, f"the loss of {call}")
         total = loss[0] if isinstance(loss, tuple) else loss
-        if not (isinstance(total, Tensor) and total.requires_grad):
+        if not (isinstance(total, torch.Tensor) and total.requires_grad):
             raise UserError(
                 f"the loss of {call} does not depend on any parameter{calling_line()}",
                 "compute it from outputs of ctx.models with torch operations, without .item(), .detach() or NumPy",
@@ -187,7 +186,7 @@ class StepContext:
         del self._open[optimizer]
         self._acts.update(optimizer)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in the order of the global batch. Gradients flow back to the rank of each row.
 
         A loss over the gathered rows, be it the same on all ranks or the mean over this rank's own rows, so has the
@@ -203,7 +202,7 @@ class StepContext:
             UserError: it is called for a micro-batch, which would make the loss depend on train.accumulate.
         """
         refuse(self._features | {Feature.GATHER: calling_line()})
-        if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             raise UserError(
                 f"ctx.gather got {describe(tensor)} without rows{calling_line()}", "give a tensor with a leading axis"
             )
@@ -273,4 +272,4 @@ def require_value(value: Any, field: str) -> None:
 
 def detached(value: Any) -> Any:
     """Without its graph."""
-    return value.detach() if isinstance(value, Tensor) else float(value)
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)

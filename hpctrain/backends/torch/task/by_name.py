@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn, optim
-from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
 from hpctrain.tasks.user_errors import no_mean, no_such_loss, not_called, target_of
 
 NAMES: dict[str, Callable[..., Tensor]] = {
-    "mse": functional.mse_loss,
-    "mae": functional.l1_loss,
-    "huber": functional.huber_loss,
-    "cross_entropy": functional.cross_entropy,
-    "nll": functional.nll_loss,
-    "bce": functional.binary_cross_entropy,
-    "bce_with_logits": functional.binary_cross_entropy_with_logits,
+    "mse": nn.functional.mse_loss,
+    "mae": nn.functional.l1_loss,
+    "huber": nn.functional.huber_loss,
+    "cross_entropy": nn.functional.cross_entropy,
+    "nll": nn.functional.nll_loss,
+    "bce": nn.functional.binary_cross_entropy,
+    "bce_with_logits": nn.functional.binary_cross_entropy_with_logits,
 }
 
 
@@ -50,7 +49,7 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
         if given.reduction != "mean" or weighted:
             raise no_mean(type(given).__name__)
         return functools.partial(of_target, given, target_of(fields, type(given).__name__))
-    if isinstance(given, types.FunctionType) and given.__module__ == functional.__name__:
+    if isinstance(given, types.FunctionType) and given.__module__ == nn.functional.__name__:
         return functools.partial(of_target, given, target_of(fields, given.__name__))
     return given
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
@@ -37,7 +36,7 @@ class CarriedState:
     def keep(self, model: torch.nn.Module, hidden: Any) -> None:
         """Notes the state behind this batch, without its history; nothing while ``model`` does not train."""
         if model.training:
-            self.hidden = mapped(Tensor.detach, hidden)
+            self.hidden = mapped(torch.Tensor.detach, hidden)
 
     def new_each_epoch(self) -> BaseHook:
         """A hook that forgets the state at the end of each epoch: the text begins again."""
@@ -59,7 +58,7 @@ class CarriedState:
     def split(self, whole: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         """As many lanes as the rank has samples in a batch."""
 
-        def part(tensor: Tensor) -> Tensor:
+        def part(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.tensor_split(ranks, self.axis)[rank].contiguous()
 
         return {"hidden": None if whole["hidden"] is None else mapped(part, whole["hidden"])}
@@ -91,7 +90,7 @@ def carried_by(task: TorchTask) -> str | None:
     return carried[0].spoken if carried else None
 
 
-def mapped(function: Callable[..., Tensor], first: Any, *others: Any) -> Any:
+def mapped(function: Callable[..., torch.Tensor], first: Any, *others: Any) -> Any:
     """Applies the function to the tensors at each place of equal structures."""
     if isinstance(first, Mapping):
         return {name: mapped(function, first[name], *(each[name] for each in others)) for name in first}

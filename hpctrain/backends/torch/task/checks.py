@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parameter import UninitializedParameter
 
@@ -92,7 +91,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return by_itself or module._compiled_call_impl is not None
 
 
-def require_scalar(loss: Tensor) -> None:
+def require_scalar(loss: torch.Tensor) -> None:
     """Raises UserError if a loss is one value a sample."""
     if loss.numel() != 1:
         raise UserError(

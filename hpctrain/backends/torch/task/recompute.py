@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
@@ -113,12 +112,12 @@ class Recomputed:
         """The layer's outputs."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before: dict[str, Tensor] = {}
+        before: dict[str, torch.Tensor] = {}
         passes = lambda: (self._first(before), self._second(before, list(self.region.outside)))  # noqa: E731
         return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
 
     @contextlib.contextmanager
-    def _first(self, before: dict[str, Tensor]) -> Iterator[None]:
+    def _first(self, before: dict[str, torch.Tensor]) -> Iterator[None]:
         buffers = dict(self.layer.named_buffers())
         versions = {name: buffer._version for name, buffer in buffers.items()}
         copied = buffers.keys() if self.changing is None else self.changing
@@ -136,7 +135,7 @@ class Recomputed:
                 raise UserError(what, "leave the layer out of train.recompute")
 
     @contextlib.contextmanager
-    def _second(self, before: dict[str, Tensor], outside: Outside) -> Iterator[None]:
+    def _second(self, before: dict[str, torch.Tensor], outside: Outside) -> Iterator[None]:
         buffers = [(buffer, before[name]) for name, buffer in self.layer.named_buffers() if name in before]
         after = [buffer.clone() for buffer, _ in buffers]
         _fill([buffer for buffer, _ in buffers], [value for _, value in buffers])
@@ -147,7 +146,7 @@ class Recomputed:
             _fill([buffer for buffer, _ in buffers], after)
 
 
-def _fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _fill(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)

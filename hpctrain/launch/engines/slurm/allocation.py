@@ -11,16 +11,13 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage_on_node
-from hpctrain.launch.engines.slurm.client import heard
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
-from hpctrain.launch.engines.slurm.preflight import Expected, Fault
 from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
@@ -38,7 +35,7 @@ PMIX_STEPS = 2
 """Steps of an attempt that have a PMIx server: preflight and launch."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Prepared:
     """How the ranks of this attempt are started."""
 
@@ -72,7 +69,7 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
     interpreter, copies = stage_in(config, run, whole or job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
-    failed: list[tuple[Launcher, Fault]] = []
+    failed: list[tuple[Launcher, preflight.Fault]] = []
     for launcher in found:
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
@@ -89,7 +86,7 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
     raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
 
 
-def of_nodes(problems: Sequence[Fault], hosts: Mapping[int, str]) -> list[Fault]:
+def of_nodes(problems: Sequence[preflight.Fault], hosts: Mapping[int, str]) -> list[preflight.Fault]:
     """Those that only single nodes have; what all nodes have is left out. Pure."""
     own = [problem for problem in problems if problem.fatal and problem.host and not problem.launcher]
     return own if set(hosts.values()) - {problem.host for problem in own} else []
@@ -131,22 +128,22 @@ def skip_steps(run: RunDir, number: int) -> None:
     steps of a requeued job from 0 again, so a step of the same number would find the address in use.
     """
     for _ in range(number):
-        heard(run, empty_step(), {}, EMPTY_STEP_S)
+        client.heard(run, empty_step(), {}, EMPTY_STEP_S)
 
 
 def check(
     config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str
-) -> tuple[list[Fault], dict[int, str]]:
+) -> tuple[list[preflight.Fault], dict[int, str]]:
     """Problems that the ranks' reports show under one launcher, and the hosts of Slurm's tasks."""
     slurm = config.launch.slurm
     needs_mpi = bool(config.task) and job.ranks > 1
     gpus, cpus, tensor = slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, config.parallel.tensor
-    expected = Expected(job.nodes, job.ranks, gpus, cpus, needs_mpi, tensor)
+    expected = preflight.Expected(job.nodes, job.ranks, gpus, cpus, needs_mpi, tensor)
     options = [f"--run-dir={run.path}", f"--scratch={slurm.scratch or ''}"]
     command = python.module("hpctrain.launch.engines.slurm.probe", *options, interpreter=interpreter)
     command = [*slurm.wrap, *command, "--mpi"] if needs_mpi else command
     env = {**launcher.environment({**os.environ, **config.launch.env}), **config.launch.env}
-    _, output = heard(run, launcher.words(command, env), env, 60 + job.ranks / 20)
+    _, output = client.heard(run, launcher.words(command, env), env, 60 + job.ranks / 20)
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
     if any(problem.fatal for problem in problems):
@@ -205,7 +202,7 @@ def copies_of(config: Config, run: RunDir, job: Job, environment: bool) -> tuple
         stage_on_node.pack(Path(sys.prefix), archive)
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
-    code, output = heard(run, once_a_node(job, command), launch.env, STAGE_IN_S)
+    code, output = client.heard(run, once_a_node(job, command), launch.env, STAGE_IN_S)
     if told := preflight.reports(output.splitlines(), stage_on_node.MARK):
         raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
     if code:
@@ -219,7 +216,7 @@ def _absolute(name: str) -> str:
     return str(Path(name).absolute())
 
 
-@dataclass
+@dataclasses.dataclass
 class Place:
     """The allocation of one job."""
 
@@ -232,7 +229,7 @@ class Place:
     """With those that the ranks of the attempt at hand run on."""
     prepared: Prepared | None = None
     """From the first attempt on: copies, interpreter, and the launcher whose preflight passed."""
-    lost: set[str] = field(default_factory=set)
+    lost: set[str] = dataclasses.field(default_factory=set)
     """Nodes that an attempt has lost."""
 
     @classmethod

@@ -8,7 +8,6 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import HpctrainError
 from hpctrain.run import bad_nodes, last_words
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.bad_nodes import BadNode, BadNodes
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say
 
@@ -43,17 +42,17 @@ def note_culprit(config: Config, run: RunDir) -> None:
 def note(config: Config, run: RunDir, host: str, reason: str, attempt: int) -> None:
     """Puts a node on the run's list; what cannot be written is reported, and changes nothing else."""
     hours = config.monitor.exclude_hours
-    entry = BadNode(host, time.time() + 3600 * hours, attempt, reason, str(run.path))
+    entry = bad_nodes.BadNode(host, time.time() + 3600 * hours, attempt, reason, str(run.path))
     if config.launch.slurm.bad_nodes != "off" and _add(bad_nodes.of_run(run), entry):
         say(f"{entry.node} is left out at the next start, for {hours:g} h: {reason} (hpctrain nodes shows and clears)")
 
 
-def _lists(config: Config, run: RunDir) -> list[BadNodes]:
+def _lists(config: Config, run: RunDir) -> list[bad_nodes.BadNodes]:
     own = bad_nodes.of_run(run)
     return [own, bad_nodes.shared()] if config.launch.slurm.bad_nodes == "shared" else [own]
 
 
-def _add(nodes: BadNodes, *entries: BadNode) -> bool:
+def _add(nodes: bad_nodes.BadNodes, *entries: bad_nodes.BadNode) -> bool:
     try:
         if entries:
             nodes.add(*entries)

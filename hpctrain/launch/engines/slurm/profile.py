@@ -13,7 +13,6 @@ import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
 from hpctrain.config.values import Misfit, converted, in_words
@@ -31,7 +30,7 @@ REPLACED = {"wrap", "stage_in"}
 
 ABOUT = ("description", "verified")
 """Keys of a profile that say something of it."""
-Layer = Mapping[str, Any]
+Layer = Mapping[str, typing.Any]
 """Values of ``launch``, with those of ``launch.slurm`` under ``slurm``; lists as tuples."""
 
 
@@ -86,8 +85,8 @@ def read(path: Path) -> Layer:
 
 def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
     """The configuration with its empty fields filled from layers, the last one strongest."""
-    outer: dict[str, Any] = {}
-    inner: dict[str, Any] = {}
+    outer: dict[str, typing.Any] = {}
+    inner: dict[str, typing.Any] = {}
     for layer in profiles:
         outer = _over(outer, {key: value for key, value in layer.items() if key != "slurm"})
         inner = _over(inner, layer.get("slurm", {}))
@@ -95,13 +94,13 @@ def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
     return dataclasses.replace(launch, **_over(outer, _given(launch)), slurm=slurm)
 
 
-def _given(section: LaunchConfig | SlurmConfig) -> dict[str, Any]:
+def _given(section: LaunchConfig | SlurmConfig) -> dict[str, typing.Any]:
     """Fields that the user gave: neither empty nor ``auto``."""
     fields = {name: getattr(section, name) for name in _allowed(type(section))}
     return {name: value for name, value in fields.items() if value not in (None, (), {}, "auto")}
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _over(below: Mapping[str, typing.Any], above: Mapping[str, typing.Any]) -> dict[str, typing.Any]:
     """Both, the one above winning."""
     merged = dict(below)
     for key, value in above.items():
@@ -113,7 +112,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _allowed(section: type) -> dict[str, Any]:
+def _allowed(section: type) -> dict[str, typing.Any]:
     """Fields that a profile may give, with their types: those that are empty by default."""
     hints = typing.get_type_hints(section)
     return {
@@ -123,7 +122,7 @@ def _allowed(section: type) -> dict[str, Any]:
     }
 
 
-def _checked(raw: dict[str, Any], path: Path) -> Layer:
+def _checked(raw: dict[str, typing.Any], path: Path) -> Layer:
     if extra := set(raw) - {"launch"}:
         raise UserError(f"{path} has the key {sorted(extra)[0]!r}", "put everything under [launch] and [launch.slurm]")
     launch = raw.get("launch", {})
@@ -134,7 +133,7 @@ def _checked(raw: dict[str, Any], path: Path) -> Layer:
     }
 
 
-def _section(section: type, values: Any, place: str) -> dict[str, Any]:
+def _section(section: type, values: typing.Any, place: str) -> dict[str, typing.Any]:
     if not isinstance(values, dict):
         raise UserError(f"{place} is not a table", "write [launch] and [launch.slurm]")
     allowed = _allowed(section)
@@ -148,7 +147,7 @@ def _section(section: type, values: Any, place: str) -> dict[str, Any]:
     return {key: _value(value, allowed[key], f"{place}.{key}") for key, value in values.items()}
 
 
-def _value(value: Any, kind: Any, place: str) -> Any:
+def _value(value: typing.Any, kind: typing.Any, place: str) -> typing.Any:
     """The value as the configuration holds it, if its type is right."""
     try:
         return converted(value, kind)

@@ -16,7 +16,6 @@ from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.engines.jobs import Submitted, record, submissions
 from hpctrain.launch.engines.local import plain_command, rank_environment
 from hpctrain.launch.engines.slurm import allocation, client, leave_out, requeue
-from hpctrain.launch.engines.slurm.allocation import Place
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, Who, current, who_ends
 from hpctrain.launch.engines.slurm.submission import settle, signal_s
@@ -25,7 +24,6 @@ from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import live_lock
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, STAGED
 from hpctrain.run.run_status import ALIVE
 from hpctrain.run.stop_request import StopRequest, requested_stop
@@ -66,7 +64,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
     allowed = limits(config, run_dir)
-    place = Place.of(config, run_dir, job)
+    place = allocation.Place.of(config, run_dir, job)
     verdict = supervise(
         run_dir,
         lambda number: dataclasses.replace(
@@ -277,6 +275,6 @@ def forget_dead_holder(run_dir: RunDir) -> None:
         return
     try:
         if not any(entry.state in ALIVE for entry in client.queue([holder.job])):
-            LiveLock(run_dir, holder).release()
+            live_lock.LiveLock(run_dir, holder).release()
     except HpctrainError as error:
         say(str(error))
