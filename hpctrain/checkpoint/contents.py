@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Contents(SavedArrays):
         """Stored pieces by tensor name."""
         self.names: dict[str, TensorSpec] = {}
         """All tensors, in the order of the shards."""
+        super().__init__(self.names)
         for shard in manifest.shards:
             for stored in shard.pieces:
                 tensor = stored.piece.tensor
@@ -63,15 +64,6 @@ class Contents(SavedArrays):
         if name in self.merged:
             return self.merged[name]
         return self._read(name, everything(self.names[name].shape))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.merged[name].shape if name in self.merged else self.names[name].shape

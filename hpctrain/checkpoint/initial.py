@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -186,6 +186,7 @@ class PresentState(SavedArrays):
 
     def __init__(self, state: Iterable[StateTensor]) -> None:
         self.state: dict[str, StateTensor] = {}
+        super().__init__(self.state)
         self.parts: dict[str, list[StateTensor]] = {}
         for tensor in state:
             self.state[tensor.name] = tensor
@@ -193,15 +194,6 @@ class PresentState(SavedArrays):
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         return value_of(self.state[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.state
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         tensor = self.state[name]

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     from hpctrain.comm.world import undivided
     from hpctrain.config.loading import load
     from hpctrain.parallel.memory_estimate import ParallelLayout, cheapest, footprints
-    from hpctrain.rank.memory_estimate import program_bytes
+    from hpctrain.rank.trial import program_bytes
 
     if not 1 <= args.ranks <= MOST_RANKS:
         raise UserError(f"-n is {args.ranks}", f"give the number of ranks, from 1 to {MOST_RANKS}")
@@ -197,7 +197,7 @@ def estimate_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict
 
     Raises UserError for the whole model.
     """
-    from hpctrain.rank.memory_estimate import estimate, require_stages
+    from hpctrain.rank.trial import estimate, require_stages
 
     estimates: dict[int, MemoryEstimate] = {}
     reasons: dict[str, str] = {}

@@ -1,24 +1,41 @@
-"""Opens a task without a run: tried on one batch for ``hpctrain doctor``, or with the weights of a file."""
+"""Opens a task without a run: tried on one batch for ``hpctrain doctor``, with weights, or to estimate its memory.
+
+An estimate of what a rank needs under a plan makes the run's model as the rank would, and trains it for one step, all
+in one process. What a strategy adds to it is in its module of ``backends/torch/strategies``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Source
-from hpctrain.comm.world import alone
-from hpctrain.config.sections import Config
+from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.world import World, alone
+from hpctrain.config.combinations import Feature, clash
+from hpctrain.config.sections import SHARDS, Config, ParallelConfig
 from hpctrain.errors import HpctrainError, UserError
+from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation
 from hpctrain.rank.problem import Problem, make_problem
 from hpctrain.rank.session import message
+from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.user_errors import advised
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import Framework
+
+if TYPE_CHECKING:
+    from hpctrain.backends.torch.framework import TorchFramework
 
 MOST_SAMPLES = 32
 """Samples of the batch at most: this one process would otherwise hold the batch of all ranks."""
@@ -63,3 +80,122 @@ def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
     framework = wiring.make_framework(plain, alone(), problem.task, IntervalClock())
     load_initial(Source(weights), framework)
     return framework, problem
+
+
+ESTIMATED_SAMPLES = 8
+"""Of the batch: what passes keep grows with it in proportion."""
+
+
+class Imagined(Group):
+    """A group whose first rank is this process, as if all others had the same values."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(name)
+        self.size = size
+
+    def allgather(self, value: Any, what: str = "", timeout_s: float = TIMEOUT_S) -> list[Any]:
+        return [value] * self.size
+
+    def gather(self, values: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
+        return np.stack([values] * self.size)
+
+    def add(self, values: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        values *= self.size
+
+
+def program_bytes() -> int:
+    """Of this process's memory, with PyTorch and before there is a model."""
+    import hpctrain.backends.torch.framework  # noqa: F401  what it needs is the program's, not the model's
+
+    return int(psutil.Process().memory_info().rss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A run's model in this process, and what goes into it."""
+
+    problem: Problem
+    framework: TorchFramework
+    world: World
+
+
+@contextmanager
+def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
+    """As the first rank of a tensor group has it, with whole optimizers. Raises UserError, also for what the task's own
+    code raises, here or in the body."""
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, tensor=tensor, pipeline=pipeline, shard="none"),
+        reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
+    )
+    with told_shortly():
+        yield from _made(config, tensor)
+
+
+def _made(config: Config, tensor: int) -> Iterator[Model]:
+    from hpctrain.backends.torch.framework import TorchFramework
+
+    problem = make_problem(config, alone())
+    if not isinstance(problem.task, TorchTask):
+        what = f"{config.task} is a KerasTask, of which each rank has all"
+        raise UserError(what, "ask for the plans of a TorchTask")
+    me = alone()
+    group = Imagined("tensor", tensor)
+    world = World(me.everyone, me.data, me.local, 0, 1, socket.gethostname(), group)
+    with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
+        assert isinstance(framework, TorchFramework), "of a TorchTask"
+        yield Model(problem, framework, world)
+
+
+def estimate(
+    config: Config, tensor: int, ranks: int, pipelines: Sequence[int] = ()
+) -> tuple[MemoryEstimate, dict[str, str]]:
+    """What the first rank of a tensor group has of a run's model; and why values of ``parallel.shard`` cannot be.
+
+    Args:
+        config: of the run, whose task is made again.
+        tensor: size of the group.
+        ranks: of the run.
+        pipelines: numbers of stages that are possible; a model with fewer layers is left out.
+
+    Raises:
+        UserError: the model cannot be cut so, or not be trained; says which layer.
+    """
+    from hpctrain.backends.torch.strategies.estimated import Estimated
+    from hpctrain.backends.torch.strategies.listed import STRATEGIES
+    from hpctrain.backends.torch.strategies.pipeline import strategy as of_stages
+    from hpctrain.backends.torch.strategies.replicated import measured
+
+    with made(config, tensor) as model:
+        state, whole = measured(model.framework, first_batch(model.problem, model.world, ESTIMATED_SAMPLES), ranks)
+    data, accumulate = ranks // tensor, config.train.accumulate
+    shards: dict[str, MemoryEstimate] = {}
+    stages: dict[int, MemoryEstimate] = {}
+    reasons: dict[str, str] = {}
+    if data == 1:
+        return whole, reasons
+    with made(config, tensor) as model:
+        framework = model.framework  # its optimizers have made no step
+    module_of = {one.feature: one for one in STRATEGIES}
+    for word, feature in SHARDS.items():
+        if tensor > 1 and clash({Feature.TENSOR: tensor, feature: True}):
+            continue
+        try:
+            uses = dataclasses.replace(config, parallel=ParallelConfig(tensor=tensor, shard=word)).features()
+            is_asked = word == config.parallel.shard
+            plan = Estimated(framework, state, whole, uses, data, 1, accumulate, is_asked)
+            if (found := module_of[feature].load().estimate(plan)) is not None:
+                shards[word] = found
+        except UserError as error:
+            reasons[word] = error.what
+    for pipeline in pipelines:
+        plan = Estimated(framework, state, whole, {}, data // pipeline, pipeline, accumulate, False)
+        with suppress(UserError):
+            stages[pipeline] = of_stages.estimate(plan)
+    return dataclasses.replace(whole, stages=stages, shards=shards), reasons
+
+
+def require_stages(config: Config, pipeline: int) -> None:
+    """Raises UserError if a run's model cannot be partitioned into that many stages."""
+    with made(config, 1, pipeline):
+        pass

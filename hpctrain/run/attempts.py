@@ -22,8 +22,8 @@ from hpctrain.run import last_words
 from hpctrain.run.attempt_record import Attempt, info_of
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord
+from hpctrain.run.live_lock import UniqueIds
 from hpctrain.run.rank_environment import current_attempt, current_job
-from hpctrain.run.unique_ids import UniqueIds
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
 from hpctrain.system.files import cannot_write, write_atomically

@@ -1,7 +1,7 @@
 """One live run a folder: a lock that names its holder, works without flock, and is taken over from the dead.
 
 It keeps two live runs apart. That none of them writes once it has lost the lock is the matter of the fence between
-attempts (``Attempts.check_fence``).
+attempts (``Attempts.check_fence``). Both use numbers that only go up, each of which exactly one process gets.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -20,9 +21,8 @@ from pathlib import Path
 from hpctrain.errors import Code, Replaced, RunFailed, UserError
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_job
-from hpctrain.run.unique_ids import UniqueIds
 from hpctrain.system import safe_read
-from hpctrain.system.files import create_exclusively, write_atomically
+from hpctrain.system.files import cannot_write, create_exclusively, make_folder, write_atomically
 from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.processes import birth, is_alive, machine
 
@@ -290,3 +290,55 @@ def _decode(content: bytes) -> Holder | None:
 def _describe(other: Holder) -> str:
     job = f", job {other.job}" if other.job else ""
     return f"process {other.pid} on {other.host}{job}, since {time.strftime('%F %T', time.localtime(other.since))}"
+
+
+TICKET = re.compile(r"(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class UniqueIds:
+    """Numbers that only go up: each is a file that exactly one process creates, and that never changes or goes away."""
+
+    folder: Path
+    run: Path
+    """The run folder, below which no link is followed."""
+
+    def path(self, number: int, what: str = "") -> Path:
+        """The file that stands for a number, or one that says more about it."""
+        return self.folder / (f"{number}.{what}.json" if what else f"{number}.json")
+
+    def taken(self) -> list[int]:
+        """All numbers that are taken, ascending."""
+        # An NFS client may list a folder as it was up to a minute ago. Changing the folder makes it ask the server.
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
+        try:
+            return sorted(int(match[1]) for match in map(TICKET.fullmatch, os.listdir(self.folder)) if match)
+        except FileNotFoundError:
+            return []
+
+    def newest(self) -> int:
+        """The highest number that is taken, 0 if none is."""
+        return max(self.taken(), default=0)
+
+    def make_folder(self) -> None:
+        """Makes the folder. Raises RunFailed if it cannot be made."""
+        try:
+            make_folder(self.folder, self.run)
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+
+    def claim(self, number: int, content: bytes) -> bool:
+        """Takes this number; False if another process has it. Raises RunFailed if it cannot be written."""
+        self.make_folder()
+        return create_exclusively(self.path(number), content, self.run)
+
+    def take(self, content: bytes, above: int = 0) -> int:
+        """Takes the next number, higher than ``above`` and than all that are taken. Raises RunFailed, see ``claim``."""
+        try:
+            number = max(above, self.newest()) + 1
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+        while not self.claim(number, content):
+            number += 1
+        return number

@@ -14,11 +14,23 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
     """Saved values by name, which may be read, and verified, only when they are asked for.
 
     Looking at a value twice may read it twice: ask ``shape_of`` for a shape, and iterate over names.
+
+    Args:
+        named: has the names, each with whatever its value is read from.
     """
 
-    @abstractmethod
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self.named = named
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.named)
+
+    def __len__(self) -> int:
+        return len(self.named)
+
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name; reads nothing."""
+        return name in self.named
 
     @abstractmethod
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -50,31 +62,21 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
 class HeldArrays(SavedArrays):
     """Over arrays in memory, each of a whole tensor."""
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self.arrays = arrays
+    named: Mapping[str, NDArray[Any]]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.arrays
+        return self.named[name]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return self.arrays[name].shape
+        return self.named[name].shape
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        return self.arrays[name].dtype
+        return self.named[name].dtype
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
-        require_inside(name, begin, shape, self.arrays[name].shape)
+        require_inside(name, begin, shape, self.named[name].shape)
         slices: tuple[Any, ...] = tuple(slice(first, first + count) for first, count in zip(begin, shape, strict=True))
-        found: NDArray[Any] = self.arrays[name][(..., *slices)]
+        found: NDArray[Any] = self.named[name][(..., *slices)]
         return found
 
 
@@ -95,39 +97,32 @@ class DerivedArrays(SavedArrays):
         change: gives what is here for what is there, whole or a part: ``change(name, value)``, of the same shape.
     """
 
+    named: Mapping[str, Place]
+
     def __init__(
         self, places: Mapping[str, Place], change: Callable[[str, NDArray[Any]], NDArray[Any]] = as_it_is
     ) -> None:
-        self.places = places
+        super().__init__(places)
         self.change = change
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        source, there = self.places[name]
+        source, there = self.named[name]
         return self.change(name, source[there])
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.places
-
     def shape_of(self, name: str) -> tuple[int, ...]:
-        source, there = self.places[name]
+        source, there = self.named[name]
         return source.shape_of(there)
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        source, there = self.places[name]
+        source, there = self.named[name]
         return self.change(name, np.empty(0, source.dtype_of(there))).dtype
 
     def is_current(self, name: str) -> bool:
-        source, there = self.places[name]
+        source, there = self.named[name]
         return source.is_current(there)
 
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
-        source, there = self.places[name]
+        source, there = self.named[name]
         return self.change(name, source.part(there, begin, shape))
 
 

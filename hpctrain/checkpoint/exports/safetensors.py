@@ -113,6 +113,7 @@ class FileArrays(SavedArrays):
     """Arrays in a file, which is opened on demand."""
 
     def __init__(self, path: Path, pieces: Mapping[str, layout.StoredPiece]) -> None:
+        super().__init__(pieces)
         self.path = path
         self.pieces = pieces
         self.recent = RecentBlocks()
@@ -120,15 +121,6 @@ class FileArrays(SavedArrays):
     def __getitem__(self, name: str) -> NDArray[Any]:
         shape = self.shape_of(name)
         return self.part(name, (0,) * len(shape), shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.pieces)
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.pieces
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self.pieces[name].piece.tensor.shape

@@ -45,7 +45,7 @@ from hpctrain.errors import Code
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.unique_ids import UniqueIds
+from hpctrain.run.live_lock import UniqueIds
 from hpctrain.system.files import create_exclusively
 from hpctrain.run.verdict import failed_with
 run = RunDir(Path(sys.argv[1]))
