@@ -23,6 +23,7 @@ from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.framework import (
     Facts,
     Framework,
+    FrameworkOfParts,
     HostBatch,
     HostMemory,
     NonFiniteLoss,
@@ -64,7 +65,7 @@ def inner_world(world: World, config: SyncConfig) -> World:
     return replace(world, data=inner)
 
 
-class LocalFramework:
+class LocalFramework(FrameworkOfParts):
     """See train.framework.Framework.
 
     Args:
@@ -76,7 +77,8 @@ class LocalFramework:
     """
 
     def __init__(self, framework: Apart, world: World, inner: World, config: SyncConfig, apart: ReducerChoice) -> None:
-        self.framework, self.world, self.group, self.config, self.apart = framework, world, inner.data, config, apart
+        self.framework = self.evaluator = self.source = framework
+        self.world, self.group, self.config, self.apart = world, inner.data, config, apart
         weights = framework.weights()
         world.everyone.broadcast_array(weights, "receive the model")
         framework.set_weights(weights)
@@ -102,14 +104,6 @@ class LocalFramework:
     @property
     def host(self) -> HostMemory:
         return self.framework.host
-
-    @property
-    def meters(self) -> Mapping[str, Meter]:
-        return self.framework.meters
-
-    @property
-    def sync_group(self) -> Group | None:
-        return self.framework.sync_group
 
     def set_learning_rate(self, factors: Factors) -> None:
         self.framework.set_learning_rate(factors)
@@ -176,9 +170,6 @@ class LocalFramework:
                 array[:] = arrays[name]
         if self.pace is not None and PACE in arrays:
             self.pace.load(arrays[PACE])
-
-    def reseed(self, step: int) -> None:
-        self.framework.reseed(step)
 
     def weights_hash(self, shared_only: bool = False) -> str:
         self._own_weights()

@@ -87,9 +87,9 @@ def start(
     number = [] if asked is None else ["-n", str(asked)]
     if engine := config.launch.engine or ("hosts" if config.launch.hosts else None):
         unread.tell(config.launch, engine)
-    dialling = {"runners": runners.run, "ray": ray_cluster.run, "spark": spark_cluster.run}
+    dialling = {"runners": None, "ray": ray_cluster.invited, "spark": spark_cluster.invited}
     if config.launch.engine in dialling:
-        return dialling[config.launch.engine](config, asked, rank_words, verbose, fresh), number
+        return runners.run(config, asked, rank_words, verbose, fresh, dialling[config.launch.engine]), number
     if config.launch.engine == "kubernetes":
         raise UserError("launch.engine is kubernetes: pods run it", "hpctrain submit starts them")
     config = dataclasses.replace(config, launch=batch_systems.on_hosts_of_the_job(config.launch, os.environ))

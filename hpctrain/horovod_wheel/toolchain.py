@@ -93,7 +93,7 @@ def check_compiler() -> str:
                 what=f"{tool} is not on PATH, and Horovod is compiled here",
                 fix="install g++ 11 or newer and make, or load your site's compiler module",
             )
-    version = _first_line(subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout)
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout.strip().partition("\n")[0]
     if not _compiles([*compiler, "-std=c++20"], _CXX20_PROBE, ".cc"):
         raise UserError(
             what=f"{version or compiler[0]} does not compile C++20, which the frameworks' headers need",
@@ -223,7 +223,3 @@ def _find_nccl() -> tuple[Path, Path]:
 def _plain(version: str) -> str:
     """One line of single spaces: MPI libraries and mpi4py pad what they say differently."""
     return " ".join(version.replace("\0", " ").split())
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -128,7 +128,7 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
     make_weights(task, lambda: examples_of(train), config.seed)
     loading = Loading(
         Recipe(task.transform, task.collate, config.seed),
-        micro_batches_of(task, config.train.accumulate),
+        1 if has_own_step(task) else config.train.accumulate,  # its own step cuts its batch by ctx.split
         validation_batch(config.train, world.data.size),
         data.prefetch_batches,
         data.workers,
@@ -270,11 +270,6 @@ def require_hooks(task: Task) -> None:
 def has_own_step(task: Task) -> bool:
     """Whether the task says itself how a batch is trained on."""
     return isinstance(task, TorchTask) and task.step is not None
-
-
-def micro_batches_of(task: Task, accumulate: int) -> int:
-    """Micro-batches that the data come in: the task's own step gets its batch whole, and cuts it by ``ctx.split``."""
-    return 1 if has_own_step(task) else accumulate
 
 
 def task_features(name: str, task: Task, order: Order | StreamOrder, ranks: int) -> dict[Feature, Any]:

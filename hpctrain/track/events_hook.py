@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,6 @@ from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.flops import Flops, of_all
 from hpctrain.train.hooks import BaseHook, StopReason
-from hpctrain.train.metrics import not_numbers
 from hpctrain.train.schedule import first_factor
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class EventsHook(BaseHook):
 
     def tell_not_numbers(self, training: Training, metrics: Mapping[str, float]) -> None:
         """Once for each metric."""
-        strange = [name for name in not_numbers(metrics) if name not in self.told]
+        strange = [name for name, value in metrics.items() if not math.isfinite(value) and name not in self.told]
         self.told.update(strange)
         for name in strange:
             self.writer.say(

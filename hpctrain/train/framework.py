@@ -146,16 +146,8 @@ class Evaluator(Protocol):
         """Outputs, sample axis first; a model with one output names it ``output``."""
 
 
-class StateSource(Protocol):
+class State(Protocol):
     """The state of model and optimizer on this rank."""
-
-    @property
-    def facts(self) -> Facts:
-        """As they are now."""
-
-    @property
-    def host(self) -> HostMemory:
-        """Where copies of the state go."""
 
     def state(self) -> Sequence[StateTensor]:
         """All tensors that make the model, optimizer, EMA, loss scale and random states, in a fixed order."""
@@ -175,11 +167,56 @@ class StateSource(Protocol):
         """
 
 
+class StateSource(State, Protocol):
+    """The state, and where it is copied to."""
+
+    @property
+    def facts(self) -> Facts:
+        """As they are now."""
+
+    @property
+    def host(self) -> HostMemory:
+        """Where copies of the state go."""
+
+
 class Framework(Step, Evaluator, StateSource, Protocol):
     """One model on this rank's device. Only who opens a framework needs all of it."""
 
     def close(self) -> None:
         """Releases what the framework holds outside Python's reach."""
+
+
+class FrameworkOfParts:
+    """What a framework leaves to objects of its own: see ``Evaluator`` and ``State``."""
+
+    evaluator: Evaluator
+    source: State
+
+    @property
+    def meters(self) -> Mapping[str, Meter]:
+        return self.evaluator.meters
+
+    @property
+    def sync_group(self) -> Group | None:
+        return self.evaluator.sync_group
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
+        return self.evaluator.evaluate(batch, meters)
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        return self.evaluator.predict(batch)
+
+    def state(self) -> Sequence[StateTensor]:
+        return self.source.state()
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.source.load(arrays)
+
+    def reseed(self, step: int) -> None:
+        self.source.reseed(step)
+
+    def weights_hash(self, shared_only: bool = False) -> str:
+        return self.source.weights_hash(shared_only)
 
 
 @dataclass(frozen=True)

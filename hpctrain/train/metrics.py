@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -154,8 +153,3 @@ def _numbers(name: str, result: Any) -> NDArray[np.float64]:
         f"metrics[{name!r}] gives a {kind}",
         "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix",
     )
-
-
-def not_numbers(metrics: Mapping[str, float]) -> Sequence[str]:
-    """Names of the metrics that are NaN or infinite."""
-    return [name for name, value in metrics.items() if not math.isfinite(value)]

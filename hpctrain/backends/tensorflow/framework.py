@@ -24,10 +24,9 @@ from hpctrain.tasks.definition import KerasTask, Task
 from hpctrain.tasks.meters import Entry, KerasMetric, entries_of, meter_of
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
-from hpctrain.train.framework import Facts, HostBatch, Sums, copied
+from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied
 from hpctrain.train.metrics import Arrays, Meter, Seen
 from hpctrain.train.schedule import Factors
-from hpctrain.train.state import StateTensor
 
 
 class StepProgram(Protocol):
@@ -51,7 +50,7 @@ class StepProgram(Protocol):
         """Closes reducers."""
 
 
-class KerasFramework:
+class KerasFramework(FrameworkOfParts):
     """Trains, evaluates and predicts with a KerasTask; see train.framework.Framework and ``open_keras``.
 
     Args:
@@ -61,7 +60,8 @@ class KerasFramework:
         source: of the state.
     """
 
-    sync_group = None
+    evaluator: KerasEvaluator
+    source: KerasState
     host = TensorFlowMemory()
 
     def __init__(self, task: KerasTask, program: StepProgram, evaluator: KerasEvaluator, source: KerasState) -> None:
@@ -78,10 +78,6 @@ class KerasFramework:
         program = self.program
         return Facts("tensorflow", self.source.leaves, program.gradient_bytes, program.reducer_name, self.flops)
 
-    @property
-    def meters(self) -> Mapping[str, Meter]:
-        return self.evaluator.meters
-
     def set_learning_rate(self, factors: Factors) -> None:
         self.source.rates.multiply(factors)
 
@@ -92,24 +88,6 @@ class KerasFramework:
         with self.source.unchanged():
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
-
-    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
-        return self.evaluator.evaluate(batch, meters)
-
-    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
-        return self.evaluator.predict(batch)
-
-    def state(self) -> list[StateTensor]:
-        return self.source.state()
-
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self.source.load(arrays)
-
-    def reseed(self, step: int) -> None:
-        self.source.reseed(step)
-
-    def weights_hash(self, shared_only: bool = False) -> str:
-        return self.source.weights_hash(shared_only)
 
     def weights(self) -> NDArray[Any]:
         """See backends.local_training.Apart."""

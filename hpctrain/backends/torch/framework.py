@@ -22,13 +22,21 @@ from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
-from hpctrain.train.framework import Facts, HostBatch, HostMemory, StepResult, Sums, copied, samples_of
+from hpctrain.train.framework import (
+    Facts,
+    FrameworkOfParts,
+    HostBatch,
+    HostMemory,
+    StepResult,
+    Sums,
+    copied,
+    samples_of,
+)
 from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors
-from hpctrain.train.state import StateTensor
 
 
-class TorchFramework:
+class TorchFramework(FrameworkOfParts):
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework and ``open_torch``.
 
     Args:
@@ -38,6 +46,9 @@ class TorchFramework:
         source: of the state.
         prepared: what strategies have made of the model.
     """
+
+    evaluator: TorchEvaluator
+    source: TorchState
 
     def __init__(
         self, parts: Parts, program: StepProgram, evaluator: TorchEvaluator, source: TorchState, prepared: Prepared
@@ -93,14 +104,6 @@ class TorchFramework:
             gives_back=self.device.type == "cpu",
         )
 
-    @property
-    def meters(self) -> Mapping[str, Meter]:
-        return self.evaluator.meters
-
-    @property
-    def sync_group(self) -> Group | None:
-        return self.evaluator.sync_group
-
     def set_learning_rate(self, factors: Factors) -> None:
         self.source.optimizer_state.set_rates(factors)
 
@@ -112,24 +115,6 @@ class TorchFramework:
             self.parts.modes.train()
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
-
-    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
-        return self.evaluator.evaluate(batch, meters)
-
-    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
-        return self.evaluator.predict(batch)
-
-    def state(self) -> list[StateTensor]:
-        return self.source.state()
-
-    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self.source.load(arrays)
-
-    def reseed(self, step: int) -> None:
-        self.source.reseed(step)
-
-    def weights_hash(self, shared_only: bool = False) -> str:
-        return self.source.weights_hash(shared_only)
 
     def weights(self) -> NDArray[Any]:
         """See backends.local_training.Apart."""

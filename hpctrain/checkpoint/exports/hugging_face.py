@@ -39,7 +39,9 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         raise UserError(f"{like} holds the weights that were fine-tuned", "choose another --output")
     arrays, dtypes = model_weights(loaded, selection)
     if selection.trainable_only:
-        arrays, dtypes = under_names(arrays, dtypes, {adapter_name(name): name for name in arrays})
+        # as PEFT's files have them: ``X.lora_A.default.weight`` is ``X.lora_A.weight`` there
+        names = {TRAINED_WHOLE.sub("", ADAPTER.sub(r"\1\2", name)): name for name in arrays}
+        arrays, dtypes = under_names(arrays, dtypes, names)
     path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,8 +52,3 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         raise UserError(f"{folder} cannot be written: {error.strerror or error}", "choose another --output") from error
     write_safetensors(arrays, dtypes, loaded.step, path)
     return path
-
-
-def adapter_name(name: str) -> str:
-    """A name as PEFT's files have it: ``X.lora_A.default.weight`` is ``X.lora_A.weight`` there."""
-    return TRAINED_WHOLE.sub("", ADAPTER.sub(r"\1\2", name))

@@ -14,7 +14,6 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import MissingExtra, RunFailed, UserError
 from hpctrain.launch.engines import fitting, runners
 from hpctrain.launch.runners import ticket
-from hpctrain.run.verdict import RunVerdict
 
 LEAVING_S = 10.0
 """Longest wait for nodes to leave after the run."""
@@ -26,13 +25,6 @@ class Node:
     def serve(self, given: ticket.Ticket) -> int:
         """See ``runners.serve``."""
         return runners.serve(given)
-
-
-def run(
-    config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
-) -> RunVerdict:
-    """Trains on ``launch.nodes`` nodes of a cluster; see ``invited`` and ``runners.run_on``."""
-    return runners.run_on(invited, ticket.fresh(), config, ranks, rank_words, verbose, fresh)
 
 
 def fit(

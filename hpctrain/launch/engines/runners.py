@@ -38,13 +38,15 @@ def serve(given: ticket.Ticket) -> int:
 
 
 def run(
-    config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
+    config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool, fresh: bool, invite: Invite | None
 ) -> RunVerdict:
-    """Waits for nodes that somebody else starts, and trains on them; see ``run_on``.
+    """Waits for nodes that ``invite`` starts, or else somebody else, and trains on them; see ``run_on``.
 
     Raises:
         UserError: nodes cannot know where this supervisor is, or another run lives that uses the ticket's file.
     """
+    if invite:
+        return run_on(invite, ticket.fresh(), config, ranks, rank_words, verbose, fresh)
     given, path = ticket.of_environment(os.environ), config.launch.ticket
     if given is None and path is None:
         what = "launch.engine is runners, and nothing tells nodes where this supervisor is"

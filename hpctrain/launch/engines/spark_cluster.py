@@ -7,7 +7,7 @@ import dataclasses
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,9 @@ from hpctrain.errors import MissingExtra, UserError
 from hpctrain.launch.engines import fitting, runners
 from hpctrain.launch.runners import ticket
 from hpctrain.run.folder import RunDir
-from hpctrain.run.verdict import RunVerdict
 
 LEAVING_S = 3.0
 """Longest wait for tasks to end after the run. Those of a stage that Spark has started again may never begin."""
-
-
-def run(
-    config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
-) -> RunVerdict:
-    """Trains on executors of a new application; see ``invited`` and ``runners.run_on``."""
-    return runners.run_on(invited, ticket.fresh(), config, ranks, rank_words, verbose, fresh)
 
 
 def fit(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.backends.tensorflow.reduce import sparse_sums
 from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
-from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, predicts_itself, tested
+from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, tested
 from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
@@ -165,7 +165,7 @@ class Passes:
 
     def _predict(self, batch: Tensors) -> Any:
         with self._average_weights():
-            if predicts_itself(self.task.model):
+            if type(self.task.model).predict_step is not keras.Model.predict_step:
                 outputs = self.task.model.predict_step(self.task.fit_data(dict(batch)))
                 return tf.nest.map_structure(full_precision, outputs)
             return self.outputs(batch, training=False)

@@ -35,11 +35,6 @@ def evaluates_itself(model: keras.Model) -> bool:
     )
 
 
-def predicts_itself(model: keras.Model) -> bool:
-    """Whether predictions are the model's own ``predict_step``."""
-    return type(model).predict_step is not keras.Model.predict_step
-
-
 def scalars(logs: Any, name: str) -> dict[str, tf.Tensor]:
     """What a step returned, by name.
 

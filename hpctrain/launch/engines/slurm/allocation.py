@@ -182,15 +182,10 @@ def stages_by_default(config: Config, job: Job) -> bool:
     return job.nodes >= STAGE_FROM_NODES and is_own and bool(config.task) and not config.launch.slurm.wrap
 
 
-def interpreter_of(config: Config) -> str:
-    """The ranks' interpreter: this one, but inside an image the image's."""
-    return "python3" if config.task and config.launch.slurm.wrap else sys.executable
-
-
 def copies_of(config: Config, run: RunDir, job: Job, environment: bool) -> tuple[str, dict[str, str]]:
     """See ``stage_in``."""
     launch = config.launch
-    own = interpreter_of(config)
+    own = "python3" if config.task and config.launch.slurm.wrap else sys.executable  # inside an image the image's
     if not launch.stage_in and not environment:
         return own, {}
     folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
