@@ -21,26 +21,16 @@ from hpctrain.checkpoint.initial_match import Source, listed
 from hpctrain.checkpoint.object_state import OBJECTS, ObjectState, require_equal, restore, state_of
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.remote import Remote, open_remote
-from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.resume_compat import config_hash, differences, in_words
 from hpctrain.checkpoint.saver import Saver, SaveResult
-from hpctrain.checkpoint.store import CheckpointStore, open_saver
+from hpctrain.checkpoint.store import CheckpointStore, open_saver, resume
 from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import RunFailed, UserError
+from hpctrain.run import events
 from hpctrain.run.attempts import Attempts, versions
-from hpctrain.run.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    Event,
-    InitialWeights,
-    Rejected,
-    Resumed,
-    SnapshotSaved,
-    StoreAway,
-)
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text
@@ -81,7 +71,7 @@ class CheckpointHook(BaseHook):
         policy: Policy,
         config: CheckpointConfig,
         identity: Mapping[str, Any],
-        report: Callable[[Event], object],
+        report: Callable[[events.Event], object],
         hooks: Sequence[Hook] = (),
         fresh: bool = False,
         state: Sequence[Kept] = (),
@@ -159,8 +149,8 @@ class CheckpointHook(BaseHook):
                 self.saver.sound.add(loaded.step)
             self.best_saved = best_steps(self.store)
             passed_over = [*(one for one in lost if one.step > loaded.step), *loaded.rejected]
-            rejected = tuple(Rejected(one.step, one.reason) for one in passed_over)
-            self._report(Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected))
+            rejected = tuple(events.Rejected(one.step, one.reason) for one in passed_over)
+            self._report(events.Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected))
             if accepted := differences(loaded.meta["identity"], self.identity):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
             self._say(restore(self.objects, loaded, leaves, self.store.peers, self.config.accept))
@@ -168,7 +158,7 @@ class CheckpointHook(BaseHook):
             source = Source(self.config.init_from, self.config.init_rename, self.config.init_missing)
             world = training.world
             match = load_initial(source, training.framework, world.pipeline, world.everyone)
-            self._report(InitialWeights(step=0, path=self.config.init_from, **dataclasses.asdict(match)))
+            self._report(events.InitialWeights(step=0, path=self.config.init_from, **dataclasses.asdict(match)))
         elif left := training.framework.facts.meta_init:
             raise UserError(
                 f"{listed(sorted(left))} of the model have no values: the task made them on "
@@ -359,7 +349,9 @@ class CheckpointHook(BaseHook):
                 self._say([f"checkpoint.tiers.{tier} is not used any more: {outcome.error}"])
                 continue
             bytes_, stall_s, write_s = outcome.num_bytes, outcome.stall_s, outcome.write_s
-            self._report(SnapshotSaved(step=outcome.step, tier=tier, bytes=bytes_, stall_s=stall_s, write_s=write_s))
+            self._report(
+                events.SnapshotSaved(step=outcome.step, tier=tier, bytes=bytes_, stall_s=stall_s, write_s=write_s)
+            )
 
     def _settle(self, outcome: SaveResult | None) -> Any:
         """Reports how a save ended; after a failed one the run continues, unless it was replaced or is past help."""
@@ -372,7 +364,7 @@ class CheckpointHook(BaseHook):
             self.failures += 1
             self.last_s = time.monotonic()
             failures = self.failures
-            self._report(CheckpointFailed(step=outcome.step, path=path, error=outcome.error, failures=failures))
+            self._report(events.CheckpointFailed(step=outcome.step, path=path, error=outcome.error, failures=failures))
             return outcome.path_or_raise() if outcome.is_final else outcome
         self.failures = 0
         self.saved_step = outcome.step
@@ -380,7 +372,7 @@ class CheckpointHook(BaseHook):
             self.best_saved = {outcome.step}
             self.best_steps = {step for step in self.best_steps if step > outcome.step}
         self.cost = Cost(outcome.write_s if self.config.mode == "sync" else self.stall_s, outcome.write_s)
-        saved = CheckpointSaved(
+        saved = events.CheckpointSaved(
             step=outcome.step,
             path=path,
             bytes=outcome.num_bytes,
@@ -393,9 +385,9 @@ class CheckpointHook(BaseHook):
         self._protect()
         return outcome
 
-    def _report(self, *events: Event) -> None:
+    def _report(self, *given: events.Event) -> None:
         """On rank 0."""
-        for event in events if self.store.group.rank == 0 else ():
+        for event in given if self.store.group.rank == 0 else ():
             self._say(told(event))
             self.report(event)
 
@@ -423,24 +415,24 @@ def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -
     return None if all(weights.values()) else [name for name, is_trained in weights.items() if is_trained]
 
 
-def not_used(one: Rejected | reading.Rejected) -> str:
+def not_used(one: events.Rejected | reading.Rejected) -> str:
     """Says why a checkpoint was passed over."""
     return f"checkpoint of step {one.step} is not used: {one.reason}"
 
 
-def told(event: Event) -> Iterator[str]:
+def told(event: events.Event) -> Iterator[str]:
     """Lines for the user about events that must not be missed."""
-    if isinstance(event, CheckpointFailed):
+    if isinstance(event, events.CheckpointFailed):
         yield f"checkpoint of step {event.step} FAILED: {event.error}; older checkpoints are whole"
         if (event.failures or 0) > 1:
             yield f"{event.failures} CHECKPOINTS IN A ROW FAILED: what was trained since the last is not saved"
-    if isinstance(event, Resumed):
+    if isinstance(event, events.Resumed):
         for rejected in event.rejected:
             yield not_used(rejected)
         yield f"resumed from step {event.step}: {event.path}{f' ({event.tier})' if event.tier else ''}"
-    if isinstance(event, StoreAway):
+    if isinstance(event, events.StoreAway):
         yield f"checkpoints do not reach {event.path}: {event.error}; the run folder has them"
-    if isinstance(event, InitialWeights):
+    if isinstance(event, events.InitialWeights):
         yield f"{len(event.taken)} weights were taken from {event.path}"
         for kind, names in (("missing", event.missing), ("unexpected", event.unexpected), ("reshaped", event.reshaped)):
             if names:
@@ -452,7 +444,7 @@ def checkpoint_hook(
     identity: Mapping[str, Any],
     world: World,
     run_dir: RunDir,
-    report: Callable[[Event], object],
+    report: Callable[[events.Event], object],
     hooks: Sequence[Hook] = (),
     fresh: bool = False,
     state: Sequence[Kept] = (),

@@ -116,8 +116,7 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
     """Config, framework with a checkpoint's weights, problem, and the checkpoint's step. Writes nothing."""
     import dataclasses
 
-    from hpctrain.checkpoint.resume import load_weights
-    from hpctrain.checkpoint.store import CheckpointStore
+    from hpctrain.checkpoint.store import CheckpointStore, load_weights
     from hpctrain.rank import wiring
     from hpctrain.rank.problem import make_problem
     from hpctrain.run.folder import RunDir

@@ -11,16 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from hpctrain.errors import Code
 from hpctrain.report.summary import phase_share
+from hpctrain.run import events
 from hpctrain.run.decision import blame
-from hpctrain.run.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    Hang,
-    Recovered,
-    RunFinished,
-    StopRequested,
-    Straggler,
-)
 from hpctrain.run.grid import Grid
 from hpctrain.run.history import RunHistory
 from hpctrain.run.last_words import AttemptWords
@@ -132,10 +124,10 @@ def _own_verdict(words: AttemptWords, grid: Grid) -> RunVerdict | None:
     return blame(failed, grid) if failed else None
 
 
-def newest_hang(data: RunHistory) -> Hang | None:
+def newest_hang(data: RunHistory) -> events.Hang | None:
     """The newest hang that the monitor saw in the newest attempt."""
     newest = data.run.newest
-    seen = [event for event in data.all(Hang) if newest and event.attempt == newest.number]
+    seen = [event for event in data.all(events.Hang) if newest and event.attempt == newest.number]
     return seen[-1] if seen else None
 
 
@@ -171,7 +163,7 @@ def by_stop(data: RunHistory) -> Explanation | None:
         return None
     newest = data.run.newest
     verdict = newest.verdict if newest else None
-    seen = [event for event in data.all(StopRequested) if newest is None or event.attempt == newest.number]
+    seen = [event for event in data.all(events.StopRequested) if newest is None or event.attempt == newest.number]
     request = seen[-1] if seen else None
     told = Code.read(request.code) if request else Code.UNKNOWN
     timed = Code.TIME_LIMIT in (told, verdict.code if verdict else Code.UNKNOWN)
@@ -180,7 +172,7 @@ def by_stop(data: RunHistory) -> Explanation | None:
         where = f"{request.by or 'a request'} was seen at step {request.step}"
     else:  # before the first step, when no events are written
         where = (verdict.reason if verdict else "") or "a request was seen"
-    saved = data.last(CheckpointSaved)
+    saved = data.last(events.CheckpointSaved)
     kept = f"the newest checkpoint is from step {saved.step}" if saved else "no checkpoint was saved"
     return Explanation(code, TITLES[code], (where, kept), "the same command resumes from there")
 
@@ -190,7 +182,7 @@ def by_completion(data: RunHistory) -> Explanation | None:
     reached = data.run.outcome
     if reached not in (Outcome.COMPLETED, Outcome.EARLY, Outcome.DONE):
         return None
-    finished = data.last(RunFinished)
+    finished = data.last(events.RunFinished)
     is_early = reached is Outcome.EARLY
     title = "The run ended early: its metric no longer improved" if is_early else "The run completed"
     attempts = len(data.run.attempts) or 1
@@ -254,8 +246,8 @@ def unknown(data: RunHistory, state: State | None = None) -> Explanation:
 
 def stragglers(data: RunHistory) -> list[Explanation]:
     """Confirmed slow ranks that cost something."""
-    worst: dict[tuple[object, ...], Straggler] = {}
-    for event in data.all(Straggler):
+    worst: dict[tuple[object, ...], events.Straggler] = {}
+    for event in data.all(events.Straggler):
         key = (event.kind, event.rank, event.cause)
         if event.state == "confirmed" and (event.cost or 0) >= COSTLY:
             worst[key] = max(worst.get(key, event), event, key=lambda each: each.cost or 0)
@@ -287,13 +279,13 @@ def phases(data: RunHistory) -> list[Explanation]:
 
 def failed_checkpoints(data: RunHistory) -> list[Explanation]:
     """Checkpoints that could not be written."""
-    failed = data.last(CheckpointFailed)
+    failed = data.last(events.CheckpointFailed)
     if not failed:
         return []
-    count = data.counts.get(CheckpointFailed.NAME, 1)
+    count = data.counts.get(events.CheckpointFailed.NAME, 1)
     which = "1 checkpoint" if count == 1 else f"{count} checkpoints"
     title = f"{which} could not be written, the last at step {failed.step}: {failed.error}"
-    saved, in_a_row = data.last(CheckpointSaved), failed.failures or 1
+    saved, in_a_row = data.last(events.CheckpointSaved), failed.failures or 1
     evidence: tuple[str, ...] = ()
     if not saved or saved.time < failed.time:
         newest = f"the newest one is from step {saved.step}" if saved else "there is none"
@@ -309,12 +301,12 @@ SLOW = (stragglers, failed_checkpoints, phases)
 
 def recoveries(data: RunHistory) -> list[str]:
     """Failures the run survived, the newest last, and where its time went; empty without any."""
-    events, account = data.all(Recovered), data.run.account
-    if not events:
+    recovered, account = data.all(events.Recovered), data.run.account
+    if not recovered:
         return []
-    first = [f"recovered {len(events)} times; the last {SHOWN}"] if len(events) > SHOWN else []
+    first = [f"recovered {len(recovered)} times; the last {SHOWN}"] if len(recovered) > SHOWN else []
     goodput = [f"goodput {account.text}"] if account.text else []
-    return [*first, *(event.text for event in events[-SHOWN:]), *goodput]
+    return [*first, *(event.text for event in recovered[-SHOWN:]), *goodput]
 
 
 def _of_failure(data: RunHistory, failure: RunVerdict, more: Sequence[str] = ()) -> Explanation:

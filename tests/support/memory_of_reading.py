@@ -17,8 +17,7 @@ from typing import Any
 from hpctrain.checkpoint.exports.weights import Selection, export_safetensors
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Source
-from hpctrain.checkpoint.resume import load_weights
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore, load_weights
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.comm.world import alone
 from hpctrain.train.framework import Framework

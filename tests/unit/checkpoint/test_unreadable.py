@@ -18,8 +18,7 @@ from hpctrain.checkpoint import initial, patience
 from hpctrain.checkpoint.exports.safetensors import encode
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.hook import best_steps
-from hpctrain.checkpoint.resume import resume
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore, resume
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
 from hpctrain.comm.group import Group

@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 from torch.nn import Module
 
 from hpctrain.backends.named_state import load_tensors, parameter_of, plain_name
+from hpctrain.backends.torch.state import tensors
 from hpctrain.backends.torch.state.optimizer import OptimizerState
-from hpctrain.backends.torch.state.tensors import (
-    TorchTensor,
-    digest,
-    load_random,
-    model_tensors,
-    random_tensors,
-    tensors_of,
-)
 from hpctrain.backends.torch.steps.update_step import Parts, StepProgram
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.holdings import Holdings
@@ -58,12 +51,12 @@ class Averages:
         if self.values:
             self.partition.swap(self.parameters, self.values)
 
-    def tensors(self) -> list[TorchTensor]:
+    def tensors(self) -> list[tensors.TorchTensor]:
         """``ema/<parameter>``."""
-        found: list[TorchTensor] = []
+        found: list[tensors.TorchTensor] = []
         for parameter, average in zip(self.parameters, self.values, strict=bool(self.values)):
             name = self.names[id(parameter)]
-            found += tensors_of(f"ema/{name}", average, self.partition.places.get(name))
+            found += tensors.tensors_of(f"ema/{name}", average, self.partition.places.get(name))
         return found
 
 
@@ -88,7 +81,7 @@ class TorchState:
     def state(self) -> list[StateTensor]:
         scaler = [tensor for scale in self._scales() for tensor in scale.tensors()]
         optimizer = self.optimizer_state.tensors()
-        known = [tensor.tensor for tensor in optimizer if isinstance(tensor, TorchTensor)]
+        known = [tensor.tensor for tensor in optimizer if isinstance(tensor, tensors.TorchTensor)]
         found: list[StateTensor] = [
             *self._model(),
             *optimizer,
@@ -97,10 +90,10 @@ class TorchState:
             *scaler,
             *self.program.counters,
             *residue_tensors(self._residues()),
-            *random_tensors(self.parts.compute.device),
+            *tensors.random_tensors(self.parts.compute.device),
         ]
         for place, it in enumerate(found):
-            if isinstance(it, TorchTensor) and parameter_of(it.name) in self.tilings:
+            if isinstance(it, tensors.TorchTensor) and parameter_of(it.name) in self.tilings:
                 found[place] = replace(it, tiling=self.tilings[parameter_of(it.name)])
         return self.placed(found)
 
@@ -117,7 +110,7 @@ class TorchState:
         for counter in self.program.counters:
             counter.array[...] = arrays.get(counter.name, 0)
         load_residues(self._residues(), arrays)
-        load_random(self.parts.compute.device, arrays)
+        tensors.load_random(self.parts.compute.device, arrays)
         self.parts.batch_norms.follow()  # each rank may have had its own when they were saved
 
     def reseed(self, step: int) -> None:
@@ -131,10 +124,10 @@ class TorchState:
         model, partition, equal = self.parts.model, self.parts.partition, self.parts.batch_norms.names
         joint = [buffer for name, buffer in model.named_buffers() if name in equal]
         weights = partition.shared(model) if shared_only else partition.parameters(model)
-        return digest([*(one for _, one in weights), *joint])
+        return tensors.digest([*(one for _, one in weights), *joint])
 
-    def _model(self) -> list[TorchTensor]:
-        return model_tensors(self.parts.model, self.parts.batch_norms.names, self.parts.partition)
+    def _model(self) -> list[tensors.TorchTensor]:
+        return tensors.model_tensors(self.parts.model, self.parts.batch_norms.names, self.parts.partition)
 
     def _residues(self) -> dict[str, Residue]:
         return self.parts.exchanges.used.residues if self.parts.exchanges.used else {}
@@ -156,7 +149,7 @@ def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], dev
     """
     buffers_of = [(dict(module._buffers), module) for module in model.modules()]
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    random = {tensor.name: np.array(tensor.array) for tensor in random_tensors(device)}
+    random = {tensor.name: np.array(tensor.array) for tensor in tensors.random_tensors(device)}
     put_back = holdings.snapshot()
     try:
         with unchanged(objects, holdings.leaves):
@@ -168,4 +161,4 @@ def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], dev
             for buffer, value in before:
                 buffer.copy_(value)
         put_back()
-        load_random(device, random)
+        tensors.load_random(device, random)
