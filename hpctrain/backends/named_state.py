@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, runs_of_rows
-from hpctrain.train.state import Cut, Placement
+from hpctrain.train.state import Placement, StateTensor
 
 BLOCK_BYTES = 4 << 20
 """Of a value that is loaded, held at a time."""
@@ -35,24 +35,8 @@ def parameter_of(name: str) -> str:
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
-class Assignable(Protocol):
-    """A StateTensor that takes over a value."""
-
-    @property
-    def name(self) -> str:
-        """See StateTensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See StateTensor."""
-
-    @property
-    def placement(self) -> Placement:
-        """See StateTensor."""
-
-    @property
-    def cut(self) -> Cut | None:
-        """See StateTensor."""
+class Assignable(StateTensor, Protocol):
+    """One that takes over a value."""
 
     def loading(self) -> AbstractContextManager[Callable[[NDArray[Any], int], None]]:
         """``load(rows, first_row)`` takes over rows of a value as ``copy_into`` gives it; all must come in the body."""
