@@ -187,7 +187,7 @@ class Framework(Step, Evaluator, StateSource, Protocol):
 
 
 class FrameworkOfParts:
-    """What a framework leaves to objects of its own: see ``Evaluator`` and ``State``."""
+    """What a framework leaves to two of its parts: see ``Evaluator`` and ``State``."""
 
     evaluator: Evaluator
     source: State
