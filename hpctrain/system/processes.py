@@ -19,6 +19,8 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+PF_EXITING = 0x4
+"""linux/sched.h: a flag in /proc/PID/stat."""
 PIDFD_INFO, PIDFD_INFO_EXIT = struct.Struct("Q52xi"), 1 << 3
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 """linux/pidfd.h: struct pidfd_info in its first version, of which we read the mask and the exit status."""
@@ -61,6 +63,13 @@ def look(pid: int, born: float) -> str:
 def is_alive(pid: int, born: float) -> bool:
     """Whether this very process of this machine lives; a zombie does not, one that cannot be looked at may."""
     return born != 0 and look(pid, born) not in (GONE, "Z", "X")
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the kernel has begun to end a process, which may still be one for a while."""
+    with contextlib.suppress(OSError):
+        return bool(int(_stat(pid)[6]) & PF_EXITING)
+    return False
 
 
 def exit_code_of(pid: int, life: int) -> int | None:

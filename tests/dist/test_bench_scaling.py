@@ -87,7 +87,7 @@ def test_a_run_at_two_sizes(tmp_path: Path) -> None:
         assert 0 < row["step_s"] == pytest.approx(sum(parts))
     assert weak["recommendation"].startswith("weak scaling: ")
     done = {path: path.stat().st_mtime_ns for path in folder.glob("*/events.jsonl")}
-    again = hpctrain(*words, cwd=tmp_path, timeout=60)
+    again = hpctrain(*words, cwd=tmp_path)
     assert json.loads(again.stdout) == result and again.stderr == ""
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/events.jsonl")} == done, "nothing ran twice"
 

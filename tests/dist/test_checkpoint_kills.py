@@ -71,7 +71,7 @@ class Attempt:
     def end(self) -> None:
         """Waits until launcher and ranks are gone."""
         try:
-            self.process.wait(60)
+            self.process.wait(PATIENCE_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
-from tests.support.mpi import find_mpirun, is_open_mpi, rank_environment
+from tests.support.mpi import PATIENCE_S, find_mpirun, is_open_mpi, rank_environment
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_store.py"
@@ -150,7 +150,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else []
     script = 'mount -t tmpfs -o size=16m none "$0" && exec "$@"'
     command = ["unshare", "-m", *(["-Ur"] if os.getuid() else []), "sh", "-c", script, str(tmp_path)]
-    if subprocess.run([*command, "true"], capture_output=True, timeout=30).returncode:
+    if subprocess.run([*command, "true"], capture_output=True, timeout=PATIENCE_S).returncode:
         pytest.skip("not permitted here: mounting a tmpfs")
     ranks = [launcher, *options, "-n", "2", sys.executable, str(PROGRAM), "full", str(tmp_path / "checkpoints")]
     done = subprocess.run([*command, *ranks], env=rank_environment(), capture_output=True, text=True, timeout=120)

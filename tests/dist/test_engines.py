@@ -26,6 +26,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import collect
 from tests.support import netns
 from tests.support.command import PROJECT, environment, gone, hpctrain, last_words, wait_for, write_run
+from tests.support.mpi import LAUNCH_S, PATIENCE_S
 from tests.support.warm_ranks import variables
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -55,7 +56,7 @@ def run_file(folder: Path, launch: Mapping[str, Any], gate: str = "") -> Path:
 
 def local_weights(folder: Path, ranks: int) -> set[str]:
     """Of an undisturbed run."""
-    hpctrain("run", "-n", ranks, run_file(folder / "here", {}), timeout=120)
+    hpctrain("run", "-n", ranks, run_file(folder / "here", {}))
     return weights(folder / "here" / "run", 1)
 
 
@@ -172,11 +173,11 @@ def spark(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, st
 
     with on_hosts(network):
         begun = [begin(0, "Master", "--port", 7077, "--webui-port", 8080)]
-        wait_for("master", lambda: "I have been elected leader" in (folder / "Master-0").read_text(), 120)
+        wait_for("master", lambda: "I have been elected leader" in (folder / "Master-0").read_text())
         more = ("-c", 1, "-m", "600m", "-d", folder / "work", master)
         begun += [begin(host, "Worker", *more) for host in range(3)]
         for log in (folder / f"Worker-{host}" for host in range(3)):
-            wait_for("worker", lambda log=log: "registered with master" in log.read_text(), 120)
+            wait_for("worker", lambda log=log: "registered with master" in log.read_text())
         local = {
             "SPARK_CONF_DIR": str(folder),
             "SPARK_LOCAL_IP": network.addresses[0],
@@ -210,19 +211,19 @@ def test_a_killed_rank_a_lost_node_and_a_stop_leave_the_weights_of_a_local_run(
             victim = collect(RunDir(run), 1)[1]
             assert victim.pid
             os.kill(victim.pid, signal.SIGKILL)
-            wait_for("second attempt", (gate / "waiting-2").exists, 120)
+            wait_for("second attempt", (gate / "waiting-2").exists)
             lost = next(word.host for word in collect(RunDir(run), 2) if word.host != network.names[0])
             netns._end_processes([lost])
-            wait_for("attempt without that host", (gate / "waiting-3").exists, 120)
+            wait_for("attempt without that host", (gate / "waiting-3").exists)
             (gate / "slow").touch()  # so that ranks see the request in time
             (run / "STOP").touch()
             (gate / "go-3").touch()
-            said, _ = child.communicate(timeout=120)
+            said, _ = child.communicate(timeout=LAUNCH_S)
             assert child.returncode == 75, said
         (gate / "slow").unlink()
         (gate / "go-4").touch()
         with started(network, 0, "run", file, "--launch.spare_nodes", 0, **local) as child:
-            said, _ = child.communicate(timeout=240)
+            said, _ = child.communicate(timeout=LAUNCH_S)
             assert child.returncode == 0, said
     attempts = Attempts(RunDir(run)).all()
     assert [each.ranks for each in attempts] == [2, 2, 2, 2]
@@ -249,16 +250,16 @@ def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_on
         ranks = [word.pid for word in collect(RunDir(folder / "run"), 1)]
         assert len(ranks) == 6
         child.kill()
-        ends = [node.communicate(timeout=60)[0] for node in nodes]
+        ends = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
         assert [node.returncode for node in nodes] == [70, 70, 70]
         assert not any("TimeoutError" in each for each in ends)  # they see that it has gone, and wait for no silence
-        wait_for("end of all ranks", lambda: all(map(gone, ranks)), 10)
+        wait_for("end of all ranks", lambda: all(map(gone, ranks)))
         (gate / "go-2").touch()
         nodes = [stack.enter_context(started(network, host, "node", ticket)) for host in range(3)]
         child = stack.enter_context(started(network, 0, "run", file))
-        said, _ = child.communicate(timeout=240)
+        said, _ = child.communicate(timeout=LAUNCH_S)
         assert child.returncode == 0, said
-        assert [node.wait(60) for node in nodes] == [0, 0, 0]
+        assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0, 0]
     assert {word["host"] for word in last_words(folder / "run", 2)} == set(network.names)
     assert len(weights(folder / "run", 2)) == 1, "all ranks hold the same weights"
 
@@ -282,7 +283,7 @@ def test_a_sweep_of_ray_tune_hears_of_each_evaluation_and_ends_runs_early(tmp_pa
     for lr in ("1e-05", "0.0001"):
         words = collect(RunDir(tmp_path / lr), 1)  # none are left once the supervisor has recorded them
         assert len(words) <= 1
-        wait_for("end of the rank", lambda words=words: all(gone(word.pid) for word in words), 30)
+        wait_for("end of the rank", lambda words=words: all(gone(word.pid) for word in words))
 
 
 @pytest.mark.timeout(600)
@@ -306,5 +307,5 @@ def test_a_spark_program_trains_on_its_dataframe_as_on_the_arrays(tmp_path: Path
     with h5py.File(tmp_path / "arrays.h5", "w") as file:
         file.update(arrays)
     here = {"run_dir": str(tmp_path / "here"), "task_args": {"data": str(tmp_path / "arrays.h5")}}
-    hpctrain("run", "-n", 2, write_run(tmp_path, **{**run, **here, "launch": {}}), timeout=120, warm="torch")
+    hpctrain("run", "-n", 2, write_run(tmp_path, **{**run, **here, "launch": {}}), warm="torch")
     assert weights(tmp_path / "run", 1) == weights(tmp_path / "here", 1)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.dist.conftest import Ended
 from tests.support.command import HPCTRAIN, ONE_ATTEMPT, hpctrain, misbehaving_run, reaches_step, started, wait_for
-from tests.support.mpi import rank_environment, run_in_group
+from tests.support.mpi import PATIENCE_S, rank_environment, run_in_group
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 
@@ -66,7 +66,7 @@ def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:
     with started("run", "-n", 2, path, env={"STEP_S": "0.05"}, warm="torch") as run:
         wait_for("step", reaches_step(tmp_path / "run", 2))
         (tmp_path / "run" / "STOP").touch()
-        run.communicate(timeout=60)
+        run.communicate(timeout=PATIENCE_S)
     answer = explained(tmp_path)
     assert answer["cause"] == "stopped", answer
     assert "STOP" in said(answer) and "newest checkpoint" in said(answer)

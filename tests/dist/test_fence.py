@@ -15,6 +15,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself, read
 from tests.support.command import endings, hpctrain, leftovers, misbehaving_run, processes_of, started, wait_for
+from tests.support.mpi import PATIENCE_S
 
 SLOWLY = {"STEP_S": "0.1"}
 LONG = {"train": {"steps": 5000}, "checkpoint": {"every_steps": 2, "keep_last": 1000}}
@@ -39,7 +40,7 @@ def stop(family: list[psutil.Process]) -> None:
 
 def ends_replaced(child: subprocess.Popen[str], run: RunDir, lock: LiveLock, steps: list[str]) -> str:
     """Waits for the end of the replaced attempt, and looks at what is left; what it said."""
-    said = child.communicate(timeout=60)[1]
+    said = child.communicate(timeout=PATIENCE_S)[1]
     assert child.returncode == 76, said
     assert "has been replaced by" in said or "has been taken over by" in said
     lock.check()

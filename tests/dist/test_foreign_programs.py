@@ -39,7 +39,7 @@ def test_a_program_gives_the_numbers_of_its_own_launcher(name: str, tmp_path: Pa
 def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
     script = foreign.PROGRAMS / "foreign_multiworker.py"
     words = ("--launch.convention", "tensorflow", "--", sys.executable, script)
-    said = hpctrain("run", "-n", 2, "--name", "workers", *words, cwd=tmp_path, timeout=120)
+    said = hpctrain("run", "-n", 2, "--name", "workers", *words, cwd=tmp_path)
     assert weights(said.stdout) == pytest.approx(2.767998, abs=1e-5), "what one process computes"
     run = tmp_path / "runs" / "workers"
     assert endings(run) == ["completed", "completed"] and not (run / "ranks" / "1").exists()
@@ -48,7 +48,7 @@ def test_a_script_for_tensorflow_finds_its_workers(tmp_path: Path) -> None:
 @pytest.mark.tour
 def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_path: Path) -> None:
     program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "die")
-    said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, timeout=120, code=70)
+    said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, code=70)
     assert weights(said.stdout) == -0.104762, "what torchrun --standalone --nproc-per-node 2 prints"
     how = r"(exit code 1|killed by SIGABRT)"  # gloo's threads may abort while the program closes
     assert re.search(rf"rank 1 on \S+: .*{how} \(.*the disk of the data is gone\)", said.stderr), said.stderr
@@ -56,7 +56,7 @@ def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "kill")
-    said = hpctrain("run", "-n", 2, "--name", "killed", "--", *program, cwd=tmp_path, timeout=120, code=70)
+    said = hpctrain("run", "-n", 2, "--name", "killed", "--", *program, cwd=tmp_path, code=70)
     explained = hpctrain("explain", "runs/killed", cwd=tmp_path).stdout
     for text in (said.stderr, explained):
         assert re.search(r"[Rr]ank 1 on \S+: \S*python\S*\s+was\s+killed\s+by\s+SIGKILL", text), text
@@ -64,7 +64,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path: Path) -> None:
     words = ("--monitor.hang_s", 2, "--", sys.executable, foreign.PROGRAMS / "foreign_hang.py")
-    said = hpctrain("run", "-n", 2, "--name", "hangs", *words, cwd=tmp_path, timeout=120, code=70)
+    said = hpctrain("run", "-n", 2, "--name", "hangs", *words, cwd=tmp_path, code=70)
     stacks = "".join(path.read_text() for path in (tmp_path / "runs" / "hangs" / "monitor").glob("stack-1-*"))
     assert "waits_for_godot" in stacks
     assert "no step" in said.stderr or "hang" in said.stderr.lower(), said.stderr

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.gpu_proof.launch import run_row
 from benchmarks.gpu_proof.rows import ROWS
+from tests.support.mpi import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +42,6 @@ def test_what_fails_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
 
 def test_it_starts_where_all_packages_are_lacking() -> None:
     command = [sys.executable, "-S", "-m", "benchmarks.gpu_proof", "--help"]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "--wheels DIR" in done.stdout

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.mpi import PATIENCE_S
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -25,7 +27,7 @@ def test_every_operation_that_we_use_gives_the_right_values(mpirun, framework: s
 
 def test_setting_up_again_takes_seconds_and_builds_nothing() -> None:
     command = [sys.executable, "-m", "hpctrain", "install-horovod", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["built"] is False
 

@@ -17,6 +17,7 @@ from hpctrain.run.events import CUT_OFF
 from hpctrain.run.folder import RunDir
 from tests.support import netns
 from tests.support.command import environment, events, hpctrain, last_words, reaches_step, wait_for, write_run
+from tests.support.mpi import LAUNCH_S
 
 DIGITS = "hpctrain.tasks.torch_digits:task"
 STEPS = 200
@@ -60,14 +61,14 @@ def hosts(network: netns.Network, **more: Any) -> dict[str, Any]:
 def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_those_of_a_local_run(
     network: netns.Network, tmp_path: Path
 ) -> None:
-    hpctrain("run", "-n", 4, run_file(tmp_path / "here"), timeout=120, warm="torch")
+    hpctrain("run", "-n", 4, run_file(tmp_path / "here"), warm="torch")
     run, tiers = tmp_path / "there" / "run", {"memory": {"every_steps": 5, "copies": 1, "path": "$TMPDIR"}}
     shell = f"{network.folder}/agent {{host}} {{command}}"  # as batch systems' tools get it
     more = {"hosts": network.addresses, "spare_nodes": 1, "remote_shell": shell}
     child = start(network, run_file(run.parent, {"every_steps": 1000, "tiers": tiers}, **hosts(network, **more)))
-    wait_for("step", reaches_step(run, 62), 60)
+    wait_for("step", reaches_step(run, 62))
     network.cut(1)
-    said, _ = child.communicate(timeout=120)
+    said, _ = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said
     verdict = Attempts(RunDir(run)).all()[0].verdict
     assert verdict is not None and (verdict.code, verdict.host) == (Code.NODE, network.names[1]), said
@@ -86,14 +87,14 @@ def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_thos
 def test_a_killed_rank_is_started_again_and_a_lost_host_is_left_out(network: netns.Network, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     child = start(network, run_file(folder, **hosts(network, min_nodes=1)))
-    wait_for("step", reaches_step(folder / "run", 25), 60)
+    wait_for("step", reaches_step(folder / "run", 25))
     pids = netns._do("ip", "netns", "pids", network.names[1]).split()
     ranks = [each for each in map(psutil.Process, map(int, pids)) if "train" in each.cmdline()]
     next(each for each in ranks if each.environ()["PMIX_RANK"] == "3").kill()
-    wait_for("second attempt", lambda: len(Attempts(RunDir(folder / "run")).all()) == 2, 60)
-    wait_for("step", reaches_step(folder / "run", 60), 60)
+    wait_for("second attempt", lambda: len(Attempts(RunDir(folder / "run")).all()) == 2)
+    wait_for("step", reaches_step(folder / "run", 60))
     netns._end_processes([network.names[1]])
-    said, _ = child.communicate(timeout=120)
+    said, _ = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said
     attempts = Attempts(RunDir(folder / "run")).all()
     assert [each.ranks for each in attempts] == [4, 4, 2], said

@@ -165,7 +165,7 @@ def cluster(network: netns.Network, folder: Path, phase: str, **pods: Any) -> St
 def test_a_job_survives_an_eviction_and_runs_again_until_it_is_done(network: netns.Network, tmp_path: Path) -> None:
     job = cluster(network, tmp_path, "wait")
     try:
-        wait_for("ranks", lambda: all((tmp_path / "runs" / f"wait-{rank}").exists() for rank in range(3)), 120)
+        wait_for("ranks", lambda: all((tmp_path / "runs" / f"wait-{rank}").exists() for rank in range(3)))
         job.evict(0)
         assert job.finish() == "Complete", job.codes
     finally:
@@ -185,7 +185,7 @@ def test_a_failure_uses_up_the_budget_and_a_persons_stop_ends_the_job(network: n
     job = cluster(network, tmp_path / "stops", "wait")
     runs = tmp_path / "stops" / "runs"
     try:
-        wait_for("ranks", lambda: all((runs / f"wait-{rank}").exists() for rank in range(3)), 120)
+        wait_for("ranks", lambda: all((runs / f"wait-{rank}").exists() for rank in range(3)))
         request_stop(RunDir(runs / "pods"), StopRequest("someone@here"))
         assert job.finish() == "PodFailurePolicy" and job.codes == [(0, 76)]
     finally:

@@ -33,7 +33,7 @@ from tests.support.command import (
     wait_for,
 )
 from tests.support.hostile import SOMEBODY
-from tests.support.mpi import find_mpirun, rank_environment
+from tests.support.mpi import PATIENCE_S, find_mpirun, rank_environment
 
 pytestmark = pytest.mark.world_size(2)
 LONG = {"train": {"steps": 500}, "track": {"every_steps": 1}}
@@ -80,7 +80,7 @@ def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: P
     assert launcher
     with own_session(rank_environment({"TMPDIR": str(tmp_path)})) as session:
         words = [launcher, "-n", "1", "true"]
-        started = subprocess.run(words, env=session, preexec_fn=before, timeout=60, check=False)
+        started = subprocess.run(words, env=session, preexec_fn=before, timeout=PATIENCE_S, check=False)
     assert started.returncode == 0
     (left,) = tmp_path.iterdir()
     assert left.name.startswith("ompi."), "what is not ours stays; of ours nothing is left"
@@ -140,7 +140,7 @@ def test_a_request_stops_with_a_checkpoint_and_the_same_command_goes_on(tmp_path
         wait_for("step", reaches_step(tmp_path / "run", 3))
         begin = time.monotonic()
         ask(child, tmp_path)
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate(timeout=PATIENCE_S)
         assert time.monotonic() - begin < 15
     assert child.returncode == 75, stderr
     assert endings(tmp_path / "run") == ["stop_requested", "stop_requested"]
@@ -161,7 +161,7 @@ def test_a_plain_rank_stops_on_a_signal(tmp_path):
     with started("train", path, env=SLOWLY, warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 2))
         child.terminate()
-        child.communicate(timeout=30)
+        child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 75
     assert endings(tmp_path / "run") == ["stop_requested"]
 
@@ -173,7 +173,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         wait_for("note of the first", (tmp_path / "run" / "STOP").exists)
         begin = time.monotonic()
         child.send_signal(signal.SIGINT)
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate(timeout=PATIENCE_S)
         assert time.monotonic() - begin < 12
     assert child.returncode == 70
     assert "second Ctrl-C" in stderr
@@ -185,7 +185,7 @@ def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path):
     with started("run", "-n", 2, misbehaving_run(tmp_path, "sleep", **sections), warm="torch") as child:
         wait_for("step", reaches_step(tmp_path / "run", 3))
         child.terminate()
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 70
     assert "did not stop within 2 s" in stderr
     assert "launch.stop_grace_s" in stderr
@@ -196,7 +196,7 @@ def test_a_stop_does_not_wait_for_processes_that_linger_after_their_last_words(t
     with started("run", "-n", 2, misbehaving_run(tmp_path, "linger", **LONG), env=SLOWLY) as child:
         wait_for("step", reaches_step(tmp_path / "run", 5))
         child.terminate()
-        _, stderr = child.communicate(timeout=20)
+        _, stderr = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 75, stderr
     assert endings(tmp_path / "run") == ["stop_requested", "stop_requested"]
     assert not leftovers(tmp_path)
@@ -208,7 +208,7 @@ def test_a_killed_rank_takes_the_others_down_within_seconds(tmp_path):
         wait_for("step", reaches_step(tmp_path / "run", 3))
         begin = time.monotonic()
         ranks_of(child.pid)[1].kill()
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate(timeout=PATIENCE_S)
         assert time.monotonic() - begin < 10
     assert child.returncode == 70
     assert "was killed by SIGKILL" in stderr
@@ -233,7 +233,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
         assert len(family) >= 3, "mpirun and two ranks"
         child.kill()
         child.wait()
-        _, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     hpctrain("run", "-n", 2, misbehaving_run(tmp_path, **{**LONG, "train": {"steps": 12}}), warm="torch")
     assert Attempts(RunDir(tmp_path / "run")).info()["fence"] == 2

@@ -100,7 +100,7 @@ def test_a_suspended_run_goes_on_and_is_not_ended(mpirun: Callable[..., Any], tm
     script = {"steps": 400, "monitor": {"hang_s": HANG_S, "on_hang": "abort"}}
     suspender = threading.Thread(target=suspend, args=(tmp_path, agents_too))
     suspender.start()
-    result = mpirun(2, PROGRAM, tmp_path, json.dumps(script), timeout=100)
+    result = mpirun(2, PROGRAM, tmp_path, json.dumps(script))
     suspender.join()
     assert (tmp_path / "suspended").exists(), result.output
     assert nobody_is_left(tmp_path)

@@ -98,7 +98,7 @@ def accused(
         before = used_by_others()
         began_run = time.monotonic()
         with disturbed(how, folder):
-            mpirun(2, PROGRAM, folder, json.dumps({"steps": 900, "computes": True, "pin": True}), timeout=120)
+            mpirun(2, PROGRAM, folder, json.dumps({"steps": 900, "computes": True, "pin": True}))
         is_shared = used_by_others() - before > MOST_SHARED * (time.monotonic() - began_run)
         lines = (folder / "monitor" / "events.jsonl").read_text().splitlines()
         events = [event for event in map(json.loads, lines) if event["state"] == "confirmed"]

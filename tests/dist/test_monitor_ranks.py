@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
 
 def run(mpirun: Callable[..., Any], ranks: int, folder: Path, **script: Any) -> tuple[list[dict[str, Any]], Any]:
     """Runs the loop; its monitor's events, and what it printed."""
-    result = mpirun(ranks, PROGRAM, folder, json.dumps(script), timeout=100)
+    result = mpirun(ranks, PROGRAM, folder, json.dumps(script))
     events = folder / "monitor" / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     assert (folder / "monitor" / "agent-0.log").read_text() == ""

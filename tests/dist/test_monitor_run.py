@@ -23,6 +23,7 @@ from tests.support.command import (
     started,
     wait_for,
 )
+from tests.support.mpi import PATIENCE_S
 
 pytestmark = pytest.mark.world_size(2)
 MONITOR = {"enabled": True, "window_steps": 8, "hang_s": 4}
@@ -80,7 +81,7 @@ def test_a_stopped_rank_ends_the_attempt_as_a_hang_and_the_same_command_goes_on(
     with started("run", "-n", 2, path, env={"STEP_S": "0.05"}) as child:
         wait_for("step", reaches_step(tmp_path / "run", 20))
         os.kill(ranks_of(child.pid)[-1].pid, signal.SIGSTOP)
-        stdout, stderr = child.communicate(timeout=40)
+        stdout, stderr = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 70, stderr
     (hang,) = events(tmp_path / "run", "hang")
     [culprit] = hang["ranks"]

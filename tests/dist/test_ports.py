@@ -22,7 +22,7 @@ import pytest
 
 from hpctrain.checkpoint.store import CheckpointStore
 from tests.support.command import events, hpctrain
-from tests.support.mpi import mpirun
+from tests.support.mpi import PATIENCE_S, mpirun
 
 ROOT = Path(__file__).parents[2]
 PORTS = ROOT / "examples" / "ports"
@@ -231,7 +231,9 @@ def written(name: str, folder: Path) -> int:
     """Lines of a port that the original does not have, by ``diff``."""
     for program in ("original", "port"):
         (folder / program).write_text("\n".join(code(PORTS / name / f"{program}.py")) + "\n")
-    done = subprocess.run(["diff", folder / "original", folder / "port"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["diff", folder / "original", folder / "port"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     return done.stdout.count("\n> ")
 
 

@@ -29,6 +29,7 @@ from tests.support.command import (
     wait_for,
     write_run,
 )
+from tests.support.mpi import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = "--disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
@@ -149,7 +150,7 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
         wait_for("steps after a checkpoint", lambda: events(run, "train")[-1]["step"] % 20 == 10)
         for rank in [process for process in processes_of(child.pid) if "train" in process.cmdline()]:
             rank.kill()
-        assert child.wait(60) == 70
+        assert child.wait(PATIENCE_S) == 70
     crashed = opened(run)
     check_loss(crashed, run)
     ending = Attempts(RunDir(run)).info()["attempts"][0]["verdict"]["reason"]

@@ -28,6 +28,7 @@ from tests.support.command import (
     wait_for,
     write_run,
 )
+from tests.support.mpi import LAUNCH_S
 
 pytestmark = pytest.mark.world_size(4)
 DIGITS = {"torch": "hpctrain.tasks.torch_digits:task", "tensorflow": "hpctrain.tasks.tensorflow_digits:task"}
@@ -99,9 +100,9 @@ def test_a_run_that_loses_a_rank_or_its_launcher_ends_as_one_that_does_not(
     (tmp_path / "whole").mkdir()
     hpctrain("run", "-n", 4, digits(tmp_path / "whole", framework), timeout=200, warm=framework)
     with started("run", "-n", 4, digits(tmp_path, framework), warm=framework) as child:
-        wait_for("step", when(tmp_path / "run", 25), 120)
+        wait_for("step", when(tmp_path / "run", 25))
         befall(child.pid)
-        said, errors = child.communicate(timeout=200)
+        said, errors = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said + errors
     attempts = Attempts(RunDir(tmp_path / "run")).all()
     assert [each.verdict.exit_code for each in attempts if each.verdict] == [70, 0]
@@ -153,7 +154,7 @@ def test_ctrl_c_ends_a_run_that_was_started_again(tmp_path: Path) -> None:
         ranks_of(child.pid)[1].kill()
         wait_for("recovery", lambda: events(tmp_path / "run", "recovered"))
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=60)
+        _, errors = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 75, errors
     assert endings(tmp_path / "run", 2) == ["stop_requested", "stop_requested"]
     assert f"resume from step {RunDir(tmp_path / 'run').newest_checkpoint_step()}: hpctrain run -n 2" in errors

@@ -24,6 +24,7 @@ from tests.support.command import (
     wait_for,
     write_run,
 )
+from tests.support.mpi import LAUNCH_S
 
 STEPS = 300
 EVERY = 5
@@ -65,11 +66,11 @@ def test_a_killed_rank_costs_no_more_than_the_interval_of_the_memory_tier(tmp_pa
     hpctrain("run", "-n", 4, digits(tmp_path / "whole", {}), timeout=200, warm="torch")
     run = tmp_path / "run"
     with started("run", "-n", 4, digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}), warm="torch") as child:
-        wait_for("step", reaches_step(run, 42), 120)
+        wait_for("step", reaches_step(run, 42))
         (home,) = {each.parent.parent for each in memory.glob(f"{PREFIX}*/attempt-000001/step-*")}
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         kill_a_rank(child.pid)
-        said, errors = child.communicate(timeout=200)
+        said, errors = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said + errors
     [resumed] = events(run, "resumed")
     assert resumed["tier"] == "memory" and resumed["step"] % EVERY == 0 and resumed["step"] >= 40
@@ -87,9 +88,9 @@ def test_what_a_failed_run_leaves_is_resumed_on_two_ranks_or_passed_over_if_dama
 ) -> None:
     run, path = tmp_path / "run", digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}, every_steps=25)
     with started("run", "-n", 4, path, "--launch.max_failures", 0, warm="torch") as child:
-        wait_for("step", reaches_step(run, 36), 120)
+        wait_for("step", reaches_step(run, 36))
         kill_a_rank(child.pid)
-        child.communicate(timeout=200)
+        child.communicate(timeout=LAUNCH_S)
     snapshots = sorted(memory.glob(f"{PREFIX}{Attempts(RunDir(run)).info()['id']}/attempt-000001/step-*"))
     for folder in snapshots if is_damaged else ():
         shard = next(folder.glob("shard-00002-*"))
@@ -120,9 +121,9 @@ def test_a_run_whose_folder_is_lost_continues_from_the_object_store(tmp_path: Pa
         0,
     )
     with started("run", "-n", 2, path, *options, warm="torch") as child:
-        wait_for("a copy", lambda: any(event["step"] >= 40 for event in events(run, "checkpoint_stored")), 120)
+        wait_for("a copy", lambda: any(event["step"] >= 40 for event in events(run, "checkpoint_stored")))
         kill_a_rank(child.pid)
-        child.communicate(timeout=200)
+        child.communicate(timeout=LAUNCH_S)
     shutil.rmtree(run)
     hpctrain("run", "-n", 2, path, *options, timeout=200, warm="torch")
     [resumed] = events(run, "resumed")

@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     @functools.cache
     def launched() -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("uneven")
-        said = mpirun(2, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, timeout=120, warm="torch")
+        said = mpirun(2, PROGRAM, folder, env={"PYTHONPATH": str(ROOT)}, warm="torch")
         return folder, json.loads(said.stdout.strip().splitlines()[-1])
 
     return launched

@@ -20,6 +20,7 @@ import pytest
 from hpctrain.rank.convention import reserve_port
 from tests.support import mpi
 from tests.support.command import PROJECT, events, hpctrain, wait_for, write_run
+from tests.support.mpi import PATIENCE_S
 from tests.tasks import torch_slow_task
 
 SLOW = f"{PROJECT}/tests/tasks/torch_slow_task.py:task"
@@ -104,7 +105,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     with open(folder / "server.log", "ab") as log:
         server = subprocess.Popen([*command, *places], env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_for("MLflow server", lambda: healthy(port), 90)
+        wait_for("MLflow server", lambda: healthy(port))
         yield server
     finally:
         os.killpg(server.pid, signal.SIGKILL)
@@ -175,7 +176,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
         first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
     wait_for("training", lambda: len(events(run, "train")) > 5)
     (run / "STOP").touch()
-    assert first.wait(60) == 75
+    assert first.wait(PATIENCE_S) == 75
     hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     found = run_python(READ_BACK, f"sqlite:///{uri}/mlflow.db")
     assert found["metrics"]["train/loss"] == losses(run)
@@ -208,7 +209,7 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
     wait_for("complaint", lambda: "does not take the metrics" in (tmp_path / "train.log").read_text())
     assert training.poll() is None, "the run must outlive the server for this test to mean anything"
     over.touch()
-    assert training.wait(60) == 0
+    assert training.wait(PATIENCE_S) == 0
     times = [event["time"] for event in events(run, "train")]
     assert max(np.diff(times)) < 1.0, "an interval of 0.1 s may not wait for a server"
     lost = hpctrain("track", "sync", run, cwd=tmp_path, code=70)
@@ -244,11 +245,11 @@ def served(
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/invocations", body, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return dict(json.load(answer)["predictions"])
 
     try:
-        wait_for("the model's server", lambda: healthy(port, "ping"), 90)
+        wait_for("the model's server", lambda: healthy(port, "ping"))
         yield ask
     finally:
         os.killpg(server.pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import tutorial
 from tests.support.command import PROJECT, environment, events, hpctrain, reaches_step, started, wait_for
+from tests.support.mpi import PATIENCE_S
 
 SHORTER = {"bench": ["--steps", "12", "--rounds", "1"], "watch": ["--once"]}
 """What is added to commands that would take minutes, or need a terminal."""
@@ -49,10 +50,10 @@ def test_every_step_of_the_tutorial(tmp_path: Path) -> None:
 def interrupted(words: list[str], meanwhile: list[list[str]], folder: Path, run: Path) -> int:
     """Runs a command, and others while it trains; its exit code."""
     with started(*words, cwd=folder, warm="torch") as child:
-        wait_for("steps", reaches_step(run, 100), 120)
+        wait_for("steps", reaches_step(run, 100))
         for other in meanwhile:
             hpctrain(*other, *SHORTER.get(other[0], []), cwd=folder)
-        return child.wait(60)
+        return child.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import hpctrain, misbehaving_run, started
+from tests.support.mpi import PATIENCE_S
 from tests.support.pseudo_terminal import OFF, on_a_terminal
 
 
@@ -30,7 +31,7 @@ def test_a_run_of_two_ranks_from_before_its_start_to_its_end(tmp_path: Path) -> 
         with started("run", "-n", 2, path, env={"STEP_S": "0.05"}, warm="torch") as run:
             terminal.wait_for("bars of both ranks", lambda picture: len(re.findall(r"\n +[01] \S.*█", picture)) == 2)
             assert terminal.end() == 0
-            assert run.wait(30) == 0
+            assert run.wait(PATIENCE_S) == 0
     running = [picture for picture in terminal.pictures() if "  running  " in picture]
     steps = [int(found[1]) for picture in running if (found := re.search(r"step (\d+)/150", picture))]
     assert len(set(steps)) >= 2 and steps == sorted(steps)

@@ -30,7 +30,7 @@ from tests.support.command import (
     wait_for,
     write_run,
 )
-from tests.support.mpi import Result, rank_environment, run_in_group
+from tests.support.mpi import PATIENCE_S, Result, rank_environment, run_in_group
 from tests.tasks import combined_tasks
 
 pytestmark = pytest.mark.world_size(2)
@@ -162,7 +162,7 @@ def test_a_step_that_raises_on_one_rank_only(ended: Callable[[str], Ended]) -> N
 
 
 def test_the_same_under_plain_mpirun(tmp_path, mpirun):
-    result = mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path, "raise"), check=False, timeout=60)
+    result = mpirun(2, "hpctrain", "train", misbehaving_run(tmp_path, "raise"), check=False)
     assert result.returncode != 0
     assert result.stderr.count("ValueError: bad sample") == 1, result.output
     assert "Traceback" not in result.output
@@ -228,7 +228,7 @@ def test_a_run_folder_that_is_in_use(tmp_path):
         step = max(int(event["step"]) for event in events_of(tmp_path))
         wait_for("further step", reaches_step(tmp_path / "run", step + 2))
         first.terminate()
-        first.communicate(timeout=60)
+        first.communicate(timeout=PATIENCE_S)
         assert first.returncode == 75
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]) == 1
 
@@ -281,5 +281,5 @@ def test_no_mpi_for_several_ranks(tmp_path):
 
 def test_help_and_errors_need_no_heavy_library(tmp_path):
     code = "import sys, hpctrain.cli as c; c.main(['run', 'no.yaml']); print(*{'torch', 'mpi4py'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.strip() == ""

@@ -17,7 +17,7 @@ import psutil
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import read as read_words
 from hpctrain.run.view import RunView
-from tests.support.mpi import Result, rank_environment, run_in_group
+from tests.support.mpi import LAUNCH_S, PATIENCE_S, Result, rank_environment, run_in_group
 from tests.support.warm_ranks import variables
 
 ONE_ATTEMPT = {"max_failures": 0}
@@ -31,7 +31,7 @@ def hpctrain(
     *words: object,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = LAUNCH_S,
     code: int | None = 0,
     warm: str = "",
 ) -> Result:
@@ -123,7 +123,7 @@ def endings(run: Path, attempt: int = 1) -> list[str]:
     return [word["ending"] for word in last_words(run, attempt)]
 
 
-def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
     """Polls until a condition gives something true, and returns that."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):

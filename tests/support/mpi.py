@@ -17,6 +17,10 @@ from hpctrain.system.processes import own_session
 from tests.support import warm_ranks
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+"""How long a test waits for anything that takes seconds on a machine with nothing else to do."""
+LAUNCH_S = 240.0
+"""The same for a whole launch."""
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
 _FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")
 
@@ -43,7 +47,9 @@ def find_mpirun() -> str | None:
 @functools.cache
 def is_open_mpi(mpirun: str) -> bool:
     """Whether this mpirun is Open MPI's, whose options differ from MPICH's."""
-    return "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+    return (
+        "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=PATIENCE_S).stdout
+    )
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -88,7 +94,7 @@ def mpirun(
     *args: object,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout: float = 120,
+    timeout: float = LAUNCH_S,
     check: bool = True,
     warm: str = "",
 ) -> Result:
@@ -120,7 +126,7 @@ def _end(child: subprocess.Popen[str]) -> tuple[str, str]:
     for number in (signal.SIGTERM, signal.SIGKILL):  # mpirun takes its ranks with it on TERM
         try:
             os.killpg(child.pid, number)
-            return child.communicate(timeout=10)
+            return child.communicate(timeout=30)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
     return child.communicate()

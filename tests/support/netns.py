@@ -72,7 +72,7 @@ class Network:
         ranks_per_host: int = 1,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        timeout: float = 120,
+        timeout: float = mpi.LAUNCH_S,
         check: bool = True,
     ) -> mpi.Result:
         """Runs a Python file (Path) or module (str) on the first hosts; arguments as in ``mpi.mpirun``. Open MPI 5."""
@@ -170,7 +170,7 @@ def _check_tools() -> None:
 
 def _do(*words: str) -> str:
     environment = os.environ | {"PATH": SEARCH_PATH, "LC_ALL": "C"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=mpi.PATIENCE_S)
     if done.returncode == 0:
         return done.stdout
     if re.search(REFUSED, done.stderr):
@@ -197,7 +197,7 @@ def _remove(names: Sequence[str]) -> None:
             segment.unlink(missing_ok=True)
 
 
-def _end_processes(names: Sequence[str], patience_s: float = 10.0) -> None:
+def _end_processes(names: Sequence[str], patience_s: float = mpi.PATIENCE_S) -> None:
     """Kills what still runs on the hosts, and returns when it is gone."""
     deadline = time.monotonic() + patience_s
     while pids := [int(pid) for name in names for pid in _do("ip", "netns", "pids", name).split()]:

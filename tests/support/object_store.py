@@ -41,7 +41,7 @@ class ObjectStore:
     def make_bucket(self, name: str) -> str:
         """Its URI."""
         request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
-        DIRECTLY.open(request, timeout=10).close()
+        DIRECTLY.open(request, timeout=60).close()
         return f"s3://{name}"
 
     def fail(self, how: str, times: int) -> None:
@@ -56,7 +56,7 @@ class ObjectStore:
         return int(self._ask("/reads"))
 
     def _ask(self, path: str) -> bytes:
-        with DIRECTLY.open(self.url + path, timeout=10) as answer:
+        with DIRECTLY.open(self.url + path, timeout=60) as answer:
             content: bytes = answer.read()
         return content
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tests.support.command import HPCTRAIN, environment
+from tests.support.mpi import PATIENCE_S
 
 SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[()][A-Z0-9]|[=>78])")
 ON, OFF = "\x1b[?1049h", "\x1b[?1049l"
@@ -40,7 +41,7 @@ class Terminal:
         self.text += data.decode(errors="replace") if ready else ""
         return bool(data)
 
-    def wait_for(self, what: str, condition: Callable[[str], object], timeout_s: float = 60.0) -> None:
+    def wait_for(self, what: str, condition: Callable[[str], object], timeout_s: float = PATIENCE_S) -> None:
         """Reads until the newest picture fulfils a condition."""
         deadline = time.monotonic() + timeout_s
         while not condition(self.pictures()[-1] if self.pictures() else ""):
@@ -50,12 +51,12 @@ class Terminal:
         """As on a keyboard."""
         os.write(self.keyboard, keys)
 
-    def end(self, timeout_s: float = 30.0) -> int:
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
         """Reads until the command has ended; its exit code."""
         deadline = time.monotonic() + timeout_s
         while self.read(0.2):
             assert time.monotonic() < deadline, f"no end; the terminal shows\n{self.text}"
-        return self.child.wait(10)
+        return self.child.wait(PATIENCE_S)
 
     def pictures(self) -> list[str]:
         """What the alternate screen showed, one after the other, without colours."""
@@ -89,5 +90,5 @@ def on_a_terminal(*words: object, columns: int = 100, rows: int = 40) -> Iterato
         yield Terminal(child, keyboard)
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(PATIENCE_S)
         os.close(keyboard)

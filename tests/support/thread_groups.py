@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import TIMEOUT_S, Group
 
 Result = TypeVar("Result")
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class ThreadGroup(Group):

@@ -41,7 +41,7 @@ STAND_IN = Path(__file__).parent / "warm" / "stand_in.py"
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 """Of linux/sched.h."""
 COMMON = ("hpctrain.rank.wiring", "hpctrain.checkpoint.hook")
-START_S = 120.0
+START_S = 240.0
 
 
 @dataclass(frozen=True)

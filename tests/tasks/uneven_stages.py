@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain import TorchTask
 
-LAYERS, WIDTH, SAMPLES, PAUSE_S = 6, 8, 12, 0.02
+LAYERS, WIDTH, SAMPLES, PAUSE_S = 6, 8, 12, 0.1
 SLOW = "SLOW_LAYER"
 """An environment variable."""
 

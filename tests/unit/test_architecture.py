@@ -52,7 +52,7 @@ ROOMS: dict[str, str] = {
 
 LINES: dict[str, int] = {
     "errors": 100,
-    "system": 1014,
+    "system": 1020,
     "config": 1005,
     "comm": 370,
     "run": 2515,
@@ -63,7 +63,7 @@ LINES: dict[str, int] = {
     "tasks": 1030,
     "backends": 10350,
     "checkpoint": 4850,
-    "monitor": 2820,
+    "monitor": 2825,
     "track": 714,
     "rank": 1580,
     "registry": 150,

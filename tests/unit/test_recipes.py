@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import hpctrain
+from tests.support.mpi import PATIENCE_S
 from tests.unit.test_package import requirements
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def test_the_module_file_runs() -> None:
         stand_ins = "function pathJoin(...) return table.concat({...}, '/') end\n"
         stand_ins += "".join(f"function {name}(...) print('{name}', ...) end\n" for name in called)
         done = subprocess.run(
-            [lua, "-"], input=stand_ins + text, capture_output=True, text=True, timeout=30, check=True
+            [lua, "-"], input=stand_ins + text, capture_output=True, text=True, timeout=PATIENCE_S, check=True
         )
         assert f"prepend_path\tPATH\t/apps/hpctrain/{hpctrain.__version__}/bin" in done.stdout
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
+import time
 
 from hpctrain.monitor.node.node import Node
 from hpctrain.monitor.shared import FINISHED, JOINING, PID, STATE
 from hpctrain.run.last_words import note_death
-from hpctrain.system.processes import exit_code_of
+from hpctrain.system.processes import exit_code_of, is_ending
+
+ENDING_S = 1.0
+"""Longest wait for a rank that the kernel is ending: its connections close first, so a victim may end before it."""
 
 
 def start(node: Node) -> None:
@@ -47,14 +52,24 @@ def watch(node: Node, agent: int) -> None:
         for descriptor in (*lives, agent):
             selector.register(descriptor, selectors.EVENT_READ)
         while lives:
-            ended = [key.fd for key, _ in selector.select()]
+            ended, last = [key.fd for key, _ in selector.select()], time.monotonic() + ENDING_S
+            while any(is_ending(pid) for fd, pid in lives.items() if fd not in ended) and time.monotonic() < last:
+                ended += [key.fd for key, _ in selector.select(0) if key.fd not in ended]
             codes = {fd: exit_code_of(lives[fd], fd) for fd in ended if fd in lives}
-            for fd in sorted(ended, key=lambda fd: (codes.get(fd) or 0) >= 0):  # who exits at that moment is a victim
+            for fd in sorted(ended, key=lambda fd: is_victim(codes.get(fd))):
                 selector.unregister(fd)
                 if fd in lives:
                     note(node, lives.pop(fd), codes[fd])
                 elif fd == agent:
                     lives = {life: pid for life, pid in lives.items() if not has_finished(node, pid)}
+
+
+def is_victim(code: int | None) -> bool:
+    """Whether a rank that ends at the same moment as others ends because of them.
+
+    Who loses a peer exits, and who is left is ended by the launcher with SIGTERM: other signals are causes.
+    """
+    return code is None or code >= 0 or code == -signal.SIGTERM
 
 
 def has_finished(node: Node, pid: int) -> bool:

@@ -34,6 +34,7 @@ from hpctrain.train.loop import Trainer
 from hpctrain.train.state import ArrayTensor, TrainState
 from hpctrain.train.stateful import Kept, PerRank, kept_state
 from hpctrain.train.tree import HostLeaves
+from tests.support.mpi import PATIENCE_S
 
 
 class Counter:
@@ -201,7 +202,7 @@ class HeldDisk(CheckpointStore):
     free: threading.Event
 
     def prepare_folder(self, partial: Path) -> None:
-        assert self.free.wait(30), "training waits for the disk"
+        assert self.free.wait(PATIENCE_S), "training waits for the disk"
         super().prepare_folder(partial)
 
 

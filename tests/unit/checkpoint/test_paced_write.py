@@ -15,6 +15,7 @@ import pytest
 
 from hpctrain.checkpoint.format import paced_write
 from hpctrain.checkpoint.format.paced_write import Dropped, write_paced
+from tests.support.mpi import PATIENCE_S
 
 MIB = 1 << 20
 
@@ -42,7 +43,7 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     free, sync = Event(), os.fdatasync
 
     def wait(descriptor: int) -> None:
-        assert free.wait(30)
+        assert free.wait(PATIENCE_S)
         sync(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", wait)
@@ -61,11 +62,11 @@ def test_a_file_is_not_far_ahead_of_what_is_durable_and_can_be_dropped(tmp_path:
     with ThreadPoolExecutor(1) as thread:
         data = np.zeros(4 * paced_write.FIRST_AHEAD_BYTES, np.uint8)
         writing = thread.submit(write_paced, tmp_path / "file", data, visit, dropped.is_set)
-        assert full.wait(30)
+        assert full.wait(PATIENCE_S)
         dropped.set()
         stalled.set()
         with pytest.raises(Dropped):
-            writing.result(30)
+            writing.result(PATIENCE_S)
     assert len(taken) * MIB == paced_write.FIRST_AHEAD_BYTES
 
 

@@ -20,6 +20,7 @@ from hpctrain.checkpoint.format.shard import ShardImage, SparseFile, skeleton, v
 from hpctrain.checkpoint.format.shard_index import parse_text
 from hpctrain.checkpoint.format.shard_reading import check_shard, read_shard
 from hpctrain.errors import UserError
+from tests.support.mpi import PATIENCE_S
 
 
 def fill(image: ShardImage, seed: int = 0) -> None:
@@ -72,9 +73,11 @@ def test_h5dump_reads_every_type(tmp_path: Path) -> None:
     write(image, tmp_path / "shard.h5")
     for piece, view in zip(image.pieces, image.views, strict=True):
         command = ["h5dump", "-d", f"/{piece.tensor.name}", "-b", "FILE", "-o", "bytes", "shard.h5"]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE_S)
         assert (tmp_path / "bytes").read_bytes() == view.tobytes(), piece.tensor.name
-    header = subprocess.run(["h5dump", "-H", "shard.h5"], cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    header = subprocess.run(
+        ["h5dump", "-H", "shard.h5"], cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE_S
+    )
     assert header.stdout.count(b"DATASET") == len(image.views) and b"ATTRIBUTE" not in header.stdout
 
 

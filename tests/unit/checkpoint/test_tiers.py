@@ -35,6 +35,7 @@ from hpctrain.run.events import Resumed
 from hpctrain.run.folder import RunDir
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
+from tests.support.mpi import PATIENCE_S
 from tests.support.thread_groups import ThreadGroup, in_threads
 from tests.unit.checkpoint.test_hook import Counter, Interrupt, Run
 
@@ -385,7 +386,7 @@ def test_with_copies_a_lost_node_costs_no_snapshot_and_two_lost_at_once_are_said
     assert list((tmp_path / "n4").iterdir()) == []
     copying = [thread for thread in threading.enumerate() if thread.name == partner.THREAD]
     for thread in copying:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in copying)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from hpctrain.cli import COMMANDS, main
+from tests.support.mpi import PATIENCE_S
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def script(capsys: pytest.CaptureFixture[str]) -> str:
 def test_bash_completes(script: str, line: list[str], found: set[str]) -> None:
     words = " ".join(f"'{word}'" for word in ["hpctrain", *line])
     ask = f'{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line)}; _hpctrain; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     got = set(done.stdout.split())
     assert got >= found if found else not got
 

@@ -15,6 +15,7 @@ from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import Batch, TrainingData, ValidationData, prefetched
 from hpctrain.errors import UserError
+from tests.support.mpi import PATIENCE_S
 
 LENGTH = 53
 DATASET = open_dataset({"x": np.random.default_rng(0).normal(size=(LENGTH, 4)), "y": np.arange(LENGTH)})
@@ -149,7 +150,7 @@ class TestPrefetch:
         items = prefetched(source.items(), 3)
         assert next(items) == 0
         with source.reached:
-            assert source.reached.wait_for(lambda: source.made == 3, timeout=10)
+            assert source.reached.wait_for(lambda: source.made == 3, timeout=PATIENCE_S)
             assert not source.reached.wait_for(lambda: source.made > 3, timeout=0.2)
         assert [next(items) for _ in range(50)] == list(range(1, 51))
         items.close()

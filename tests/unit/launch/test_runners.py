@@ -14,7 +14,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,6 +27,8 @@ from hpctrain.launch.runners import node as run_node
 from hpctrain.launch.runners.desk import Desk
 from hpctrain.launch.runners.link import calling_context, listening_context
 from hpctrain.launch.runners.ticket import Ticket
+from tests.support.command import wait_for
+from tests.support.mpi import PATIENCE_S
 
 HOST = socket.gethostname()
 
@@ -64,19 +65,12 @@ def asked(opened: Desk, command: str, host: str = HOST) -> subprocess.CompletedP
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
 
-def until(is_so: object, patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_node_runs_what_is_asked_and_leaves_when_the_run_is_over(tmp_path: Path) -> None:
     (tmp_path / "desk").mkdir()
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(desk.opened(ticket.fresh(), tmp_path / "desk"))
         with node(ticket_of(opened), tmp_path) as started:
-            assert opened.wait_for(1, 30) == [HOST]
+            assert opened.wait_for(1, PATIENCE_S) == [HOST]
             assert opened.nodes[HOST]["cores"] >= 1
             done = asked(opened, 'echo "out $HPCTRAIN_NODE_KEY"; echo err >&2; exit 7')
             assert (done.stdout, done.stderr, done.returncode) == ("out \n", "err\n", 7)
@@ -84,18 +78,18 @@ def test_a_node_runs_what_is_asked_and_leaves_when_the_run_is_over(tmp_path: Pat
             assert len(large.stdout) == 3_000_001
             assert asked(opened, "true", "nowhere").returncode == 255
             stack.close()
-            assert started.wait(10) == ExitCode.DONE
+            assert started.wait(PATIENCE_S) == ExitCode.DONE
 
 
 def test_what_is_wanted_no_more_is_ended(opened: Desk, tmp_path: Path) -> None:
     with node(ticket_of(opened), tmp_path):
-        opened.wait_for(1, 30)
+        opened.wait_for(1, PATIENCE_S)
         words = [sys.executable, "-I", "-S", ask.__file__, str(opened.path), HOST, "echo $$; exec sleep 600"]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as asking:
             assert asking.stdout is not None
             pid = int(asking.stdout.readline())
             asking.kill()
-            until(lambda: not psutil.pid_exists(pid))
+            wait_for("end", lambda: not psutil.pid_exists(pid))
 
 
 SUPERVISOR = """
@@ -124,29 +118,29 @@ def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(tmp_pat
             assert asking.stdout is not None
             pid = int(asking.stdout.readline())
             supervisor.kill()
-            assert started.wait(20) == ExitCode.FAILURE
+            assert started.wait(PATIENCE_S) == ExitCode.FAILURE
             assert started.stderr is not None and "the supervisor has gone" in started.stderr.read()
-            until(lambda: not psutil.pid_exists(pid))
-            asking.communicate(timeout=20)
+            wait_for("end", lambda: not psutil.pid_exists(pid))
+            asking.communicate(timeout=PATIENCE_S)
 
 
 def test_a_lost_node_is_known(opened: Desk, tmp_path: Path) -> None:
     with node(ticket_of(opened), tmp_path) as started:
-        opened.wait_for(1, 30)
+        opened.wait_for(1, PATIENCE_S)
         found: list[int] = []
         waits = threading.Thread(target=lambda: found.append(asked(opened, "sleep 600").returncode))
         waits.start()
-        until(lambda: bool(opened.askers))
+        wait_for("asker", lambda: bool(opened.askers))
         for child in psutil.Process(started.pid).children(recursive=True):
             child.kill()
         started.kill()
-        waits.join(30)
+        waits.join(PATIENCE_S)
         assert found and opened.lost == {HOST}
 
 
 def test_another_key_is_refused_on_both_sides(opened: Desk, tmp_path: Path) -> None:
     with node(ticket_of(opened, key=secrets.token_bytes(32)), tmp_path) as started:
-        assert started.wait(30) == ExitCode.USER_ERROR
+        assert started.wait(PATIENCE_S) == ExitCode.USER_ERROR
         assert started.stderr is not None and "is not the supervisor" in started.stderr.read()
     assert not opened.nodes
 
@@ -182,7 +176,7 @@ def between(port: int, seen: bytearray, folder: Path | None = None) -> Iterator[
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    listens_on, loop, over = ready.result(10)
+    listens_on, loop, over = ready.result(PATIENCE_S)
     try:
         yield listens_on
     finally:
@@ -193,7 +187,7 @@ def between(port: int, seen: bytearray, folder: Path | None = None) -> Iterator[
 def test_nothing_can_be_read_on_the_way(opened: Desk, tmp_path: Path) -> None:
     seen = bytearray()
     with between(opened.port, seen) as port, node(ticket_of(opened, port=port), tmp_path):
-        opened.wait_for(1, 30)
+        opened.wait_for(1, PATIENCE_S)
         assert asked(opened, "echo a secret").stdout == "a secret\n"
     assert len(seen) > 300 and b"secret" not in seen and HOST.encode() not in seen
 
@@ -205,21 +199,21 @@ def test_who_is_between_with_tls_of_its_own_is_found_out(opened: Desk, tmp_path:
         between(opened.port, seen, tmp_path / "between") as port,
         node(ticket_of(opened, port=port), tmp_path) as started,
     ):
-        assert started.wait(30) == ExitCode.USER_ERROR
+        assert started.wait(PATIENCE_S) == ExitCode.USER_ERROR
     assert not opened.nodes
 
 
 def test_strangers_hold_few_descriptors_and_keep_no_nodes_out(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path), str(tmp_path / "ticket")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor, contextlib.ExitStack() as stack:
-        until((tmp_path / "ticket").exists)
+        wait_for("ticket", (tmp_path / "ticket").exists)
         given, descriptors = ticket.read(tmp_path / "ticket"), psutil.Process(supervisor.pid).num_fds
         before = descriptors()
         for _ in range(2 * desk.STRANGERS):
             stranger = stack.enter_context(socket.socket())
             stranger.setblocking(False)
             stranger.connect_ex(("127.0.0.1", given.port))
-        until(lambda: descriptors() >= before + desk.STRANGERS)
+        wait_for("strangers", lambda: descriptors() >= before + desk.STRANGERS)
         (tmp_path / "node").mkdir()
         with node(given, tmp_path / "node"):
             assert supervisor.stdout is not None and supervisor.stdout.readline()
@@ -258,13 +252,13 @@ def test_of_several_runs_one_gets_a_dead_runs_ticket(tmp_path: Path) -> None:
 
 def test_adopted_processes_are_collected_as_they_end(opened: Desk, tmp_path: Path) -> None:
     with node(ticket_of(opened), tmp_path) as started:
-        opened.wait_for(1, 30)
+        opened.wait_for(1, PATIENCE_S)
         words = [sys.executable, "-I", "-S", ask.__file__, str(opened.path), HOST, "sleep 600"]
         with subprocess.Popen(words) as asking:
-            until(lambda: bool(opened.askers))
+            wait_for("asker", lambda: bool(opened.askers))
             orphans = "for _ in 1 2 3 4 5; do (setsid sh -c 'echo $$; exec sleep 0.2' &); done"
             left = [psutil.Process(int(pid)) for pid in asked(opened, orphans).stdout.split()]
-            until(lambda: not any(each.is_running() for each in left))
+            wait_for("ends", lambda: not any(each.is_running() for each in left))
             assert asked(opened, "exit 3").returncode == 3 and started.poll() is None
             asking.terminate()
 
@@ -310,10 +304,11 @@ def test_nodes_that_do_not_come_are_counted(opened: Desk) -> None:
 
 
 def test_a_node_without_a_supervisor_ends(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with node(Ticket(("127.0.0.1",), port, b"k" * 32), tmp_path, "--wait", "1") as started:
-        assert started.wait(30) == ExitCode.FAILURE
+    with socket.socket() as silent, contextlib.ExitStack() as stack:
+        silent.bind(("127.0.0.1", 0))  # nobody else gets it
+        shown = Ticket(("127.0.0.1",), silent.getsockname()[1], b"k" * 32)
+        started = stack.enter_context(node(shown, tmp_path, "--wait", "1"))
+        assert started.wait(PATIENCE_S) == ExitCode.FAILURE
         assert started.stderr is not None and "no supervisor was found within 1 s" in started.stderr.read()
 
 
@@ -326,11 +321,11 @@ def test_only_new_tls_is_spoken(opened: Desk) -> None:
 
 def test_a_terminated_node_takes_its_commands_along(opened: Desk, tmp_path: Path) -> None:
     with node(ticket_of(opened), tmp_path) as started:
-        opened.wait_for(1, 30)
+        opened.wait_for(1, PATIENCE_S)
         words = [sys.executable, "-I", "-S", ask.__file__, str(opened.path), HOST, "echo $$; sleep 600"]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as asking:
             assert asking.stdout is not None
             pid = int(asking.stdout.readline())
             os.kill(started.pid, signal.SIGTERM)
-            assert started.wait(20) == 128 + signal.SIGTERM and asking.wait(20) == 255
-            until(lambda: not psutil.pid_exists(pid))
+            assert started.wait(PATIENCE_S) == 128 + signal.SIGTERM and asking.wait(PATIENCE_S) == 255
+            wait_for("end", lambda: not psutil.pid_exists(pid))

@@ -16,7 +16,7 @@ def test_ranks_that_print_without_end_leave_time_for_signals(tmp_path: Path) -> 
         begin = time.monotonic()
         while not passing.text:
             passing.pump(0.1)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
         endless.kill()
         passing.pump(10)
     assert passing.text.endswith("y\n") and (tmp_path / "out").stat().st_size >= len(passing.text)

@@ -199,7 +199,7 @@ def test_looks_at_very_many_ranks_take_little_of_the_time(tmp_path: Path, monkey
 
     def slow(*_: object) -> list[object]:
         looks.append(time.monotonic())
-        time.sleep(0.2)  # a thousand files on Lustre take longer
+        time.sleep(0.5)  # a thousand files on Lustre take longer
         return []
 
     monkeypatch.setattr(attempts.WordReader, "look", slow)

@@ -26,6 +26,7 @@ from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor import shared
 from hpctrain.monitor.chief.finding import NodeCommand
+from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Ears
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
@@ -42,6 +43,7 @@ from hpctrain.system import processes
 from hpctrain.system.address import LOOPBACK
 from hpctrain.train.clock import Phase
 from tests.support.command import wait_for
+from tests.support.mpi import PATIENCE_S
 
 RANKS_PER_NODE = 4
 INTRUDERS = int(os.environ.get("HPCTRAIN_INTRUDERS", "300"))
@@ -133,7 +135,7 @@ def test_the_first_node_judges_what_the_other_reports(nodes: list[Node], tmp_pat
     for node in nodes:
         node.end()
     for node in nodes:
-        assert node.agent.wait(15) == 0
+        assert node.agent.wait(PATIENCE_S) == 0
     events = [json.loads(line) for line in (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()]
     assert [(event["rank"], event["host"], event["cause"]) for event in events] == [(5, "n1", "data")]
     view = json.loads((tmp_path / "monitor" / "live.json").read_text())
@@ -149,7 +151,7 @@ def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_pa
     try:
         with contextlib.ExitStack() as stack:
             for number in range(INTRUDERS):
-                stream = stack.enter_context(socket.create_connection((LOOPBACK, nodes[0].port), 10))
+                stream = stack.enter_context(socket.create_connection((LOOPBACK, nodes[0].port), PATIENCE_S))
                 if number % 100 == 0:
                     with contextlib.suppress(OSError):
                         stream.sendall(struct.pack("!I", 2**24) + b"[" * 2**20)
@@ -159,7 +161,7 @@ def test_intruders_neither_blind_nor_end_a_healthy_run(nodes: list[Node], tmp_pa
             assert len(os.listdir(f"/proc/{nodes[0].agent.pid}/fd")) < 100
             for node in nodes:
                 node.end()
-            assert [node.agent.wait(15) for node in nodes] == [0, 0]
+            assert [node.agent.wait(PATIENCE_S) for node in nodes] == [0, 0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     events = [json.loads(line) for line in (tmp_path / "monitor" / "events.jsonl").read_text().splitlines()]
@@ -236,7 +238,7 @@ def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
     drive(nodes, 100, slow=0, extra_s=0.0)
     assert nodes[1].agent.poll() is None
     nodes[1].end()
-    assert nodes[1].agent.wait(15) == 0
+    assert nodes[1].agent.wait(PATIENCE_S) == 0
 
 
 def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,10 +273,56 @@ def test_who_notes_deaths_outlives_the_others_if_there_is_one_to_note(
         families = {os.getpid(): [watch.pid], ranks[0].pid: [os.getpid(), watch.pid]}
         monkeypatch.setattr("hpctrain.monitor.node.node.family", lambda pid: families.get(pid, []))
         NodeView(NodePlan(0, (0, 1), 32, 5.0), SlotReader.of(handle, layout)).kill()
-        assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2
+        assert [rank.wait(PATIENCE_S) for rank in ranks] == [-signal.SIGKILL] * 2
         watch.terminate()
-        assert watch.wait(60) == -(signal.SIGTERM if has_died else signal.SIGKILL)
+        assert watch.wait(PATIENCE_S) == -(signal.SIGTERM if has_died else signal.SIGKILL)
     os.close(handle)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_ranks_that_end_together_the_one_that_no_launcher_has_ended_is_noted_first(
+    monkeypatch: pytest.MonkeyPatch, killed: int, first: int
+) -> None:
+    ranks, noted = [subprocess.Popen(["sleep", "600"]) for _ in range(2)], []
+    lives, (agent, still_there) = {rank.pid: os.pidfd_open(rank.pid) for rank in ranks}, os.pipe()
+    for number in (first, 1 - first):
+        ranks[number].send_signal(signal.SIGKILL if number == killed else signal.SIGTERM)
+        wait_for("its end", lambda number=number: processes.look(ranks[number].pid, 0) == "Z")
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.os.listdir", lambda folder: [])
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", lambda node, pid, code: noted.append((pid, code)))
+    death_watch.watch(SimpleNamespace(lives=lives), agent)  # type: ignore[arg-type]
+    assert noted == [(ranks[killed].pid, -signal.SIGKILL), (ranks[1 - killed].pid, -signal.SIGTERM)]
+    for rank in ranks:
+        rank.wait()
+    for descriptor in (*lives.values(), agent, still_there):
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfds")
+def test_a_rank_that_the_kernel_still_ends_is_awaited_before_its_victims_death_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, noted = [subprocess.Popen(["sleep", "600"]) for _ in range(2)], []
+    lives, (agent, still_there) = {rank.pid: os.pidfd_open(rank.pid) for rank in ranks}, os.pipe()
+    ranks[0].terminate()
+    wait_for("its end", lambda: processes.look(ranks[0].pid, 0) == "Z")
+
+    def is_ending(pid: int) -> bool:
+        ranks[1].kill()  # as if it had been under way
+        return pid == ranks[1].pid
+
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.is_ending", is_ending)
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.ENDING_S", PATIENCE_S)
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.os.listdir", lambda folder: [])
+    monkeypatch.setattr("hpctrain.monitor.node.death_watch.note", lambda node, pid, code: noted.append(pid))
+    death_watch.watch(SimpleNamespace(lives=lives), agent)  # type: ignore[arg-type]
+    assert noted == [ranks[1].pid, ranks[0].pid]
+    for rank in ranks:
+        rank.wait()
+    for descriptor in (*lives.values(), agent, still_there):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("agent_dies", [False, True])
@@ -303,6 +351,6 @@ def test_no_death_escapes_an_agent_that_says_that_it_watches(
     rank.wait()  # from now on, nobody can find out that it was there
     wait_for("the note", lambda: noted_deaths(RunDir(tmp_path), 1))
     assert [noted.rank for noted in noted_deaths(RunDir(tmp_path), 1)] == [5]
-    agent.communicate(timeout=60)  # all of its ranks have ended
+    agent.communicate(timeout=PATIENCE_S)  # all of its ranks have ended
     os.close(watched)
     os.close(handle)

@@ -18,6 +18,7 @@ from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, WAITS_FOR, Layout, Slot, SlotReader
 from hpctrain.monitor.window import GC, REST, WORK, condense
 from hpctrain.train.clock import IntervalClock, Neighbours, Phase
+from tests.support.mpi import PATIENCE_S
 
 CLOCKS = [
     (RingClock, "hpctrain.monitor.rank.clock.monotonic"),
@@ -67,12 +68,12 @@ def test_a_wait_in_the_middle_of_a_phase_is_not_the_phases(
 
 
 def test_who_waits_for_whom_is_in_the_shared_memory(memory: int) -> None:
-    clock, reader = clock_on(memory, 1), SlotReader.of(memory, LAYOUT)
+    clock, reader, begin = clock_on(memory, 1), SlotReader.of(memory, LAYOUT), time.monotonic()
     clock.mark(Phase.TO_DEVICE)
     clock.begin_wait(Neighbours.TENSOR)
     head = reader.heads()[1]
     assert (head[WAITS_FOR], head[MARKED_PHASE]) == (Neighbours.TENSOR, Phase.TO_DEVICE)
-    assert head[MARKED_AT] == pytest.approx(time.monotonic(), abs=5)
+    assert begin <= head[MARKED_AT] <= time.monotonic()
     clock.end_wait()
     assert reader.heads()[1][WAITS_FOR] == Neighbours.NOBODY
 
@@ -128,8 +129,9 @@ def test_rows_that_are_overwritten_are_not_given(memory: int) -> None:
 
 
 def test_a_rank_that_has_only_joined_is_not_silent(memory: int) -> None:
+    begin = time.monotonic()
     clock_on(memory, 0)
-    assert time.monotonic() - SlotReader.of(memory, LAYOUT).heads()[0, MARKED_AT] < 5
+    assert SlotReader.of(memory, LAYOUT).heads()[0, MARKED_AT] >= begin
 
 
 def test_the_heartbeat_says_who_and_where(memory: int) -> None:
@@ -141,21 +143,21 @@ def test_the_heartbeat_says_who_and_where(memory: int) -> None:
     assert (head[PID], head[STEPS], head[MARKED_PHASE]) == (os.getpid(), 1, NO_PHASE)
 
 
-def test_a_loop_of_ones_own_marks_phases_by_name() -> None:
+def test_a_loop_of_ones_own_marks_phases_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("hpctrain.monitor.rank.clock.monotonic", lambda: now[0])
     clock = RingClock()
     with clock.phase("data"):
-        time.sleep(0.02)
-    time.sleep(0.1)
+        now[0] += 2
+    now[0] += 10
     with clock.phase("forward"):
         pass
     clock.arrived()
-    time.sleep(0.02)
+    now[0] += 3
     clock.left()
     taken = clock.take()
-    assert 0.02 <= taken["data"] < 0.2
-    assert 0.02 <= taken["exchange"] < 0.2
-    assert taken["forward"] < 0.1
-    assert clock.totals[REST] >= 0.1
+    assert (taken["data"], taken["exchange"], taken["forward"]) == (2, 3, 0)
+    assert clock.totals[REST] == 10
     assert sum(clock.take().values()) == 0
 
 
@@ -193,7 +195,7 @@ os.dup2(console, 1)
 MonitorSession(RingClock(), agent, None).poll()
 os._exit(7)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=20, stderr=subprocess.DEVNULL).returncode == 7
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, stderr=subprocess.DEVNULL).returncode == 7
 
 
 def test_a_phase_that_ended_earlier_ends_neither_before_the_last_mark_nor_later_than_now(

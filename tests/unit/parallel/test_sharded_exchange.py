@@ -17,7 +17,7 @@ from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays
 
 LENGTH = 10
 RANGES = (slice(0, 4), slice(4, LENGTH))
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Late(Group):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,8 @@ from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.system import processes
 from hpctrain.system.signals import StopSignals
+from tests.support.command import gone, wait_for
+from tests.support.mpi import PATIENCE_S
 
 WORD = LastWord(1, "n1", 1, 1.0, 0.0)
 
@@ -112,7 +113,7 @@ def word(run_dir: RunDir) -> dict[str, object]:
 def test_output_and_last_word(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, "bash", "-c", "echo to the user; echo to the log >&2; exit 3")
-    assert process.communicate(timeout=30)[0] == "to the user\n"
+    assert process.communicate(timeout=PATIENCE_S)[0] == "to the user\n"
     assert process.returncode == 3
     assert run_dir.log(0, 1).read_text() == "to the log\n"
     assert (word(run_dir)["ending"], word(run_dir)["exit_code"]) == ("failed", 3)
@@ -123,7 +124,7 @@ def test_the_stop_file_becomes_a_signal(tmp_path: Path) -> None:
     process = start(run_dir, "bash", "-c", "trap 'exit 75' TERM; echo ready; while :; do sleep 0.05; done")
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     request_stop(run_dir, StopRequest("a test"))
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, "launchers end all ranks where one fails"
     assert word(run_dir)["ending"] == "stop_requested"
 
@@ -134,14 +135,14 @@ def test_a_signal_to_all_processes_leaves_the_program_its_time(tmp_path: Path) -
     process = start(run_dir, "bash", "-c", program, process_group=0)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.communicate(timeout=30)[0] == "saving\nsaved\n"
+    assert process.communicate(timeout=PATIENCE_S)[0] == "saving\nsaved\n"
     assert word(run_dir)["ending"] == "stop_requested"
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     process = start(run_dir, "/no/such/program")
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 64
     assert word(run_dir)["error"]["what"] == "cannot run /no/such/program: No such file or directory"  # type: ignore[index]
 
@@ -152,11 +153,8 @@ def test_the_program_dies_with_its_rank(tmp_path: Path) -> None:
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()
-    process.communicate(timeout=30)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}/status").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < deadline, "the program outlived its rank"
-        time.sleep(0.02)
+    process.communicate(timeout=PATIENCE_S)
+    wait_for("end of the program with its rank", lambda: gone(child))
 
 
 @pytest.mark.parametrize(("received", "code"), [([], -signal.SIGTERM), ([signal.SIGTERM], 0)])
@@ -168,7 +166,7 @@ def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(
     request_stop(run, StopRequest("somebody"))
     signals = StopSignals()
     signals.received.extend(received)  # schedulers send it to all processes of a rank
-    child = subprocess.Popen(["sleep", "1"])
+    child = subprocess.Popen(["sleep", "1" if received else "600"])
     assert watch(child, run, 1, 1, signals)
     assert child.returncode == code
 
@@ -183,7 +181,7 @@ def test_a_signal_while_a_program_starts_is_not_lost(monkeypatch: pytest.MonkeyP
             child = start_program(["sleep", "60"], os.environ, signals)
         finally:
             signals.restore()
-    assert child.wait(20) == -signal.SIGTERM
+    assert child.wait(PATIENCE_S) == -signal.SIGTERM
     assert not signals.received
     signals.received.append(signal.SIGTERM)
     with pytest.raises(MeetingStopped):

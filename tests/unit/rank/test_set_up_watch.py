@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.run.view import RunView
+from tests.support.command import wait_for
+from tests.support.mpi import PATIENCE_S
 
 Ask = Callable[[subprocess.Popen[str], RunDir], object]
 TASK = """\
@@ -30,13 +31,6 @@ def task(world):
         if count == 1000:
             pathlib.Path("reads").touch()
 """
-
-
-def until(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} does not come"
-        time.sleep(0.05)
 
 
 def by_signal(number: int) -> Ask:
@@ -67,10 +61,10 @@ def test_a_request_ends_set_up(tmp_path: Path, ask: Ask, by: str, code: Code) ->
     words = [sys.executable, "-m", "hpctrain", "train", "run.yaml"]
     rank = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until(tmp_path / "reads")
+        wait_for("reads", (tmp_path / "reads").exists)
         run = RunDir(tmp_path / "runs" / "r")
         ask(rank, run)
-        said = rank.communicate(timeout=60)[0]
+        said = rank.communicate(timeout=PATIENCE_S)[0]
     finally:
         rank.kill()
     assert rank.returncode == ExitCode.STOPPED and f"stopped by {by} before training began (make the task)" in said
@@ -90,5 +84,5 @@ def test_long_set_up_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
             twice.set()
 
     with SetUpWatch("open the data", None, tell):
-        assert twice.wait(30)
+        assert twice.wait(PATIENCE_S)
     assert told[0] == "open the data: 0 s so far"

@@ -11,6 +11,7 @@ import pytest
 
 from hpctrain.cli import main
 from tests.support.hostile import event, look, sound_run, write_events
+from tests.support.mpi import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -94,14 +95,14 @@ def test_pipes_in_the_place_of_files_keep_nobody_waiting(folder: Path, view: tup
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-    said = look(*view, folder, timeout=40)
+    said = look(*view, folder, timeout=PATIENCE_S)
     assert said.returncode in (0, 64), said.output
     assert "Traceback" not in said.output
 
 
 def test_a_pipe_in_the_place_of_a_run_file_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.yaml")
-    said = look("status", tmp_path / "run.yaml", timeout=40)
+    said = look("status", tmp_path / "run.yaml", timeout=PATIENCE_S)
     assert said.returncode == 64 and "it is a pipe, not a plain file" in said.stderr
 
 

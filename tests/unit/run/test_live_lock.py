@@ -14,6 +14,7 @@ import pytest
 from hpctrain.errors import UserError
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import STALE_S, LiveLock, at_work, is_live, myself, read
+from tests.support.command import wait_for
 
 LOCKER = """
 import sys
@@ -120,11 +121,8 @@ def test_a_holder_that_prepares_for_long_gives_signs_of_life(run_dir, monkeypatc
     lock = LiveLock(run_dir, myself())
     lock.acquire()
     os.utime(run_dir.lock_file, (1.0, 1.0))
-    deadline = time.monotonic() + 10
     with lock.kept():
-        while run_dir.lock_file.stat().st_mtime == 1.0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert run_dir.lock_file.stat().st_mtime > 1.0
+        wait_for("sign of life", lambda: run_dir.lock_file.stat().st_mtime > 1.0)
 
 
 def test_a_dead_holder_is_one_for_those_who_may_only_read_too(run_dir, monkeypatch):

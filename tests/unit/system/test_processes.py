@@ -17,6 +17,7 @@ from hpctrain.launch.launcher_messages import Passing
 from hpctrain.monitor.node import host
 from hpctrain.system import processes
 from tests.support.command import wait_for
+from tests.support.mpi import PATIENCE_S
 
 TETHERED = """
 import subprocess, sys, time
@@ -65,7 +66,7 @@ def test_a_process_is_known_by_number_and_birth():
 
 
 def test_what_was_there_before_is_spared_with_its_children():
-    done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -74,12 +75,12 @@ def test_a_tethered_process_dies_with_its_parent():
     child = psutil.Process(int(parent.stdout.readline()))
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=PATIENCE_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_orphans_in_sessions_of_their_own_are_found_and_ended():
-    done = subprocess.run([sys.executable, "-c", SWEPT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", SWEPT], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     orphan, *ended = map(int, done.stdout.split())
     assert ended == [orphan]
     assert not psutil.pid_exists(orphan)
@@ -151,10 +152,12 @@ def test_how_a_process_ended_is_known_to_others_than_its_parent(words: list[str]
     child = subprocess.Popen(words)
     life = os.pidfd_open(child.pid)
     if code < 0:
-        assert processes.exit_code_of(child.pid, life) is None, "it lives"
+        assert processes.exit_code_of(child.pid, life) is None and not processes.is_ending(child.pid), "it lives"
         child.kill()
-    select.select([life], [], [])
+    select.select([life], [], [], PATIENCE_S)
     assert processes.exit_code_of(child.pid, life) == code
+    assert processes.is_ending(child.pid)
     child.wait()
+    assert not processes.is_ending(child.pid), "it has gone"
     assert processes.exit_code_of(child.pid, life) in (code, None), "only Linux from 6.15 on still knows"
     os.close(life)

@@ -24,6 +24,7 @@ from hpctrain.track.follower import follow, main, position
 from hpctrain.track.mlflow import MlflowFollower
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.metrics import Evaluation
+from tests.support.mpi import PATIENCE_S
 
 
 class Recorder:
@@ -92,7 +93,7 @@ for step in range(500):
 sink.close()
 print("on")
 """
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout == "on\n"
 
 

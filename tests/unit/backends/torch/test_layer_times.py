@@ -22,7 +22,7 @@ from hpctrain.parallel.pipeline import StageChoice
 from hpctrain.tasks.definition import TorchTask
 from tests.tasks import pipeline_tasks
 
-PAUSE_S = 0.02
+PAUSE_S = 0.2
 
 
 class PausesBack(torch.autograd.Function):

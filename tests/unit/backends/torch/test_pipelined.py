@@ -30,7 +30,7 @@ from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 from tests.support.thread_groups import Messages, ThreadGroup, in_threads
 
 CPU = torch.device("cpu")
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Placed(Group):

@@ -120,7 +120,7 @@ def test_a_stop_request_ends_the_wait_for_the_controller(programs: Path, monkeyp
     program(programs, "srun", away(programs, 99, AWAY, "").replace("exit 1", f"touch {run.stop_file}; exit 1"))
     began = time.monotonic()
     assert launched(programs).action is Action.STOP
-    assert time.monotonic() - began < 60 and calls(programs) == 1
+    assert time.monotonic() - began < 100 and calls(programs) == 1
 
 
 def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
@@ -137,7 +137,7 @@ def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
         raise AssertionError("ranks are started")
 
     verdict = supervise(run, preflight, Limits(), Attempt())
-    assert time.monotonic() - began < 60 and calls(programs) == 1
+    assert time.monotonic() - began < 100 and calls(programs) == 1
     assert (verdict.action, verdict.exit_code, verdict.code) == (Action.STOP, ExitCode.STOPPED, Code.STOPPED)
     assert "stopped by Ada while Slurm's controller was away" in verdict.reason
     assert Attempts(run).all()[-1].verdict == verdict
@@ -153,7 +153,7 @@ def test_a_stop_request_ends_the_wait_for_the_requeue(
     program(programs, "scontrol", f"case $* in {lines} esac")
     began = time.monotonic()
     assert follow(AGAIN, CONFIG, run, JOB, os.getppid()) == ExitCode.STOPPED
-    assert time.monotonic() - began < 60 and calls(programs) == 1
+    assert time.monotonic() - began < 100 and calls(programs) == 1
     verdict = Attempts(run).all()[-1].verdict
     assert verdict is not None and verdict.action is Action.STOP, verdict
     assert verdict.reason.startswith(f"{AGAIN.reason}; stopped by STOP file")

@@ -184,7 +184,7 @@ def test_a_silent_controller_delays_what_the_folder_knows_by_seconds(
     monkeypatch.setattr(client, "ANSWER_S", 0.3)
     begin = time.monotonic()
     assert main(["status", str(run.path)]) == 0
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     said = capsys.readouterr().out
     assert "job 12 UNKNOWN" in said and "attempt 1" in said
 
