@@ -19,12 +19,13 @@ from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.launcher_messages import Passing
 from hpctrain.launch.patience import PAUSES_S, read_patiently
-from hpctrain.launch.postmortem import all_ended_well, complete, first_deaths, hang, lost, missing_ranks
+from hpctrain.launch.postmortem import all_ended_well, complete, facts_of, lost, lost_node, missing_ranks, settled
 from hpctrain.run import last_words, step_folder
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
 from hpctrain.run.events import CUT_OFF, Hang, decode
+from hpctrain.run.first_cause import Death, Fact, Found, Standing
 from hpctrain.run.folder import RunDir
 from hpctrain.run.growing_file import Tail
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, WordReader, collect, pieces
@@ -115,6 +116,12 @@ class WatchedAttempt:
     passing: Passing | None = None
     failure: RunVerdict | None = None
     """Set when the supervisor itself ends the attempt."""
+    standing: Standing = Standing.ENDED
+    """How well that explains its end."""
+    ended_at: float = float("inf")
+    """Unix seconds of that."""
+    gone: frozenset[int | None] = frozenset()
+    """Ranks whose processes the supervisor missed then."""
     stop: Stop | None = None
     stop_deadline: float = float("inf")
     saved_bytes: int = 0
@@ -137,48 +144,63 @@ class WatchedAttempt:
         with processes.own_session(environment) as session:
             self.watch_until_heard(session)
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
-        text = self.launcher_text()
-        banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
         told = collect(self.run_dir, self.number)
-        # Ranks die with a launcher that is killed, one of them first.
-        alone = self.launcher_signal and not launcher_messages.reported(text + banner)
-        explained = self.failure is not None or alone
-        deaths = [] if explained else first_deaths(self.run_dir, self.number, told, text, banner)
-        words = [complete(word, deaths, told) for word in told]
+        words, failure = self.concluded(told) if not all_ended_well(told, self.launch.ranks) else (told, self.failure)
         try:
             attempts = read_patiently(self.attempts_so_far)
         except RunFailed as error:
             say(f"the verdict does not count earlier attempts: {error.what}")
             attempts = []
-        failure = self.failure
-        if not all_ended_well(words, self.launch.ranks):
-            log = self.run_dir.log("launcher", self.number)
-            missing = missing_ranks(words, self.launch.ranks, text, banner, log, self.launch.hosts)
-            failure = hang(self.run_dir, self.number) or failure or missing
-            failure = failure or self.launcher_death(words)
         before = last_words.read(self.run_dir, self.number - 1)
         earlier = before.ranks if before else ()
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, earlier), words
 
-    def launcher_death(self, words: Sequence[LastWord]) -> RunVerdict | None:
+    def concluded(self, told: Sequence[LastWord]) -> tuple[list[LastWord], RunVerdict | None]:
+        """The ranks' words, with what was found out of their ends, and the verdict unless one of them says why."""
+        text = self.launcher_text()
+        banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
+        cause = settled(lambda: self.facts(told, text, banner))
+        words, log = complete(told, cause), self.run_dir.log("launcher", self.number)
+        if isinstance(cause, Found):
+            return words, cause.verdict
+        if isinstance(cause, LastWord):
+            return words, None
+        return words, missing_ranks(words, self.launch.ranks, text or banner, log, cause)
+
+    def facts(self, told: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
+        """What is known of this attempt's end, without the deaths that we may have caused."""
+        found = facts_of(self.run_dir, self.number, told, text, banner)
+        if (node := lost_node(told, text, banner, self.launch.hosts)) is not None:
+            found.append(Found(Standing.NODE, node))
+        reported = any(death.standing is not Standing.VICTIM for death in launcher_messages.deaths(text + banner))
+        if self.launcher_signal and not reported:
+            found.append(Found(Standing.LAUNCHER, self.launcher_death(told)))
+        if self.failure is not None:
+            found.append(Found(self.standing, self.failure))
+
+        def ours(death: Death) -> bool:
+            if death.at is not None:
+                return death.at >= self.ended_at
+            return self.standing is Standing.SEEN and death.rank not in self.gone
+
+        return [each for each in found if not isinstance(each, Death) or not ours(each)]
+
+    def launcher_death(self, words: Sequence[LastWord]) -> RunVerdict:
         """A killed launcher takes the ranks that still run with it, which then leave no word."""
-        silent = [word for word in words if word.ending in (Ending.VANISHED, Ending.RUNNING)]
-        explained = any(word.ending not in GOOD_ENDINGS for word in words if word not in silent)
-        if not self.launcher_signal or not silent or explained or len(words) < self.launch.ranks:
-            return None
         how = f"was killed by {signal_name(self.launcher_signal)}"
-        alone = next((word for word in silent if self.process is not None and word.pid == self.process.pid), None)
+        alone = next((word for word in words if self.process is not None and word.pid == self.process.pid), None)
         if alone is not None:  # without a launcher
             what = f"rank {alone.rank} on {alone.host} {how}"
             return failed_with(Code.KILLED, what, SEE_LOGS, alone.rank, alone.host)
-        name = Path(self.launch.argv[0]).name
-        ranks = "all" if len(silent) == len(words) else f"{len(silent)} of {len(words)}"
-        return failed_with(Code.KILLED, f"{name} {how}, and {ranks} ranks with it", SEE_LOGS)
+        name, ranks = Path(self.launch.argv[0]).name, self.launch.ranks
+        fell = ranks - sum(word.ending in GOOD_ENDINGS for word in words)
+        which = "all" if fell == ranks else f"{fell} of {ranks}"
+        return failed_with(Code.KILLED, f"{name} {how}, and {which} ranks with it", SEE_LOGS)
 
     @property
     def launcher_signal(self) -> int:
         """Signal that somebody else killed the launcher with, 0 if none did."""
-        code = self.process.returncode if self.process is not None and not self.has_killed else 0
+        code = self.process.returncode if self.process is not None and self.ended_at == float("inf") else 0
         return max(0, -(code or 0))
 
     def attempts_so_far(self) -> list[Attempt]:
@@ -304,18 +326,20 @@ class WatchedAttempt:
             self.words = WordReader(pieces(self.run_dir, self.number))
         words = self.words.look()
         self.look_at_nodes(now, words)
-        if failed := [word for word in words if word.ending is Ending.FAILED]:
-            self.suspect("failed", now, FAILURE_GRACE_S, f"rank {failed[0].rank} failed", words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
+        if self.ended_at == float("inf"):
+            self.gone = frozenset(word.rank for word in gone)
         if gone:
             what = f"rank {gone[0].rank} on {gone[0].host} (process {gone[0].pid}) died"
-            self.suspect("died", now, FAILURE_GRACE_S, what, words)
+            self.suspect("died", now, FAILURE_GRACE_S, failed_with(Code.KILLED, what, SEE_LOGS))
+        if any(word.ending is Ending.FAILED for word in words):
+            self.suspect("failed", now, FAILURE_GRACE_S, None)
         ended = [word for word in words if word.ending in GOOD_ENDINGS]
         # Ours end together; a program that is not ours may have one rank write for long after the others.
         if self.launch.saves and ended and len(ended) < self.launch.ranks:
             late = sorted(set(range(self.launch.ranks)) - {word.rank for word in ended})
             what = f"rank {ended[0].rank} ended {END_GRACE_S:.0f} s ago but ranks {late[:8]} did not"
-            self.suspect("left", now, END_GRACE_S, what, words)
+            self.suspect("left", now, END_GRACE_S, failed_with(Code.HANG, what, SEE_LOGS))
         if len(ended) == self.launch.ranks:
             self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
 
@@ -354,16 +378,16 @@ class WatchedAttempt:
             self.stop_deadline = max(self.stop_deadline, now + self.limits.stop_grace_s)
         self.saved_bytes = saved_bytes
 
-    def suspect(self, key: str, now: float, patience_s: float, what: str, words: Sequence[LastWord]) -> None:
-        """Ends the attempt if this persists. A rank's own error stays the reason.
+    def suspect(self, key: str, now: float, patience_s: float, failure: RunVerdict | None) -> None:
+        """Ends the attempt if this persists, for a failure that is the reason unless a better one is known.
 
         A launcher that is ending the ranks gets the time it announces: afterwards it knows which node is gone.
         """
         lasted_s = now - self.suspicion.setdefault(key, now)
-        if lasted_s > patience_s and lasted_s > patience_s + launcher_messages.waits_s(self.launcher_text()):
-            own_error = any(word.ending is Ending.FAILED for word in words)
-            code = Code.KILLED if key == "died" else Code.HANG
-            self.end(now, None if own_error else failed_with(code, what, SEE_LOGS))
+        if self.ended_at < float("inf") or lasted_s <= patience_s:
+            return
+        if lasted_s > patience_s + launcher_messages.waits_s(self.launcher_text()):
+            self.end(now, failure, Standing.SEEN)
 
     def end_launcher(self, now: float, patience_s: float) -> None:
         """Limits the wait for MPI and Slurm's step to end after the last words."""
@@ -375,9 +399,10 @@ class WatchedAttempt:
         here = word.host == socket.gethostname() and word.machine == processes.machine()
         return not here or processes.is_alive(word.pid, word.birth)
 
-    def end(self, now: float, failure: RunVerdict | None) -> None:
+    def end(self, now: float, failure: RunVerdict | None, standing: Standing = Standing.ENDED) -> None:
         """Has the launcher end all ranks, and kills what remains some seconds later. ``failure`` is the reason."""
-        self.failure = failure or self.failure
+        self.failure, self.standing = (failure, standing) if failure else (self.failure, self.standing)
+        self.ended_at = min(self.ended_at, time.time())
         if self.process is not None and self.kill_at == float("inf"):
             self.kill_at = now + KILL_GRACE_S
             with contextlib.suppress(ProcessLookupError):
@@ -385,7 +410,7 @@ class WatchedAttempt:
 
     def kill(self) -> None:
         """The launcher's whole session; ranks in separate sessions are tethered to it, or swept up afterwards."""
-        self.has_killed = True
+        self.has_killed, self.ended_at = True, min(self.ended_at, time.time())
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

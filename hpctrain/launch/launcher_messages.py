@@ -7,48 +7,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from typing import IO
 
-from hpctrain.errors import Code
-from hpctrain.system.signals import signal_name
-
-
-@dataclass(frozen=True)
-class Death:
-    """One process that a launcher saw end badly, in the launcher's own words."""
-
-    rank: int | None = None
-    pid: int | None = None
-    host: str | None = None
-    signal: int | None = None
-    exit_code: int | None = None
-    out_of_memory: bool = False
-    maybe_victim: bool = False
-    """The launcher may have ended it itself, after another one."""
-
-    @property
-    def cause(self) -> str:
-        """For a sentence that begins with the rank: 'was killed by SIGKILL'."""
-        if self.out_of_memory:
-            return "was killed by the kernel: out of memory"
-        if self.signal is not None:
-            return f"was killed by {signal_name(self.signal)}"
-        if self.exit_code == MPI_ERR_UNKNOWN:
-            return f"exited with code {self.exit_code}, as MPI does where another rank is lost"
-        if self.exit_code is not None:
-            return f"exited with code {self.exit_code}"
-        return "left in mid-run without an error"
-
-    @property
-    def code(self) -> Code:
-        """The same for programs. Shells and launchers give signals as exit codes from 129."""
-        if self.out_of_memory:
-            return Code.OUT_OF_MEMORY
-        by_signal = self.signal is not None or (self.exit_code is not None and self.exit_code > 128)
-        return Code.KILLED if by_signal else Code.VANISHED
-
+from hpctrain.run.first_cause import Death, Standing
 
 BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION", re.MULTILINE)
 """Begin of MPICH's report on a dead rank, which comes on standard output. Programs draw such lines too."""
@@ -61,8 +23,6 @@ OPEN_MPI_IMPROPER = re.compile(
 OPEN_MPI_CODE = re.compile(r"Process\s+name:\s+\[\S+?,(\d+)\]\s+Exit\s+code:\s+(\d+)")
 HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d+)")
 SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
-MPI_ERR_UNKNOWN = 14
-"""Open MPI 4 and 5 leave with this number when their runtime tells them that another rank is lost."""
 CLOSED = re.compile(r"An error occurred in Socket closed\s+.*reported by process \[\d+,(\d+)\]")
 """What ranks say, over TCP, whose connection to another one has ended."""
 GAVE_UP = "Timed out waiting for job step to complete"
@@ -77,34 +37,25 @@ NO_DAEMON = re.compile(r"daemon failed to report back after being spawned[\s\S]{
 """Open MPI 5, on standard output."""
 
 
-def deaths(text: str, died_first: Collection[int] = (), codes: Mapping[int, int | None] | None = None) -> list[Death]:
-    """Processes that the launcher saw end badly by themselves, first ones first.
+def deaths(text: str) -> list[Death]:
+    """Processes that the launcher reports to have ended badly.
 
     Text of Open MPI 4 and 5, MPICH's hydra and srun is understood. Ranks that called MPI_Abort are not deaths: they
-    left a word. srun reports deaths in any order, and those of its victims too: if it is known from elsewhere which
-    ranks ``died_first``, all others are their victims. Otherwise those are that MPI ended after another one.
-    ``codes`` has what is known from elsewhere of ranks of which the launcher does not tell: exit code, or minus signal.
+    left a word. srun tells deaths in any order, and those that it caused too.
     """
-    # Those that srun reports after it has begun to end the step are victims of that, if nothing else is known.
-    found = _reported(text, text if died_first else text.partition("Terminating StepId")[0])
-    if not died_first:
-        return [death for death in found if death.exit_code != MPI_ERR_UNKNOWN] or found
-    first = [replace(death, maybe_victim=False) for death in found if death.rank in died_first]
-    unranked = [death for death in found if death.rank is None]
-    # A rank that exits with 0 is one that no launcher reports.
-    return first or unranked or [_noted(rank, (codes or {}).get(rank) or 0) for rank in sorted(died_first)]
-
-
-def bereaved(text: str) -> set[int]:
-    """Ranks that MPI ended because it had lost another one."""
-    found = _reported(text, text)
-    gone = {death.rank for death in found if death.rank is not None and death.exit_code == MPI_ERR_UNKNOWN}
-    return gone | {int(rank) for rank in CLOSED.findall(text)}
-
-
-def reported(text: str) -> list[int]:
-    """Ranks of whose deaths the launcher tells, those that it ended itself included, in its order."""
-    return [death.rank for death in _reported(text, text) if death.rank is not None]
+    found = [
+        Death(int(rank), int(pid) or None, host, signal=int(number))
+        for rank, pid, host, number in OPEN_MPI_SIGNAL.findall(text)
+    ]
+    found += [Death(int(rank), int(pid) or None, host) for rank, pid, host in OPEN_MPI_IMPROPER.findall(text)]
+    found += [Death(int(rank), exit_code=int(code)) for rank, code in OPEN_MPI_CODE.findall(text)]
+    found += [Death(int(rank), standing=Standing.VICTIM) for rank in CLOSED.findall(text)]
+    found += [_hydra(int(pid), host, int(code)) for pid, host, code in HYDRA.findall(text.replace("\n=", "\n ="))]
+    begun = text.find("Terminating StepId")
+    for line in SRUN.finditer(text):
+        host, tasks, how = line.groups()
+        found += [_srun(rank, host, how, -1 < begun < line.start()) for rank in expand(tasks)]
+    return found
 
 
 def lost_node(text: str, output: str = "") -> str | None:
@@ -170,31 +121,14 @@ SRUN_SIGNALS = {
 }
 
 
-def _reported(text: str, srun_text: str) -> list[Death]:
-    """All processes that the launchers say ended badly."""
-    found = [
-        Death(int(rank), int(pid) or None, host, signal=int(number))
-        for rank, pid, host, number in OPEN_MPI_SIGNAL.findall(text)
-    ]
-    found += [Death(int(rank), int(pid) or None, host) for rank, pid, host in OPEN_MPI_IMPROPER.findall(text)]
-    found += [Death(int(rank), exit_code=int(code)) for rank, code in OPEN_MPI_CODE.findall(text)]
-    found += [_hydra(int(pid), host, int(code)) for pid, host, code in HYDRA.findall(text.replace("\n=", "\n ="))]
-    for host, tasks, how in SRUN.findall(srun_text):
-        found += [_srun(rank, host, how) for rank in expand(tasks)]
-    return found
-
-
-def _srun(rank: int, host: str, how: str) -> Death:
-    if code := re.match(r"Exited with exit code (\d+)", how):
-        return Death(rank, host=host, exit_code=int(code[1]))
-    if how.startswith("Out Of Memory"):
-        return Death(rank, host=host, out_of_memory=True)
+def _srun(rank: int, host: str, how: str, ending: bool) -> Death:
+    """``ending``: srun had begun to end the step."""
     number = next((number for name, number in SRUN_SIGNALS.items() if how.startswith(name)), None)
-    return Death(rank, host=host, signal=number, maybe_victim=number in (signal.SIGKILL, signal.SIGTERM))
-
-
-def _noted(rank: int, code: int) -> Death:
-    return Death(rank, signal=-code if code < 0 else None, exit_code=code if code > 0 else None)
+    may_be_srun = number in (signal.SIGKILL, signal.SIGTERM)
+    standing = Standing.LATER if ending else Standing.KILLED if may_be_srun else Standing.REPORTED
+    code = re.match(r"Exited with exit code (\d+)", how)
+    exit_code = int(code[1]) if code else None
+    return Death(rank, None, host, number, exit_code, how.startswith("Out Of Memory"), standing)
 
 
 def _hydra(pid: int, host: str, code: int) -> Death:

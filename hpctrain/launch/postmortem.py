@@ -6,38 +6,89 @@ import dataclasses
 import signal
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.errors import Code, ExitCode
+from hpctrain.errors import Code
 from hpctrain.launch import launcher_messages
 from hpctrain.run.event_log import stored_events
-from hpctrain.run.events import Hang
+from hpctrain.run.events import CUT_OFF, Hang
+from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause, is_victim
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, noted_deaths
 from hpctrain.run.verdict import RunVerdict, failed_with
 from hpctrain.system import cgroups, processes
 
-FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
-"""Exit codes of errors that every attempt would repeat."""
 LATE_NOTE_S = 2.0
 """Longest wait for the note of a death that explains the others."""
 LOOK_AGAIN_S = 0.1
 
 
-def complete(word: LastWord, seen: Sequence[launcher_messages.Death], words: Sequence[LastWord]) -> LastWord:
-    """The word of a rank that left none, as far as its end can be found out."""
-    if word.ending is not Ending.RUNNING:
-        return word
-    death = next((d for d in seen if d.rank == word.rank or (d.rank is None and d.pid == word.pid)), None)
-    failed = any(other.ending is Ending.FAILED for other in words)
-    if death is None or (death.maybe_victim and failed):
-        return dataclasses.replace(word, ending=Ending.TAKEN_DOWN if failed or seen else Ending.VANISHED)
-    local = word.host == socket.gethostname()
-    if death.signal == signal.SIGKILL and local and ran_out_of_memory(word):
-        death = dataclasses.replace(death, out_of_memory=True)
-    exit_code = 128 + death.signal if death.signal else death.exit_code
-    return dataclasses.replace(word, ending=Ending.KILLED, note=death.cause, code=death.code, exit_code=exit_code)
+def settled(look: Callable[[], Sequence[Fact]]) -> Fact | None:
+    """What went wrong first, once nothing more is to be expected.
+
+    As long as only victims of another death are known, or not what a rank died of, a note that comes later is waited
+    for: nodes are not equally busy.
+    """
+    end = time.monotonic() + LATE_NOTE_S
+    while True:
+        facts = look()
+        cause = first_cause(facts)
+        if not may_change(cause, facts) or time.monotonic() > end:
+            return cause
+        time.sleep(LOOK_AGAIN_S)
+
+
+def may_change(cause: Fact | None, facts: Sequence[Fact]) -> bool:
+    """Whether a note from another node could explain this, or say what it was."""
+    if cause is None or isinstance(cause, Found):
+        return False
+    words = [fact for fact in facts if isinstance(fact, LastWord)]
+    hosts = {word.host for word in words if word.ending is Ending.RUNNING}
+    elsewhere = bool(hosts - {word.host for word in words if word.rank == cause.rank})
+    if isinstance(cause, LastWord):
+        return is_victim(cause) and elsewhere
+    return cause.standing is Standing.GONE or (cause.standing > Standing.LEFT and elsewhere)
+
+
+def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
+    """What ranks said, agents noted, the monitor saw and the launcher tells. ``banner``: see ``lost_node``."""
+    untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+    found: list[Fact] = [*words, *launcher_messages.deaths(text + banner)]
+    found += [Death(rank, exit_code=0, standing=Standing.LEFT) for rank in launcher_messages.left(text, untold)]
+    for at, noted, code in map(dataclasses.astuple, noted_deaths(run_dir, attempt)):
+        how = {"signal": -code} if (code or 0) < 0 else {"exit_code": code}
+        found.append(Death(noted, standing=Standing.NOTED, at=at, **how))
+    for event in _hangs(run_dir, attempt):
+        about = [rank.rank for rank in event.ranks if rank.rank is not None]
+        if event.kind == "died":
+            found += [Death(rank, standing=Standing.GONE) for rank in about]
+        elif event.kind == CUT_OFF and about and untold.keys() >= set(about):
+            verdict = lost(about, untold[about[0]], by_slurm=False)
+            found.append(Found(Standing.CUT_OFF, dataclasses.replace(verdict, code=Code.VANISHED)))  # it may be back
+        elif event.kind == "hung" and event.action == "abort":
+            what = event.sentence or "no rank moved any more"
+            fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
+            found.append(Found(Standing.HUNG, failed_with(Code.HANG, what, fix, next(iter(about), None))))
+    return found
+
+
+def complete(words: Sequence[LastWord], cause: Fact | None) -> list[LastWord]:
+    """The words, with those of ranks that left none as far as their end is known: one of them may be the cause."""
+    others = isinstance(cause, Death) or any(word.ending is Ending.FAILED for word in words)
+    rest = Ending.TAKEN_DOWN if others else Ending.VANISHED
+
+    def completed(word: LastWord) -> LastWord:
+        if word.ending is not Ending.RUNNING:
+            return word
+        if not isinstance(cause, Death) or cause.rank != word.rank:
+            return dataclasses.replace(word, ending=rest)
+        local = cause.signal == signal.SIGKILL and word.host == socket.gethostname()
+        death = dataclasses.replace(cause, out_of_memory=cause.out_of_memory or (local and ran_out_of_memory(word)))
+        exit_code = death.status or None
+        return dataclasses.replace(word, ending=Ending.KILLED, note=death.cause, code=death.code, exit_code=exit_code)
+
+    return [completed(word) for word in words]
 
 
 def ran_out_of_memory(word: LastWord) -> bool:
@@ -59,69 +110,6 @@ def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
     return len(words) == ranks and all(word.ending in GOOD_ENDINGS for word in words)
 
 
-def hang(run_dir: RunDir, attempt: int) -> RunVerdict | None:
-    """Why the monitor ended the ranks, if it did: it then caused their deaths."""
-    for event in _hangs(run_dir, attempt):
-        if event.kind == "hung" and event.action == "abort":
-            culprit = next((rank.rank for rank in event.ranks), None)
-            what = event.sentence or "no rank moved any more"
-            fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
-            return failed_with(Code.HANG, what, fix, culprit)
-    return None
-
-
-def first_deaths(
-    run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str, banner: str
-) -> list[launcher_messages.Death]:
-    """The deaths that explain those of all other ranks, from what agents noted and the launcher says.
-
-    As long as only victims of another death are known, a note that comes later is waited for: nodes are not equally
-    busy. ``banner``: see ``missing_ranks``.
-    """
-    untold = [word.rank for word in words if word.ended is None and word.rank is not None]
-    said, end = text + banner, time.monotonic() + LATE_NOTE_S
-    while True:
-        codes = {noted.rank: noted.code for noted in noted_deaths(run_dir, attempt)}
-        victims = launcher_messages.bereaved(said)
-        victims |= {rank for rank, code in codes.items() if code == launcher_messages.MPI_ERR_UNKNOWN}
-        first = launcher_messages.left(text, untold)
-        first = first or died_first(run_dir, attempt, words, victims, launcher_messages.reported(said))
-        if not first or not victims.issuperset(first) or time.monotonic() > end:
-            return launcher_messages.deaths(said, first, codes)
-        time.sleep(LOOK_AGAIN_S)
-
-
-def died_first(
-    run_dir: RunDir,
-    attempt: int,
-    words: Sequence[LastWord] = (),
-    bereaved: Collection[int] = (),
-    reported: Sequence[int] = (),
-) -> list[int]:
-    """The rank that the monitor saw die before any other; one that died after a rank's own error is its victim.
-
-    ``bereaved`` are ranks that MPI ended because it had lost another one: one of another node, whose death may be noted
-    later, or not at all. Of one node's ranks, the first one noted died first. ``reported`` are those of whose deaths
-    the launcher tells, in its order: what is left where a node's agent was ended before it could note.
-    """
-    first_error = min((word.ended or 0 for word in words if word.ending is Ending.FAILED), default=float("inf"))
-    hosts = {word.rank: word.host for word in words}
-    first_of: dict[str | None, int] = {}
-    for death in noted_deaths(run_dir, attempt):
-        if death.at < first_error:
-            first_of.setdefault(hosts.get(death.rank), death.rank)
-    noted = list(first_of.values())
-    told = next((event for event in _hangs(run_dir, attempt) if event.kind == "died"), None)
-    gone = [rank.rank for rank in (told.ranks if told else ()) if rank.rank is not None]
-    if own := [rank for rank in noted if rank not in bereaved]:
-        return own[:1]
-    near = {hosts.get(rank) for rank in noted[:1]}
-    if elsewhere := [rank for rank in gone if rank not in bereaved and hosts.get(rank) not in near]:
-        return elsewhere
-    unheard = [rank for rank in reported if rank not in bereaved and rank in hosts and hosts[rank] not in first_of]
-    return (unheard[:1] if noted or gone else []) or noted[:1] or gone
-
-
 def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
     """What the monitor said of ranks that hang or died in an attempt."""
     try:
@@ -131,16 +119,12 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
         return []
 
 
-def missing_ranks(
-    words: Sequence[LastWord], ranks: int, text: str, banner: str, log: Path, hosts: Mapping[int, str]
-) -> RunVerdict | None:
-    """What happened to ranks that could not say: a node, or no start; from the launcher's text, kept in ``log``.
+def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[int, str]) -> RunVerdict | None:
+    """What the launcher's text says of nodes: one is lost, or did not start its ranks.
 
     ``banner`` ends with what MPICH's launcher says of deaths, after what rank 0 printed. ``hosts`` are those of ranks,
     where known before the start.
     """
-    if any(word.ending is Ending.FAILED and word.exit_code in FINAL for word in words):
-        return None  # the run's own mistake, whatever else happened
     if (host := launcher_messages.lost_node(text, banner)) is not None:
         what = f"{host} was lost, or the launcher's daemon on it" if host else f"a node was lost: {last_line(text)}"
         return failed_with(Code.NODE, what, "the same command resumes it", host=host or None)
@@ -148,14 +132,18 @@ def missing_ranks(
     if silent := launcher_messages.silent(text, untold):
         return lost(silent, untold[silent[0]])
     unstarted, why = launcher_messages.not_started(text)
-    if unstarted:
-        return _unstarted(unstarted, why, hosts)
+    return _unstarted(unstarted, why, hosts) if unstarted else None
+
+
+def missing_ranks(
+    words: Sequence[LastWord], ranks: int, said: str, log: Path, dead: Death | None = None
+) -> RunVerdict | None:
+    """On ranks that never spoke, one of which may be known to be dead. ``said`` by the launcher, kept in ``log``."""
     known = {word.rank for word in words if word.rank is not None}
-    if any(word.ending in (Ending.FAILED, Ending.KILLED) for word in words) or len(known) == ranks:
+    missing = set(range(ranks)) - known
+    if not missing or (dead and dead.rank in known):
         return None
-    missing = sorted(set(range(ranks)) - known)
-    dead = next((death for death in launcher_messages.deaths(text + banner) if death.rank in missing), None)
-    told = f"rank {dead.rank} {dead.cause}" if dead else last_line(text) or last_line(banner)
+    told = f"rank {dead.rank} {dead.cause}" if dead else last_line(said)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nothing was said'}"
     return failed_with(Code.VANISHED, what, f"see {log}", dead.rank if dead else None)
 

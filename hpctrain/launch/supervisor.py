@@ -13,7 +13,7 @@ from hpctrain.launch.patience import Stopped, read_patiently
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import starts_again
-from hpctrain.run.events import SnapshotSaved
+from hpctrain.run.events import Resumed, SnapshotSaved
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord
 from hpctrain.run.live_lock import LiveLock, myself
@@ -167,10 +167,14 @@ def begins(run_dir: RunDir, step: int | None) -> str:
     """Where the next attempt begins: with the checkpoint of a step, or with a newer snapshot on the nodes."""
     where = "from the beginning" if step is None else f"from step {step}"
     with suppress(HpctrainError, OSError):
-        found = RunView(run_dir.path).snapshot()
-        sealed = found.progress.newest(SnapshotSaved)
-        if sealed and found.newest and sealed.attempt == found.newest.number and sealed.step > (step or 0):
-            return f"from step {sealed.step} if its snapshot is whole, else {where}"
+        trained, progress = Attempts(run_dir).info().get("trained") or 0, RunView(run_dir.path).snapshot().progress
+        kept = [
+            progress.newest(SnapshotSaved),
+            progress.newest(Resumed),
+        ]  # what an attempt resumes from becomes its own
+        steps = [each.step for each in kept if each and each.attempt >= trained and each.tier not in (None, "store")]
+        if max(steps, default=0) > (step or 0):
+            return f"from step {max(steps)} if its snapshot is whole, else {where}"
     return where
 
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-import signal
 from collections import Counter
 from collections.abc import Sequence
 
 from hpctrain.errors import GENERAL, Code, ExitCode, Replaced
 from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.first_cause import FINAL, first_cause, is_victim
 from hpctrain.run.grid import Grid
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
 from hpctrain.run.verdict import FIXES, Action, RunVerdict, Stop, failed_with, replaced
-
-TOGETHER_S = 15.0
-"""Seconds within which one rank's failure makes others fail: libraries give up when a connection closes."""
-VICTIM_EXITS = (14, *(128 + number for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)))
-"""Exit codes of processes whose peer is gone: Open MPI leaves with 14, Gloo and NCCL abort, launchers send SIGTERM."""
-LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|closed by peer|remote peer|lost peer"
-    r"|remote process|DistNetworkError|DistStoreError|for the other ranks to|NCCL error|socket closed",
-    re.IGNORECASE,
-)
-"""What errors say whose cause lies in another process."""
 
 
 def decide(
@@ -85,11 +72,9 @@ def blame(words: Sequence[LastWord], grid: Grid | None = None) -> RunVerdict:
     """
     grid = grid or Grid(1)
     first = first_cause(words)
-    if first is not None and first.ending is Ending.KILLED:
-        return _blame_death(first, grid)
-    if first is not None:
+    if isinstance(first, LastWord):
         failed = [word for word in words if word.ending is Ending.FAILED]
-        return _blame_error(first, failed, grid)
+        return _blame_error(first, failed, grid) if first in failed else _blame_death(first, grid)
     missing = [word for word in words if word.ending not in GOOD_ENDINGS]
     if not missing:
         return failed_with(Code.VANISHED, "no rank left a last word: the ranks never started", "see the launcher's log")
@@ -104,39 +89,16 @@ def blame(words: Sequence[LastWord], grid: Grid | None = None) -> RunVerdict:
     )
 
 
-def first_cause(words: Sequence[LastWord]) -> LastWord | None:
-    """The rank whose end explains those of the others; None if no rank failed or was killed.
-
-    A rank that only followed another one is never the cause while any rank said why or was killed from outside:
-    one that aborted because its peer was gone, or that complains of a lost connection. Otherwise a killed rank comes
-    before errors, which it causes, and the earliest error comes first.
-    """
-    killed = [word for word in words if word.ending is Ending.KILLED]
-    failed = sorted((word for word in words if word.ending is Ending.FAILED), key=_ended)
-    if own := [word for word in killed if not is_victim(word)]:
-        return own[0]
-    final = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
-    if said := [word for word in failed if word.exit_code in final]:
-        return said[0]  # every attempt would end so
-    reasons = [word for word in failed if not is_victim(word) and _ended(word) <= _ended(failed[0]) + TOGETHER_S]
-    return next(iter([*reasons, *killed, *failed]), None)
-
-
-def _ended(word: LastWord) -> float:
-    """Before all others if it is not known when."""
-    return -math.inf if word.ended is None else word.ended
-
-
 def repeats(words: Sequence[LastWord], before: Sequence[LastWord]) -> str:
     """Where the task's own error ended both attempts in the same words, for a sentence; empty if it did not.
 
     The last output of a plain command is not such an error, nor are those of disks and file systems, which may be over.
     """
     now, earlier = first_cause(words), first_cause(before)
-    if now is None or earlier is None or now.error is None or earlier.error is None or is_victim(now):
+    if not (isinstance(now, LastWord) and isinstance(earlier, LastWord) and now.error and earlier.error):
         return ""
     same = (now.error.what, now.error.type, now.step) == (earlier.error.what, earlier.error.type, earlier.step)
-    if not same or now.error.code is not Code.EXCEPTION or now.error.type == "exit":
+    if not same or is_victim(now) or now.error.code is not Code.EXCEPTION or now.error.type == "exit":
         return ""
     return "before the first step" if now.step is None else f"at step {now.step}"
 
@@ -148,13 +110,6 @@ def starts_again(verdict: RunVerdict, asked: bool) -> bool:
     """
     failed = verdict.action is Action.REQUEUE and verdict.exit_code is ExitCode.FAILURE
     return failed and not verdict.before_ranks and not asked
-
-
-def is_victim(word: LastWord) -> bool:
-    """Whether a rank ended as those do that lose a peer."""
-    if word.exit_code in VICTIM_EXITS and (word.error is None or word.error.type == "exit"):
-        return True
-    return word.error is not None and LOST_PEER.search(word.error.what) is not None
 
 
 def trailing_failures(attempts: Sequence[Attempt]) -> int:
@@ -215,7 +170,7 @@ def _blame_error(first: LastWord, failed: Sequence[LastWord], grid: Grid) -> Run
     if error.code is Code.IN_USE:
         return replaced(Replaced(error.what, error.fix))
     code = ExitCode(first.exit_code) if first.exit_code in set(ExitCode) else ExitCode.FAILURE
-    action = Action.FAIL if code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE) else Action.REQUEUE
+    action = Action.FAIL if code in FINAL else Action.REQUEUE
     return RunVerdict(action, code, where + error.what, error.fix, first.rank, first.host, error.code)
 
 

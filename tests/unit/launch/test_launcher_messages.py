@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import Code
-from hpctrain.launch.launcher_messages import Death, deaths, expand, left, lost_node, not_started, silent, silent_host
+from hpctrain.launch.launcher_messages import deaths, expand, left, lost_node, not_started, silent, silent_host
+from hpctrain.run.first_cause import Death, Standing, first_cause
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
 prterun noticed that process rank 1 with PID 12395 on node vm exited on
@@ -66,7 +67,7 @@ HYDRA = """
         (OPEN_MPI_EARLY, [Death(1, 12478, "vm")]),
         (OPEN_MPI_ABORT, []),
         (HYDRA, [Death(pid=22997, host="localhost", signal=9)]),
-        ("srun: error: n1: task 1: Killed\n", [Death(1, host="n1", signal=9, maybe_victim=True)]),
+        ("srun: error: n1: task 1: Killed\n", [Death(1, host="n1", signal=9, standing=Standing.KILLED)]),
         ("srun: error: n2: tasks 2-3: Exited with exit code 7\n", [Death(r, host="n2", exit_code=7) for r in (2, 3)]),
         ("srun: error: n1: task 0: Out Of Memory\n", [Death(0, host="n1", out_of_memory=True)]),
         ("srun: error: n1: task 0: Segmentation fault (core dumped)\n", [Death(0, host="n1", signal=11)]),
@@ -155,9 +156,7 @@ def test_victims_that_srun_reports_first_are_no_culprits() -> None:
         "srun: error: n2: task 3: Killed\n"
         "srun: error: n1: tasks 0-1: Killed\n"
     )
-    assert [death.rank for death in deaths(text)] == [2]
-    assert [(death.rank, death.signal) for death in deaths(text, died_first=[3])] == [(3, 9)]
-    assert deaths(text, died_first=[7]) == [Death(7)], "it exited with 0: srun says nothing"
+    assert [death.standing for death in deaths(text)] == [Standing.REPORTED, *[Standing.LATER] * 3]
 
 
 def test_whom_mpi_ended_after_another_rank_is_no_culprit() -> None:
@@ -167,11 +166,12 @@ def test_whom_mpi_ended_after_another_rank_is_no_culprit() -> None:
         "srun: launch/slurm: _step_signal: Terminating StepId=4.1\n"
         "srun: error: n1: task 1: Killed\n"
     )
-    assert [(death.rank, death.signal) for death in deaths(text)] == [(3, 9)]
+    assert first_cause(deaths(text)) == Death(3, signal=9, standing=Standing.KILLED)
 
 
 def test_a_rank_that_nothing_is_known_of_but_that_mpi_ended_it_is_no_cause() -> None:
-    [death] = deaths("srun: error: n1: task 0: Exited with exit code 14\n")
+    death = first_cause(deaths("srun: error: n1: task 0: Exited with exit code 14\n"))
+    assert isinstance(death, Death)
     assert (death.rank, death.cause) == (0, "exited with code 14, as MPI does where another rank is lost")
 
 
@@ -186,5 +186,4 @@ def test_of_ranks_without_a_word_the_one_that_srun_does_not_report_left_with_exi
 
 def test_whom_srun_killed_may_be_a_victim() -> None:
     text = "srun: error: n1: tasks 0-1: Killed\nsrun: error: n2: task 2: Segmentation fault\n"
-    assert [death.maybe_victim for death in deaths(text)] == [True, True, False]
-    assert not deaths(text, died_first=[0])[0].maybe_victim
+    assert [death.standing for death in deaths(text)] == [Standing.KILLED, Standing.KILLED, Standing.REPORTED]

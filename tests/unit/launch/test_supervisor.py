@@ -22,7 +22,7 @@ from hpctrain.run import last_words
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_log import EventWriter
-from hpctrain.run.events import CUT_OFF, AboutRank, Hang, SnapshotSaved
+from hpctrain.run.events import CUT_OFF, AboutRank, Hang, Resumed, SnapshotSaved
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, WordFile, first_word
 from hpctrain.run.live_lock import LiveLock, myself
@@ -152,12 +152,12 @@ def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path:
     [
         ([Ending.RUNNING, Ending.VANISHED], "mpirun was killed by SIGKILL, and all ranks with it"),
         ([Ending.COMPLETED, Ending.VANISHED], "mpirun was killed by SIGKILL, and 1 of 2 ranks with it"),
-        ([Ending.KILLED, Ending.VANISHED], None),
-        ([Ending.COMPLETED, Ending.COMPLETED], None),
+        ([Ending.FAILED, Ending.RUNNING], None),
     ],
 )
+@pytest.mark.parametrize("ended_by_us", [False, True])
 def test_a_killed_launcher_is_named_unless_a_rank_says_why(
-    tmp_path: Path, ends: list[Ending], sentence: str | None
+    tmp_path: Path, ends: list[Ending], sentence: str | None, ended_by_us: bool
 ) -> None:
     run = RunDir(tmp_path)
     attempt = WatchedAttempt(Launch(["mpirun"], {}, 2), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
@@ -165,8 +165,10 @@ def test_a_killed_launcher_is_named_unless_a_rank_says_why(
     attempt.process.kill()
     attempt.process.wait()
     words = [dataclasses.replace(first_word(rank), ending=end) for rank, end in enumerate(ends)]
-    verdict = attempt.launcher_death(words)
-    assert (verdict and verdict.reason) == sentence
+    if ended_by_us:
+        attempt.end(0.0, None)
+    _, verdict = attempt.concluded(words)
+    assert (verdict and verdict.reason) == (None if ended_by_us else sentence)
 
 
 @pytest.mark.parametrize(("own", "code"), [(None, Code.PREFLIGHT), (Code.READ_ONLY, Code.READ_ONLY)])
@@ -346,13 +348,22 @@ def test_the_end_of_a_run_names_the_step_and_the_command_that_resumes_it(
     assert f"resume: {shlex.join(command)}" in capfd.readouterr().err
     report(dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR), run, command)
     assert "resume" not in capfd.readouterr().err
+    writer = EventWriter(run.events, print)
+    newer = "from step 125 if its snapshot is whole, else "
     for step in (115, 125):
         number = Attempts(run).begin()
-        EventWriter(run.events, print).append(SnapshotSaved(step=step, tier="memory", attempt=number))
+        Attempts(run).update(trained=number)
+        writer.append(SnapshotSaved(step=step, tier="memory", attempt=number))
         report(verdict, run, command)
-        newer = "" if step < 120 else "from step 125 if its snapshot is whole, else "
-        assert f"resume {newer}from step 120: {shlex.join(command)}" in capfd.readouterr().err
-    Attempts(run).begin()
+        assert f"resume {newer * (step > 120)}from step 120: {shlex.join(command)}" in capfd.readouterr().err
+    number = Attempts(run).begin()
+    report(verdict, run, command)
+    assert newer in capfd.readouterr().err, "that attempt has not trained: the snapshot is still there"
+    writer.append(Resumed(step=125, tier="memory", attempt=number))
+    Attempts(run).update(trained=number)
+    report(verdict, run, command)
+    assert newer in capfd.readouterr().err, "it has taken it over"
+    Attempts(run).update(trained=Attempts(run).begin())
     report(verdict, run, command)
     assert "resume from step 120" in capfd.readouterr().err, "that attempt has not sealed one"
 

@@ -92,6 +92,7 @@ CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by pe
     [
         program(1, 1.5, -signal.SIGABRT),
         program(1, 1.5, -signal.SIGTERM),
+        program(1, 1.5, -signal.SIGPIPE),
         program(1, 1.5, 1, CLOSED),
         word(1, Ending.KILLED, exit_code=128 + signal.SIGABRT, note="was killed by SIGABRT", code=Code.KILLED),
         word(1, Ending.KILLED, exit_code=14, note="exited with code 14", code=Code.VANISHED),

@@ -1,0 +1,207 @@
+"""The verdict on a failed attempt is the same in any order of its facts, and without any that others imply."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from hpctrain.errors import Code, ExitCode
+from hpctrain.launch.launcher_messages import deaths
+from hpctrain.launch.postmortem import complete
+from hpctrain.rank.plain_command import ending
+from hpctrain.run.decision import blame
+from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause
+from hpctrain.run.last_words import Ending, ErrorWord, LastWord
+from hpctrain.run.verdict import failed_with
+
+
+def running(rank: int, host: str = "n1") -> LastWord:
+    return LastWord(rank, host, 100 + rank, 1.0, 0.0)
+
+
+def failed(rank: int, what: str, ended: float, host: str = "n1", code: ExitCode = ExitCode.FAILURE) -> LastWord:
+    error = ErrorWord(what, "", "RuntimeError", "", Code.EXCEPTION)
+    return dataclasses.replace(running(rank, host), ending=Ending.FAILED, ended=ended, exit_code=int(code), error=error)
+
+
+def program(rank: int, code: int, ended: float, said: str = "") -> LastWord:
+    """The note of a plain command."""
+    return dataclasses.replace(ending(running(rank), "python", code, False, said), ended=ended)
+
+
+def noted(rank: int, code: int, at: float) -> Death:
+    number, exit_code = (-code, None) if code < 0 else (None, code)
+    return Death(rank, signal=number, exit_code=exit_code, standing=Standing.NOTED, at=at)
+
+
+def gone(*ranks: int) -> list[Death]:
+    """What the monitor tells."""
+    return [Death(rank, standing=Standing.GONE) for rank in ranks]
+
+
+def found(standing: Standing, code: Code) -> Found:
+    return Found(standing, failed_with(code, standing.name, ""))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One failure."""
+
+    cause: int | Standing
+    """The rank that explains it, or what does."""
+    how: str
+    """In the sentence."""
+    needed: Sequence[Fact]
+    """The facts that nothing else implies."""
+    others: Sequence[Fact]
+
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4711"
+WAITED = "rank 0 of 2 waited 60 s for the other ranks to begin"
+OVER_TCP = " [n1:00000] *** An error occurred in Socket closed\n[n1:00000] *** reported by process [1962803201,0]\n"
+SIGNALLED = "prterun noticed that process rank {} with PID {} on node {} exited on\nsignal {} (X).\n"
+SRUN = (
+    "srun: error: n1: task 1: Killed\n"
+    "srun: error: n2: task 3: Segmentation fault\n"
+    "srun: launch/slurm: _step_signal: Terminating StepId=57.1\n"
+    "srun: error: n2: task 2: Killed\n"
+)
+
+CASES = {
+    "a killed program, and others that lose their connection or abort": Case(
+        2, "SIGKILL", [program(2, -9, 1.2)], [program(0, -6, 1.1), program(1, 1, 1.0, GLOO), running(3)]
+    ),
+    "a death that is noted later than the complaints about it": Case(
+        1,
+        "SIGKILL",
+        [running(1), noted(1, -9, 1.002)],
+        [failed(0, GLOO, 1.0), noted(0, 70, 1.5), *gone(1), running(2, "n2")],
+    ),
+    "a death over TCP, whose victim is noted by a clock that is ahead": Case(
+        1,
+        "SIGKILL",
+        [running(1, "n2"), noted(1, -9, 1.2)],
+        [running(0), noted(0, 14, 1.0), *deaths(OVER_TCP), *gone(0, 1)],
+    ),
+    "an abort that follows a death elsewhere, and is noted before": Case(
+        1, "SIGKILL", [running(1, "n2"), noted(1, -9, 1.2)], [running(0), noted(0, -6, 1.0), *gone(0, 1)]
+    ),
+    "a death that mpirun tells, on a node that noted only a victim": Case(
+        1,
+        "SIGKILL",
+        [running(1), *deaths(SIGNALLED.format(1, 101, "n1", 9))],
+        [running(0), noted(0, 14, 1.0), *gone(0), failed(2, GLOO, 1.1, "n2")],
+    ),
+    "one that srun reports among those that it kills": Case(
+        3,
+        "SIGSEGV",
+        [running(3, "n2"), *(each for each in deaths(SRUN) if each.rank == 3)],
+        [running(1), running(2, "n2"), *(each for each in deaths(SRUN) if each.rank != 3)],
+    ),
+    "one that srun may have killed, if others only complain": Case(
+        1, "SIGKILL", [running(1, "n2"), *deaths("srun: error: n2: task 1: Killed\n")], [failed(0, GLOO, 1.0)]
+    ),
+    "a rank that leaves in mid-run with exit code 0": Case(
+        1,
+        "left in mid-run",
+        [running(1), noted(1, 0, 1.0)],
+        [
+            *(running(0), running(2, "n2"), noted(0, -9, 1.1), noted(2, -9, 1.2)),
+            *deaths("srun: error: n2: task 2: Killed\n"),
+        ],
+    ),
+    "an error, after which its launcher ends the others": Case(
+        1,
+        "the data is bad",
+        [failed(1, "the data is bad", 5.0)],
+        [running(0), running(2, "n2"), noted(0, -15, 5.01), noted(2, -9, 6.0), *gone(0), failed(3, GLOO, 4.9, "n2")],
+    ),
+    "a mistake in the run file, and a kill by a clock that is behind": Case(
+        0,
+        "no such key",
+        [failed(0, "no such key", 5.0, code=ExitCode.USER_ERROR)],
+        [running(1, "n2"), noted(1, -9, 4.8), *gone(1), found(Standing.NODE, Code.NODE), failed(2, GLOO, 4.9)],
+    ),
+    "a launcher that is killed": Case(
+        Standing.LAUNCHER,
+        "LAUNCHER",
+        [found(Standing.LAUNCHER, Code.KILLED)],
+        [failed(0, GLOO, 1.0), running(1), noted(1, -9, 0.9), *gone(1), program(2, -6, 1.1)],
+    ),
+    "a lost node, of which the launcher says nothing": Case(
+        Standing.CUT_OFF,
+        "CUT_OFF",
+        [found(Standing.CUT_OFF, Code.VANISHED), running(1, "n2")],
+        [failed(0, GLOO, 2.0), running(2), noted(2, 14, 1.9), *deaths(OVER_TCP)],
+    ),
+    "a lost node, after which ranks fail in their own words": Case(
+        Standing.NODE,
+        "NODE",
+        [found(Standing.NODE, Code.NODE)],
+        [
+            failed(0, "OSError: stale", 2.0),
+            running(1, "n2"),
+            running(2),
+            noted(2, -9, 1.9),
+            found(Standing.CUT_OFF, Code.VANISHED),
+        ],
+    ),
+    "ranks that the monitor ended, as they hung": Case(
+        Standing.HUNG,
+        "HUNG",
+        [found(Standing.HUNG, Code.HANG)],
+        [running(0), running(1), noted(0, -9, 9.0), noted(1, -9, 9.1), failed(2, WAITED, 9.2), *gone(0)],
+    ),
+    "a rank that died before it could speak": Case(
+        1,
+        "SIGSEGV",
+        [*deaths(SIGNALLED.format(1, 101, "n1", 11))],
+        [failed(0, WAITED, 60.0), running(2), noted(2, 14, 60.1)],
+    ),
+    "a process that the supervisor misses, and a launcher that does nothing": Case(
+        Standing.SEEN,
+        "SEEN",
+        [found(Standing.SEEN, Code.KILLED)],
+        [failed(0, GLOO, 1.0), running(1), *gone(1), running(2), noted(2, 14, 1.2)],
+    ),
+}
+
+
+def verdict(facts: Sequence[Fact]) -> tuple[int | Standing | None, str]:
+    """Which rank, or what, and the words for it, after the words of ranks were completed by it too."""
+    words = sorted((fact for fact in facts if isinstance(fact, LastWord)), key=lambda word: word.rank or 0)
+    cause = first_cause(facts)
+    if isinstance(cause, Found):
+        return cause.standing, cause.verdict.reason
+    said = blame(complete(words, cause))
+    if isinstance(cause, Death) and cause.rank not in {word.rank for word in words}:
+        return cause.rank, cause.cause
+    assert cause is not None and said.rank == cause.rank, "what is written down has the same cause"
+    return said.rank, said.reason
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_cause_is_the_same_in_every_order_and_if_any_fact_that_others_imply_is_missing(case: Case) -> None:
+    facts = [*case.needed, *case.others]
+    rank, words = verdict(facts)
+    assert rank == case.cause and case.how in words
+    missing = [[fact for fact in facts if fact is not left] for left in (None, *case.others)]
+    told = {verdict(order) for some in missing for order in itertools.permutations(some)}
+    assert told == {(rank, words)}
+
+
+def test_of_what_is_equally_well_known_the_lowest_rank_is_the_cause() -> None:
+    for first, second in itertools.permutations([failed(1, "boom", 1.0), failed(2, "bang", 1.0)]):
+        assert first_cause([first, second]) == failed(1, "boom", 1.0)
+    unknown = dataclasses.replace(failed(0, "bad", 1.0), rank=None)
+    assert first_cause([unknown, failed(1, "boom", 1.0)]) == failed(1, "boom", 1.0)
+
+
+def test_what_several_sources_tell_of_one_death_is_one_fact() -> None:
+    told = [noted(0, 0, 1.0), Death(0, exit_code=3), Death(0, standing=Standing.GONE)]
+    for order in itertools.permutations(told):
+        assert first_cause([running(0), *order]) == Death(0, exit_code=3, standing=Standing.NOTED, at=1.0)
