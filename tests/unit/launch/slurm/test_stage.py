@@ -188,7 +188,7 @@ def many_nodes(monkeypatch: pytest.MonkeyPatch, venv: bool = True) -> list[Path]
     made: list[Path] = []
     monkeypatch.setattr(sys, "base_prefix", "/usr" if venv else sys.prefix)
     monkeypatch.setattr(stage_on_node, "pack", lambda prefix, archive: made.append(archive))
-    monkeypatch.setattr(allocation, "heard", lambda run, words, env, timeout_s: (0, ""))
+    monkeypatch.setattr(allocation.client, "heard", lambda run, words, env, timeout_s: (0, ""))
     return made
 
 
