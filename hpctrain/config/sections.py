@@ -656,6 +656,8 @@ class SlurmConfig(Section, key="launch.slurm"):
 class KubernetesConfig(Section, key="launch.kubernetes"):
     """The pods of a run on Kubernetes, one on each of launch.nodes."""
 
+    kind: Literal["Job", "TrainJob"] = "Job"
+    """What makes the pods: an Indexed Job, or a TrainJob of Kubeflow Trainer, version 2."""
     image: str | None = None
     """Image with hpctrain, its ``runners`` extra and the task."""
     namespace: str | None = None
@@ -679,7 +681,7 @@ class KubernetesConfig(Section, key="launch.kubernetes"):
     queue: str | None = None
     """Kueue's local queue."""
     grace_s: Positive = 300
-    """Seconds between a pod's eviction and its end: enough for a step and a save."""
+    """Seconds between a pod's eviction and its end: enough for a step and a save, and 15 more than stop_grace_s."""
     restarts: Natural = 20
     """Failed pods after which the run ends. Evicted ones do not count."""
     port: Positive = 7777

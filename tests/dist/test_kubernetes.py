@@ -28,6 +28,10 @@ from pathlib import Path
 folder, rank = Path(sys.argv[1]), int(os.environ["PMIX_RANK"])
 phase = (folder / "phase").read_text()
 def stop(number, frame):
+    (folder / f"told-{rank}").touch()
+    while not all((folder / f"told-{other}").exists() for other in range(3)):
+        time.sleep(0.01)
+    (folder / f"saved-{rank}").touch()
     if rank == 0:
         (folder / "phase").write_text("again")
     sys.exit(75)
@@ -81,14 +85,19 @@ class StandIn:
         words = self.network.on(index, "exec", *container["command"], script)
         self.pods[index] = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
 
-    def end(self, index: int) -> None:
-        """SIGTERM, the grace period, SIGKILL for all that is left."""
-        self.pods[index].send_signal(signal.SIGTERM)
-        try:
-            self.pods[index].wait(self.spec["template"]["spec"]["terminationGracePeriodSeconds"])
-        except subprocess.TimeoutExpired:
-            self.pods[index].kill()
-        netns._end_processes([self.network.names[index]])
+    def end(self, *pods: int) -> None:
+        """SIGTERM, the grace period, SIGKILL for all that is left in a pod when its first process has ended."""
+        for index in pods:
+            self.pods[index].send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.spec["template"]["spec"]["terminationGracePeriodSeconds"]
+        left = set(pods)
+        while left:
+            over = time.monotonic() > deadline
+            for index in [each for each in left if over or self.pods[each].poll() is not None]:
+                self.pods[index].kill()
+                netns._end_processes([self.network.names[index]])
+                left.remove(index)
+            time.sleep(0.01)
 
     def evict(self, index: int) -> None:
         self.disrupted.add(index)
@@ -132,9 +141,8 @@ class StandIn:
         return ended
 
     def close(self) -> None:
-        for index, pod in self.pods.items():
-            if pod.poll() is None:
-                self.end(index)
+        """As if the Job were deleted."""
+        self.end(*(index for index, pod in self.pods.items() if pod.poll() is None))
 
 
 INTERFACES = {
@@ -152,9 +160,11 @@ def cluster(network: netns.Network, folder: Path, phase: str, **pods: Any) -> St
     (runs / "phase").write_text(phase)
     program = folder / "image" / "program.py"
     program.write_text(PROGRAM)
-    kubernetes = KubernetesConfig(image="train", volumes={str(runs): "claim"}, grace_s=30, **pods)
+    kubernetes = KubernetesConfig(image="train", volumes={str(runs): "claim"}, grace_s=60, **pods)
     command = (sys.executable, str(program), str(runs))
-    launch = LaunchConfig(engine="kubernetes", nodes=3, command=command, kubernetes=kubernetes, max_failures=0)
+    launch = LaunchConfig(
+        engine="kubernetes", nodes=3, command=command, kubernetes=kubernetes, max_failures=0, stop_grace_s=45.0
+    )
     objects = manifest.objects(Config(name="pods", launch=launch), "pods-abc123", "/here", "ab" * 32)
     made_job = StandIn(list(yaml.safe_load_all(manifest.text(objects))), network, folder / "image")
     for index in range(made_job.spec["completions"]):
@@ -162,15 +172,30 @@ def cluster(network: netns.Network, folder: Path, phase: str, **pods: Any) -> St
     return made_job
 
 
-def test_a_job_survives_an_eviction_and_runs_again_until_it_is_done(network: netns.Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_job_survives_an_eviction_and_runs_again_until_it_is_done(
+    index: int, network: netns.Network, tmp_path: Path
+) -> None:
     job = cluster(network, tmp_path, "wait")
     try:
         wait_for("ranks", lambda: all((tmp_path / "runs" / f"wait-{rank}").exists() for rank in range(3)))
-        job.evict(0)
+        job.evict(index)
+        assert all((tmp_path / "runs" / f"saved-{rank}").exists() for rank in range(3))
         assert job.finish() == "Complete", job.codes
     finally:
         job.close()
-    assert job.codes == [(0, 75), (0, 75), (0, 0)] and job.failures == 1
+    assert [each for each in job.codes if each[0] == 0] == [(0, 75), (0, 75), (0, 0)]
+    assert [each for each in job.codes if each[0] != 0] == [(1, 143)] * index and job.failures == 1 + index
+
+
+def test_all_ranks_save_when_the_job_is_deleted(network: netns.Network, tmp_path: Path) -> None:
+    job = cluster(network, tmp_path, "wait")
+    try:
+        wait_for("ranks", lambda: all((tmp_path / "runs" / f"wait-{rank}").exists() for rank in range(3)))
+    finally:
+        job.close()
+    assert all((tmp_path / "runs" / f"saved-{rank}").exists() for rank in range(3))
+    assert [job.pods[index].returncode for index in range(3)] == [75, 143, 143]
 
 
 def test_a_failure_uses_up_the_budget_and_a_persons_stop_ends_the_job(network: netns.Network, tmp_path: Path) -> None:

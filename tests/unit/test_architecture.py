@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "track": 714,
     "rank": 1580,
     "registry": 150,
-    "launch": 4832,
+    "launch": 4895,
     "report": 1000,
     "watch": 450,
     "doctor": 550,

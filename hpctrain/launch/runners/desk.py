@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import ssl
 import threading
@@ -20,6 +21,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, listening_context, prove
 from hpctrain.launch.runners.ticket import Ticket
 from hpctrain.system.address import listen
+from hpctrain.system.output import say
 
 STRANGERS = 64
 """Connections that may be there without having proved the key; the oldest of more is dropped."""
@@ -155,7 +157,10 @@ class Desk:
         try:
             while True:
                 kind, number, content = await link.receive()
-                if number in self.askers:
+                if kind is Kind.GOING:
+                    say(f"{host} is to go away: the run saves and stops")
+                    os.kill(os.getpid(), signal.SIGTERM)  # as if a scheduler had said so
+                elif number in self.askers:
                     Link(link.reader, self.askers[number][1]).send(kind, number, content)
         finally:
             beat.cancel()

@@ -46,6 +46,8 @@ class Kind(IntEnum):
     BEAT = 6
     LEAVE = 7
     """The run is over."""
+    GOING = 8
+    """The node's machine is to go away."""
 
 
 class Lost(Exception):

@@ -24,6 +24,8 @@ from hpctrain.system.output import say
 
 RETRY_S = 0.5
 REAP_S = 1.0
+GOING = signal.SIGUSR1
+"""Says that this machine is to go away: the run is asked to save and stop, and served until it has."""
 READ_BYTES = 1 << 16
 NOT_STARTED = b"126"
 """Exit code of a command that could not be started, as a shell's."""
@@ -40,7 +42,7 @@ def run(find: Callable[[], Ticket], patience_s: float) -> None:
         RunFailed: there is no supervisor, or it has gone.
     """
     processes.adopt_orphans()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, GOING):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         asyncio.run(_serve(find, patience_s))
@@ -58,6 +60,7 @@ async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
     facts = {"host": host, "cores": usable_cores(), "memory": psutil.virtual_memory().total}
     link.send(Kind.HELLO, content=json.dumps(facts).encode())
     say(f"{host} serves the run")
+    asyncio.get_running_loop().add_signal_handler(GOING, link.send, Kind.GOING)
     commands: dict[int, asyncio.Task[None]] = {}
     started: dict[int, Process | None] = {}
     async with _beating(link), _reaping(started):

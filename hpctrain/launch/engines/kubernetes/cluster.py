@@ -14,6 +14,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
 from hpctrain.launch.engines.jobs import Plan, Submitted, Wish, note, note_refusal, write
 from hpctrain.launch.engines.kubernetes import manifest
+from hpctrain.launch.engines.kubernetes.manifest import KINDS, Kind
 from hpctrain.launch.engines.scheduler import TIMEOUT_S, ask, to_submit
 from hpctrain.launch.runners.ticket import KEY, KEY_BYTES
 from hpctrain.run.folder import RunDir
@@ -22,10 +23,12 @@ from hpctrain.system import safe_read
 
 CREATE = ("create", "--validate=strict", "-f", "-")
 MANIFEST = "job.yaml"
+TRAIN_JOB = ".trainjob"
+"""No name of an object ends with it."""
 
 
 class Kubernetes:
-    """Fulfils ``Scheduler``. A job is NAME or NAMESPACE/NAME."""
+    """Fulfils ``Scheduler``. A job is NAME or NAMESPACE/NAME; after NAME, ".trainjob" for one."""
 
     name = "kubernetes"
     title = "Kubernetes"
@@ -48,7 +51,8 @@ class Kubernetes:
     def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
         """By kubectl create: nothing that is there is changed."""
         given = planned.config.launch.kubernetes.namespace
-        job = f"{given}/{planned.job}" if given else planned.job
+        suffix = TRAIN_JOB if planned.config.launch.kubernetes.kind == "TrainJob" else ""
+        job = f"{given}/{planned.job}{suffix}" if given else planned.job + suffix
         with to_submit(self, planned.run):
             write(planned)
             try:
@@ -81,9 +85,9 @@ class Kubernetes:
 
     def log(self, run: RunDir, job: str) -> str:
         """What pod 0 has printed."""
-        index = "batch.kubernetes.io/job-completion-index=0"
-        selected = f"batch.kubernetes.io/job-name={job.rpartition('/')[2]},{index}"
-        return kubectl(["logs", *namespace(job), f"--selector={selected}", "--tail=-1"])
+        kind, name, where = parts(job)
+        selected = f"{kind.label}={name},batch.kubernetes.io/job-completion-index=0"
+        return kubectl(["logs", *where, f"--selector={selected}", "--tail=-1"])
 
 
 def kubectl(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> str:
@@ -92,26 +96,28 @@ def kubectl(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S)
 
 
 def described(job: str, timeout_s: float) -> dict[str, Any] | None:
-    """A Job as the cluster has it; None if it knows no such job."""
-    words = ["get", "job", job.rpartition("/")[2], *namespace(job), "--ignore-not-found", "--output=json"]
-    said = kubectl(words, timeout_s=timeout_s)
+    """A Job or TrainJob as the cluster has it; None if it knows no such job."""
+    kind, name, where = parts(job)
+    said = kubectl(["get", kind.resource, name, *where, "--ignore-not-found", "--output=json"], timeout_s=timeout_s)
     return safe_read.parse_json(said.encode()) if said.strip() else None
 
 
 def remove(job: str) -> None:
     """Deletes the objects of a run."""
-    objects = [f"{kind}/{job.rpartition('/')[2]}" for kind in ("job", "service", "secret")]
-    kubectl(["delete", "--ignore-not-found", "--wait=false", *namespace(job), *objects])
+    kind, name, where = parts(job)
+    objects = [f"{each}/{name}" for each in (kind.resource, *kind.others)]
+    kubectl(["delete", "--ignore-not-found", "--wait=false", *where, *objects])
 
 
-def namespace(job: str) -> list[str]:
-    """The option of kubectl, if the job names one."""
-    given = job.rpartition("/")[0]
-    return [f"--namespace={given}"] if given else []
+def parts(job: str) -> tuple[Kind, str, list[str]]:
+    """Kind and name of a job, and the option of kubectl for its namespace, if it names one."""
+    given, _, name = job.rpartition("/")
+    kind = KINDS["TrainJob" if name.endswith(TRAIN_JOB) else "Job"]
+    return kind, name.removesuffix(TRAIN_JOB), [f"--namespace={given}"] if given else []
 
 
 def entry(job: str, found: Mapping[str, Any]) -> QueueEntry:
-    """How a Job stands, in Slurm's words, and who ended it; pure.
+    """How a Job or TrainJob stands, in Slurm's words, and who ended it; pure.
 
     Args:
         job: its name for us.
@@ -126,7 +132,7 @@ def entry(job: str, found: Mapping[str, Any]) -> QueueEntry:
         state, told = "TIMEOUT" if failed.get("reason") == "DeadlineExceeded" else "FAILED", failed
     elif about.get("deletionTimestamp"):
         state = "COMPLETING"
-    elif status.get("ready"):
+    elif status.get("ready") or any(each.get("ready") for each in status.get("jobsStatus", ())):
         state = "RUNNING"
     elif suspended := true.get("Suspended"):
         told = suspended

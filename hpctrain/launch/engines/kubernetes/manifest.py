@@ -1,5 +1,7 @@
 """The objects of a run on Kubernetes, pure: an Indexed Job, the headless Service of its pods, and a Secret.
 
+Kubeflow's TrainJob makes such a Job and Service of a TrainingRuntime.
+
 Pod 0 supervises; every pod, pod 0 too, is a node that dials home. The Secret holds the nodes' key and the run file.
 """
 
@@ -8,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -34,8 +37,8 @@ PATTERNS = {
     "queue": LABEL,
 }
 """What values must be, by their keys."""
-NAME = r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?"
-"""Of a run: it names its pods' hosts, too, with a number at the end."""
+NAME = r"[a-z]([a-z0-9-]*[a-z0-9])?"
+"""Of a run."""
 FOLDER = re.compile(r"(/[\w.@+-]+)+", re.ASCII)
 OWN_FOLDERS = ("/dev", "/proc", "/sys", "/etc", "/scratch")
 OURS = ("containers", "volumes", "subdomain", "restartPolicy", "terminationGracePeriodSeconds", "securityContext")
@@ -44,13 +47,57 @@ RUN_FILE = "/etc/hpctrain/config.yaml"
 RUN_FOLDER = "hpctrain/run-folder"
 """Annotation with the folder that the run was submitted from."""
 COMMAND = f"""\
-trap exit TERM
-while :; do hpctrain node --wait 86400; sleep 1; done &
-[ "$JOB_COMPLETION_INDEX" = 0 ] || wait
+trap 'exit 143' TERM
+serve() {{
+  until [ "$gone" ]; do
+    hpctrain node --wait 86400 &
+    node=$!
+    [ -z "$gone" ] || kill -USR1 $node
+    while kill -0 $node 2>/dev/null; do wait $node; done
+    sleep 1
+  done
+  exit 143
+}}
+if [ "$JOB_COMPLETION_INDEX" != 0 ]; then
+  trap 'gone=1; kill -USR1 "$node" 2>/dev/null' TERM
+  serve
+fi
+serve &
 export {START}=$(date +%s)
 exec hpctrain run {RUN_FILE}
 """
-"""Of each pod. A node that has lost its supervisor waits for the next one."""
+"""Of each pod. A node that has lost its supervisor waits for the next one. One whose pod is to end tells the
+supervisor, and stays until the ranks have saved: a container ends with its first process, which is the shell."""
+SPARE_S = 15.0
+"""Of a pod's grace period, beyond that of the ranks: to tell them, and to end after them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a run's main object."""
+
+    resource: str
+    """For kubectl."""
+    others: tuple[str, ...]
+    """Further objects of that name."""
+    label: str
+    """Of its pods, with its name."""
+    pod_0: str
+    """Host name of pod 0."""
+    longest: int
+    """Most characters of a run's name: Kubernetes adds numbers for pods, and takes 63 in all."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "Job": Kind("job", ("service", "secret"), "batch.kubernetes.io/job-name", "{job}-0", 50),
+    "TrainJob": Kind(
+        resource="trainjob.trainer.kubeflow.org",
+        others=("trainingruntime.trainer.kubeflow.org", "secret"),
+        label="jobset.sigs.k8s.io/jobset-name",
+        pod_0="{job}-node-0-0",
+        longest=38,
+    ),
+}
 
 
 def check(config: Config) -> None:
@@ -60,8 +107,9 @@ def check(config: Config) -> None:
     def refuse(key: str, value: object, fix: str) -> None:
         raise UserError(f"{key} is {value!r}, which Kubernetes cannot take", fix)
 
-    if not re.fullmatch(NAME, config.name):
-        refuse("name", config.name, "use up to 50 lowercase letters, digits and '-', beginning with a letter")
+    longest = KINDS[given.kind].longest
+    if not re.fullmatch(NAME, config.name) or len(config.name) > longest:
+        refuse("name", config.name, f"use up to {longest} lowercase letters, digits and '-', beginning with a letter")
     for key, pattern in PATTERNS.items():
         value = getattr(given, key)
         if value is not None and not re.fullmatch(pattern, value, re.ASCII):
@@ -79,6 +127,10 @@ def check(config: Config) -> None:
             refuse("launch.kubernetes.volumes", claim, "name a PersistentVolumeClaim")
     if not 1024 <= given.port <= 65535:
         refuse("launch.kubernetes.port", given.port, "take one between 1024 and 65535")
+    if given.grace_s < config.launch.stop_grace_s + SPARE_S:
+        ranks = f"launch.stop_grace_s {config.launch.stop_grace_s:g}"
+        what = f"launch.kubernetes.grace_s {given.grace_s} is too short for {ranks}"
+        raise UserError(what, f"leave {SPARE_S:g} s between them: pods end after their ranks have saved")
     if wrong := [key for key in given.pod if key in OURS]:
         raise UserError(f"launch.kubernetes.pod has {wrong[0]}, which hpctrain writes", "leave it out")
     if config.launch.modules or config.launch.setup:
@@ -90,7 +142,7 @@ def objects(config: Config, job: str, folder: str, key: str) -> list[dict[str, A
 
     Args:
         config: the run.
-        job: name of the three objects.
+        job: name of the objects.
         folder: that the run is submitted from.
         key: of the nodes, in hexadecimal digits; empty leaves it out.
 
@@ -115,15 +167,31 @@ def objects(config: Config, job: str, folder: str, key: str) -> list[dict[str, A
         "template": {"metadata": {"labels": about["labels"]}, "spec": pod(config, job)},
     }
     secret = {"config.yaml": dump(in_pods(config))} | ({"key": key} if key else {})
+    first = {"apiVersion": "v1", "kind": "Secret", "metadata": about, "immutable": True, "stringData": secret}
+    if given.kind == "TrainJob":
+        return [first, *train_job(about, about | annotated, spec)]
     service = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": {"batch.kubernetes.io/job-name": job},
+        "selector": {KINDS["Job"].label: job},
     }
     return [
-        {"apiVersion": "v1", "kind": "Secret", "metadata": about, "immutable": True, "stringData": secret},
+        first,
         {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": about | annotated, "spec": spec},
+    ]
+
+
+def train_job(about: Mapping[str, Any], own: Mapping[str, Any], spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A runtime with a Job of that spec, and the TrainJob; Kubeflow looks for the label and the container's name."""
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    jobs = [{"name": "node", "replicas": 1, "template": {"metadata": {"labels": labels}, "spec": spec}}]
+    runtime = {"mlPolicy": {"numNodes": spec["completions"]}, "template": {"spec": {"replicatedJobs": jobs}}}
+    version = "trainer.kubeflow.org/v1alpha1"
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": about["name"]}
+    return [
+        {"apiVersion": version, "kind": "TrainingRuntime", "metadata": about, "spec": runtime},
+        {"apiVersion": version, "kind": "TrainJob", "metadata": own, "spec": {"runtimeRef": reference}},
     ]
 
 
@@ -154,7 +222,7 @@ def pod(config: Config, job: str) -> dict[str, Any]:
     )
     env: list[dict[str, Any]] = [
         {"name": KEY, "valueFrom": {"secretKeyRef": {"name": job, "key": "key"}}},
-        {"name": ADDRESS, "value": f"{job}-0.{job}:{given.port}"},
+        {"name": ADDRESS, "value": f"{KINDS[given.kind].pod_0.format(job=job)}.{job}:{given.port}"},
         {"name": JOB, "value": job},
     ]
     if given.scratch:
@@ -203,5 +271,5 @@ def in_pods(config: Config) -> Config:
 
 
 def text(objects: Sequence[dict[str, Any]]) -> str:
-    """As YAML."""
-    return yaml.safe_dump_all(objects, sort_keys=False, allow_unicode=True)
+    """As YAML, in ASCII."""
+    return yaml.safe_dump_all(objects, sort_keys=False)

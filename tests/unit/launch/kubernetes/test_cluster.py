@@ -81,6 +81,25 @@ def test_a_live_job_is_followed_and_ended(folder: Path, capsys: pytest.CaptureFi
     assert (folder / "asked").read_text().splitlines()[-1].endswith(wanted)
 
 
+def test_a_train_job_is_followed_and_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "run.yaml", "--launch.kubernetes.kind", "TrainJob"]) == 0
+    assert [each["kind"] for each in yaml.safe_load_all((folder / "given").read_text())][1:] == [
+        "TrainingRuntime",
+        "TrainJob",
+    ]
+    job = answer(folder, jobsStatus=[{"name": "node", "ready": 2}])
+    name = job.removeprefix("team/").removesuffix(".trainjob")
+    assert job == f"team/{name}.trainjob"
+    assert main(["status", "run.yaml", "--json"]) == 0
+    assert f'"job": "{job}", "job_state": "RUNNING"' in capsys.readouterr().out
+    assert main(["logs", "run.yaml"]) == 0 and "pod 0 says" in capsys.readouterr().out
+    assert main(["cancel", "run.yaml"]) == 0
+    *_, logs, _, _, ended = (folder / "asked").read_text().splitlines()
+    assert f"--selector=jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0" in logs
+    group = "trainer.kubeflow.org"
+    assert ended.endswith(f"--namespace=team trainjob.{group}/{name} trainingruntime.{group}/{name} secret/{name}")
+
+
 def test_a_job_that_is_not_the_runs_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "run.yaml"]) == 0
     answer(folder, ready=2)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from hpctrain.config.sections import Config, KubernetesConfig, LaunchConfig, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.kubernetes import manifest
+from hpctrain.launch.runners.ticket import ADDRESS
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
 
@@ -43,6 +47,15 @@ def made(config: Config) -> list[dict[str, Any]]:
     return list(
         yaml.safe_load_all(manifest.text(manifest.objects(config, f"{config.name}-abc123", "/here", "ab" * 32)))
     )
+
+
+def a_job(train_job: list[dict[str, Any]]) -> dict[str, Any]:
+    """The Job that Kubeflow makes of a TrainJob, for the schema of Kubernetes."""
+    (made,) = train_job[1]["spec"]["template"]["spec"]["replicatedJobs"]
+    name = f"{train_job[2]['metadata']['name']}-{made['name']}-0"
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, **made["template"]["metadata"]}} | {
+        "spec": made["template"]["spec"]
+    }
 
 
 def is_valid(objects: list[dict[str, Any]], version: str = VERSIONS[-1]) -> bool:
@@ -105,6 +118,45 @@ def test_what_a_job_is_made_of() -> None:
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
 
 
+def test_a_train_job_makes_the_same_job_by_a_runtime_of_its_own() -> None:
+    pods = dataclasses.replace(FULL, kind="TrainJob")
+    secret, runtime, job = made(run(pods))
+    assert job == {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": made(run())[2]["metadata"],
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": "digits-abc123"}
+        },
+    }
+    assert (runtime["apiVersion"], runtime["kind"]) == (job["apiVersion"], "TrainingRuntime")
+    assert runtime["metadata"]["name"] == secret["metadata"]["name"] == "digits-abc123"
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 3}
+    (each,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert (each["name"], each["replicas"]) == ("node", 1)
+    assert each["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    spec, plain = each["template"]["spec"], made(run())[2]["spec"]
+    (container,), (of_plain,) = (some["template"]["spec"]["containers"] for some in (spec, plain))
+    assert container["name"] == "node", "Kubeflow looks for it"
+    address = {"name": ADDRESS, "value": "digits-abc123-node-0-0.digits-abc123:7777"}
+    assert address in container["env"]
+    container["env"] = of_plain["env"]
+    assert spec == plain and is_valid([secret, a_job([secret, runtime, job])])
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_the_pods_command_is_sound(shell: str) -> None:
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", "-c", manifest.COMMAND], check=True)
+
+
+def test_pods_live_until_their_ranks_have_saved() -> None:
+    with pytest.raises(UserError, match=r"launch\.kubernetes\.grace_s 300 is too short for launch\.stop_grace_s 290"):
+        made(run(stop_grace_s=290.0))
+    pod = made(run(stop_grace_s=285.0))[2]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300
+
+
 def test_the_key_is_in_the_secret_alone() -> None:
     shown = manifest.text(manifest.objects(run(), "digits-abc123", "/here", ""))
     sent = manifest.text(manifest.objects(run(), "digits-abc123", "/here", "ab" * 32))
@@ -157,3 +209,38 @@ def test_hostile_values_are_valid_or_refused(key: str, value: str) -> None:
         assert key in str(error) or key in ("claim", "folder")
         return
     assert list(yaml.safe_load_all(manifest.text(objects))) == objects and is_valid(objects)
+
+
+NAMES = st.one_of(HOSTILE, st.from_regex(r"\A[a-z][a-z0-9-]{0,60}[a-z0-9]\Z"), st.from_regex(r"\A[\w.-]{30,60}\Z"))
+LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+
+
+def labels(value: Any) -> Iterator[str]:
+    """All of a manifest."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, dict | list):
+            yield from labels(each)
+    yield from value.get("labels", {}).values() if isinstance(value, dict) else ()
+
+
+@pytest.mark.parametrize("kind", manifest.KINDS)
+@settings(max_examples=100, deadline=None)
+@given(name=NAMES, folder=HOSTILE, nodes=st.integers(1, 9999))
+def test_names_of_runs_make_valid_names_and_labels(kind: str, name: str, folder: str, nodes: int) -> None:
+    """Kubernetes and JobSet add the numbers of jobs and pods, and five characters, to the names of pods."""
+    try:
+        config = run(dataclasses.replace(FULL, kind=kind), name)  # type: ignore[arg-type]
+        launch = dataclasses.replace(config.launch, nodes=nodes)
+        job = f"{config.name}-abc123"
+        objects = manifest.objects(dataclasses.replace(config, launch=launch), job, folder, "ab" * 32)
+    except UserError as error:
+        assert "name" in str(error)
+        return
+    text = manifest.text(objects)
+    assert text.isascii() and list(yaml.safe_load_all(text)) == objects
+    host = manifest.KINDS[kind].pod_0.format(job=job).removesuffix("0") + str(nodes - 1)
+    pod = f"{host}-abcde" if kind == "TrainJob" else host
+    assert len(pod) <= 63 and LABEL.fullmatch(pod)
+    assert all(LABEL.fullmatch(each["metadata"]["name"]) for each in objects)
+    assert all(LABEL_VALUE.fullmatch(each) for each in labels(objects))
