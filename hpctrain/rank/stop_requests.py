@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +20,8 @@ from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.run.stop_request import BY_PERSON, StopRequest, requested_stop
 from hpctrain.system.signals import StopSignals
-from hpctrain.train.hooks import BaseHook, StopReason
-
-if TYPE_CHECKING:
-    from hpctrain.train.framework import StepResult
-    from hpctrain.train.hooks import Training
-import signal
-import threading
+from hpctrain.train.framework import StepResult
+from hpctrain.train.hooks import BaseHook, StopReason, Training
 
 STOP_FILE = 128
 """What rank 0 sends the others in place of a signal number when it found the STOP file."""

@@ -6,10 +6,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hpctrain.errors import RunFailed
 from hpctrain.run.attempts import versions
+from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.run.figures import Figures, write_figures
 from hpctrain.run.folder import RunDir
@@ -17,13 +18,9 @@ from hpctrain.track.sink import Sink
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.flops import Flops, of_all
-from hpctrain.train.hooks import BaseHook, StopReason
+from hpctrain.train.framework import StepResult, Sums
+from hpctrain.train.hooks import BaseHook, StopReason, Training
 from hpctrain.train.schedule import first_factor
-
-if TYPE_CHECKING:
-    from hpctrain.run.event_log import EventWriter
-    from hpctrain.train.framework import StepResult, Sums
-    from hpctrain.train.hooks import Training
 
 
 class SecondsByPhase(Protocol):

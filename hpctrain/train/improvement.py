@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.config.sections import EarlyStopConfig, PlateauConfig
 from hpctrain.errors import UserError
-from hpctrain.train.hooks import BaseHook, RateHook, StopReason
+from hpctrain.train.hooks import BaseHook, RateHook, StopReason, Training
 from hpctrain.train.schedule import Schedule, first_factor
-
-if TYPE_CHECKING:
-    from hpctrain.train.hooks import Training
 
 
 class EarlyStop(BaseHook):

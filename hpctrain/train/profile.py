@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hpctrain.config.sections import ProfileConfig
 from hpctrain.train.framework import StepResult
-from hpctrain.train.hooks import BaseHook, StopReason
-
-if TYPE_CHECKING:
-    from hpctrain.train.hooks import Training
+from hpctrain.train.hooks import BaseHook, StopReason, Training
 
 STEPS = 5
 """Steps that are profiled if no last one is given."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hpctrain.errors import NoRequeue
 from hpctrain.train.framework import StepResult
-from hpctrain.train.hooks import BaseHook, StopReason
-
-if TYPE_CHECKING:
-    from hpctrain.train.hooks import Training
+from hpctrain.train.hooks import BaseHook, StopReason, Training
 
 
 class VerifyWeights(BaseHook):

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from hpctrain.comm.world import World
 from hpctrain.config.sections import MonitorConfig
@@ -32,12 +32,8 @@ from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text, python, shared_memory
 from hpctrain.system.address import Interface, interfaces, meeting_address, routed_address
 from hpctrain.system.files import make_folder, open_log
-from hpctrain.train.hooks import BaseHook, StopReason
-
-if TYPE_CHECKING:
-    from hpctrain.train.framework import StepResult
-    from hpctrain.train.hooks import Training
-
+from hpctrain.train.framework import StepResult
+from hpctrain.train.hooks import BaseHook, StopReason, Training
 
 DUMP_ON = signal.SIGRTMAX - 3
 """Signal on which a rank writes its stacks if py-spy may not read them; frameworks and schedulers leave it alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,11 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchScheduler
 from hpctrain.train.framework import StepResult
-from hpctrain.train.hooks import RateHook, StopReason
+from hpctrain.train.hooks import RateHook, StopReason, Training
 from hpctrain.train.schedule import OwnRates, Schedule
-
-if TYPE_CHECKING:
-    from hpctrain.train.hooks import Training
 
 
 class SchedulerHook(RateHook):
