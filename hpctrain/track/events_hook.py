@@ -14,7 +14,7 @@ from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.run.figures import Figures, write_figures
 from hpctrain.run.folder import RunDir
-from hpctrain.track.sink import Sink
+from hpctrain.track.sink import Sink, SlowToClose
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import add, mean_over_ranks
 from hpctrain.train.flops import Flops, of_all
@@ -115,9 +115,10 @@ class EventsHook(BaseHook):
 
     def close(self) -> None:
         self.writer.close()
-        for sink in self.sinks:
+        slow = [sink for sink in self.sinks if isinstance(sink, SlowToClose)]
+        for end in (*(sink.begin_close for sink in slow), *(sink.close for sink in self.sinks)):
             with suppress(OSError):
-                sink.close()
+                end()
 
     def start(self, training: Training) -> None:
         """Says who trains what with what; dated to when the attempt's training began."""

@@ -58,6 +58,7 @@ class FollowerSink:
         self.words = (str(run_dir.path), uri, more)
         self.follower: subprocess.Popen[bytes] | None = None
         self.told = False
+        self.ended: float | None = None
 
     def event(self, event: Event) -> None:
         """The events themselves reach the follower through the file."""
@@ -77,15 +78,21 @@ class FollowerSink:
     def _log(self) -> IO[bytes]:
         return os.fdopen(open_log(self.run_dir.logs / f"{self.name}.out", self.run_dir.path), "ab")
 
+    def begin_close(self) -> None:
+        """Tells the follower that no more events come."""
+        self.ended = time.monotonic()
+        if self.follower is not None and self.follower.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.follower.stdin.close()
+
     def close(self) -> None:
         """Waits while the server takes what is left, and only briefly for one that does not answer."""
-        if self.follower is None or self.follower.stdin is None:
+        if self.ended is None:
+            self.begin_close()
+        if self.follower is None:
             return
-        with contextlib.suppress(OSError):
-            self.follower.stdin.close()  # the follower's sign that no more events come
-        begin = time.monotonic()
         while self.follower.poll() is None:
-            waited = time.monotonic() - begin
+            waited = time.monotonic() - (self.ended or 0.0)
             answers = not position(self.run_dir, self.name).get("problem")
             if waited > (FLUSH_S if answers else PATIENCE_S):
                 self.follower.kill()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hpctrain.run.events import CheckpointSaved, Eval, Event, Train
 from hpctrain.system.json_shape import is_number
@@ -19,6 +19,14 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """The attempt is over, well or not."""
+
+
+@runtime_checkable
+class SlowToClose(Protocol):
+    """A sink whose ``close`` waits for others, such as a server."""
+
+    def begin_close(self) -> None:
+        """Begins what ``close`` waits for, and returns; called on all sinks before any is closed."""
 
 
 def scalars(event: Event) -> dict[str, float]:

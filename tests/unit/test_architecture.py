@@ -64,7 +64,7 @@ LINES: dict[str, int] = {
     "backends": 10350,
     "checkpoint": 4850,
     "monitor": 2825,
-    "track": 714,
+    "track": 720,
     "rank": 1580,
     "registry": 150,
     "launch": 4895,

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
-from hpctrain.track.follower import follow, has_unsent, shown
+from hpctrain.system import python
+from hpctrain.track.events_hook import EventsHook
+from hpctrain.track.follower import FollowerSink, follow, has_unsent, shown
 from hpctrain.track.wandb import WandbFollower
+from hpctrain.train.clock import IntervalClock
 
 
 class Library:
@@ -50,3 +56,19 @@ def test_what_wandb_has_not_confirmed_is_sent_again(tmp_path: Path) -> None:
 def test_the_environment_of_ranks_is_not_told() -> None:
     config = {"name": "digits", "launch": {"nodes": 2, "env": {"TOKEN": "secret"}}}
     assert shown(config) == {"name": "digits", "launch": {"nodes": 2}}
+
+
+def test_trackers_end_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends once the other one has been told that the run is over."""
+    for name in ("one", "other"):
+        os.mkfifo(tmp_path / name)
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.logs.mkdir(parents=True)
+    meets = 'cat > /dev/null; : > "$1" & exec cat "$2"'
+    monkeypatch.setattr(python, "module", lambda name, run, mine, its: ["sh", "-c", meets, name, mine, its])
+    pair = str(tmp_path / "one"), str(tmp_path / "other")
+    sinks = [FollowerSink("first", "First", run_dir, *pair), FollowerSink("second", "Second", run_dir, *pair[::-1])]
+    for sink in sinks:
+        sink.event(Train(step=1))
+    EventsHook(EventWriter(run_dir.events, print), IntervalClock(), 1, sinks).close()
+    assert [sink.follower and sink.follower.returncode for sink in sinks] == [0, 0]
