@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 
+from hpctrain.config.values import refuse_credentials
 from hpctrain.errors import ExitCode, MissingExtra, RunFailed, UserError
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the action; an exit code."""
+    refuse_credentials(getattr(args, "uri", None), "--uri")
     return {"sync": sync, "register": register, "card": card}[args.action](args)
 
 

@@ -15,7 +15,16 @@ import yaml
 from hpctrain.config.combinations import Refused
 from hpctrain.config.reference import keys, sections
 from hpctrain.config.sections import ONE_OF, Config, WrongValue, is_given
-from hpctrain.config.values import Misfit, RunFileDumper, RunFileLoader, converted, in_words, of_word, unquoted
+from hpctrain.config.values import (
+    Misfit,
+    RunFileDumper,
+    RunFileLoader,
+    converted,
+    in_words,
+    of_word,
+    refuse_credentials,
+    unquoted,
+)
 from hpctrain.errors import UserError
 from hpctrain.system import bounded_yaml, safe_read
 
@@ -176,6 +185,7 @@ def _make(section: type, prefix: str, given: Mapping[str, typing.Any]) -> typing
                 values[name] = converted(unquoted(given[key], kind), kind)
             except Misfit as misfit:
                 shown = misfit.value if isinstance(misfit.value, str) else json.dumps(misfit.value, default=str)
+                refuse_credentials(shown, key)
                 example = f": [{shown}]" if typing.get_origin(kind) is tuple and misfit.value == given[key] else ""
                 raise WrongValue(key, f"{key} cannot be {shown!r}", f"give {_type_of(key)}{example}") from misfit
         elif keys()[key].default is None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from hpctrain.config.combinations import Feature, refuse, used, values_of
+from hpctrain.config.values import KEPT_BY_LIBRARIES, holds_credentials, refuse_credentials
 from hpctrain.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -430,13 +431,10 @@ class StoreTierConfig(Section, key="checkpoint.tiers.store"):
 
 def require_store(url: str, what: str) -> None:
     """Raises UserError unless this is the URL of an object store without credentials, which are not repeated."""
+    refuse_credentials(url, what)
     parts = urlsplit(url)
-    before, at, _ = parts.netloc.rpartition("@")
-    if parts.query or (at and (":" in before or parts.scheme not in ("abfs", "abfss"))):  # Azure: container@account
-        raise UserError(
-            f"{what} holds credentials",
-            "leave them out, and give them as the store's library takes them, such as AWS_PROFILE",
-        )
+    if parts.query:
+        raise UserError(f"{what} has more than a path behind its bucket", "end it before the question mark")
     if parts.scheme not in STORES or not (parts.netloc or parts.path):
         raise UserError(f"{what} is {url}", f"begin it with {', '.join(f'{each}://' for each in STORES)}")
 
@@ -761,6 +759,18 @@ class LaunchConfig(Section, key="launch"):
             raise UserError("launch.remote_shell does not say where", "write {host} where the name of a host belongs")
 
 
+def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """All texts in sections, mappings and lists, each with the key of the run file that it belongs to."""
+    if is_dataclass(value):
+        for name, part in vars(value).items():
+            yield from texts_of(part, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, (list, tuple, dict)):
+        for part in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from texts_of(part, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
 @dataclass(frozen=True)
 class Config(Section, key=""):
     """One run."""
@@ -808,6 +818,9 @@ class Config(Section, key=""):
         if self.task and not re.fullmatch(r"[^:]+:[A-Za-z_]\w*", self.task):
             fix = "write package.module:function or path/file.py:function"
             raise WrongValue("task", f"task is {self.task!r}", fix)
+        for key, text in texts_of(self):
+            if key != "launch.env" and holds_credentials(text):
+                raise WrongValue(key, f"{key} holds credentials in an address", KEPT_BY_LIBRARIES)
         require_whole_groups(self.parallel.tensor, self.launch.ranks_per_node)
         refuse(self.features())
 

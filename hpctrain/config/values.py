@@ -5,13 +5,27 @@ from __future__ import annotations
 import re
 import types
 import typing
+from urllib.parse import unquote
 
 import yaml
 
+from hpctrain.errors import UserError
 from hpctrain.system import bounded_yaml
 
 UNIONS = (types.UnionType, typing.Union)
 """Origins of ``X | None``: a Literal makes the older one."""
+USER = re.compile(r"[\w+.-]+://[^/?#@\s\[]*:(?!\d+[/?#])[^@\s]*@|(https?|s3a?|gs|az)://[^/?#@\s]+@")
+"""A password, which may hold a slash (but no port), or a token in its place. The container of abfs://container@account
+is none, nor is the user of a database."""
+SECRET = re.compile(
+    r"://\S*[?&;#][^=&\s]*(sig|signature|token|credential|passwo?r?d|secret|(api|access|secret|account)[-_]?key(id)?)=",
+    re.IGNORECASE,
+)
+KEPT_BY_LIBRARIES = (
+    "leave them out, and give them as the library of the store or server takes them, such as AWS_PROFILE or "
+    "MLFLOW_TRACKING_TOKEN"
+)
+"""What to do with credentials."""
 WORDS = {str: "text", int: "integer", float: "number", bool: "true or false"}
 
 
@@ -104,6 +118,17 @@ def converted(value: typing.Any, kind: typing.Any) -> typing.Any:
     if type(value) is kind or (origin is typing.Literal and value in inner):
         return value
     raise Misfit(value)
+
+
+def holds_credentials(text: str) -> bool:
+    """Whether an address in a text has a password, a token or a signature."""
+    return bool(USER.search(text) or SECRET.search(unquote(text)))
+
+
+def refuse_credentials(text: object, what: str) -> None:
+    """Raises UserError, which does not repeat it, if an address holds credentials."""
+    if holds_credentials(str(text)):
+        raise UserError(f"{what} holds credentials", KEPT_BY_LIBRARIES)
 
 
 def in_words(kind: typing.Any) -> str:

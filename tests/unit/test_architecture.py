@@ -53,10 +53,10 @@ ROOMS: dict[str, str] = {
 LINES: dict[str, int] = {
     "errors": 100,
     "system": 1020,
-    "config": 1005,
+    "config": 1037,
     "comm": 370,
     "run": 2627,
-    "data": 4220,
+    "data": 4221,
     "reduce": 1305,
     "train": 1325,
     "parallel": 505,

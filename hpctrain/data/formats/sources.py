@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.config.values import refuse_credentials
 from hpctrain.data.dataset import (
     Dataset,
     Samples,
@@ -144,6 +145,8 @@ def open_files(
     decode: Decode | None = None,
 ) -> Dataset:
     """Files or tables of one kind, one after the other."""
+    for path in paths:
+        refuse_credentials(path, "the address of the data")
     tables = [table_kind(path) for path in paths]
     suffixes = {Path(path).suffix.lower() for path in paths}
     records = [RECORDS.get(suffix) for suffix in suffixes]

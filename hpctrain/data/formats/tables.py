@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.config.values import refuse_credentials
 from hpctrain.errors import MissingExtra, UserError
 
 BATCH_ROWS = 8192
@@ -109,13 +110,7 @@ def filesystem_of(address: str) -> tuple[Any, str]:
 
     if "://" not in address:
         return fs.LocalFileSystem(), str(Path(address).expanduser())
-    parts = urlsplit(address)
-    before, at, _ = parts.netloc.rpartition("@")
-    if at and (":" in before or parts.scheme not in ("abfs", "abfss")):  # Azure's have the container there
-        raise UserError(
-            "the address of the data holds credentials",
-            "leave them out, and give them as the store's library takes them, such as AWS_PROFILE or AWS_ACCESS_KEY_ID",
-        )
+    refuse_credentials(address, "the address of the data")
     try:
         found: tuple[Any, str] = fs.FileSystem.from_uri(address)
     except ArrowInvalid as refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.config.values import refuse_credentials
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.packing.growing_file import ALONE, Ranks
@@ -95,6 +96,8 @@ def open_file(path: Path, kind: str, columns: Columns | None, outside: Sequence[
 
 def kind_of(sources: Sequence[str], kind: str | None = None) -> str:
     """The kind that is named, or that all suffixes stand for. Raises UserError if they stand for none, or several."""
+    for source in sources:
+        refuse_credentials(source, "the address of the data")
     if kind is not None:
         return kind
     kinds = {"images" if Path(source).is_dir() else KINDS.get(Path(source).suffix.lower()) for source in sources}

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.cli import main
 from hpctrain.config.loading import dump, load
 from hpctrain.config.reference import reference
-from hpctrain.config.sections import Config, TrainConfig
+from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import ExitCode, UserError
 
 MINIMAL = "name: a\ntask: pkg.mod:make\ntrain: {epochs: 3, global_batch: 64}\n"
@@ -179,6 +180,51 @@ def test_nothing_is_said_where_nothing_gives_way(run_file: Path) -> None:
     heard: list[str] = []
     load(run_file, ["--train.epochs", "5", "--train.global_batch", "8"], heard.append)
     assert not heard
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "track: {mlflow: 'https://user:hunter2@server'}",
+        "track: {mlflow: 'postgresql+psycopg2://user:hunt/er2@server/db'}",
+        "track: {mlflow: 'https://hunter2@server'}",
+        "checkpoint: {tiers: {store: {url: 's3://key:hunter2@bucket/x'}}}",
+        "checkpoint: {tiers: {store: {url: {at: 's3://key:hunter2@bucket/x'}}}}",
+        "checkpoint: {init_from: 'https://server/x?X-Amz-Date=1&X-Amz-Signature=hunter2'}",
+        "task_args: {data: ['delta:https://account/x?sv=2&sig=hunter2']}",
+        "task_args: {data: {train: 'https://server/x?%74oken=hunter2'}}",
+        "launch: {stage_in: ['https://server/x?AWSAccessKeyId=hunter2']}",
+    ],
+)
+def test_credentials_in_addresses_are_refused_and_not_repeated(
+    line: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file.write_text(f"{MINIMAL}{line}\n")
+    before = sorted(run_file.parent.iterdir())
+    assert main(["run", str(run_file)]) == 64
+    said = "".join(capsys.readouterr())
+    assert line.partition(":")[0] in said and "holds credentials" in said
+    assert "hunt" not in said and sorted(run_file.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:9000/x@3",
+        "delta:s3://bucket/table@12",
+        "abfss://container@account.dfs.core.windows.net/table",
+        "postgresql://somebody@server/db",
+        "s3://bucket/a:b/x@1?region=eu&page=2",
+        "token=1, sig=2",
+    ],
+)
+def test_addresses_without_credentials_are_taken(address: str) -> None:
+    Config("digits", "digits.py:task", TrainConfig(epochs=1, global_batch=1), task_args={"data": [address]})
+
+
+def test_the_environment_of_ranks_may_hold_secrets() -> None:
+    proxy = {"HTTPS_PROXY": "http://user:secret@proxy"}
+    Config("digits", "digits.py:task", TrainConfig(epochs=1, global_batch=1), launch=LaunchConfig(env=proxy))
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -384,6 +384,10 @@ class TestFaults:
         assert pack("s3://somebody:secret@bucket/table", "--kind", "parquet", "-o", "a.h5") == 64
         said = capsys.readouterr().err
         assert "holds credentials" in said and "secret" not in said
+        for source in ("s3://somebody:secret@bucket/x.h5", "https://server/x.parquet?sig=secret"):
+            with pytest.raises(UserError, match="the address of the data holds credentials") as caught:
+                open_dataset(["a.h5", source])
+            assert "secret" not in str(caught.value)
 
     @pytest.mark.parametrize(
         "address",
