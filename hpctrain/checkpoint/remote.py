@@ -380,19 +380,22 @@ class Remote:
             raise Replaced(f"another attempt sends its checkpoints to {self.objects.url}")
 
     def _clear(self, there: Listing, step: int) -> None:
-        """Removes what is not kept, and what attempts that are gone had not sent to its end."""
-        steps = {*there.folders, step}
-        for old in self.keep.removable(steps, {step, *self.protected}):
-            files = there.files(old)
+        """Removes what is not kept, what was not sent to its end, and what older attempts have that does not count.
+
+        Those that an older attempt made of later steps stay until the run is there, too.
+        """
+        counting = {**there.folders, step: f"{step_folder.name_of(step)}-{self.token}"}
+        unwanted = {counting[old] for old in self.keep.removable(counting, {step, *self.protected})}
+        others = {name.partition("/")[0] for name in there.sizes} - {*counting.values()}
+        for found in filter(None, map(FOLDER.fullmatch, others)):
+            is_whole = f"{found[0]}/{MANIFEST_FILE}" in there.sizes
+            if not is_whole or (self.keep.last and (step_folder.step_of(found[1]) or 0) <= step):
+                unwanted.add(found[0])
+        for folder in sorted(unwanted):
+            files = sorted(name for name in there.sizes if name.startswith(f"{folder}/"))
             self._require_place(look(self.objects))
             self.objects.remove([name for name in files if name.endswith(f"/{MANIFEST_FILE}")])
             self.objects.remove([name for name in files if not name.endswith(f"/{MANIFEST_FILE}")])
-        torn = [name for name in there.sizes if self._is_torn(name.partition("/")[0], there)]
-        self.objects.remove(torn)
-
-    def _is_torn(self, folder: str, there: Listing) -> bool:
-        found = FOLDER.fullmatch(folder)
-        return bool(found and found[2] != self.token and f"{folder}/{MANIFEST_FILE}" not in there.sizes)
 
     def _patiently(self, work: Callable[[], T], path: Path | None = None) -> T:
         """Tries until it succeeds. Raises Gone if the run ends before, or the file is gone."""

@@ -53,7 +53,7 @@ ROOMS: dict[str, str] = {
 LINES: dict[str, int] = {
     "errors": 100,
     "system": 1020,
-    "config": 1037,
+    "config": 1040,
     "comm": 370,
     "run": 2627,
     "data": 4221,

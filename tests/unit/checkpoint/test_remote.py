@@ -273,6 +273,48 @@ def test_an_old_attempt_that_comes_back_writes_nothing_that_counts(site: Site) -
     assert sorted(there.folders) == [8, 16, 17] and there.folders[17].endswith(site.remote.token)
 
 
+def folders(site: Site) -> list[str]:
+    """Names in the store, whatever they count."""
+    return sorted(path.name for path in Path(site.url.removeprefix("file://")).glob("step-*"))
+
+
+def test_what_an_older_attempt_has_that_does_not_count_goes_once_the_run_has_come_as_far(site: Site) -> None:
+    site.loses_all()
+    stale = look(site.remote.objects).folders[32]
+    (shard,) = Path(site.url.removeprefix("file://"), stale).glob("*.h5")
+    shard.write_bytes(b"damaged")
+    site.attempt(steps=28)
+    assert site.resumed() == (24, "store") and site.steps() == [24, 25, 28] and stale in folders(site)
+    site.attempt(steps=36)
+    assert site.steps() == [28, 32, 36] and stale not in folders(site) and len(folders(site)) == 3
+
+
+def test_what_could_not_be_removed_is_removed_with_the_next_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, failures = ObjectFolder.remove, []
+
+    def refuse(self: ObjectFolder, names: list[str]) -> None:
+        if not failures and any(name.endswith(".h5") for name in names):
+            failures.append(names)
+            raise UnreadableCheckpoint("busy", "")
+        remove(self, names)
+
+    monkeypatch.setattr(ObjectFolder, "remove", refuse)
+    site.attempt(steps=48)
+    assert failures and len(folders(site)) == len(site.steps()) == 3
+
+
+def test_an_old_attempt_removes_nothing_of_a_newer_one(site: Site) -> None:
+    site.loses_all(23)
+    old = site.remote
+    site.attempt(steps=17)
+    name = f"step-000000024-{site.remote.token}/shard-00000-of-00001.h5"
+    site.remote.objects.create(name, b"on its way")
+    there = look(site.remote.objects)
+    with pytest.raises(Replaced, match="another attempt"):
+        old._clear(there, 17)
+    assert look(site.remote.objects).sizes == there.sizes
+
+
 def test_a_store_without_conditional_requests_is_used_as_far_as_it_goes(
     there: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
