@@ -23,7 +23,7 @@ OWN_STEPS = ("own", "own-pairs", "own-rows")
 """Tasks with steps of their own."""
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
-    "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed",
+    "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed", "watched",
     "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined",
 )  # fmt: skip
 
@@ -140,6 +140,13 @@ def test_clipping_and_weights_matter() -> None:
     for kind in ("clip", "weighted"):
         with pytest.raises(AssertionError):
             require_same_training(by_hand(kind), by_hand())
+
+
+def test_a_hook_of_the_optimizer_on_one_rank_changes_nothing() -> None:
+    found = results(2)["watched"]
+    require_same_training(found["losses"], by_hand())
+    require_equal_ranks(found)
+    assert found["seen"] == [[], [True] * 50]
 
 
 def test_without_the_exchange_these_tests_fail() -> None:

@@ -38,6 +38,7 @@ from tests.tasks.torch_tasks import (
     normalised_model,
     plain_sgd,
     samples,
+    sgd,
     sparse_adam,
     train,
     weighted_loss,
@@ -70,6 +71,20 @@ def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: A
     found = outcome(framework, train(framework, steps, accumulate))
     framework.close()
     return found
+
+
+def watched_once(world: World) -> dict[str, Any]:
+    """With a hook of the optimizer on one rank only, which sees all gradients of each update."""
+    seen: list[bool] = []
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        made = sgd(model)
+        if world.rank == 1:
+            made.register_step_pre_hook(lambda *_: seen.append(all(one.grad is not None for one in model.parameters())))
+        return made
+
+    found = trained(world, way="mpi-overlap", optimizer=optimizer)
+    return {**found, "seen": world.data.allgather(seen, "compare")}
 
 
 def sabotaged(world: World) -> dict[str, Any]:
@@ -339,6 +354,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     **{way: partial(trained, way=way) for way in WAYS},
     "accumulate": lambda world: trained(world, accumulate=3, way="mpi-overlap"),
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
+    "watched": watched_once,
     "weighted": lambda world: trained(world, loss=weighted_loss),
     "fp16-wire": lambda world: trained(world, way="mpi-overlap-fp16", accumulate=2),
     "bf16-wire": lambda world: trained(world, way="mpi-flat-bf16"),

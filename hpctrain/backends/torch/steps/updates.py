@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch.nn import Parameter
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, Number, Reducer
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.region import HALVES
-from hpctrain.backends.torch.task.checks import require_scalar
+from hpctrain.backends.torch.task.checks import has_hooks, require_scalar
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -141,10 +142,13 @@ class Trained:
 
     @property
     def by_parts(self) -> bool:
-        """Whether some parameters may be updated before the gradients of others are there, to the same values."""
-        kind, hooks = type(self.optimizer), ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        observed = "step" in vars(self.optimizer) or any(getattr(self.optimizer, name, True) for name in hooks)
-        return kind in SEPARATE and not observed and not self.rule.needs_norm
+        """Whether gradients may arrive in parts: the same on all ranks, which meet in each."""
+        return type(self.optimizer) in SEPARATE and not self.rule.needs_norm
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether something on this rank sees each step, and so must see all gradients."""
+        return "step" in vars(self.optimizer) or has_hooks(self.optimizer)
 
     def update(self, reducer: Reducer, totals: ExchangeResult, clock: StepClock) -> Decision:
         """Divides by weights and loss scale, clips, and steps, unless the update is left out.
@@ -165,7 +169,11 @@ class Trained:
             raise
         if decision.factor is None:
             return decision
-        for gradients in early.arrivals() if early else [reducer.gradients()]:
+        parts: Iterable[list[Tensor]] = early.arrivals() if early else [reducer.gradients()]
+        if early and self._is_watched:
+            deque(parts, 0)
+            parts = [reducer.gradients()]
+        for gradients in parts:
             if early:
                 clock.mark(Phase.EXCHANGE)
             if decision.factor != 1:

@@ -7,8 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.backends.torch.reduce.reducer import NoReducer
-from hpctrain.backends.torch.steps.updates import SEPARATE, Passes
+from hpctrain.backends.torch.steps.updates import SEPARATE, Passes, Trained
+from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.backends.update import UpdateRule
+from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import RunFailed
+from hpctrain.train.clock import NO_CLOCK
+from tests.unit.backends.torch.test_gradients import loss, make, network
 
 
 class Halved(torch.autograd.Function):
@@ -39,6 +44,34 @@ def test_optimizers_update_parts_to_the_bits_of_a_whole_step(kind: type[torch.op
                 optimizer.step()
         weights.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("hook", ["pre", "post", "replaced"])
+def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(hook: str) -> None:
+    """It may be on one rank only."""
+    found = []
+    for watched in (False, True):
+        model = network()
+        optimizer, whole = torch.optim.SGD(model.parameters(), lr=0.1), list[bool]()
+
+        def watch(*given: object, model: nn.Module = model, whole: list[bool] = whole) -> None:
+            whole.append(all(parameter.grad is not None for parameter in model.parameters()))
+
+        trained = Trained("", optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut())
+        reducer, recorder = make(model, 64)
+        arrivals: list[float] = []
+        reducer.arrive = arrivals.append
+        if watched and hook == "replaced":
+            optimizer.step = lambda step=optimizer.step: (watch(), step())  # type: ignore[assignment,misc]
+        elif watched:
+            getattr(optimizer, f"register_step_{hook}_hook")(watch)
+        reducer.let_arrive_early(trained.by_parts)
+        passes = Passes(reducer, 1.0, 5)
+        passes.add(loss(model), 5)
+        trained.update(reducer, passes.exchange(), NO_CLOCK)
+        assert whole == [True] * watched
+        found.append((recorder.sent, arrivals, torch.cat([one.detach().flatten() for one in model.parameters()])))
+    assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
 
 
 def overwritten(hidden: Tensor) -> Tensor:
