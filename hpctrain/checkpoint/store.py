@@ -19,13 +19,13 @@ from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.policy import KEEP_ALL, Retention
 from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened, step_of
-from hpctrain.checkpoint.resume_compat import refuse_changes
+from hpctrain.checkpoint.resume_compat import differences, refuse_changes
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.framework import StateSource
 from hpctrain.train.state import TrainState
-from hpctrain.train.stateful import HOOKS, STATE, Kept
+from hpctrain.train.stateful import HOOKS, STATE, Kept, make_equal
 
 
 class CheckpointStore(CheckpointFolder):
@@ -167,6 +167,10 @@ def open_saver(
     return Saver(store, store.keep, store.group, among, token, allocate, store.peers, store.copies, store.local)
 
 
+REUNITED = ("sync.kind", "local", "every_step")
+"""Of ``differences``: ranks had their own weights and optimizer state, and are to have the same ones."""
+
+
 def resume(
     store: CheckpointStore,
     framework: StateSource,
@@ -215,6 +219,8 @@ def resume(
             with suppress(OSError):  # it is passed over again at the next resume
                 if rejected.path.parent == store.path:  # else it is removed with its tier
                     store.put_aside(rejected.step, "damaged")
+    if REUNITED in differences(loaded.meta["identity"], identity) and loaded.ranks == store.peers.size:
+        make_equal(framework, store.peers)  # another number of ranks has taken means
     if loaded.ranks != store.peers.size:  # streams as at the start would be those that the first steps have had
         framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])

@@ -10,7 +10,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.train.framework import StateSource
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.tree import LEAF_NAME, Leaves, tree_tensors, tree_value
 
@@ -146,3 +148,18 @@ def value_of(tensor: StateTensor) -> NDArray[Any]:
     out = np.empty(tensor.shape, "uint16" if tensor.dtype == "bfloat16" else tensor.dtype)
     tensor.copy_into(out)
     return out
+
+
+def make_equal(framework: StateSource, group: Group) -> None:
+    """Gives ranks that trained apart one state: the mean of floating-point values, else the first rank's. Collective.
+
+    Each rank keeps what is its own: random states and statistics.
+    """
+    arrays = {one.name: value_of(one) for one in framework.state() if one.placement is Placement.REPLICATED}
+    for array in arrays.values():
+        if array.dtype.kind == "f":
+            group.add(array, "become equal again")
+            array /= group.size
+        else:
+            group.broadcast_array(array, "become equal again")
+    framework.load(arrays)

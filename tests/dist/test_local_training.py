@@ -50,3 +50,7 @@ def test_a_run_resumes_in_the_middle_of_a_round_bit_for_bit(overlap: str, tmp_pa
     hpctrain("ckpt", "diff", "runs/straight", "runs/again", cwd=tmp_path)  # ends well if all tensors are equal
     words_of = [word for name in ("straight", "again") for word in last_words(tmp_path / "runs" / name)]
     assert len({word["weights_hash"] for word in words_of}) == 1
+    shutil.rmtree(again / "checkpoints/step-000000024")
+    united = ("--sync.kind", "every_step", "--accept", "sync", "--reduce.verify_every_steps", 1)
+    hpctrain(*run, "--name", "again", *united, cwd=tmp_path, warm="torch")  # from the middle of a round
+    assert len({word["weights_hash"] for word in last_words(again, 3)}) == 1

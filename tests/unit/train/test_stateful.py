@@ -1,0 +1,44 @@
+"""Ranks that trained apart become equal again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.train.state import ArrayTensor, Placement
+from hpctrain.train.stateful import make_equal
+from tests.support.thread_groups import ThreadGroup, in_threads
+
+
+class Source:
+    """State of a rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.arrays = {
+            "model/weight": np.array([[1.0, 2.0]], np.float32) * (rank + 1),
+            "optimizer/count": np.array(rank + 4),
+            "optimizer/average": np.array(rank + 4.0),
+            "model/statistics": np.array([rank], np.float32),
+        }
+
+    def state(self) -> list[ArrayTensor]:
+        own = {"model/statistics": Placement.RANK}
+        return [ArrayTensor(name, one, own.get(name, Placement.REPLICATED)) for name, one in self.arrays.items()]
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.arrays |= arrays
+
+
+def test_the_mean_of_numbers_and_the_count_of_the_first_rank() -> None:
+    def work(group: ThreadGroup) -> dict[str, Any]:
+        source = Source(group.rank)
+        make_equal(source, group)  # type: ignore[arg-type]
+        return {name: array.tolist() for name, array in source.arrays.items()}
+
+    found = in_threads(3, work)
+    assert [one.pop("model/statistics") for one in found] == [[0.0], [1.0], [2.0]]
+    wanted = {"model/weight": [[2.0, 4.0]], "optimizer/count": 4, "optimizer/average": 5.0}
+    assert found == [wanted] * 3
