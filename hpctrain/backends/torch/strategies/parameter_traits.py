@@ -83,7 +83,7 @@ def try_optimizers(parts: Sequence[Part], device: torch.device) -> ParameterTrai
         for optimizer in plain(parts):
             for group in optimizer.param_groups:
                 known: dict[object, OptimizerTraits] = {}
-                for parameter in (one for one in group["params"] if one.requires_grad):
+                for parameter in (one for one in group["params"] if one.requires_grad and one.numel()):
                     kind = small(tuple(parameter.shape)), parameter.dtype
                     if kind not in known:
                         known[kind] = try_optimizer(optimizer, group, parameter)

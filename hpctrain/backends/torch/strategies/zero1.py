@@ -82,7 +82,7 @@ def shared_out(pairs: Pairs, by_rows: set[int], updated: set[int], ranks: int) -
     layout = plan([parameter.numel() for _, parameter in pairs], None, SLOTS)
     weighed = [
         ShardedParameter(
-            rows=len(parameter) if id(parameter) in by_rows and has_rows(parameter) else 1,
+            rows=len(parameter) if parameter.numel() and id(parameter) in by_rows and has_rows(parameter) else 1,
             num_bytes=parameter.nbytes if id(parameter) in updated else 0,
         )
         for _, parameter in pairs

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part, Slots
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, replace_parameters
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
-from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard
+from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard, shared_out
 from hpctrain.backends.torch.strategies.zero2 import SlicedReducer, SlicedReducers
 from hpctrain.comm.group import Group
 from hpctrain.config.sections import ReduceConfig
@@ -93,6 +93,16 @@ def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_r
 )
 def test_rows_are_known_by_how_they_lie_in_the_buffer(tensor: torch.Tensor, rows: bool) -> None:
     assert has_rows(tensor) == rows
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), ()])
+def test_a_parameter_without_elements_is_shared_out_too(shape: tuple[int, ...]) -> None:
+    shapes = [shape, (4, 2), shape, (4, 2), shape]
+    pairs = [(str(place), Parameter(torch.zeros(size))) for place, size in enumerate(shapes)]
+    ids = {id(parameter) for _, parameter in pairs}
+    for by_rows in (ids, set[int]()):
+        _, shares = shared_out(pairs, by_rows, ids, 2)
+        assert {one.parameter for one in shares.pieces} == {0, 1, 2, 3, 4}, "each has an owner"
 
 
 class Window:
