@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
 PRECISIONS = ("fp32", "bf16", "fp16", "channels", "halves")
 SCENARIOS = {
-    2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "grown", "probe"),
+    2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "grown", "frozen", "probe"),
     4: ("optimizers", "exchanges", "messages", "resumed"),
 }
 OF_GRADIENTS = {
-    2: ("optimizers", "bits", "overflow", "replaced", "grown"),
+    2: ("optimizers", "bits", "overflow", "replaced", "grown", "frozen"),
     4: ("optimizers", "messages", "uneven", "resumed"),
 }
 """With ``parallel.shard: gradients``."""
@@ -123,6 +123,11 @@ def test_parameters_that_a_task_gives_other_memory_go_on_being_trained(results: 
 def test_an_optimizer_that_gets_parameters_later_is_refused(results: Any) -> None:
     for said in results(2)["grown"]["said"]:
         assert said.startswith("an optimizer was given 0.bias after the run had begun")
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_layers_that_are_frozen_at_times_train_as_in_one_process(results: Any, shard: str) -> None:
+    assert max(results(2, shard)["frozen"]["differences"]) < 1e-5
 
 
 def test_the_probe_leaves_everything_as_it_was_and_names_what_cannot_be_sharded(results: Any) -> None:

@@ -24,6 +24,7 @@ OWN_STEPS = ("own", "own-pairs", "own-rows")
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
     "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed", "watched",
+    "frozen",
     "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined",
 )  # fmt: skip
 
@@ -147,6 +148,11 @@ def test_a_hook_of_the_optimizer_on_one_rank_changes_nothing() -> None:
     require_same_training(found["losses"], by_hand())
     require_equal_ranks(found)
     assert found["seen"] == [[], [True] * 50]
+
+
+def test_layers_that_are_frozen_at_times_train_as_in_one_process() -> None:
+    for differences in results(2)["frozen"]["differences"]:
+        assert max(differences.values()) < 1e-5, differences
 
 
 def test_without_the_exchange_these_tests_fail() -> None:

@@ -189,3 +189,19 @@ def train(framework: TorchFramework, steps: int, accumulate: int = 1) -> list[fl
         total, weight = group.sum(np.array(result.sums()["loss"]), "average the loss")
         losses.append(float(total / weight))
     return losses
+
+
+def freeze_and_thaw(framework: TorchFramework) -> NDArray[Any]:
+    """The weights after updates in some of which the first layer is frozen, from the first one on."""
+    group = framework.world.data
+    for step, batch in enumerate(global_batches(8)):
+        framework.model[0].requires_grad_(step not in (0, 1, 4, 5))
+        framework.step(cut(batch, group.rank, group.size), len(batch["x"]))
+    weights = torch.cat([one.detach().flatten() for one in framework.model.parameters()])
+    framework.close()
+    return weights.numpy()
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    """Moves all that has a gradient, be it zero."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)

@@ -18,6 +18,7 @@ from hpctrain.backends.torch.strategies.strategy import Prepared
 from hpctrain.backends.torch.task.dry_call import judges, try_metrics
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
+from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.evaluation import try_meters
@@ -56,6 +57,8 @@ class TorchFramework(FrameworkOfParts):
         self.parts, self.program, self.evaluator, self.source = parts, program, evaluator, source
         self.prepared = prepared
         self.flops: Flops | None = None
+        self.frozen = [(name, one) for name, one in self.model.named_parameters() if not one.requires_grad]
+        """No reducer has them."""
 
     @property
     def task(self) -> TorchTask:
@@ -108,6 +111,11 @@ class TorchFramework(FrameworkOfParts):
         self.source.optimizer_state.set_rates(factors)
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
+        if (thawed := next((name for name, one in self.frozen if one.requires_grad), None)) is not None:
+            raise UserError(
+                f"{thawed} of the model wants gradients since the run has begun, and ranks would not sum them",
+                "leave requires_grad on in the task, and switch it off and on later, in before_fit or a step of a hook",
+            )
         return self.program.run(micro_batches, global_samples)
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
@@ -118,13 +126,13 @@ class TorchFramework(FrameworkOfParts):
 
     def weights(self) -> NDArray[Any]:
         """See backends.local_training.Apart."""
-        parts = [one.detach().reshape(-1) for one in self.model.parameters() if one.requires_grad]
+        parts = [one.detach().reshape(-1) for one in self.source.averages.parameters]
         flat: NDArray[Any] = torch.cat(parts).cpu().numpy()
         return flat.copy() if len(parts) == 1 else flat
 
     def set_weights(self, flat: NDArray[Any]) -> None:
         """See backends.local_training.Apart."""
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = self.source.averages.parameters
         parts = torch.from_numpy(flat).split([one.numel() for one in trained])
         with torch.no_grad():
             for parameter, part in zip(trained, parts, strict=True):

@@ -34,7 +34,16 @@ from tests.support.attempts import attempt, furthest
 from tests.tasks import torch_own_steps as own
 from tests.tasks import torch_sharded
 from tests.tasks.combined_tasks import Coupled
-from tests.tasks.torch_tasks import adagrad, cut, global_batches, in_float64, make_framework, train
+from tests.tasks.torch_tasks import (
+    adagrad,
+    cut,
+    decaying,
+    freeze_and_thaw,
+    global_batches,
+    in_float64,
+    make_framework,
+    train,
+)
 
 SHARDED = ParallelConfig(shard=sys.argv[2])  # type: ignore[arg-type]
 WHOLE = ParallelConfig()
@@ -249,6 +258,13 @@ def replaced(world: World, folder: Path) -> dict[str, Any]:
     return {"hashes": world.data.allgather(hashes, "compare")}
 
 
+def frozen(world: World, folder: Path) -> dict[str, Any]:
+    """How far weights are from those of one process, if a layer is frozen at times."""
+    wanted = freeze_and_thaw(make_framework(alone(), optimizer=decaying))
+    found = freeze_and_thaw(make_framework(world, optimizer=decaying, parallel=SHARDED))
+    return {"differences": world.data.allgather(float(np.abs(found - wanted).max()), "compare")}
+
+
 def grown(world: World, folder: Path) -> dict[str, Any]:
     """What is said of an optimizer that gets parameters later."""
     framework = make_framework(world, optimizer=lambda model: torch.optim.SGD([model[0].weight]), parallel=SHARDED)
@@ -319,7 +335,9 @@ def resumed(world: World, folder: Path) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
     each.__name__: each
-    for each in (optimizers, messages, exchanges, bits, overflow, uneven, own_steps, replaced, grown, probe, resumed)
+    for each in (
+        *(optimizers, messages, exchanges, bits, overflow, uneven, own_steps, replaced, frozen, grown, probe, resumed),
+    )
 }
 
 

@@ -16,7 +16,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix, 
 
 from hpctrain import Selected
 from hpctrain.backends.torch.framework import TorchFramework
-from hpctrain.comm.world import World, connect
+from hpctrain.comm.world import World, alone, connect
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.tasks.definition import TorchTask
@@ -30,6 +30,8 @@ from tests.tasks.torch_tasks import (
     Words,
     adagrad,
     cut,
+    decaying,
+    freeze_and_thaw,
     global_batches,
     in_float64,
     make_framework,
@@ -85,6 +87,18 @@ def watched_once(world: World) -> dict[str, Any]:
 
     found = trained(world, way="mpi-overlap", optimizer=optimizer)
     return {**found, "seen": world.data.allgather(seen, "compare")}
+
+
+def frozen(world: World) -> dict[str, Any]:
+    """How far weights are from those of one process, if a layer is frozen at times, by reducer."""
+    wanted = freeze_and_thaw(make_framework(alone(), optimizer=decaying))
+    ways = ("auto", "mpi-overlap", "horovod-flat")
+    found = {
+        way: freeze_and_thaw(make_framework(world, optimizer=decaying, way=None if way == "auto" else way))
+        for way in ways
+    }
+    own = {way: float(np.abs(weights - wanted).max()) for way, weights in found.items()}
+    return {"differences": world.data.allgather(own, "compare")}
 
 
 def sabotaged(world: World) -> dict[str, Any]:
@@ -355,6 +369,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "accumulate": lambda world: trained(world, accumulate=3, way="mpi-overlap"),
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
     "watched": watched_once,
+    "frozen": frozen,
     "weighted": lambda world: trained(world, loss=weighted_loss),
     "fp16-wire": lambda world: trained(world, way="mpi-overlap-fp16", accumulate=2),
     "bf16-wire": lambda world: trained(world, way="mpi-flat-bf16"),

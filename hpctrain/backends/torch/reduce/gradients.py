@@ -57,10 +57,15 @@ class FlatGradients:
 
     def attach(self) -> None:
         """Begins to take gradients."""
+        frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        for parameter in frozen:  # PyTorch would refuse the hook
+            parameter.requires_grad_(True)
         self.handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))
             for index, parameter in enumerate(self.parameters)
         ]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
     def detach(self) -> None:
         """Ends it; gradients are autograd's again."""
@@ -87,11 +92,12 @@ class FlatGradients:
             self.sent += 1
 
     def publish(self, only: Iterable[int] | None = None) -> None:
-        """Makes the sums the parameters' gradients, or those of some parameters; the others then have none."""
+        """Makes the sums the parameters' gradients, or those of some parameters; the others, and frozen ones, then have
+        none."""
         chosen = range(len(self.parameters)) if only is None else set(only)
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
-            parameter.grad = grad if index in chosen else None
+            parameter.grad = grad if index in chosen and parameter.requires_grad else None
 
     def parts(self, most: int) -> list[tuple[range, slice, list[int]]]:
         """Neighbouring buckets of nearly equal size together: their numbers, their elements, their parameters."""

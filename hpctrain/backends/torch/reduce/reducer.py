@@ -100,7 +100,7 @@ class NoReducer:
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         for name, parameter in self.named:
             if parameter.grad is None:  # several ranks could not know that it took no part on any of them
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             elif parameter.grad.is_sparse:
                 parameter.grad = densify(name, parameter.grad, self.sparse)
         self.tables.exchange()
@@ -278,7 +278,8 @@ def make_reducer(
     sparse: Iterable[Parameter] = (),
     own: Iterable[Parameter] = (),
 ) -> Reducer:
-    """The reducer of a candidate for the parameters of this model that want gradients. Collective over the group.
+    """The reducer of a candidate for these parameters, or those of a module that want gradients. Collective over the
+    group.
 
     Gradients of ``sparse``, which are some of them, stay sparse; those of ``own`` are not exchanged.
 
@@ -286,7 +287,8 @@ def make_reducer(
         UserError: Horovod is missing or does not fit.
     """
     sparse_ids, own_ids = ({id(parameter) for parameter in some} for some in (sparse, own))
-    wanted = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    is_share = not isinstance(model, Module)  # of which some may be frozen by now, and want gradients again
+    wanted = [(name, one) for name, one in model.named_parameters() if is_share or one.requires_grad]
     shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
     parameters, rows_of = divided(shared, sparse_ids)
     if candidate.kind == "none":

@@ -71,9 +71,8 @@ class Live:
             reducer = self.exchanges.of[name]
             self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
             reducer.last_backward = False  # which one is the last shows when the update comes
-        run = functools.partial(
-            torch.autograd.backward, inputs=list(trained.parameters), retain_graph=retain_graph or None
-        )
+        inputs = [parameter for parameter in trained.parameters if parameter.requires_grad]
+        run = functools.partial(torch.autograd.backward, inputs=inputs, retain_graph=retain_graph or None)
         with self.setting.autocast(enabled=False):
             self.passes[name].add(score, samples, run)
         self.clock.mark(Phase.BACKWARD)

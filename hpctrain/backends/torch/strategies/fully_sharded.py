@@ -305,7 +305,7 @@ class FullyShardedReducer:
         for one in self.every:
             gradient = one.module.grad
             if gradient is None:
-                one.own.grad = torch.zeros_like(one.own)
+                one.own.grad = torch.zeros_like(one.own) if one.module.requires_grad else None
             elif one.rows is not None:
                 one.own.grad = local_of(gradient)
         self._add_scalars()

@@ -133,9 +133,10 @@ class OwnGradients:
         return [(self.sharded.pairs[part.piece.parameter][0], part.parameter) for part in self.sharded.parts]
 
     def _give(self) -> None:
-        """Sums to the optimizer."""
-        for part, summed in zip(self.mine, self.sums_of_mine, strict=True):
-            part.grad = summed if part.dtype == summed.dtype else summed.to(part.dtype)
+        """Sums to the optimizer, but for frozen parameters."""
+        for part, mine, summed in zip(self.sharded.parts, self.mine, self.sums_of_mine, strict=True):
+            grad = summed if mine.dtype == summed.dtype else summed.to(mine.dtype)
+            mine.grad = grad if self.parameters[part.piece.parameter].requires_grad else None
 
     def _require_parts(self) -> None:
         """Raises UserError if an optimizer has got a whole parameter, which has no gradient here."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,9 +12,19 @@ from hpctrain.backends.torch.reduce.reducer import NoReducer
 from hpctrain.backends.torch.steps.updates import SEPARATE, Passes, Trained
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.update import UpdateRule
+from hpctrain.comm.world import alone
 from hpctrain.config.sections import TrainConfig
-from hpctrain.errors import RunFailed
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.train.clock import NO_CLOCK
+from tests.tasks.torch_tasks import (
+    decaying,
+    freeze_and_thaw,
+    global_batches,
+    make_framework,
+    mean_loss,
+    plain_model,
+    train,
+)
 from tests.unit.backends.torch.test_gradients import loss, make, network
 
 
@@ -104,3 +116,31 @@ def test_what_is_no_error_of_autograd_passes_through() -> None:
     passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 3)
     with pytest.raises(torch.OutOfMemoryError):
         passes.add(model(torch.ones(3, 2)).sum(), 3, lost)
+
+
+def test_frozen_layers_stay_as_they_are_and_train_again_later() -> None:
+    framework = make_framework(alone(), optimizer=decaying)
+    model = copy.deepcopy(framework.model)
+    optimizer = decaying(model)
+    for step, batch in enumerate(global_batches(8)):
+        model[0].requires_grad_(step not in (0, 1, 4, 5))
+        optimizer.zero_grad()
+        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+        mean_loss(model(tensors["x"]), tensors).backward()
+        optimizer.step()
+    wanted = torch.cat([one.detach().flatten() for one in model.parameters()])
+    torch.testing.assert_close(torch.from_numpy(freeze_and_thaw(framework)), wanted)
+
+
+def test_a_layer_that_was_frozen_when_training_began_is_not_thawed_unnoticed() -> None:
+    def partly_frozen() -> nn.Module:
+        model = plain_model()
+        model.get_submodule("2").requires_grad_(False)
+        return model
+
+    framework = make_framework(alone(), partly_frozen)
+    train(framework, 1)
+    framework.model[2].weight.requires_grad_(True)
+    with pytest.raises(UserError, match=r"2\.weight of the model wants gradients since the run has begun"):
+        train(framework, 1)
+    framework.close()
