@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import fit
+from hpctrain.comm.world import connect
 from hpctrain.config.sections import CheckpointConfig, Config, MonitorConfig, ReduceConfig, SyncConfig, TrainConfig
 
 SAMPLES, FEATURES = 64, 5
@@ -49,11 +50,14 @@ def torch_task() -> Any:
 
 
 def tensorflow_task() -> Any:
+    """With a layer that is not trained, and begins differently on each rank."""
     import keras
 
     from hpctrain import KerasTask
 
-    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+    own = keras.initializers.Identity(1.0 + connect().rank)
+    frozen = keras.layers.Dense(FEATURES, use_bias=False, kernel_initializer=own, trainable=False)
+    model = keras.Sequential([keras.Input((FEATURES,)), frozen, keras.layers.Dense(1)])
     return KerasTask(model, "mse", keras.optimizers.SGD(0.05), samples(), samples())
 
 

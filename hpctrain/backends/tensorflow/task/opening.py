@@ -75,8 +75,8 @@ def open_keras(
     prepared.require(tensors)
     everywhere = [tensor for tensor in tensors if tensor.cut is None]
     described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in everywhere]
-    require_same_model(world.data, described, "variables")
-    broadcast(world.data, [tensor.variable for tensor in everywhere], "receive the model")
+    require_same_model(world.everyone, described, "variables")
+    broadcast(world.everyone, [tensor.variable for tensor in everywhere], "receive the model")
     framework = assembled(opening, prepared, named, joint, objects)
     framework.reseed(0)
     return framework
