@@ -72,9 +72,11 @@ def make_framework(
 def make_local_framework(
     config: Config, world: World, task: Task, clock: StepClock, reducer: KeptReducer
 ) -> LocalFramework:
-    """The same for ranks that train apart. Gradients of tables are dense: their ranks change."""
+    """The same for ranks that train apart. Gradients of tables are dense: their ranks change. Nothing is measured while
+    they do, as they are not at the same point."""
     inner = inner_world(world, config.sync)
-    apart = ReducerChoice(dataclasses.replace(config.reduce, kind="mpi"), inner)
+    compression = "none" if config.reduce.compression == "auto" else config.reduce.compression
+    apart = ReducerChoice(dataclasses.replace(config.reduce, kind="mpi", compression=compression), inner)
     first = ReducerChoice(config.reduce, world, reducer.name, reducer.record) if config.sync.after_steps else apart
     index = world.node if config.sync.within == "node" else world.rank
     own = dataclasses.replace(

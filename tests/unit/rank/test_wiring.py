@@ -11,15 +11,26 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.config.combinations import refuse
-from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, TrainConfig
+from hpctrain.config.sections import (
+    CheckpointConfig,
+    Config,
+    EarlyStopConfig,
+    ReduceConfig,
+    SyncConfig,
+    TrainConfig,
+)
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
+from hpctrain.rank import wiring
 from hpctrain.rank.batches import make_validation
 from hpctrain.rank.problem import Loading, Problem, make_problem, task_features, validation_sets
 from hpctrain.rank.wiring import require_plain_names
+from hpctrain.reduce.candidates import Surroundings, candidates
+from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
+from hpctrain.train.clock import NO_CLOCK
 from hpctrain.train.duration import validation_batch
 
 PLAIN = Config(name="a", task="m:f", train=TrainConfig(steps=3, global_batch=2))
@@ -113,3 +124,15 @@ def test_each_set_is_opened_and_one_that_is_a_stream_is_named(tmp_path: Path) ->
     assert list(make_problem(config, alone()).validation) == ["dev", "hard"]
     with pytest.raises(UserError, match=r"the validation data 'hard' of the task is a stream"):
         make_problem(dataclasses.replace(config, task_args={"stream": True}), alone())
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "auto"])
+def test_nothing_is_measured_while_nodes_train_apart(compression: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: list[ReducerChoice] = []
+    monkeypatch.setattr(wiring, "open_framework", lambda *given: choices.append(given[-1]))
+    monkeypatch.setattr(wiring, "LocalFramework", lambda *given: None)
+    sync, reduce = SyncConfig(kind="local", within="node"), ReduceConfig(compression=compression)
+    config = dataclasses.replace(PLAIN, sync=sync, reduce=reduce)
+    wiring.make_local_framework(config, alone(), task_with(None), NO_CLOCK, wiring.KeptReducer())
+    around = Surroundings(ranks=2, nodes=1, shared_memory=True, horovod=True, gpu=False)
+    assert [len(candidates(each.config, around)) for each in choices] == [1]
