@@ -418,6 +418,8 @@ def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], traits: Param
     names = {id(parameter): name for share in shares.values() for name, parameter in share.pairs}
     for optimizer in plain(parts):
         for one in (one for settings in optimizer.param_groups for one in settings["params"]):
+            if id(one) in names and not one.numel():
+                return f"{names[id(one)]} has no elements"
             if id(one) in names and one.ndim and len(one) > 1 and id(one) not in cuttable:
                 return f"{type(optimizer).__name__} does not update the rows of {names[id(one)]} by themselves"
     return None

@@ -10,11 +10,14 @@ from torch import nn, optim
 from torch.nn import Parameter
 
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part, Slots
-from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, replace_parameters
+from hpctrain.backends.torch.strategies.fully_sharded import uncuttable
+from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, replace_parameters, try_optimizers
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
 from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard, shared_out
 from hpctrain.backends.torch.strategies.zero2 import SlicedReducer, SlicedReducers
+from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
+from hpctrain.comm.world import alone
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
 from hpctrain.train.state import Cut, Placement
@@ -103,6 +106,13 @@ def test_a_parameter_without_elements_is_shared_out_too(shape: tuple[int, ...]) 
     for by_rows in (ids, set[int]()):
         _, shares = shared_out(pairs, by_rows, ids, 2)
         assert {one.parameter for one in shares.pieces} == {0, 1, 2, 3, 4}, "each has an owner"
+
+
+def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards() -> None:
+    pairs = [("weight", Parameter(torch.zeros(4, 2))), ("empty", Parameter(torch.zeros(4, 0)))]
+    parts = [Part("", optim.AdamW([parameter for _, parameter in pairs]))]
+    traits = try_optimizers(parts, torch.device("cpu"))
+    assert uncuttable({ONLY: Share(pairs)}, parts, traits, alone()) == "empty has no elements"
 
 
 class Window:
