@@ -38,7 +38,7 @@ STRATEGIES = (
     Listed("task.recompute"),
     # assign layers
     Listed("strategies.pipeline.strategy", Feature.PIPELINE, (Trait.MEETS_INSIDE, *DIVIDES_UPDATES)),
-    Listed("task.meta_init"),
+    Listed("task.opening"),
     # partition updates
     Listed(
         "strategies.fully_sharded",
