@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.backends.torch.strategies import listed
 from hpctrain.config import combinations
 
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
@@ -230,6 +231,13 @@ def test_config_gathers_every_file_with_rows_of_refusals() -> None:
     for module in with_rows:
         assert ours(FILES[module]) == {"hpctrain.config.combinations"}, module
         assert not {library.split(".")[0] for library in imported(FILES[module])} & set(HEAVY), module
+
+
+def test_the_strategies_that_are_listed_are_there() -> None:
+    """They are imported by name, when a task is opened."""
+    named = {f"hpctrain.backends.torch.{one.module}" for one in listed.STRATEGIES}
+    assert named - set(FILES) == set()
+    assert {one for one in named if "planned" not in {getattr(node, "name", "") for node in nodes(FILES[one])}} == set()
 
 
 def imported_names(path: Path) -> set[str]:
