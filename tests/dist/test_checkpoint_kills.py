@@ -22,7 +22,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.run.folder import RunDir
 from tests.support.command import events, gone, wait_for
-from tests.support.mpi import rank_command, rank_environment
+from tests.support.mpi import PATIENCE_S, rank_command, rank_environment
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
@@ -30,7 +30,6 @@ KILLS = int(os.environ.get("HPCTRAIN_KILLS", "20"))
 SEED = int(os.environ.get("HPCTRAIN_SEED", int.from_bytes(os.urandom(4), "little")))
 CASES = [("torch", 2, 0.5), ("torch", 4, 0.25), ("tensorflow", 2, 0.15), ("tensorflow", 4, 0.1)]
 """Framework, ranks, and share of the kills."""
-PATIENCE_S = 120.0
 
 
 def options(framework: str, **more: Any) -> str:

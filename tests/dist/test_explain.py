@@ -15,7 +15,7 @@ import pytest
 
 from tests.dist.conftest import Ended
 from tests.support.command import HPCTRAIN, ONE_ATTEMPT, hpctrain, misbehaving_run, reaches_step, started, wait_for
-from tests.support.mpi import PATIENCE_S, rank_environment, run_in_group
+from tests.support.mpi import LAUNCH_S, PATIENCE_S, rank_environment, run_in_group
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 
@@ -54,7 +54,7 @@ def test_ranks_that_misbehave(
 
 @pytest.mark.tour
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
-    path = misbehaving_run(tmp_path, "sleep", monitor={"enabled": True, "hang_s": 3, "on_hang": "abort"})
+    path = misbehaving_run(tmp_path, "sleep", monitor={"enabled": True, "hang_s": 8, "on_hang": "abort"})
     hpctrain("run", "-n", 2, path, code=70, warm="torch")
     answer = explained(tmp_path)
     assert answer["cause"] == "hang", answer
@@ -129,7 +129,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     path = misbehaving_run(tmp_path, "fill", task_args={"rank": 0})
     script = 'mount -t tmpfs -o size=4M tmpfs "$1"; shift; "$@"; rm -f "$RUN/filler"; hpctrain explain "$RUN" --json'
     words = ["unshare", "--mount", "bash", "-c", script, "bash", str(run), *HPCTRAIN, "run", "-n", "2", str(path)]
-    result = run_in_group(words, rank_environment({"RUN": str(run)}), None, 90)
+    result = run_in_group(words, rank_environment({"RUN": str(run)}), None, LAUNCH_S)
     answer = json.loads(result.stdout[result.stdout.index('{\n "cause"') :])
     assert answer["cause"] == "disk_full", answer
 
@@ -171,7 +171,7 @@ def test_a_rank_that_the_kernel_ends_for_its_memory(tmp_path: Path) -> None:
     path.write_text(json.dumps({**run, "train": {"steps": 1000, "global_batch": 4}, "monitor": {"enabled": False}}))
     with memory_limit(2 * 2**30) as procs:
         words = ["bash", "-c", f'echo $$ > {procs} && exec "$@"', "bash", *HPCTRAIN, "run", "-n", "2", str(path)]
-        result = run_in_group(words, rank_environment(), None, 90)
+        result = run_in_group(words, rank_environment(), None, LAUNCH_S)
     assert result.returncode == 70, result.output
     answer = explained(tmp_path)
     assert answer["cause"] == "out_of_memory", answer

@@ -16,6 +16,7 @@ import pytest
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import (
+    PROJECT,
     endings,
     events,
     hpctrain,
@@ -23,23 +24,19 @@ from tests.support.command import (
     leftovers,
     misbehaving_run,
     processes_of,
+    ranks_of,
     reaches_step,
     started,
     wait_for,
     write_run,
 )
+from tests.support.gate import Gate
 from tests.support.mpi import LAUNCH_S
 
 pytestmark = pytest.mark.world_size(4)
-DIGITS = {"torch": "hpctrain.tasks.torch_digits:task", "tensorflow": "hpctrain.tasks.tensorflow_digits:task"}
-STEPS = 600
-"""So many that what befalls a run at a step in the twenties befalls it before its end."""
+STEPS, HELD_AT = 80, 25
+"""Of a run, and where it waits for what befalls it."""
 RESTARTED: dict[str, Any] = {"launch": {}}
-
-
-def ranks_of(pid: int) -> list[psutil.Process]:
-    """Ranks below a supervisor, by process number."""
-    return sorted((each for each in processes_of(pid) if "train" in each.cmdline()), key=lambda each: each.pid)
 
 
 def launcher_of(pid: int) -> psutil.Process:
@@ -51,17 +48,22 @@ def losses(run: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events(run, "train")}
 
 
-def saves(run: Path, step: int) -> Callable[[], bool]:
-    """A condition: a checkpoint is being written, or at least a step was reached."""
+def waits(gate: Gate, run: Path) -> None:
+    """All ranks stand still between two steps."""
+    gate.await_ranks(4)
+
+
+def saves(gate: Gate, run: Path) -> None:
+    """A checkpoint is being written, or at least the ranks stand still."""
 
     def look() -> bool:
         end = time.monotonic() + 0.5
         while time.monotonic() < end:  # a save takes milliseconds
             if any((run / "checkpoints").glob(".partial-*")):
                 return True
-        return reaches_step(run, step)()
+        return any(gate.folder.glob("held-1-*"))
 
-    return look
+    wait_for("save", look)
 
 
 def kill_a_rank(pid: int) -> None:
@@ -75,7 +77,8 @@ def kill_the_launcher(pid: int) -> None:
 def digits(folder: Path, framework: str) -> Path:
     return write_run(
         folder,
-        task=DIGITS[framework],
+        task=f"{PROJECT}/tests/tasks/held_{framework}_digits.py:task",
+        task_args={"gate": str(folder / "gate"), "at": HELD_AT},
         run_dir=str(folder / "run"),
         train={"steps": STEPS, "global_batch": 32, "threads": 1},
         checkpoint={"every_steps": 10},
@@ -88,20 +91,22 @@ def digits(folder: Path, framework: str) -> Path:
 @pytest.mark.parametrize(
     ("framework", "befall", "when"),
     [
-        ("torch", kill_a_rank, reaches_step),
-        ("torch", kill_the_launcher, reaches_step),
+        ("torch", kill_a_rank, waits),
+        ("torch", kill_the_launcher, waits),
         ("torch", kill_a_rank, saves),
-        ("tensorflow", kill_a_rank, reaches_step),
+        ("tensorflow", kill_a_rank, waits),
     ],
 )
 def test_a_run_that_loses_a_rank_or_its_launcher_ends_as_one_that_does_not(
-    tmp_path: Path, framework: str, befall: Callable[[int], None], when: Callable[[Path, int], Callable[[], bool]]
+    tmp_path: Path, framework: str, befall: Callable[[int], None], when: Callable[[Gate, Path], None]
 ) -> None:
     (tmp_path / "whole").mkdir()
-    hpctrain("run", "-n", 4, digits(tmp_path / "whole", framework), timeout=200, warm=framework)
+    hpctrain("run", "-n", 4, digits(tmp_path / "whole", framework), warm=framework)
+    gate = Gate(tmp_path / "gate").close(1)
     with started("run", "-n", 4, digits(tmp_path, framework), warm=framework) as child:
-        wait_for("step", when(tmp_path / "run", 25))
+        when(gate, tmp_path / "run")
         befall(child.pid)
+        gate.open()
         said, errors = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said + errors
     attempts = Attempts(RunDir(tmp_path / "run")).all()
@@ -137,7 +142,7 @@ def test_a_run_that_is_killed_again_and_again_ends_and_says_what_resumes_it(tmp_
     folder = tmp_path / "it's here"
     folder.mkdir()
     file = misbehaving_run(folder, "kill", **{**RESTARTED, "launch": {"max_failures": 2}})
-    said = hpctrain("run", "-n", 2, file, "--checkpoint.every_steps", 50, code=76, warm="torch", timeout=200)
+    said = hpctrain("run", "-n", 2, file, "--checkpoint.every_steps", 50, code=76, warm="torch")
     attempts = Attempts(RunDir(folder / "run")).all()
     assert len(attempts) == 2 and "2 attempts in a row failed" in said.stderr
     command = ["hpctrain", "run", "-n", "2", str(file), "--checkpoint.every_steps", "50"]

@@ -14,19 +14,20 @@ from hpctrain.checkpoint.snapshots import PREFIX
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import (
+    PROJECT,
     events,
     hpctrain,
     last_words,
     leftovers,
-    processes_of,
-    reaches_step,
+    ranks_of,
     started,
     wait_for,
     write_run,
 )
+from tests.support.gate import Gate
 from tests.support.mpi import LAUNCH_S
 
-STEPS = 300
+STEPS = 120
 EVERY = 5
 
 
@@ -38,11 +39,12 @@ def memory(tmp_path: Path) -> Iterator[Path]:
         assert not list(Path(folder).iterdir())
 
 
-def digits(folder: Path, memory: dict[str, object], every_steps: int = 100) -> Path:
+def digits(folder: Path, memory: dict[str, object], every_steps: int = 100, held_at: int = 0) -> Path:
     folder.mkdir(exist_ok=True)
     return write_run(
         folder,
-        task="hpctrain.tasks.torch_digits:task",
+        task=f"{PROJECT}/tests/tasks/held_torch_digits.py:task",
+        task_args={"gate": str(folder / "gate"), "at": held_at, "pause_s": 0.05},
         run_dir=str(folder / "run"),
         train={"steps": STEPS, "global_batch": 32, "threads": 1},
         checkpoint={"every_steps": every_steps, "tiers": {"memory": memory}},
@@ -53,8 +55,7 @@ def digits(folder: Path, memory: dict[str, object], every_steps: int = 100) -> P
 
 
 def kill_a_rank(pid: int) -> None:
-    ranks = sorted((each for each in processes_of(pid) if "train" in each.cmdline()), key=lambda each: each.pid)
-    ranks[-1].kill()
+    ranks_of(pid)[-1].kill()
 
 
 def weights(run: Path, attempt: int = 1) -> set[str]:
@@ -63,13 +64,16 @@ def weights(run: Path, attempt: int = 1) -> set[str]:
 
 @pytest.mark.world_size(4)
 def test_a_killed_rank_costs_no_more_than_the_interval_of_the_memory_tier(tmp_path: Path, memory: Path) -> None:
-    hpctrain("run", "-n", 4, digits(tmp_path / "whole", {}), timeout=200, warm="torch")
+    hpctrain("run", "-n", 4, digits(tmp_path / "whole", {}), warm="torch")
     run = tmp_path / "run"
-    with started("run", "-n", 4, digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}), warm="torch") as child:
-        wait_for("step", reaches_step(run, 42))
+    path, gate = digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}, held_at=48), Gate(tmp_path / "gate")
+    gate.close(1)
+    with started("run", "-n", 4, path, warm="torch") as child:
+        gate.await_ranks(4)
         (home,) = {each.parent.parent for each in memory.glob(f"{PREFIX}*/attempt-000001/step-*")}
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         kill_a_rank(child.pid)
+        gate.open()
         said, errors = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said + errors
     [resumed] = events(run, "resumed")
@@ -86,16 +90,18 @@ def test_a_killed_rank_costs_no_more_than_the_interval_of_the_memory_tier(tmp_pa
 def test_what_a_failed_run_leaves_is_resumed_on_two_ranks_or_passed_over_if_damaged(
     tmp_path: Path, memory: Path, is_damaged: bool
 ) -> None:
-    run, path = tmp_path / "run", digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}, every_steps=25)
+    run, gate = tmp_path / "run", Gate(tmp_path / "gate").close(1)
+    path = digits(tmp_path, {"every_steps": EVERY, "path": str(memory)}, every_steps=25, held_at=38)
     with started("run", "-n", 4, path, "--launch.max_failures", 0, warm="torch") as child:
-        wait_for("step", reaches_step(run, 36))
+        gate.await_ranks(4)
         kill_a_rank(child.pid)
+        gate.open()
         child.communicate(timeout=LAUNCH_S)
     snapshots = sorted(memory.glob(f"{PREFIX}{Attempts(RunDir(run)).info()['id']}/attempt-000001/step-*"))
     for folder in snapshots if is_damaged else ():
         shard = next(folder.glob("shard-00002-*"))
         shard.write_bytes(shard.read_bytes()[:-1])
-    hpctrain("run", "-n", 2, path, timeout=200, warm="torch")
+    hpctrain("run", "-n", 2, path, warm="torch")
     [resumed] = events(run, "resumed")
     assert (resumed.get("tier") == "memory") != is_damaged, resumed
     assert resumed["ranks"] == 4
@@ -108,8 +114,8 @@ def test_what_a_failed_run_leaves_is_resumed_on_two_ranks_or_passed_over_if_dama
 @pytest.mark.world_size(2)
 def test_a_run_whose_folder_is_lost_continues_from_the_object_store(tmp_path: Path, memory: Path) -> None:
     pytest.importorskip("obstore", reason="the extra lake is not installed")
-    run, path = tmp_path / "run", digits(tmp_path, {}, every_steps=20)
-    hpctrain("run", "-n", 2, path, "--train.steps", 100, timeout=200, warm="torch")
+    run, path, gate = tmp_path / "run", digits(tmp_path, {}, every_steps=20, held_at=90), Gate(tmp_path / "gate")
+    hpctrain("run", "-n", 2, path, "--train.steps", 100, warm="torch")
     whole = weights(run)
     shutil.rmtree(run)
     options = (
@@ -120,12 +126,14 @@ def test_a_run_whose_folder_is_lost_continues_from_the_object_store(tmp_path: Pa
         "--launch.max_failures",
         0,
     )
+    gate.close(1)
     with started("run", "-n", 2, path, *options, warm="torch") as child:
         wait_for("a copy", lambda: any(event["step"] >= 40 for event in events(run, "checkpoint_stored")))
         kill_a_rank(child.pid)
+        gate.open()
         child.communicate(timeout=LAUNCH_S)
     shutil.rmtree(run)
-    hpctrain("run", "-n", 2, path, *options, timeout=200, warm="torch")
+    hpctrain("run", "-n", 2, path, *options, warm="torch")
     [resumed] = events(run, "resumed")
     assert resumed["tier"] == "store" and resumed["step"] >= 40 and resumed["ranks"] == 2
     assert weights(run) == whole, "bit for bit"

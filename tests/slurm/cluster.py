@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hpctrain.rank.convention import reserve_port
 from tests.conftest import NOT_PERMITTED
+from tests.support.mpi import LAUNCH_S, PATIENCE_S
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
 NODES = ("n1", "n2")
@@ -96,7 +97,7 @@ class Cluster:
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def run(
-        self, *command: str | Path, timeout: float = 60, check: bool = True, **options
+        self, *command: str | Path, timeout: float = PATIENCE_S, check: bool = True, **options
     ) -> subprocess.CompletedProcess:  # type: ignore[type-arg,no-untyped-def]
         """Runs a command as a user of this cluster would."""
         options.setdefault("env", self.environment)
@@ -118,7 +119,7 @@ class Cluster:
         """Everything that Slurm says of the job."""
         return self.run("scontrol", "show", "job", job, check=False).stdout
 
-    def wait(self, job: str, *states: str, timeout: float = 120) -> str:
+    def wait(self, job: str, *states: str, timeout: float = LAUNCH_S) -> str:
         """Returns the job's state once it is one of these."""
         return until(
             lambda: (state := self.state(job)) in states and state,
@@ -164,7 +165,11 @@ class Cluster:
         ]
         self.daemons[name] = self.spawn(name, isolated)
         up = ("idle", "alloc", "mix")  # a job may be waiting for it
-        until(lambda: self.node_state(name) in up, 30, lambda: f"{name} is {self.node_state(name)}: {self.log(name)}")
+        until(
+            lambda: self.node_state(name) in up,
+            PATIENCE_S,
+            lambda: f"{name} is {self.node_state(name)}: {self.log(name)}",
+        )
         self.warm_up(name)
 
     def warm_up(self, name: str) -> None:
@@ -184,7 +189,7 @@ class Cluster:
         """The node loses its power: every process on it is gone at once."""
         os.kill(self.init(name), signal.SIGKILL)
         for daemon in (name, f"ranks-{name}"):
-            self.daemons.pop(daemon).wait(10)
+            self.daemons.pop(daemon).wait(PATIENCE_S)
 
     def init(self, name: str) -> int:
         """The process that all others of a node end with."""
@@ -240,17 +245,19 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         munge = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid", "seed-file": "munge.seed"}
         options = [f"--{option}={folder / name}" for option, name in munge.items()]
         cluster.daemons["munged"] = cluster.spawn("munged", ["munged", "--foreground", "--force", *options])
-        until((folder / "munge.sock").exists, 10, lambda: cluster.log("munged"))
+        until((folder / "munge.sock").exists, PATIENCE_S, lambda: cluster.log("munged"))
         cluster.daemons["slurmctld"] = cluster.spawn(
             "slurmctld", ["slurmctld", "-D", "-c", "-f", str(folder / "slurm.conf")]
         )
         until(
-            lambda: cluster.run("scontrol", "ping", check=False).returncode == 0, 30, lambda: cluster.log("slurmctld")
+            lambda: cluster.run("scontrol", "ping", check=False).returncode == 0,
+            PATIENCE_S,
+            lambda: cluster.log("slurmctld"),
         )
         for name in NODES:
             cluster.start_node(name)
         for name in NODES:
-            until(cluster.socket(name).exists, 60, lambda name=name: cluster.log(f"ranks-{name}"))
+            until(cluster.socket(name).exists, PATIENCE_S, lambda name=name: cluster.log(f"ranks-{name}"))
         yield cluster
     finally:
         for name in (*NODES, THIRD):
@@ -259,7 +266,7 @@ def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         for name in ("slurmctld", "munged"):
             if name in cluster.daemons:
                 cluster.daemons[name].terminate()
-                cluster.daemons[name].wait(15)
+                cluster.daemons[name].wait(PATIENCE_S)
         for holder in holders:
             holder.close()
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.run import STEPS, Run
-from tests.support.mpi import python_path
+from tests.support.mpi import PATIENCE_S, python_path
 from tests.support.warm_ranks import STAND_IN
 
 RANKS = {
@@ -72,7 +72,9 @@ def new_run(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Ru
         run.hpctrain("cancel", run.folder, check=False)
     for run in made:
         slurm.until(
-            lambda run=run: not cluster.processes(run.marker), 20, lambda run=run: str(cluster.processes(run.marker))
+            lambda run=run: not cluster.processes(run.marker),
+            PATIENCE_S,
+            lambda run=run: str(cluster.processes(run.marker)),
         )
 
 
@@ -120,7 +122,7 @@ class SideRun:
 
     def end(self) -> Run:
         """The run, once it has ended."""
-        self.run.wait(self.job, "COMPLETED", "FAILED", timeout=240)
+        self.run.wait(self.job, "COMPLETED", "FAILED")
         return self.run
 
 
@@ -138,7 +140,7 @@ def side_run(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -
     submit.all = made  # type: ignore[attr-defined]
     yield submit
     for side in made:
-        slurm.until(lambda side=side: not cluster.processes(side.run.marker), 20)
+        slurm.until(lambda side=side: not cluster.processes(side.run.marker), PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

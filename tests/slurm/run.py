@@ -16,6 +16,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.view import RunView
 from tests.slurm.cluster import Cluster, until
+from tests.support.mpi import LAUNCH_S, PATIENCE_S
 
 STEPS = 48
 """Of the training runs of these tests."""
@@ -49,7 +50,9 @@ class Run:
         """The run folder's reader."""
         return RunDir(self.folder)
 
-    def hpctrain(self, *words: object, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def hpctrain(
+        self, *words: object, check: bool = True, timeout: float = LAUNCH_S
+    ) -> subprocess.CompletedProcess[str]:
         """Runs one of our commands on the login node."""
         return self.cluster.run("hpctrain", *map(str, words), check=check, timeout=timeout, cwd=self.file.parent)
 
@@ -112,13 +115,13 @@ class Run:
             f"== {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.folder.glob("logs/*"))
         )
 
-    def wait(self, job: str, *states: str, timeout: float = 120) -> str:
+    def wait(self, job: str, *states: str, timeout: float = LAUNCH_S) -> str:
         """The job's state once it is one of these; fails with the logs."""
         try:
             return self.cluster.wait(job, *states, timeout=timeout)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
-    def wait_for(self, condition: Any, timeout: float = 60) -> Any:
+    def wait_for(self, condition: Any, timeout: float = PATIENCE_S) -> Any:
         """Polls a condition; fails with the logs."""
         return until(condition, timeout, self.log)

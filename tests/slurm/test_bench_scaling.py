@@ -19,7 +19,7 @@ def test_sizes_are_jobs_and_a_link_between_nodes_is_measured(new_run: Callable[.
         launch={"ranks_per_node": 1},
     )
     options = ["--ranks", "1,2", "--mode", "weak", "--steps", "24", "--rounds", "1", "--slurm", "--json"]
-    result = json.loads(run.hpctrain("bench", "scaling", run.file, *options, timeout=240).stdout)
+    result = json.loads(run.hpctrain("bench", "scaling", run.file, *options).stdout)
     assert [(row["nodes"], row["ranks"]) for row in result["modes"]["weak"]["measured"]] == [(1, 1), (2, 2)]
     assert result["exchange"]["between_nodes"]["bytes_per_s"] > 1e7
     assert result["exchange"]["inside_node"] is None

@@ -13,7 +13,7 @@ from tests.slurm.run import STEPS, Run
 
 def test_an_excluded_host_is_left_out_of_the_next_attempt(train: Callable[..., Run], tmp_path: Path) -> None:
     run = train(
-        0.3, launch={"nodes": 1}, monitor={"action": "exclude_on_requeue"}, checkpoint={"every_steps": 4},
+        0.6, launch={"nodes": 1}, monitor={"action": "exclude_on_requeue"}, checkpoint={"every_steps": 4},
         fault="kill", rank=1, at=20, once=str(tmp_path / "once"),
     )  # fmt: skip
     first = run.submit()

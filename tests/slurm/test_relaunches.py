@@ -18,6 +18,7 @@ from hpctrain.errors import Code
 from hpctrain.run.attempts import Attempts
 from tests.slurm.cluster import Cluster
 from tests.slurm.run import Run
+from tests.support.mpi import LAUNCH_S
 
 PROGRAM = Path(__file__).parent / "programs" / "meeting.py"
 RELAUNCHES = int(os.environ.get("HPCTRAIN_RELAUNCHES", "1"))
@@ -60,7 +61,7 @@ def wait_for_meeting(run: Run, job: str, met: Path, attempt: int) -> None:
         assert run.cluster.state(job) not in ("FAILED", "COMPLETED"), run.log()
         return len(list(met.glob(f"{attempt}-*"))) == RANKS
 
-    run.wait_for(have_met, timeout=180)
+    run.wait_for(have_met, LAUNCH_S)
 
 
 def survive(cluster: Cluster, run: Run, met: Path, times: int) -> None:
@@ -69,7 +70,7 @@ def survive(cluster: Cluster, run: Run, met: Path, times: int) -> None:
     for attempt in range(1, times + 1):
         wait_for_meeting(run, job, met, attempt)
         lose(cluster, run, job, whole_node=attempt % 2 == 1)
-    run.wait(job, "COMPLETED", "FAILED", timeout=180)
+    run.wait(job, "COMPLETED", "FAILED")
     attempts = Attempts(run.dir).all()
     assert run.verdicts() == ["requeue"] * times + ["done"], run.log()
     assert {attempt.job for attempt in attempts} == {job}

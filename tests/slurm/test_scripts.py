@@ -38,7 +38,7 @@ def test_folders_with_hostile_names_work(new_run: Callable[..., Run], tmp_path: 
     folder = tmp_path / 'it\'s "100%" $(touch owned) ☃'
     run = new_run(launch={"command": ["echo", "$(touch owned) * 'x'"]}, run_dir=str(folder))
     job = run.submit()
-    run.wait(job, "COMPLETED", "FAILED", timeout=40)
+    run.wait(job, "COMPLETED", "FAILED")
     logs = "".join(path.read_text() for path in folder.glob("logs/*"))
     assert logs.count("$(touch owned) * 'x'") == 4, logs
     assert not list(tmp_path.rglob("owned"))
@@ -53,7 +53,7 @@ def test_an_example_works_by_itself(new_run: Callable[..., Run], digits: Path) -
     shape = ["--ntasks-per-node=2", "--cpus-per-task=1", "--mem-per-cpu=500M"]
     done = run.cluster.run("sbatch", "--parsable", *shape, script, run.file, cwd=run.file.parent)
     job = done.stdout.strip()
-    run.wait(job, "COMPLETED", "FAILED", timeout=60)
+    run.wait(job, "COMPLETED", "FAILED")
     assert (run.status()["state"], run.status()["job"]) == ("finished", job), run.log()
     started = run.events("run_started")[0]
     assert (started["ranks"], started["hosts"]) == (4, ["n1", "n2"])
@@ -64,7 +64,7 @@ def test_elements_of_an_array_are_runs_of_their_own_and_requeued_alone(new_run: 
     run = new_run(launch={"command": ["bash", "-c", program], "nodes": 1, "ranks_per_node": 1})
     sweep = run.file.parent / "sweep.txt"
     sweep.write_text("# seeds\n--launch.env '{\"SEED\": \"one $(id)\"}'\n--launch.env '{SEED: two}'\n")
-    done = run.hpctrain("submit", run.file, "--array", sweep, "--at-once", 1, "--wait", "--json", timeout=90)
+    done = run.hpctrain("submit", run.file, "--array", sweep, "--at-once", 1, "--wait", "--json")
     job = json.loads(done.stdout.splitlines()[0])["jobs"][0]
     status = json.loads(run.hpctrain("status", run.folder, "--json").stdout)
     assert [(each["job"], each["state"]) for each in status] == [(f"{job}_0", "finished"), (f"{job}_1", "finished")]
@@ -80,7 +80,7 @@ def test_a_sweep_is_one_array_whose_runs_are_compared(new_run: Callable[..., Run
         train={"steps": 8, "global_batch": 64}, launch={"nodes": 1, "ranks_per_node": 1},
     )  # fmt: skip
     rates = ["--task_args.lr", "1e-6,1e-2"]
-    run.hpctrain("sweep", run.file, *rates, "--submit", "--wait", timeout=120)
+    run.hpctrain("sweep", run.file, *rates, "--submit", "--wait")
     table = json.loads(run.hpctrain("sweep", "--table", run.folder, "--json").stdout)
     assert [point["configuration"]["task_args.lr"] for point in table["points"]] == [0.01, 1e-06], "the best first"
     assert [point["results"]["steps"] for point in table["points"]] == [8, 8]
@@ -93,9 +93,9 @@ def test_jobs_of_a_chain_go_on_where_the_last_one_stopped(new_run: Callable[...,
     run = new_run(launch={"command": ["bash", "-c", program], "nodes": 1, "ranks_per_node": 1})
     done = run.hpctrain("submit", run.file, "--chain", 4, "--json")
     first, second, third, fourth = json.loads(done.stdout)["jobs"]
-    run.wait(first, "FAILED", timeout=30)
-    run.wait(second, "COMPLETED", timeout=30)
-    assert {run.wait(job, "CANCELLED", timeout=30) for job in (third, fourth)} == {"CANCELLED"}
+    run.wait(first, "FAILED")
+    run.wait(second, "COMPLETED")
+    assert {run.wait(job, "CANCELLED") for job in (third, fourth)} == {"CANCELLED"}
     assert (tmp_path / "count").read_text() == "x\nx\n"
 
 
@@ -127,7 +127,7 @@ def test_a_pipeline_from_packing_to_export(new_run: Callable[..., Run], digits: 
     jobs = [line.split()[-1] for line in done.stdout.splitlines()]
     assert len(jobs) == 4
     try:
-        run.cluster.wait(jobs[-1], "COMPLETED", timeout=90)
+        run.cluster.wait(jobs[-1], "COMPLETED")
     except AssertionError as error:
         logs = "\n".join(path.read_text() for path in runs.glob("*/logs/*"))
         raise AssertionError(f"{error}\n{logs}") from None

@@ -47,15 +47,15 @@ def test_preempted_and_requeued_by_hand_it_goes_on(train: Callable[..., Run], un
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
     other = run.cluster.run("sbatch", "--parsable", "--output=/dev/null", "--nodes=2", f"--mem={big}", "--wrap=true")
-    run.wait(job, "PENDING", timeout=60)
-    run.wait(other.stdout.strip(), "COMPLETED", timeout=60)
+    run.wait(job, "PENDING")
+    run.wait(other.stdout.strip(), "COMPLETED")
     assert run.events("stop_requested")[0]["by"] == "signal SIGTERM"
     saved = run.dir.newest_checkpoint_step()
     assert run.computed()[-1] == saved, "no step is computed twice"
     run.wait_for(lambda: len(Attempts(run.dir).all()) == 2 and run.events("checkpoint_saved")[-1]["step"] > saved)
     run.cluster.run("scontrol", "requeue", job)
     run.wait(job, "PENDING")
-    run.wait(job, "COMPLETED", "FAILED", timeout=90)
+    run.wait(job, "COMPLETED", "FAILED")
     assert run.verdicts() == ["requeue", "requeue", "done"], run.log()
     assert run.events("resumed")[0]["step"] == saved
     assert run.weights() == undisturbed
@@ -66,7 +66,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes(
 ) -> None:
     run = train(0.02, fault="kill", rank=3, at=20, once=str(tmp_path / "once"))
     job = run.submit()
-    run.wait(job, "COMPLETED", "FAILED", timeout=90)
+    run.wait(job, "COMPLETED", "FAILED")
     first = Attempts(run.dir).info()["attempts"][0]["verdict"]
     # Where Slurm ended a node's agent before it could note a death, srun reports all of the node's ranks in one line.
     first_on_n2 = {3} if noted_deaths(run.dir, 1) else {2, 3}
@@ -84,10 +84,10 @@ def test_scancel_ends_everything(train: Callable[..., Run]) -> None:
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
     run.hpctrain("cancel", run.folder)
-    run.wait(job, "CANCELLED", timeout=30)
+    run.wait(job, "CANCELLED")
     assert run.status()["job_state"] == "CANCELLED"
     assert run.verdicts() == ["stop"], "nobody starts it again"
-    run.wait_for(lambda: not run.cluster.processes(run.marker), timeout=20)
+    run.wait_for(lambda: not run.cluster.processes(run.marker))
 
 
 @pytest.mark.tour
@@ -96,7 +96,7 @@ def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: 
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
     run.hpctrain("stop", run.folder)
-    run.wait(job, "FAILED", timeout=30)  # Slurm calls every exit code but 0 a failure; 75 means: run me again
+    run.wait(job, "FAILED")  # Slurm calls every exit code but 0 a failure; 75 means: run me again
     assert run.verdicts() == ["stop"]
     assert run.dir.newest_checkpoint_step() == run.events("run_finished")[-1]["step"] < STEPS
     job = run.hpctrain("resume", run.folder, "--parsable").stdout.strip()
@@ -110,7 +110,7 @@ def test_data_is_staged_to_every_node(
     scratch = cluster.folder / "scratch"  # a file system of its own on each node
     run = train(launch={"stage_in": [str(digits)]}, slurm={"scratch": str(scratch)})
     job = run.submit()
-    run.wait(job, "COMPLETED", "FAILED", timeout=60)
+    run.wait(job, "COMPLETED", "FAILED")
     assert run.weights() == undisturbed
     for node in ("n1", "n2"):
         assert "train.h5" in cluster.in_node(node, "find", scratch / f"hpctrain-{job}", "-name", "*.h5").stdout

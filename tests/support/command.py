@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,15 @@ def processes_of(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """Ranks below a supervisor, by process number."""
+    found = []
+    for each in processes_of(pid):
+        with suppress(psutil.NoSuchProcess):  # something that the supervisor has asked, and that has answered
+            found += [each] if "train" in each.cmdline() else []
+    return sorted(found, key=lambda each: each.pid)
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -33,7 +33,7 @@ class End(hpctrain.BaseHook):
     def after_step(self, training: hpctrain.Training, result: hpctrain.StepResult) -> hpctrain.StopReason | None:
         step, world = training.state.step, training.world
         if step == self.kill_after and world.rank == world.size - 1:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while not list((training.folder / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -212,7 +212,7 @@ def test_workers_start_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Each of two ends unless the other has been started, too, before either reads its set-up."""
     os.mkfifo(tmp_path / "meet")
     meet = f"mkdir {tmp_path}/first 2> /dev/null && wait='cat meet' || wait='echo > meet'"
-    wait = f'(cd {tmp_path} && timeout 20 sh -c "$wait" > /dev/null) || exit 7'
+    wait = f'(cd {tmp_path} && timeout 120 sh -c "$wait" > /dev/null) || exit 7'
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n{meet}\n{wait}\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)
