@@ -1,32 +1,22 @@
-"""A folder in an object store. Requests are repeated, with backoff and jitter, by the library that makes them."""
+"""A folder in an object store."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import MissingExtra
+from hpctrain.system.object_store import opened, shortened
 
-RETRIES = 6
-"""Of a request to a store that is busy or does not answer, within ..."""
-PATIENCE_S = 60.0
-"""... this; then whoever asks has to decide."""
 PART_BYTES = 8 << 20
 """Of an upload in parts; larger if there would be more than ..."""
 MOST_PARTS = 9000
 """... these."""
 PARTS_AT_ONCE = 4
 """In memory."""
-MOST_TEXT = 300
-"""Characters of an error of the store that people see."""
 
 
 class ObjectFolder:
@@ -86,28 +76,6 @@ class ObjectFolder:
                 opened(self.url).delete(list(names))
 
 
-def opened(url: str, writes: bool = False) -> Any:
-    """The library's store for a URL. Raises MissingExtra."""
-    try:
-        from obstore.store import from_url
-    except ImportError as error:
-        raise MissingExtra("obstore", "lake") from error
-    scheme = urlsplit(url).scheme
-    if scheme == "file":
-        return from_url(url, mkdir=writes, automatic_cleanup=True)
-    retries: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=PATIENCE_S)}
-    if scheme not in ("s3", "s3a"):
-        return from_url(url, retry_config=retries)
-    provider: Any = None
-    if "AWS_ACCESS_KEY_ID" not in os.environ and find_spec("boto3"):
-        from obstore.auth.boto3 import Boto3CredentialProvider
-
-        with suppress(ValueError):  # it knows none
-            provider = Boto3CredentialProvider()
-    checked: Any = {"checksum_algorithm": "SHA256"}
-    return from_url(url, config=checked, retry_config=retries, credential_provider=provider)
-
-
 def is_absent_folder(url: str) -> bool:
     """Whether a URL is of a folder of this machine that is not there, which buckets have no equal of."""
     parts = urlsplit(url)
@@ -126,11 +94,3 @@ def asking(where: str) -> Iterator[None]:
     except Exception as error:  # of boto3 as well, whose errors have nothing in common
         fix = "check the URL, the network and the credentials, then run the same command again"
         raise UnreadableCheckpoint(f"{where} cannot be reached now: {shortened(error)}", fix) from error
-
-
-def shortened(error: Exception) -> str:
-    """What the store said, without the request that it was about and the library's inner workings."""
-    text = str(error).partition("\n\nDebug source")[0].replace("\n", " ")
-    if found := re.search("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", text):
-        text = f"{found[1]}: {found[2].rstrip('.')}"
-    return text.rpartition(" - ")[2][:MOST_TEXT]

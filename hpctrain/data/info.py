@@ -52,7 +52,7 @@ def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[s
     }
 
 
-def common_notes(paths: Sequence[Path]) -> dict[str, Any]:
+def common_notes(paths: Sequence[Path | str]) -> dict[str, Any]:
     """The notes that all files share."""
     first, *others = [packed_notes(path) for path in paths] or [{}]
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
@@ -125,7 +125,11 @@ def _sources(dataset: Any) -> list[dict[str, Any]]:
 
     if not isinstance(dataset, Hdf5Dataset):
         return []
-    return [{**source, "packed": str(dataset.path)} for source in packed_notes(dataset.path).get("sources", ())]
+    copied = [{**source, "packed": str(dataset.path)} for source in packed_notes(dataset.path).get("sources", ())]
+    if dataset.origin is None:
+        return copied
+    schema = {name: str(field.dtype) for name, field in dataset.fields.items()}
+    return [{**dataset.origin, "rows": len(dataset), "schema": schema}, *copied]
 
 
 def address_of(source: Mapping[str, Any]) -> str:

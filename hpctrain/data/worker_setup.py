@@ -82,7 +82,8 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
     paths = [str(file.path) for file in files]
     first = files[0]
     fields, cache = list(dataset.fields), first.cache.limit_bytes
-    return {"files": paths, "fields": fields, "cache": cache, "outside": first.outside}
+    how = {"files": paths, "fields": fields, "cache": cache, "outside": first.outside}
+    return {**how, "fingerprint": dataset.fingerprint()} if first.origin else how
 
 
 def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:

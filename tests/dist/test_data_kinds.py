@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.data.dataset import from_arrays
+from hpctrain.data.packing.source import from_dataset
+from hpctrain.data.packing.write import write_hdf5
+from hpctrain.system.object_store import opened
 from tests.support.command import events, last_words
 from tests.support.mpi import mpirun
 from tests.support.object_store import ObjectStore, serving
@@ -28,8 +32,8 @@ def train(ranks: int, *parts: str, cwd: Path, kinds: Sequence[str] = KINDS, **en
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    """With the rows of the kind ``arrays`` in a table of several row groups."""
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """With the rows of the kind ``arrays`` in a table of several row groups, and in an HDF5 file."""
     import pyarrow
     from pyarrow import parquet
     from pyarrow.fs import FileSystem
@@ -47,6 +51,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
                 "mask": pyarrow.list_(pyarrow.float32()),
             }
             parquet.write_table(pyarrow.table(columns, pyarrow.schema(schema)), file, row_group_size=10)
+        write_hdf5(tmp_path / "rows.h5", from_dataset(from_arrays(torch_data_kinds_task.TABLE)))
+        opened("s3://rows").put("rows.h5", tmp_path / "rows.h5")
         yield store
 
 
@@ -84,12 +90,13 @@ def test_twenty_and_twenty_steps_are_forty_on_two_ranks_and_on_one(tmp_path: Pat
 
 
 @pytest.mark.world_size(4)
-def test_a_table_in_a_store_through_a_kill_and_a_change_of_ranks(tmp_path: Path, store: ObjectStore) -> None:
+@pytest.mark.parametrize("kind", ["table", "stored"])
+def test_data_in_a_store_through_a_kill_and_a_change_of_ranks(tmp_path: Path, store: ObjectStore, kind: str) -> None:
     folder, environment = tmp_path / "run", {"HPCTRAIN_CACHE": str(tmp_path / "cache"), **store.environment}
     folder.mkdir()
     train(1, "run:24", cwd=tmp_path, kinds=["arrays"])
-    train(4, "run:24", cwd=tmp_path, kinds=["table"], KILLED_AT="13", **environment)
-    before = seen(folder, 4, ["table"], steps=8)
-    train(2, "run:24", cwd=tmp_path, kinds=["table"], **environment)
-    assert [event["step"] for event in events(folder / "run-table", "resumed")] == [8]
-    assert before["table"] + seen(folder, 2, ["table"])["table"] == seen(folder, 1, ["arrays"])["arrays"]
+    train(4, "run:24", cwd=tmp_path, kinds=[kind], KILLED_AT="13", **environment)
+    before = seen(folder, 4, [kind], steps=8)
+    train(2, "run:24", cwd=tmp_path, kinds=[kind], **environment)
+    assert [event["step"] for event in events(folder / f"run-{kind}", "resumed")] == [8]
+    assert before[kind] + seen(folder, 2, [kind])[kind] == seen(folder, 1, ["arrays"])["arrays"]

@@ -7,6 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
+MAPPED_BYTES = 2**20
+"""What a mapped block counts in memory: it takes a descriptor, of which there are not many."""
+
 
 class Sized(Protocol):
     """An array, or a table."""

@@ -7,6 +7,7 @@ neither: the library only says where it begins.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_arrays import Array, MappedArray
 from hpctrain.data.formats.hdf5_files import LinkedFiles, asking, names_in
 from hpctrain.data.formats.hdf5_resolve import Known, resolve
+from hpctrain.data.formats.stored_hdf5 import files_of
+from hpctrain.data.formats.tables import listed_fingerprint
 from hpctrain.errors import UserError
 
 BLOCK_BYTES = 64 * 2**10
@@ -39,7 +42,7 @@ class Reader(Protocol):
 class BlockArray:
     """An array that is slow to read sample by sample: chunked, compressed, virtual. Whole aligned blocks are kept."""
 
-    def __init__(self, path: Path, name: str, array: Array, field: Field, cache: BlockCache) -> None:
+    def __init__(self, path: Path | str, name: str, array: Array, field: Field, cache: BlockCache) -> None:
         self.path = path
         self.name = name
         self.array = array
@@ -79,12 +82,13 @@ class Hdf5Dataset:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         fields: Mapping[str, Field],
         length: int,
         readers: Mapping[str, Reader],
         cache: BlockCache,
         outside: tuple[str, ...],
+        origin: Mapping[str, Any] | None,
     ):
         self.path = path
         self.fields = fields
@@ -92,6 +96,7 @@ class Hdf5Dataset:
         self.readers = readers
         self.cache = cache
         self.outside = outside
+        self.origin = origin
 
     def __len__(self) -> int:
         return self.length
@@ -107,16 +112,18 @@ class Hdf5Dataset:
             ) from error
 
     def fingerprint(self) -> str:
+        if self.origin is not None:
+            return listed_fingerprint(self, str(self.path), self.origin)
         return content_fingerprint(self)
 
 
 def open_hdf5(
-    path: Path, names: tuple[str, ...] | None, cache: BlockCache, outside: Sequence[str | Path] = ()
+    path: Path | str, names: tuple[str, ...] | None, cache: BlockCache, outside: Sequence[str | Path] = ()
 ) -> Hdf5Dataset:
     """The named arrays of a file, by default all of them.
 
     Args:
-        path: of the file.
+        path: of the file, or its URL in a store.
         names: of the arrays.
         cache: for blocks of arrays that are not mapped.
         outside: further folders that its links, virtual sources and external storage may lead to.
@@ -126,7 +133,7 @@ def open_hdf5(
             leads to a file that is missing, or in a folder that is not allowed.
     """
     where = str(path)
-    with asking(path), LinkedFiles(path, outside) as files:
+    with asking(path), files_of(path, cache, outside) as files:
         known: Known = {}
         arrays = {
             name: resolve(files, dataset, repr(name), known) for name, dataset in chosen(files, names, where).items()
@@ -137,7 +144,11 @@ def open_hdf5(
         name: array if isinstance(array, MappedArray) else BlockArray(path, name, array, fields[name], cache)
         for name, array in arrays.items()
     }
-    return Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)))
+    dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin)
+    if files.origin is not None:  # at the end of the process as well: after that the library must not ask Python
+        for file in files.opened.values():
+            weakref.finalize(dataset, file.close)
+    return dataset
 
 
 def chosen(files: LinkedFiles, names: tuple[str, ...] | None, where: str) -> dict[str, h5py.Dataset]:

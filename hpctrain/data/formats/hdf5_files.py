@@ -13,9 +13,10 @@ import mmap
 import os
 import shlex
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import h5py
 
@@ -35,7 +36,10 @@ class LinkedFiles:
         outside: further folders that it may lead to.
     """
 
-    def __init__(self, path: Path, outside: Sequence[str | Path] = ()) -> None:
+    origin: Mapping[str, Any] | None = None
+    """For the record, if the file is in a store."""
+
+    def __init__(self, path: Path | str, outside: Sequence[str | Path] = ()) -> None:
         self.path = path
         self.outside = tuple(outside)
         self.opened: dict[Path, h5py.File] = {}
@@ -56,8 +60,8 @@ class LinkedFiles:
 
     def root(self) -> h5py.File:
         """The file that the user named; raises UserError saying why it cannot be opened."""
-        look_at(self.path)
-        return self.open(self.path)
+        look_at(Path(self.path))
+        return self.open(Path(self.path))
 
     def open(self, path: Path) -> h5py.File:
         """A file that ``locate`` found; raises UserError if it is not HDF5, or is damaged."""
@@ -120,7 +124,8 @@ class LinkedFiles:
         return found
 
     def _check_folder(self, real: Path, what: str) -> None:
-        own = (self.path.absolute().parent.resolve(), self.path.resolve().parent)
+        path = Path(self.path)
+        own = (path.absolute().parent.resolve(), path.resolve().parent)
         allowed = (*own, *(Path(folder).expanduser().resolve() for folder in self.outside))
         if not any(real.is_relative_to(folder) for folder in allowed):
             line = json.dumps([*map(str, self.outside), str(real.parent)], ensure_ascii=False)
@@ -258,7 +263,7 @@ def remedy(error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def asking(path: Path) -> Iterator[None]:
+def asking(path: Path | str) -> Iterator[None]:
     """Turns what the library raises on a file that it cannot make sense of into a UserError."""
     try:
         yield

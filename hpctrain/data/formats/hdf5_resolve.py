@@ -112,7 +112,7 @@ def agrees(mapped: MappedArray, dataset: h5py.Dataset) -> bool:
     return True
 
 
-def check_written(path: Path, dataset: h5py.Dataset, what: str) -> None:
+def check_written(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
     """Raises UserError if an array claims far more values than its file holds: they would be read as zeros."""
     if dataset.size is None or dataset.size <= MOST_UNWRITTEN:
         return
@@ -128,7 +128,7 @@ def check_written(path: Path, dataset: h5py.Dataset, what: str) -> None:
         )
 
 
-def check_filters(path: Path, dataset: h5py.Dataset, what: str) -> None:
+def check_filters(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
     """Raises UserError if the array is compressed in a way that this HDF5 library does not know."""
     plist = dataset.id.get_create_plist()
     for index in range(plist.get_nfilters()):

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,12 +50,13 @@ def open_dataset(
     """Opens data of any kind that hpctrain trains on.
 
     Args:
-        source: a file (path): HDF5, or by its suffix ``.jsonl``, ``.tar``, ``.parquet``; several of one kind as one (a
-            pattern such as ``"data/*.h5"``, taken in sorted order, or a list); a folder of Parquet files or the URI of
-            one (``s3://bucket/folder``); a table at a version (``delta:URI@VERSION``, or
-            ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style torch Dataset; a finite
-            tf.data.Dataset of single samples (taken into memory); a Dataset, which is returned as it is; or a function
-            of no arguments (a partial, a class) that returns one of these, which worker processes call again.
+        source: a file (path): HDF5, also in a store (``s3://bucket/train.h5``), or by its suffix ``.jsonl``, ``.tar``,
+            ``.parquet``; several of one kind as one (a pattern such as ``"data/*.h5"``, taken in sorted order, or a
+            list); a folder of Parquet files or the URI of one (``s3://bucket/folder``); a table at a version
+            (``delta:URI@VERSION``, or ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style
+            torch Dataset; a finite tf.data.Dataset of single samples (taken into memory); a Dataset, which is returned
+            as it is; or a function of no arguments (a partial, a class) that returns one of these, which worker
+            processes call again.
         fields: arrays to take, in this order; by default all. Names the parts of samples that are tuples.
         cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
         allow_outside: folders that links, virtual sources and external storage of HDF5 files may lead to, besides each
@@ -136,6 +138,10 @@ RECORDS: Mapping[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".ndjso
 """What opens a file of records, by its suffix; all other files are HDF5, if they are no tables."""
 
 
+HDF5 = (".h5", ".hdf5")
+"""Suffixes by which files in a store are known; elsewhere, any other suffix will do."""
+
+
 def open_files(
     paths: Sequence[str | Path],
     names: tuple[str, ...] | None,
@@ -145,8 +151,6 @@ def open_files(
     decode: Decode | None = None,
 ) -> Dataset:
     """Files or tables of one kind, one after the other."""
-    for path in paths:
-        refuse_credentials(path, "the address of the data")
     tables = [table_kind(path) for path in paths]
     suffixes = {Path(path).suffix.lower() for path in paths}
     records = [RECORDS.get(suffix) for suffix in suffixes]
@@ -163,7 +167,7 @@ def open_files(
 
         if decode is not None:
             raise UserError(f"{paths[0]} is read as HDF5, whose arrays are not decoded", "leave decode out")
-        parts = [open_hdf5(Path(path), names, cache, outside) for path in paths]
+        parts = [open_hdf5(path, names, cache, outside) for path in paths]
     return concatenate(parts, [str(path) for path in paths])
 
 
@@ -174,9 +178,11 @@ def table_kind(source: str | Path) -> tuple[str, str] | None:
     if kind in ("delta", "iceberg"):
         return address, kind
     suffix = Path(text).suffix.lower()
+    if suffix in HDF5:
+        return None
     if "://" in text and suffix not in ("", ".parquet"):
         raise UserError(
-            f"{text} cannot be trained on where it is: of files in a store, only Parquet can",
+            f"{text} cannot be trained on where it is: of files in a store, only HDF5 (.h5) and Parquet can",
             "copy it to a disk of the cluster, or pack it: hpctrain data pack",
         )
     if "://" in text or suffix == ".parquet" or any(Path(text).expanduser().glob("**/*.parquet")):
@@ -186,6 +192,15 @@ def table_kind(source: str | Path) -> tuple[str, str] | None:
 
 def expand(pattern: str | Path) -> list[str | Path]:
     """The files that a path or pattern means, or the table at an address."""
+    refuse_credentials(pattern, "the address of the data")
+    text = str(pattern)
+    if "://" in text and Path(text).suffix.lower() in HDF5:
+        if text.startswith("file://"):
+            pattern = Path(unquote(text.removeprefix("file://")))
+        elif glob.has_magic(text):
+            from hpctrain.data.formats.stored_hdf5 import matching
+
+            return list(matching(text))
     if isinstance(pattern, str) and ("://" in pattern or pattern.startswith(("delta:", "iceberg:"))):
         return [pattern]
     path = Path(pattern).expanduser()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint, from_arrays
-from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.block_cache import MAPPED_BYTES, BlockCache
 from hpctrain.data.formats.concatenation import ConcatDataset
 from hpctrain.data.formats.disk_cache import DiskCache
 from hpctrain.data.formats.records import Decode, open_records
-from hpctrain.data.formats.tables import Part, Table, reading, values
+from hpctrain.data.formats.tables import Part, Table, listed_fingerprint, reading, values
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 
@@ -28,8 +27,6 @@ PARTS_AT_ONCE = 8
 """Of a store: each takes long to begin."""
 RETRY_WAITS_S: tuple[float, ...] = (1.0, 4.0, 16.0)
 """Before a store is asked again, after its library has given up."""
-MAPPED_BYTES = 2**20
-"""What a mapped block counts in memory: it takes a descriptor, of which there are not many."""
 
 
 class TableDataset(ConcatDataset):
@@ -53,8 +50,7 @@ class TableDataset(ConcatDataset):
         """Of what was listed, for a store; of samples, as that of a file, for a table on a disk without versions."""
         if not self.table.is_versioned:
             return content_fingerprint(self)
-        identity = f"{len(self)} {dict(self.fields)} {self.table.origin['files_sha256']}"
-        return f"{self.table.address} {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        return listed_fingerprint(self, self.table.address, self.table.origin)
 
 
 @dataclass(frozen=True)

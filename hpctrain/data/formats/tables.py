@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.config.values import refuse_credentials
+from hpctrain.data.dataset import Dataset
 from hpctrain.errors import MissingExtra, UserError
 
 BATCH_ROWS = 8192
@@ -250,6 +251,12 @@ def checksum(files: Sequence[tuple[Any, ...]]) -> str:
     marks = [f"{size} {mark}" if isinstance(mark, str) else f"{size}" for _, size, mark in files]
     lines = (f"{name} {mark}\n" for name, mark in zip(names, marks, strict=True))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def listed_fingerprint(dataset: Dataset, address: str, origin: Mapping[str, Any]) -> str:
+    """The address, and a hash of fields, length, and sizes and ETags of the files of a store."""
+    identity = f"{len(dataset)} {dict(dataset.fields)} {origin['files_sha256']}"
+    return f"{address} {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def scan_of(fragment: Any, schema: Any, file: SeenFile) -> Scan:

@@ -80,15 +80,15 @@ def open_source(
         from hpctrain.data.packing.arrays import from_npy
 
         return from_npy(paths)
-    return join([open_file(path, kind, columns, outside) for path in paths], sources)
+    return join([open_file(source, kind, columns, outside) for source in sources], sources)
 
 
-def open_file(path: Path, kind: str, columns: Columns | None, outside: Sequence[str]) -> Source:
+def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[str]) -> Source:
     """One file of a kind whose files are put one after the other."""
     if kind == "npz":
         from hpctrain.data.packing.arrays import from_npz
 
-        return from_npz(path, only_names(columns, kind))
+        return from_npz(Path(path), only_names(columns, kind))
     from hpctrain.data.formats.sources import open_dataset
 
     return from_dataset(open_dataset(path, only_names(columns, kind), allow_outside=outside))

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples
-from hpctrain.data.formats.hdf5_files import LinkedFiles, asking
+from hpctrain.data.formats.block_cache import BlockCache
+from hpctrain.data.formats.hdf5_files import asking
+from hpctrain.data.formats.stored_hdf5 import files_of
 from hpctrain.data.samples import layout
 from hpctrain.errors import UserError
 
@@ -158,7 +160,7 @@ def packed_notes(path: str | Path) -> dict[str, Any]:
     """What ``hpctrain data pack`` noted in a file.
 
     Args:
-        path: an HDF5 file.
+        path: an HDF5 file, or its URL in a store.
 
     Returns:
         Of text: ``vocabulary`` (number of tokens that there are), ``context``, ``tokenizer`` (name of its file, or
@@ -168,8 +170,7 @@ def packed_notes(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, is not HDF5, or its notes are damaged.
     """
-    path = Path(path)
-    with asking(path), LinkedFiles(path) as files:
+    with asking(path), files_of(path, BlockCache(0)) as files:
         text = files.root().attrs.get(NOTES, "{}")
     try:
         notes = json.loads(text)

@@ -25,6 +25,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig, StoreTierConfig, TiersConfig
 from hpctrain.errors import Replaced, UserError
 from hpctrain.run.events import CheckpointStored, Resumed, StoreAway
+from hpctrain.system import object_store as object_store_module
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from tests.support.object_store import ObjectStore
@@ -106,7 +107,7 @@ def site(tmp_path: Path) -> Site:
 @pytest.fixture
 def there(tmp_path: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Site:
     """On a server, of which the library gives up early."""
-    monkeypatch.setattr(objects_module, "RETRIES", 2)
+    monkeypatch.setattr(object_store_module, "RETRIES", 2)
     monkeypatch.setattr(remote_module, "FIRST_PAUSE_S", 0.02)
     return Site(tmp_path, f"{object_store.make_bucket(tmp_path.name.replace('_', '-'))}/runs/digits")
 
@@ -139,7 +140,7 @@ def test_every_steps_takes_the_first_at_or_after_and_the_last(tmp_path: Path) ->
 def test_a_store_that_fails_three_calls_of_ten_loses_nothing(
     there: Site, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects_module, "RETRIES", 8)
+    monkeypatch.setattr(object_store_module, "RETRIES", 8)
     object_store.fail("all-flaky", 10**6)
     there.loses_all()
     assert there.attempt(steps=42).weight.tolist() == [42.0] * 3

@@ -271,8 +271,8 @@ class TestTrainedOnDirectly:
         assert object_store.reads() == before + 1
 
     def test_a_file_of_another_kind_in_a_store(self) -> None:
-        with pytest.raises(UserError, match="only Parquet can"):
-            open_dataset("s3://bucket/train.h5")
+        with pytest.raises(UserError, match="and Parquet can"):
+            open_dataset("s3://bucket/train.csv")
 
 
 class TestDiskCache:
