@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -51,6 +53,10 @@ class ObjectStore:
         """
         self._ask(f"/fail/{how}/{times}")
 
+    def kill(self, pid: int, request: int) -> None:
+        """A process, as this request from now on arrives, of which the body may be on its way."""
+        self._ask(f"/kill/{pid}/{request}")
+
     def reads(self) -> int:
         """How many reads of objects there have been."""
         return int(self._ask("/reads"))
@@ -77,7 +83,7 @@ def serving() -> Iterator[ObjectStore]:
 def failing(application: Application) -> Application:
     """An S3 server that can be told to fail."""
     lock = threading.Lock()
-    state: dict[str, Any] = {"how": "", "times": 0, "reads": 0}
+    state: dict[str, Any] = {"how": "", "times": 0, "reads": 0, "left": 0}
     chance = random.Random(0)
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -87,12 +93,19 @@ def failing(application: Application) -> Application:
             state.update(how=how, times=int(times))
             start("200 OK", [])
             return [b""]
+        if path.startswith("/kill/"):
+            state.update(zip(("pid", "left"), map(int, path.split("/")[2:]), strict=True))
+            start("200 OK", [])
+            return [b""]
         if path == "/reads":
             start("200 OK", [])
             return [str(state["reads"]).encode()]
         is_read = environ["REQUEST_METHOD"] == "GET" and path.count("/") >= 2
         with lock:
             state["reads"] += is_read
+            state["left"] -= 1
+            if state["left"] == 0:
+                os.kill(state["pid"], signal.SIGKILL)
             how = state["how"] if state["times"] else ""
             if is_read or how.startswith("all-"):
                 state["times"] = max(0, state["times"] - 1)

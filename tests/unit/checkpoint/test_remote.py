@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -260,6 +262,21 @@ def test_killed_at_any_request_it_resumes_from_the_newest_that_is_whole(
         assert max(announced, default=0) <= max(resumed, default=0)
         arrived = max(arrived, *announced, 0)
     assert arrived == 16, "the last attempts end as they should"
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_while_it_sends_the_newest_whole_one_is_always_readable(
+    tmp_path: Path, object_store: ObjectStore
+) -> None:
+    """And the store fails three calls of ten."""
+    url = object_store.make_bucket("killed")
+    object_store.fail("all-flaky", 10**6)
+    words = [sys.executable, "-m", "tests.support.store_kills", tmp_path, url, object_store.url, "20", "0"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=500)
+    object_store.fail("", 0)
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) > 10, done.stdout + done.stderr
+    there = look(ObjectFolder(url))
+    assert len(there.folders) >= 2 and main(["ckpt", "verify", url]) == 0
 
 
 def test_an_old_attempt_that_comes_back_writes_nothing_that_counts(site: Site) -> None:
