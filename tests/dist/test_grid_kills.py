@@ -42,7 +42,7 @@ def run(
         checkpoint={"every_steps": 2},
         parallel=dict(plan),
         reduce={"kind": "mpi" if ranks > 1 else "none"},
-        monitor={"hang_s": 4.0},
+        monitor={"hang_s": 10.0} if (trouble or {}).get("kind") == "hang" else {},
         track={"every_steps": 1},
         launch=ONE_ATTEMPT,
     )

@@ -16,22 +16,28 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import CUT_OFF
 from hpctrain.run.folder import RunDir
 from tests.support import netns
-from tests.support.command import environment, events, hpctrain, last_words, reaches_step, wait_for, write_run
+from tests.support.command import PROJECT, environment, events, hpctrain, last_words, write_run
+from tests.support.gate import Gate
 from tests.support.mpi import LAUNCH_S
 
-DIGITS = "hpctrain.tasks.torch_digits:task"
-STEPS = 200
+DIGITS = f"{PROJECT}/tests/tasks/held_torch_digits.py:task"
+STEPS = 120
 
 pytestmark = [pytest.mark.world_size(4)]
 
 
-def run_file(folder: Path, checkpoint: dict[str, Any] | None = None, **launch: Any) -> Path:
+def run_file(folder: Path, held_at: int = 0, checkpoint: dict[str, Any] | None = None, **launch: Any) -> Path:
     folder.mkdir()
     return write_run(
         folder,
         task=DIGITS,
         run_dir=str(folder / "run"),
-        task_args={"data": str(folder.parent / "digits")},
+        task_args={
+            "data": str(folder.parent / "digits"),
+            "gate": str(folder.parent / "gate"),
+            "at": held_at,
+            "pause_s": 0.02,
+        },
         train={"steps": STEPS, "global_batch": 32, "threads": 1},
         checkpoint=checkpoint or {"every_steps": 10},
         reduce={"kind": "mpi"},
@@ -65,9 +71,11 @@ def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_thos
     run, tiers = tmp_path / "there" / "run", {"memory": {"every_steps": 5, "copies": 1, "path": "$TMPDIR"}}
     shell = f"{network.folder}/agent {{host}} {{command}}"  # as batch systems' tools get it
     more = {"hosts": network.addresses, "spare_nodes": 1, "remote_shell": shell}
-    child = start(network, run_file(run.parent, {"every_steps": 1000, "tiers": tiers}, **hosts(network, **more)))
-    wait_for("step", reaches_step(run, 62))
+    checkpoint, gate = {"every_steps": 1000, "tiers": tiers}, Gate(tmp_path / "gate").close(1)
+    child = start(network, run_file(run.parent, 62, checkpoint, **hosts(network, **more)))
+    gate.await_ranks(4)
     network.cut(1)
+    gate.open()
     said, _ = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said
     verdict = Attempts(RunDir(run)).all()[0].verdict
@@ -85,15 +93,16 @@ def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_thos
 
 
 def test_a_killed_rank_is_started_again_and_a_lost_host_is_left_out(network: netns.Network, tmp_path: Path) -> None:
-    folder = tmp_path / "there"
-    child = start(network, run_file(folder, **hosts(network, min_nodes=1)))
-    wait_for("step", reaches_step(folder / "run", 25))
+    folder, gate = tmp_path / "there", Gate(tmp_path / "gate").close(1, 2)
+    child = start(network, run_file(folder, 25, **hosts(network, min_nodes=1)))
+    gate.await_ranks(4)
     pids = netns._do("ip", "netns", "pids", network.names[1]).split()
     ranks = [each for each in map(psutil.Process, map(int, pids)) if "train" in each.cmdline()]
     next(each for each in ranks if each.environ()["PMIX_RANK"] == "3").kill()
-    wait_for("second attempt", lambda: len(Attempts(RunDir(folder / "run")).all()) == 2)
-    wait_for("step", reaches_step(folder / "run", 60))
+    gate.open(1)
+    gate.await_ranks(4, attempt=2)
     netns._end_processes([network.names[1]])
+    gate.open(2)
     said, _ = child.communicate(timeout=LAUNCH_S)
     assert child.returncode == 0, said
     attempts = Attempts(RunDir(folder / "run")).all()

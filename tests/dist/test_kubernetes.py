@@ -19,6 +19,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest, request_stop
 from tests.support import netns
 from tests.support.command import environment, wait_for
+from tests.support.mpi import LAUNCH_S
 
 pytestmark = [pytest.mark.world_size(3)]
 
@@ -132,7 +133,7 @@ class StandIn:
                 return str(rule["action"])
         return "Count"
 
-    def finish(self, patience_s: float = 180.0) -> str:
+    def finish(self, patience_s: float = LAUNCH_S) -> str:
         """How the Job ends."""
         end = time.monotonic() + patience_s
         while not (ended := self.look()):
@@ -160,7 +161,7 @@ def cluster(network: netns.Network, folder: Path, phase: str, **pods: Any) -> St
     (runs / "phase").write_text(phase)
     program = folder / "image" / "program.py"
     program.write_text(PROGRAM)
-    kubernetes = KubernetesConfig(image="train", volumes={str(runs): "claim"}, grace_s=60, **pods)
+    kubernetes = KubernetesConfig(image="train", volumes={str(runs): "claim"}, grace_s=100, **pods)
     command = (sys.executable, str(program), str(runs))
     launch = LaunchConfig(
         engine="kubernetes", nodes=3, command=command, kubernetes=kubernetes, max_failures=0, stop_grace_s=45.0

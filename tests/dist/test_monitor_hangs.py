@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
-from tests.support.mpi import Result
+from tests.support.mpi import PATIENCE_S, Result
 
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 HANG_S = 4
@@ -42,7 +42,7 @@ def hangs(folder: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == "hang"]
 
 
-def nobody_is_left(folder: Path, patience_s: float = 8.0) -> bool:
+def nobody_is_left(folder: Path, patience_s: float = PATIENCE_S) -> bool:
     """Neither ranks nor agents, which may take some seconds to see that their ranks have gone."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
@@ -97,7 +97,7 @@ def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tm
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("agents_too", [True, False])
 def test_a_suspended_run_goes_on_and_is_not_ended(mpirun: Callable[..., Any], tmp_path: Path, agents_too: bool) -> None:
-    script = {"steps": 400, "monitor": {"hang_s": HANG_S, "on_hang": "abort"}}
+    script = {"steps": 700, "monitor": {"hang_s": HANG_S, "on_hang": "abort"}}
     suspender = threading.Thread(target=suspend, args=(tmp_path, agents_too))
     suspender.start()
     result = mpirun(2, PROGRAM, tmp_path, json.dumps(script))
@@ -109,7 +109,7 @@ def test_a_suspended_run_goes_on_and_is_not_ended(mpirun: Callable[..., Any], tm
 
 def suspend(folder: Path, agents_too: bool) -> None:
     """Stops the ranks once they have begun, for twice the time that counts as a hang."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(pids := [int(text) for file in folder.glob("pid-*") if (text := file.read_text())]) < 2:
         if time.monotonic() > deadline:
             return

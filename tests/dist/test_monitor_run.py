@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hpctrain.run.folder import RunDir
@@ -18,7 +17,7 @@ from tests.support.command import (
     last_words,
     leftovers,
     misbehaving_run,
-    processes_of,
+    ranks_of,
     reaches_step,
     started,
     wait_for,
@@ -26,12 +25,8 @@ from tests.support.command import (
 from tests.support.mpi import PATIENCE_S
 
 pytestmark = pytest.mark.world_size(2)
-MONITOR = {"enabled": True, "window_steps": 8, "hang_s": 4}
-SLOW = {"train": {"steps": 400}, "track": {"every_steps": 1}}
-
-
-def ranks_of(pid: int) -> list[psutil.Process]:
-    return [process for process in processes_of(pid) if "train" in process.cmdline()]
+MONITOR = {"enabled": True, "window_steps": 8, "hang_s": 8}
+SLOW = {"train": {"steps": 5000}, "track": {"every_steps": 1}}
 
 
 NOTE_COLLECTIVES = """

@@ -23,12 +23,11 @@ from tests.support.command import (
     events,
     hpctrain,
     misbehaving_run,
-    processes_of,
-    reaches_step,
+    ranks_of,
     started,
-    wait_for,
     write_run,
 )
+from tests.support.gate import Gate
 from tests.support.mpi import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -137,9 +136,10 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
     tmp_path: Path, opened: Callable[[Path], Page]
 ) -> None:
     run = tmp_path / "run"
-    path = misbehaving_run(tmp_path, train={"steps": 400}, track={"every_steps": 5}, checkpoint={"every_steps": 20})
+    every, gate = {"track": {"every_steps": 5}, "checkpoint": {"every_steps": 20}}, Gate(tmp_path / "gate").close(1)
+    path = misbehaving_run(tmp_path, train={"steps": 200}, task_args={"gate": str(gate.folder), "at": 52}, **every)
     with started("run", "-n", 1, path, env={"STEP_S": "0.02"}, warm="torch") as child:
-        wait_for("step", reaches_step(run, 30))
+        gate.await_ranks(1)
         page = opened(run)
         assert "The run is under way" in page.dom
         *_, (_, _, _, _, _, ending) = page.rows("attempts")
@@ -147,8 +147,7 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
         check_loss(
             page, run, [event for event in events(run, "train") if event["step"] <= int(page.rows("loss")[-1][1])]
         )
-        wait_for("steps after a checkpoint", lambda: events(run, "train")[-1]["step"] % 20 == 10)
-        for rank in [process for process in processes_of(child.pid) if "train" in process.cmdline()]:
+        for rank in ranks_of(child.pid):
             rank.kill()
         assert child.wait(PATIENCE_S) == 70
     crashed = opened(run)
@@ -163,9 +162,9 @@ def test_a_run_while_it_runs_after_it_crashed_and_when_it_was_resumed(
     first, _ = Attempts(RunDir(run)).info()["attempts"]
     repeated = {event["time"] for event in before if event["step"] > first["to_step"]}
     kept = {event["time"] for event in events(run, "train")}
-    assert len(kept) == 80 and repeated and not repeated & kept
+    assert len(kept) == 40 and repeated and not repeated & kept
     assert [row[0] for row in page.rows("attempts")] == ["1", "2"]
-    assert page.rows("attempts")[1][3:] == [str(first["to_step"]), "400", "done after step 400"]
+    assert page.rows("attempts")[1][3:] == [str(first["to_step"]), "200", "done after step 200"]
     shown = page.drawing("attempts")
     assert all(f"attempt {number}, from step " in shown for number in (1, 2))
 

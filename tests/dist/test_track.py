@@ -114,7 +114,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 def healthy(port: int, page: str = "health") -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=2) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=10) as answer:
             return answer.status == 200
     except OSError:
         return False
@@ -165,7 +165,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
     run_file = write_run(
         tmp_path,
         task=SLOW,
-        task_args={"data": str(data)},
+        task_args={"data": str(data), "step_s": 0.2, "until": str(tmp_path / "over")},
         train={"steps": 300, "global_batch": 16},
         track={"mlflow": str(uri), "every_steps": 5},
     )
@@ -177,6 +177,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
     wait_for("training", lambda: len(events(run, "train")) > 5)
     (run / "STOP").touch()
     assert first.wait(PATIENCE_S) == 75
+    (tmp_path / "over").touch()  # from then on the steps are quick
     hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     found = run_python(READ_BACK, f"sqlite:///{uri}/mlflow.db")
     assert found["metrics"]["train/loss"] == losses(run)
@@ -195,7 +196,7 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
     run_file = write_run(
         tmp_path,
         task=SLOW,
-        task_args={"until": str(over)},
+        task_args={"step_s": 0.05, "until": str(over)},
         train={"steps": 6000, "global_batch": 16},
         track={"mlflow": uri, "every_steps": 5},
     )
@@ -211,7 +212,7 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
     over.touch()
     assert training.wait(PATIENCE_S) == 0
     times = [event["time"] for event in events(run, "train")]
-    assert max(np.diff(times)) < 1.0, "an interval of 0.1 s may not wait for a server"
+    assert max(np.diff(times)) < 10.0, "an interval of 0.25 s may not wait for a server, whose clients try for minutes"
     lost = hpctrain("track", "sync", run, cwd=tmp_path, code=70)
     assert "start the server" in lost.stderr
     with mlflow_server(tmp_path, port):

@@ -14,6 +14,7 @@ from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import hpctrain, misbehaving_run, started
+from tests.support.gate import Gate
 from tests.support.mpi import PATIENCE_S
 from tests.support.pseudo_terminal import OFF, on_a_terminal
 
@@ -23,13 +24,21 @@ from tests.support.pseudo_terminal import OFF, on_a_terminal
 def test_a_run_of_two_ranks_from_before_its_start_to_its_end(tmp_path: Path) -> None:
     monitor = {"enabled": True, "window_steps": 8}
     checkpoint = {"every_steps": 70}  # which stays the newest for more pictures than one
+    gate = Gate(tmp_path / "gate").close(1)
     path = misbehaving_run(
-        tmp_path, train={"steps": 150}, track={"every_steps": 2}, monitor=monitor, checkpoint=checkpoint
+        tmp_path,
+        train={"steps": 150},
+        track={"every_steps": 2},
+        monitor=monitor,
+        checkpoint=checkpoint,
+        task_args={"gate": str(gate.folder), "at": 100},
     )
     with on_a_terminal("watch", path) as terminal:
         terminal.wait_for("word that it has not begun", lambda picture: "not started" in picture)
         with started("run", "-n", 2, path, env={"STEP_S": "0.05"}, warm="torch") as run:
+            terminal.wait_for("checkpoint", lambda picture: "checkpoint" in picture and "step 70" in picture)
             terminal.wait_for("bars of both ranks", lambda picture: len(re.findall(r"\n +[01] \S.*█", picture)) == 2)
+            gate.open()
             assert terminal.end() == 0
             assert run.wait(PATIENCE_S) == 0
     running = [picture for picture in terminal.pictures() if "  running  " in picture]

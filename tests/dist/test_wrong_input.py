@@ -21,6 +21,7 @@ from tests.dist.programs import launch_task
 from tests.support.command import (
     HPCTRAIN,
     endings,
+    events,
     hpctrain,
     last_words,
     leftovers,
@@ -30,7 +31,7 @@ from tests.support.command import (
     wait_for,
     write_run,
 )
-from tests.support.mpi import PATIENCE_S, Result, rank_environment, run_in_group
+from tests.support.mpi import LAUNCH_S, PATIENCE_S, Result, rank_environment, run_in_group
 from tests.tasks import combined_tasks
 
 pytestmark = pytest.mark.world_size(2)
@@ -225,16 +226,12 @@ def test_a_run_folder_that_is_in_use(tmp_path):
         wait_for("step", reaches_step(tmp_path / "run", 2))
         refused(run_on_two(path), 64, "in use by another live run", f"process {first.pid} on ")
         refused(hpctrain("train", path, code=64), 64, "in use by another live run")
-        step = max(int(event["step"]) for event in events_of(tmp_path))
+        step = events(tmp_path / "run", "train")[-1]["step"]
         wait_for("further step", reaches_step(tmp_path / "run", step + 2))
         first.terminate()
         first.communicate(timeout=PATIENCE_S)
         assert first.returncode == 75
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]) == 1
-
-
-def events_of(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
 
 
 def run_on_a_disk_that_fills(folder: Path, **sections: object) -> Result:
@@ -249,7 +246,7 @@ def run_on_a_disk_that_fills(folder: Path, **sections: object) -> Result:
         pytest.skip("not permitted here: a mount namespace")
     script = 'mount -t tmpfs -o size=4M tmpfs "$1" && shift && "$@"; code=$?; tail "$RUN/events.jsonl"; exit $code'
     words_ = [*apart, "bash", "-c", script, "bash", str(mounted), *HPCTRAIN, "run", "-n", "2", str(path)]
-    return run_in_group(words_, rank_environment({"RUN": str(mounted)}), None, 60)
+    return run_in_group(words_, rank_environment({"RUN": str(mounted)}), None, LAUNCH_S)
 
 
 def test_a_disk_that_is_full_when_events_are_written_costs_the_events_not_the_run(tmp_path):

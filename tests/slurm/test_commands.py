@@ -57,7 +57,7 @@ state = pathlib.Path(sys.argv[1]) / f"count-{os.environ['SLURM_PROCID']}"
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
 for count in range(int(state.read_text()) if state.exists() else 0, 8):
     print("count", count, flush=True)
-    time.sleep(1.5 if os.environ["HPCTRAIN_ATTEMPT"] == "1" else 0.05)
+    time.sleep(20 if os.environ["HPCTRAIN_ATTEMPT"] == "1" and count else 0.05)
     state.with_suffix(".new").write_text(str(count + 1))
     os.replace(state.with_suffix(".new"), state)
 """
@@ -71,7 +71,7 @@ def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callabl
     view = run.watch()
     assert (view["state"], view["attempt"], view["job"]) == ("running", 1, job) and view["limit_in_s"] > 0
     run.cluster.run("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1 does before the time limit
-    assert run.wait(job, "PENDING", timeout=30)
+    assert run.wait(job, "PENDING")
     assert run.wait(job, "COMPLETED", "FAILED") == "COMPLETED", run.log()
     assert [(tmp_path / f"count-{rank}").read_text() for rank in range(4)] == ["8"] * 4
     assert [attempt["verdict"]["action"] for attempt in Attempts(run.dir).info()["attempts"]] == ["requeue", "done"]
@@ -81,7 +81,7 @@ def test_a_command_that_needs_more_time_is_stopped_and_requeued(new_run: Callabl
 
 
 def test_a_command_that_fails_names_rank_and_code(new_run: Callable[..., Run]) -> None:
-    program = "[ $SLURM_PROCID = 2 ] && exit 3; sleep 60"
+    program = "[ $SLURM_PROCID = 2 ] && exit 3; sleep 600"
     run = new_run(launch={"command": ["bash", "-c", program], "max_failures": 1})
     job = run.submit()
     assert run.wait(job, "FAILED", "COMPLETED") == "FAILED"

@@ -221,12 +221,12 @@ def suspended(world: World) -> None:
     """The time in which a rank is stopped, as the ranks of a suspended job are, is no part of its wait."""
     waiting = world.local.broadcast(os.getpid(), "learn whom to stop")
     if world.rank == 0:
-        world.local.meet("end its break", timeout_s=2.0)
+        world.local.meet("end its break", timeout_s=4.0)
         return
     if world.rank == 1:
         time.sleep(0.2)
         os.kill(waiting, signal.SIGSTOP)
-        time.sleep(2.5)
+        time.sleep(4.5)
         os.kill(waiting, signal.SIGCONT)
         time.sleep(0.2)
     world.local.meet("end the others' break")

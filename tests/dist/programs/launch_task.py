@@ -16,12 +16,15 @@ import numpy as np
 import torch
 
 from hpctrain import TorchTask, World
+from hpctrain.train.hooks import Hook
 
 SAMPLES = 32
 
 
-def task(world: World, mode: str = "", at: int = 4, rank: int = 1, data: str = "", library: str = "") -> TorchTask:
-    """A linear model on random numbers. STEP_S in the environment makes its steps take time."""
+def task(
+    world: World, mode: str = "", at: int = 4, rank: int = 1, data: str = "", library: str = "", gate: str = ""
+) -> TorchTask:
+    """A linear model on random numbers. STEP_S in the environment makes its steps take time; ``gate``: see ``Hold``."""
     if mode == "raise-in-task" and world.rank == rank:
         raise RuntimeError("this rank has no luck")
     if mode == "second-mpi":
@@ -37,7 +40,14 @@ def task(world: World, mode: str = "", at: int = 4, rank: int = 1, data: str = "
         loss=loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         train=data or samples(),
+        hooks=held(gate, at) if gate else [],
     )
+
+
+def held(gate: str, at: int) -> list[Hook]:
+    from tests.support.gate import Hold  # where tests can be imported
+
+    return [Hold(gate, at)]
 
 
 def samples() -> dict[str, np.ndarray]:
