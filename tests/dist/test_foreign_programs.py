@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 
 def test_heartbeats_find_a_hang_and_keep_the_stacks(tmp_path: Path) -> None:
-    words = ("--monitor.hang_s", 2, "--", sys.executable, foreign.PROGRAMS / "foreign_hang.py")
+    words = ("--monitor.hang_s", 6, "--", sys.executable, foreign.PROGRAMS / "foreign_hang.py")
     said = hpctrain("run", "-n", 2, "--name", "hangs", *words, cwd=tmp_path, code=70)
     stacks = "".join(path.read_text() for path in (tmp_path / "runs" / "hangs" / "monitor").glob("stack-1-*"))
     assert "waits_for_godot" in stacks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from hpctrain.rank.convention import reserve_port
 from tests.support import foreign_programs
 from tests.support.command import PROJECT, environment, events, hpctrain
+from tests.support.mpi import LAUNCH_S, run_in_group
 
 PAGE = (PROJECT / "docs" / "migrate.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## From (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -69,10 +69,9 @@ def code(block: str) -> list[str]:
 def test_before(name: str, folder: Path) -> None:
     (folder / "train.py").write_text(blocks(SECTIONS[name])[0])
     with reserve_port() as holder:
-        port = str(holder.getsockname()[1])
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=folder, env=environment(one_rank), capture_output=True, text=True, timeout=120)
+        one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        own = environment({**one_rank, "MASTER_PORT": str(holder.getsockname()[1])})
+        done = run_in_group([sys.executable, "train.py"], own, folder, LAUNCH_S)
     assert done.returncode == 0, done.stderr
 
 

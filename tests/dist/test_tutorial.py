@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import tutorial
-from tests.support.command import PROJECT, environment, events, hpctrain, reaches_step, started, wait_for
+from tests.support.command import PROJECT, environment, events, hpctrain, ranks_of, reaches_step, started, wait_for
 from tests.support.mpi import PATIENCE_S
 
 SHORTER = {"bench": ["--steps", "12", "--rounds", "1"], "watch": ["--once"]}
@@ -48,11 +48,16 @@ def test_every_step_of_the_tutorial(tmp_path: Path) -> None:
 
 
 def interrupted(words: list[str], meanwhile: list[list[str]], folder: Path, run: Path) -> int:
-    """Runs a command, and others while it trains; its exit code."""
-    with started(*words, cwd=folder, warm="torch") as child:
+    """Runs a command, and others while it trains, between two steps; its exit code."""
+    with started(*words, cwd=folder) as child:
         wait_for("steps", reaches_step(run, 100))
+        ranks = ranks_of(child.pid)
+        for rank in ranks:
+            rank.suspend()
         for other in meanwhile:
             hpctrain(*other, *SHORTER.get(other[0], []), cwd=folder)
+        for rank in ranks:
+            rank.resume()
         return child.wait(PATIENCE_S)
 
 
