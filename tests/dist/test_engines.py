@@ -33,7 +33,6 @@ PROGRAMS = Path(__file__).parent / "programs"
 TASK = PROJECT / "tests" / "tasks" / "torch_waiting_task.py"
 JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"}
 """Processes of Spark start in half the time, and would compute longer."""
-INTERFACES = ("PRTE_MCA_prte_if_include", "OMPI_MCA_btl_tcp_if_include")
 STEPS = 60
 
 pytestmark = [pytest.mark.world_size(6)]
@@ -67,9 +66,8 @@ def weights(run: Path, attempt: int) -> set[str]:
 @contextmanager
 def started(network: netns.Network, host: int, *words: object, **more: str) -> Iterator[subprocess.Popen[str]]:
     """A command of ours on a host; its process is the command's own."""
-    links = dict.fromkeys(INTERFACES, f"{netns.SUBNET}.0/24") | {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
     command = network.on(host, "exec", sys.executable, "-m", "hpctrain", *words)
-    own = environment(links | more)
+    own = environment(netns.INTERFACES | more)
     child = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield child
@@ -186,6 +184,30 @@ def spark(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, st
         yield {}, local
     for each in begun:
         each.wait()
+
+
+@contextmanager
+def hosts(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """No engine: two hosts by a remote shell."""
+    shell = f"{network.folder}/agent {{host}}"
+    with on_hosts(network):
+        yield {"engine": None, "hosts": network.addresses[:2], "remote_shell": shell}, {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", [hosts, ray])
+def test_a_program_for_torchrun_gives_its_numbers_on_two_hosts(
+    engine: Callable[[netns.Network], Any], network: netns.Network, tmp_path: Path
+) -> None:
+    with engine(network) as (launch, local):
+        program = [sys.executable, str(PROGRAMS / "foreign_ddp.py")]
+        nodes = {"engine": engine.__name__, "nodes": 2, "ranks_per_node": 1, "convention": "torch", **launch}
+        file = write_run(tmp_path, run_dir=str(tmp_path / "run"), launch={"command": program, **nodes})
+        with started(network, 0, "run", file, **local) as child:
+            said, _ = child.communicate(timeout=LAUNCH_S)
+    assert child.returncode == 0, said
+    assert "weights -0.104762" in said, "what torchrun --standalone --nproc-per-node 2 prints"
+    assert len({word["host"] for word in last_words(tmp_path / "run")}) == 2
 
 
 @pytest.fixture(scope="module")

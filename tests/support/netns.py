@@ -25,6 +25,14 @@ from tests.support import mpi
 PROGRAMS = ("ip", "tc", "unshare", "hostname")
 SEARCH_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 SUBNET = "10.77.0"
+INTERFACES = {
+    **{name: f"{SUBNET}.0/24" for name in ("PRTE_MCA_prte_if_include", "OMPI_MCA_btl_tcp_if_include")},
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+}
+"""Variables by which Open MPI uses the links between the hosts."""
+ETC = Path("/etc/netns")
+"""Where ip looks for what a namespace has in place of files of /etc."""
 PREFIX = "hpctrain"
 """Names of namespaces: hpctrain-<pid of the test>-<host>, so that those of a killed test can be told and removed."""
 REFUSED = r"not permitted|[Pp]ermission denied|not supported|qdisc kind is unknown|Unknown device type|Read-only file"
@@ -122,6 +130,7 @@ def network(hosts: int, rate: str, folder: Path) -> Iterator[Network]:
             _connect(name, f"{SUBNET}.{index + 1}/24", switch, f"port{index + 1}", rate)
         made = Network(names, folder)
         _write_agent(made)
+        _write_names(made)
         yield made
     finally:
         _remove([*names, switch])
@@ -160,6 +169,18 @@ def _write_agent(made: Network) -> None:
     agent.chmod(0o755)
 
 
+def _write_names(made: Network) -> None:
+    """The hosts find each other by their names: ip shows each namespace its own /etc/hosts."""
+    lines = (f"{address} {name}\n" for name, address in zip(made.names, made.addresses, strict=True))
+    text = "".join([Path("/etc/hosts").read_text(), *lines])
+    try:
+        for name in made.names:
+            (ETC / name).mkdir(parents=True, exist_ok=True)
+            (ETC / name / "hosts").write_text(text)
+    except OSError as error:
+        raise NotPermitted(f"{NOT_PERMITTED}{ETC}: {error.strerror}") from error
+
+
 def _check_tools() -> None:
     absent = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
     assert not absent, f"this machine lacks {', '.join(absent)} (Debian: iproute2, util-linux, hostname)"
@@ -192,6 +213,7 @@ def _remove(names: Sequence[str]) -> None:
     _end_processes(left)
     for name in left:
         _do("ip", "netns", "del", name)
+        shutil.rmtree(ETC / name, ignore_errors=True)
     for name in names:  # of Open MPI's ranks that were killed with their host
         for segment in Path("/dev/shm").glob(f"sm_segment.{name}.*"):
             segment.unlink(missing_ok=True)
