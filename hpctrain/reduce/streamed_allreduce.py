@@ -1,9 +1,11 @@
 """Sums over ranks in small pieces, each of which travels as soon as it is ready: while backward computes the others.
 
 The ranks of a node add up in the memory they share, so that a node's values cross the network once. Between nodes one
-rank adds up each piece, in rank order, and sends the sum to the others; ranks take turns at that, so what passes each
-link is the least there is. Of two ranks both add up. Who adds follows from the calls alone: results do not depend on
-timing. Pieces are so small that MPI hands them to the network at once, which works while ranks compute.
+rank adds up each piece and sends the sum to the others; ranks take turns at that, so what passes each link is the least
+there is. Of two ranks both add up. Who adds follows from the calls alone: results do not depend on timing. Within and
+between nodes terms are added by twos, neighbours first: if nodes have 1, 2, 4, 8, ... ranks in order, that is one tree
+over all ranks, and sums of fp32 are bitwise identical on any number of nodes. Pieces are so small that MPI hands them
+to the network at once, which works while ranks compute.
 """
 
 from __future__ import annotations
@@ -70,24 +72,25 @@ class Piece:
         Args:
             comm: of the group.
             rank: in it.
-            work: two rows that may be overwritten.
+            work: a row for each rank that may be overwritten, if there is a codec.
         """
         if comm is None:
             return []
-        total, term = (row[: len(self.values)] for row in work)
         if not self.adds:
             (words,) = self.rows.values()
             self._decode(words, self.values)
             return []
-        for number in range(len(self.rows) + 1):
-            self._decode(self.words if number == rank else self.rows[number], term if number else total)
-            if number:
-                total += term
+        terms: list[NDArray[Any]] = [each for _, each in sorted({**self.rows, rank: self.words}.items())]
+        if self.codec is not None:
+            for number, words in enumerate(terms):
+                terms[number] = work[number, : len(words)]
+                self.codec.decode(words, terms[number])
+        add_pairwise(terms, terms[0])
         if self.codec is not None and self.sums_to:
-            self.codec.encode(total, self.words)
+            self.codec.encode(terms[0], self.words)
             self.codec.decode(self.words, self.values)
         else:
-            self.values[:] = total
+            self.values[:] = terms[0]
         return [comm.Isend(self.words, other, SUM) for other in self.sums_to]
 
     def _decode(self, words: NDArray[Any], out: NDArray[Any]) -> None:
@@ -119,7 +122,7 @@ class Stream:
         """The others."""
         self.leaving: list[tuple[int, MPI.Request]] = []
         """Sums that this rank sends, out of the arrays, with the number of their call."""
-        self.work = np.empty((2, PIECE_BYTES // 2), arrays[0].dtype)
+        self.work = np.empty((0 if codec is None else group.size, PIECE_BYTES // 2), arrays[0].dtype)
 
     def start(self, begin: int, end: int) -> None:
         """These elements may travel."""

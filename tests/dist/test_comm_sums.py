@@ -14,7 +14,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 HERE = {"PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3, 4)])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3, 4, 6)])
 def test_sums_and_collectives_are_right(ranks: int) -> None:
     result = mpirun(ranks, PROGRAMS / "comm_sums.py", env=HERE, warm="torch")
     said = sorted(line for line in result.stdout.splitlines() if line.endswith("right"))

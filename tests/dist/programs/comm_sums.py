@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -152,20 +151,20 @@ def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
 
 
 def streamed(fp16: bool, ranks_per_node: int = 1) -> Callable[[list[np.ndarray]], np.ndarray]:
-    """Nodes' sums by twos, rounded for the wire, added in fp32 in order, and rounded again if they are sent again."""
+    """Nodes' sums by twos, rounded for the wire, added in fp32 by twos, and rounded again if they are sent again."""
 
     def rounded(values: np.ndarray) -> np.ndarray:
         return np.concatenate([values[:-EXTRA].astype(np.float16).astype(np.float32), values[-EXTRA:]])
 
     def by_twos(terms: list[np.ndarray]) -> np.ndarray:
-        half = 2 if len(terms) > 2 else 1
+        half = (1 << (len(terms) - 1).bit_length()) // 2
         return terms[0] if len(terms) == 1 else by_twos(terms[:half]) + by_twos(terms[half:])
 
     def expected(mine: list[np.ndarray]) -> np.ndarray:
         nodes = [by_twos(mine[at : at + ranks_per_node]) for at in range(0, len(mine), ranks_per_node)]
         if not fp16 or len(nodes) == 1:
-            return functools.reduce(np.add, nodes)
-        total = functools.reduce(np.add, map(rounded, nodes))
+            return by_twos(nodes)
+        total = by_twos([*map(rounded, nodes)])
         return total if len(nodes) == 2 else rounded(total)
 
     return expected
@@ -277,16 +276,36 @@ def check_window(world: World) -> None:
     window.close()
 
 
-def across_nodes(world: World) -> None:
-    """Four ranks that take themselves for two nodes of two, and for nodes of three and one."""
+def on_nodes(world: World, ranks_per_node: int) -> Group:
+    """Ranks that take themselves for those of several nodes."""
     from mpi4py import MPI
 
-    def group_of(first_node: int) -> Group:
-        class Nodes(MPI.Intracomm):
-            def Split_type(self, *arguments: object, **more: object) -> MPI.Comm:
-                return self.Split(color=int(self.Get_rank() >= first_node))
+    class Nodes(MPI.Intracomm):
+        def Split_type(self, *arguments: object, **more: object) -> MPI.Comm:
+            return self.Split(color=self.Get_rank() // ranks_per_node)
 
-        return Group("data", Nodes(world.data.comm.Dup()))
+    assert world.data.comm is not None
+    return Group("data", Nodes(world.data.comm.Dup()))
+
+
+def spread(world: World) -> None:
+    """The bits of sums are those of all ranks by twos, on nodes of 1, 2 or 4 ranks, or of all of them; not of three."""
+    length = 50_003
+    for ranks in {1, 2, 4, world.size}:
+        if world.size % ranks == 0:
+            reducer = open_streamed_allreduce(on_nodes(world, ranks), length, np.float32)
+            assert reducer.node.size == ranks
+            check(world, reducer, length, streamed(fp16=False))
+    if world.size == 6:
+        reducer = open_streamed_allreduce(on_nodes(world, 3), length, np.float32)
+        check(world, reducer, length, streamed(fp16=False, ranks_per_node=3))
+
+
+def across_nodes(world: World) -> None:
+    """Four ranks that take themselves for two nodes of two, and for nodes of three and one."""
+
+    def group_of(ranks_per_node: int) -> Group:
+        return on_nodes(world, ranks_per_node)
 
     for length in (EXTRA, 1000, 100_003):
         for ring in (False, True):
@@ -313,10 +332,22 @@ def across_nodes(world: World) -> None:
 
 
 def main() -> None:
-    """Everything on the ranks that there are."""
+    """Everything on four ranks at most."""
     world = connect()
     own = world.data.broadcast(tempfile.mkdtemp(dir=shared_memory.FOLDER) if world.rank == 0 else "", "share memory")
     shared_memory.FOLDER = own
+    if world.size > 4:
+        spread(world)
+    else:
+        everything(world)
+    world.data.barrier("are done with their memory")
+    if world.rank == 0:
+        os.rmdir(own)
+    print(f"rank {world.rank} of {world.size}: right")
+
+
+def everything(world: World) -> None:
+    """Each sum, and the collectives."""
     collectives(world)
     merged_in_order(world)
     if world.size > 1:
@@ -360,16 +391,13 @@ def main() -> None:
         check_rows(world, np.float32, 100)
         check_rows(world, np.float64, LARGEST_MESSAGE)
         if world.size == 4:
+            spread(world)
             across_nodes(world)
         world.data.meet("have unlinked what they shared")
         assert world.rank > 0 or not any(Path(shared_memory.FOLDER).iterdir())
         shared_memory.FOLDER = "/nowhere" if world.rank == world.size - 1 else shared_memory.FOLDER
         shared_memory.FOLDER = "/nowhere" if world.rank == 0 else shared_memory.FOLDER
         assert open_shm_allreduce(world.data, 100) is None and open_shm_window(world.data) is None
-    world.data.barrier("are done with their memory")
-    if world.rank == 0:
-        os.rmdir(own)
-    print(f"rank {world.rank} of {world.size}: right")
 
 
 if __name__ == "__main__":
