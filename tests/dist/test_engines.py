@@ -210,6 +210,26 @@ def test_a_program_for_torchrun_gives_its_numbers_on_two_hosts(
     assert len({word["host"] for word in last_words(tmp_path / "run")}) == 2
 
 
+def test_six_ranks_on_three_hosts_end_with_the_weights_of_six_on_one(network: netns.Network, tmp_path: Path) -> None:
+    """With 16-bit messages each sum is formed in the order of the ranks; else those of a node add up theirs first."""
+    keys = {
+        "task": "hpctrain.tasks.torch_digits:task",
+        "task_args": {"data": str(tmp_path / "digits")},
+        "train": {"steps": 40, "global_batch": 48, "threads": 1},
+        "reduce": {"kind": "mpi", "compression": "fp16"},
+    }
+    hpctrain("run", "-n", 6, write_run(tmp_path, run_dir=str(tmp_path / "here"), **keys), warm="torch")
+    with hosts(network) as (launch, _):
+        places = launch | {"hosts": network.addresses, "ranks_per_node": 2}
+        file = write_run(tmp_path, run_dir=str(tmp_path / "there"), launch=places, **keys)
+        with started(network, 0, "run", file) as child:
+            said, _ = child.communicate(timeout=LAUNCH_S)
+    assert child.returncode == 0, said
+    assert [word["host"] for word in last_words(tmp_path / "there")] == [name for name in network.names for _ in "ab"]
+    assert len(last_words(tmp_path / "here")) == 6
+    assert weights(tmp_path / "there", 1) == weights(tmp_path / "here", 1)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Weights of a local run."""
