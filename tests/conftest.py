@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
 
 from tests.support import mpi
 
@@ -67,23 +66,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     return OneSlurm(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-LONGEST = (
-    "slurm",
-    *(
-        f"tests/dist/test_{name}.py"
-        for name in ("engines", "readme", "restart", "checkpoint_resume", "checkpoint_kills", "sweep", "tutorial")
-    ),
-)
-"""What takes minutes comes first, the longest of all before the others: at the end no processor waits for another."""
-
-
 class OneSlurm(LoadFileScheduling):
-    """Gives a process all of a file, or of the folder of Slurm."""
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        if first := next((scope for scope in LONGEST if scope in self.workqueue), None):
-            self.workqueue.move_to_end(first, last=False)
-        super()._assign_work_unit(node)
+    """Gives a process all of a file, or of the folder of Slurm, whose tests wait while those of others compute."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
