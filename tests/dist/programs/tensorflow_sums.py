@@ -30,7 +30,7 @@ def numbers(rank: int, step: int) -> list[NDArray[np.float32]]:
 
 
 def exact(candidate: Candidate, size: int, step: int, wide: bool) -> list[NDArray[np.floating]]:
-    """What all ranks must hold: values as they travel, added up, rounded to what travels back.
+    """What all ranks must hold: values as they travel, added up by twos, rounded to what travels back.
 
     Of two ranks each adds up by itself over MPI: nothing travels back.
     """
@@ -43,10 +43,10 @@ def exact(candidate: Candidate, size: int, step: int, wide: bool) -> list[NDArra
         if index == len(SHAPES):
             found.append(np.sum(terms, axis=0, dtype=np.float64 if wide else np.float32))
             continue
-        total = np.zeros(SHAPES[index], adds_in)
-        for values in terms:
-            total = (total + values.astype(wire).astype(adds_in)).astype(adds_in)
-        found.append(total.astype(back).astype(np.float64 if wide else np.float32))
+        sums = [values.astype(wire).astype(adds_in) for values in terms]
+        while len(sums) > 1:  # neighbours first
+            sums = [(first + second).astype(adds_in) for first, second in zip(sums[::2], sums[1::2], strict=True)]
+        found.append(sums[0].astype(back).astype(np.float64 if wide else np.float32))
     return found
 
 
