@@ -2,7 +2,7 @@
 
 Each combination that is refused is a ``Row``, kept in the room or strategy's folder that it concerns, in
 a module that ``MODULES`` names. Features that share no row go together. Whoever knows which features a run uses calls
-``refuse``: ``Config`` for the run file, ``rank.features`` for the task, the frameworks for what only they can see.
+``refuse``: ``Config`` for the run file, ``rank.problem`` for the task, the frameworks for what only they can see.
 ``python -m hpctrain.config.combinations`` prints the table of docs/combinations.md.
 """
 
