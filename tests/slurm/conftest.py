@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.run import STEPS, Run
-from tests.support.mpi import PATIENCE_S, python_path
+from tests.support.mpi import GIVES_WAY, PATIENCE_S, python_path
 from tests.support.warm_ranks import STAND_IN
 
 RANKS = {
@@ -22,6 +22,7 @@ RANKS = {
     "OMPI_MCA_btl": "tcp,self",
     "OMPI_MCA_btl_tcp_if_include": "lo",
     "OMPI_MCA_pml": "ob1",
+    **GIVES_WAY,
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_ALLOW_RUN_AS_ROOT": "1",

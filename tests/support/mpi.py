@@ -22,6 +22,8 @@ PATIENCE_S = 120.0
 LAUNCH_S = 240.0
 """The same for a whole launch."""
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
+GIVES_WAY = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+"""Ranks that wait give way: two tests share the cores, which ranks that spin would keep."""
 _FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")
 
 
@@ -58,7 +60,8 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     Python finds what the tests find, too: ``make torture`` has packages there that the environment is without.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FRESH)}
-    env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"} | _AS_ROOT | QUICK_START
+    env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"} | _AS_ROOT
+    env |= QUICK_START | GIVES_WAY
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     added = dict(extra or {})
     if "PYTHONPATH" in added:

@@ -94,10 +94,7 @@ class Network:
         ]
         target = [program] if isinstance(program, Path) else ["-m", program]
         command = self.on(0, launcher, *options, sys.executable, *target, *args)
-        crowded = hosts * ranks_per_host > len(os.sched_getaffinity(0))
-        shared = {"PYTHONPATH": str(Path(__file__).parents[2])} | (
-            {"OMPI_MCA_mpi_yield_when_idle": "1"} if crowded else {}
-        )
+        shared = {"PYTHONPATH": str(Path(__file__).parents[2])}
         try:
             result = mpi.run_in_group(command, mpi.rank_environment(shared | dict(env or {})), cwd, timeout)
         finally:
