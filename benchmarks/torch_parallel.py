@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parallel import HEADS, MODELS, THEIRS, Row
+from examples.gpt import Block, Gpt
 from hpctrain.backends.torch.strategies.group import DefaultGroup
 from hpctrain.backends.torch.strategies.region import cross_entropy
 from hpctrain.backends.torch.task.opening import open_torch
@@ -24,7 +25,6 @@ from hpctrain.data.order import part_of
 from hpctrain.parallel.tensor_words import columns, rows, vocabulary
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
-from hpctrain.tasks.torch_gpt import Block, Gpt
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import StepSettings
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from examples.gpt import Block, Gpt
 from hpctrain import TorchTask, columns, cross_entropy, rows, vocabulary
-from hpctrain.tasks.torch_gpt import Block, Gpt
 
 WORDS = 256
 NAME = "benchmarks.gpu_proof.tasks"

@@ -11,7 +11,7 @@ from hpctrain.errors import ExitCode, UserError
 from hpctrain.system import foreign_text
 
 FRAMEWORKS = {"torch": "torch", "keras": "tensorflow"}
-"""What begins the names of the files in tasks/starters."""
+"""What begins the names of the files in ``starters``, a link to those of ``examples``."""
 KINDS = ("image", "text", "table", "steps")
 RUN_FILE = """\
 name: {name}
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         fix = "use letters, digits and underscores, beginning with a letter"
         raise UserError(f"{args.name!r} cannot be the name of a Python file", fix)
     folder = Path(args.folder)
-    starter = Path(__file__).parents[1] / "tasks" / "starters" / f"{FRAMEWORKS[args.framework]}_{args.kind}.py"
+    starter = Path(__file__).parent / "starters" / f"{FRAMEWORKS[args.framework]}_{args.kind}.py"
     metric, mode = ("error", "min") if args.kind in ("table", "steps") else ("accuracy", "max")
     texts = {
         folder / f"{args.name}.py": starter.read_text(encoding="utf-8"),

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from examples import gpt as gpt_example
 from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_config
 from hpctrain.checkpoint.format import layout
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
-from hpctrain.tasks import torch_gpt
 from tests.tasks import tensor_tasks
 
 EVERYONE = connect().everyone
@@ -101,7 +101,7 @@ def gpt(folder: Path, name: str, **keys: Any) -> dict[str, Any]:
     data = folder / "tokens.h5"
     words = {"train": data, "validation": data, "dtype": "float64", "width": 32, "blocks": 2, "heads": 8, "kv_heads": 4}
     given = {f"task_args__{key}": value for key, value in words.items()}
-    return run(folder, name, task=f"{torch_gpt.__file__}:task", **given, **keys)
+    return run(folder, name, task=f"{gpt_example.__file__}:task", **given, **keys)
 
 
 PLAIN = {"task_args__feed_forward": "gelu", "task_args__norm": "layer"}

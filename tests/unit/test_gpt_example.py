@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from examples.gpt import Block, rotate, task
 from hpctrain import TorchTask, UserError, from_dataset, open_dataset, write_hdf5
 from hpctrain.backends.torch.strategies.tensor import layers_to_cut
 from hpctrain.cli import main
-from hpctrain.tasks.torch_gpt import Block, rotate, task
 
 
 @pytest.fixture
