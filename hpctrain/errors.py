@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import os
+from collections.abc import Iterator
 
 
 class ExitCode(enum.IntEnum):
@@ -159,6 +161,24 @@ class MissingExtra(UserError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.package, self.extra)
+
+
+@contextlib.contextmanager
+def requires(package: str, extra: str) -> Iterator[None]:
+    """Imports in the body raise MissingExtra if the package is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(package, extra) from error
+
+
+@contextlib.contextmanager
+def file_errors(what: str, fix: str) -> Iterator[None]:
+    """Errors of the file system in the body become UserErrors: ``what``, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}", fix) from error
 
 
 GENERAL = (Code.EXCEPTION, Code.USER_ERROR)

@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from hpctrain.errors import ExitCode, UserError
+from hpctrain.errors import ExitCode, UserError, file_errors
 from hpctrain.system import foreign_text
 
 FRAMEWORKS = {"torch": "torch", "keras": "tensorflow"}
@@ -55,13 +55,11 @@ def run(args: argparse.Namespace) -> int:
     there = [path for path in texts if path.exists()]
     if there:
         raise UserError(f"{there[0]} exists already", "choose another name or --folder")
-    try:
+    with file_errors(f"{folder} cannot be written", "choose another --folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             with open(path, "x", encoding="utf-8") as file:
                 file.write(text)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}", "choose another --folder") from error
     there_first = "" if args.folder == "." else f"cd {shlex.quote(args.folder)}; "
     foreign_text.show(
         f"wrote {folder / args.name}.py (the task) and {folder / args.name}.yaml (the run file); next:\n"

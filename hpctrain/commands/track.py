@@ -7,7 +7,7 @@ import importlib
 import json
 
 from hpctrain.config.values import refuse_credentials
-from hpctrain.errors import ExitCode, MissingExtra, RunFailed, UserError
+from hpctrain.errors import ExitCode, RunFailed, UserError, requires
 from hpctrain.run.folder import RunDir
 from hpctrain.system import foreign_text
 
@@ -50,11 +50,9 @@ def sync(args: argparse.Namespace) -> int:
         if not uri:
             continue
         title, more = TRACKERS[key].title, TRACKERS[key].more
-        try:
+        with requires(key, key):
             make = importlib.import_module(f"hpctrain.track.{key}").make
             follower = make(RunDir(view.path), uri, track.get(more) or getattr(TrackConfig(), more, ""))
-        except ImportError as error:
-            raise MissingExtra(key, key) from error
         if not follow(follower, lambda seconds: True):
             raise RunFailed(
                 f"{title} at {uri} does not take the metrics: {follower.problem}", "start the server, then try again"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import RunFailed, UserError, file_errors
 from hpctrain.horovod_wheel import patch
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
 from hpctrain.system import python, safe_read
@@ -270,12 +270,13 @@ def checked(wheel: Path) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-wheel-") as room:
         copy = Path(room, wheel.name)
-        try:
-            with os.fdopen(safe_read.open_plain(wheel), "rb") as source, open(copy, "xb") as target:
-                require_trusted(wheel, os.fstat(source.fileno()), os.geteuid())
-                shutil.copyfileobj(source, target, BLOCK_BYTES)
-        except OSError as error:
-            raise UserError(f"{wheel} cannot be used: {error.strerror}", BUILD_OWN) from error
+        with (
+            file_errors(f"{wheel} cannot be used", BUILD_OWN),
+            os.fdopen(safe_read.open_plain(wheel), "rb") as source,
+            open(copy, "xb") as target,
+        ):
+            require_trusted(wheel, os.fstat(source.fileno()), os.geteuid())
+            shutil.copyfileobj(source, target, BLOCK_BYTES)
         yield copy
 
 

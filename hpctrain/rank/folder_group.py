@@ -58,10 +58,8 @@ class FolderGroup(Group):
         """See Group."""
         self.number += 1
         end = time.monotonic() + timeout_s
-        try:
+        with files.writing(self.folder):
             files.make_folder(self.folder, self.root)
-        except OSError as error:
-            raise files.cannot_write(self.folder, error) from error
         if self.rank:
             self._leave(str(self.rank), value)
             everything = self._take({"all"}, what, end)["all"]

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.comm.world import EXPECTED_RANKS, LAUNCHED
-from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, UserError
+from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, file_errors
 from hpctrain.rank.convention import place_of, reserve_port, variables
 from hpctrain.rank.folder_group import FolderGroup, MeetingStopped
 from hpctrain.run.attempts import Attempts
@@ -93,10 +93,9 @@ def start_program(
     with signals.held():
         if signals.received:
             raise MeetingStopped("the program was not started: the run is to stop", "nothing to do")
-        try:  # there is one thread here, so a preexec_fn is safe
+        with file_errors(f"cannot run {words[0]}", "correct launch.command"):
+            # there is one thread here, so a preexec_fn is safe
             return subprocess.Popen(words, env=environment, preexec_fn=become_program)  # noqa: PLW1509
-        except OSError as error:
-            raise UserError(f"cannot run {words[0]}: {error.strerror}", "correct launch.command") from error
 
 
 def program_environment(

@@ -13,7 +13,7 @@ from hpctrain.comm.group import Group
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.formats.row_file import RowWriter, create_row_file
 from hpctrain.data.pipeline import ValidationData
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import RunFailed, UserError, file_errors
 from hpctrain.train.framework import Evaluator, samples_of
 from hpctrain.train.uneven_batches import even_batches
 
@@ -64,10 +64,8 @@ def make_folder(path: Path) -> None:
     """The folder of a file to be written. Raises UserError."""
     if path.is_dir():
         raise UserError(f"{path} is a folder", "name a file with --output")
-    try:
+    with file_errors(f"{path.parent} cannot be made", "choose another --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent} cannot be made: {error.strerror}", "choose another --output") from error
 
 
 def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None:

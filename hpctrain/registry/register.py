@@ -23,7 +23,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.config.combinations import Feature, refusal
 from hpctrain.config.loading import load
 from hpctrain.data.dataset import Samples
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import UserError, requires
 from hpctrain.rank.problem import Problem, examples_of
 from hpctrain.rank.trial import with_weights
 from hpctrain.report.summary import summarize
@@ -58,10 +58,8 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
         MissingExtra: mlflow is not installed.
     """
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
-    try:
+    with requires("mlflow", "mlflow"):
         import mlflow
-    except ImportError as error:
-        raise MissingExtra("mlflow", "mlflow") from error
     config = load(run_dir.run_yaml)
     uri = uri or config.track.mlflow
     if not uri:

@@ -13,7 +13,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import UserError
+from hpctrain.errors import file_errors
 from hpctrain.report import charts
 from hpctrain.report.drawing import DARK, INSTALL, LIGHT, can_draw, inline, picture, require
 from hpctrain.report.explain import Explanation
@@ -88,12 +88,10 @@ def save_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
     """
     require()
     paths = [folder / f"{section.key}.svg" for section in sections]
-    try:
+    with file_errors(f"pictures cannot be written into {folder}", "name a folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for path, section in zip(paths, sections, strict=True):
             path.write_text(picture([section.chart]), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"pictures cannot be written into {folder}: {error.strerror}", "name a folder") from error
     return paths
 
 

@@ -26,7 +26,7 @@ from hpctrain.run.live_lock import UniqueIds
 from hpctrain.run.rank_environment import current_attempt, current_job
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
-from hpctrain.system.files import cannot_write, write_atomically
+from hpctrain.system.files import cannot_write, write_atomically, writing
 
 NEW = Attempt()
 """An attempt of which nothing is known before it begins."""
@@ -160,10 +160,8 @@ class Attempts:
         """Adds fields to one of an attempt's own files, which no other attempt writes; the new content of run.json."""
         path = self.ids.path(attempt, what)
         self.ids.make_folder()
-        try:
+        with writing(path):
             before = _read_object(path)
-        except OSError as error:
-            raise cannot_write(path, error) from error
         write_atomically(path, _json({**before, **fields}), self.run_dir.path)
         return self._summarise()
 
@@ -174,12 +172,10 @@ class Attempts:
         puts right by itself, since each writer looks again until run.json is what the attempts' own files say.
         """
         written = b""
-        try:
+        with writing(self.run_dir.run_json):
             while (content := _json(info := self._gather())) != written:
                 write_atomically(self.run_dir.run_json, content, self.run_dir.path)
                 written = content
-        except OSError as error:
-            raise cannot_write(self.run_dir.run_json, error) from error
         return info
 
     def _gather(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
-from hpctrain.system.files import append_bytes, cannot_write, make_private
+from hpctrain.system.files import append_bytes, make_private, writing
 from hpctrain.system.json_shape import is_time, maker, sound
 
 FILE = "bad-nodes.jsonl"
@@ -67,12 +67,10 @@ class BadNodes:
     def add(self, *nodes: BadNode) -> None:
         """Adds nodes, or replaces what is said of them. Raises RunFailed where the list cannot be written."""
         lines = b"".join(json.dumps(dataclasses.asdict(node)).encode() + b"\n" for node in nodes)
-        try:
+        with writing(self.folder / FILE):
             if self.folder == self.root:
                 make_private(self.folder)
             append_bytes(self.folder / FILE, lines, self.root)
-        except OSError as error:
-            raise cannot_write(self.folder / FILE, error) from error
 
     def clear(self, host: str, now: float) -> list[BadNode]:
         """Takes a node, or all with ``all``, off the list; those that were on it. Raises as ``add`` does."""

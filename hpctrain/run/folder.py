@@ -12,90 +12,56 @@ from hpctrain.system.files import Diverted, make_folder
 
 
 @dataclass(frozen=True)
+class Inside:
+    """What is at a place in each run folder: the path, of an object that has the folder's."""
+
+    place: str
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self.place
+
+
+@dataclass(frozen=True)
 class RunDir:
     """One run folder. Making the object touches nothing; ``create`` makes the folders."""
 
     path: Path
 
+    run_yaml = Inside("run.yaml")
+    """The resolved run file."""
+    run_json = Inside("run.json")
+    """Identity and attempts: what to read. Put together from the attempts' own files at each change."""
+    attempts = Inside("attempts")
+    """One file for each attempt, and what it adds: see ``Attempts``."""
+    lock_file = Inside("run.lock")
+    """Names the live run that uses the folder."""
+    events = Inside("events.jsonl")
+    """Events, appended by rank 0."""
+    monitor = Inside("monitor")
+    """The monitor's folder."""
+    monitor_events = Inside("monitor/events.jsonl")
+    """Events, appended by the first node agent."""
+    figures = Inside("figures.json")
+    """Curves and matrices of the newest evaluation."""
+    plans = Inside("plans.json")
+    """What ``hpctrain plan`` found for the run."""
+    live_view = Inside("monitor/live.json")
+    """The monitor's last window."""
+    heat_map = Inside("monitor/heat.npz")
+    """The monitor's map of all ranks and windows."""
+    ranks = Inside("ranks")
+    """Last words."""
+    checkpoints = Inside("checkpoints")
+    """Checkpoints."""
+    logs = Inside("logs")
+    """Output of ranks and launchers."""
+    stop_file = Inside("STOP")
+    """Anyone may create it: checkpoint and stop."""
+
     @classmethod
     def of(cls, name: str, run_dir: str | None = None) -> RunDir:
         """The folder of a run: ``run_dir``, or runs/<name> in the working directory; absolute."""
         return cls(Path(run_dir or Path("runs") / name).expanduser().absolute())
-
-    @property
-    def run_yaml(self) -> Path:
-        """The resolved run file."""
-        return self.path / "run.yaml"
-
-    @property
-    def run_json(self) -> Path:
-        """Identity and attempts: what to read. Put together from the attempts' own files at each change."""
-        return self.path / "run.json"
-
-    @property
-    def attempts(self) -> Path:
-        """One file for each attempt, and what it adds: see ``Attempts``."""
-        return self.path / "attempts"
-
-    @property
-    def lock_file(self) -> Path:
-        """Names the live run that uses the folder."""
-        return self.path / "run.lock"
-
-    @property
-    def events(self) -> Path:
-        """Events, appended by rank 0."""
-        return self.path / "events.jsonl"
-
-    @property
-    def monitor(self) -> Path:
-        """The monitor's folder."""
-        return self.path / "monitor"
-
-    @property
-    def monitor_events(self) -> Path:
-        """Events, appended by the first node agent."""
-        return self.monitor / "events.jsonl"
-
-    @property
-    def figures(self) -> Path:
-        """Curves and matrices of the newest evaluation."""
-        return self.path / "figures.json"
-
-    @property
-    def plans(self) -> Path:
-        """What ``hpctrain plan`` found for the run."""
-        return self.path / "plans.json"
-
-    @property
-    def live_view(self) -> Path:
-        """The monitor's last window."""
-        return self.monitor / "live.json"
-
-    @property
-    def heat_map(self) -> Path:
-        """The monitor's map of all ranks and windows."""
-        return self.monitor / "heat.npz"
-
-    @property
-    def ranks(self) -> Path:
-        """Last words."""
-        return self.path / "ranks"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Output of ranks and launchers."""
-        return self.path / "logs"
-
-    @property
-    def stop_file(self) -> Path:
-        """Anyone may create it: checkpoint and stop."""
-        return self.path / "STOP"
 
     def words(self, attempt: int) -> Path:
         """The merged last words of an attempt."""

@@ -131,10 +131,8 @@ class WordFile:
         Raises:
             RunFailed: the folder cannot be written.
         """
-        try:
+        with files.writing(self.path):
             files.make_folder(self.path.parent, self.run)
-        except OSError as error:
-            raise files.cannot_write(self.path, error) from error
         files.write_atomically(self.path, padded(word), self.run)
 
     def end(self, word: LastWord) -> None:

@@ -22,7 +22,7 @@ from hpctrain.errors import Code, Replaced, RunFailed, UserError
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_job
 from hpctrain.system import safe_read
-from hpctrain.system.files import cannot_write, create_exclusively, make_folder, write_atomically
+from hpctrain.system.files import create_exclusively, make_folder, write_atomically, writing
 from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.processes import birth, is_alive, machine
 
@@ -323,10 +323,8 @@ class UniqueIds:
 
     def make_folder(self) -> None:
         """Makes the folder. Raises RunFailed if it cannot be made."""
-        try:
+        with writing(self.folder):
             make_folder(self.folder, self.run)
-        except OSError as error:
-            raise cannot_write(self.folder, error) from error
 
     def claim(self, number: int, content: bytes) -> bool:
         """Takes this number; False if another process has it. Raises RunFailed if it cannot be written."""
@@ -335,10 +333,8 @@ class UniqueIds:
 
     def take(self, content: bytes, above: int = 0) -> int:
         """Takes the next number, higher than ``above`` and than all that are taken. Raises RunFailed, see ``claim``."""
-        try:
+        with writing(self.folder):
             number = max(above, self.newest()) + 1
-        except OSError as error:
-            raise cannot_write(self.folder, error) from error
         while not self.claim(number, content):
             number += 1
         return number

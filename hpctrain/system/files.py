@@ -118,20 +118,17 @@ def write_atomically(path: Path, content: bytes, root: Path | None = None, mode:
         RunFailed: it cannot be written.
     """
     temporary = _unguessable(path)
-    try:
-        with opened(path.parent, root) as folder:
-            try:
-                with open(os.open(temporary, _NEW, mode, dir_fd=folder), "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder)
-                raise
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with writing(path), opened(path.parent, root) as folder:
+        try:
+            with open(os.open(temporary, _NEW, mode, dir_fd=folder), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
 
 
 @contextlib.contextmanager
@@ -238,6 +235,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of the file system in the body become RunFailed, which names a path."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def cannot_write(path: Path, error: OSError) -> RunFailed:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpctrain.errors import MissingExtra
+from hpctrain.errors import requires
 
 RETRIES = 6
 """Of a request to a store that is busy or does not answer, within ..."""
@@ -22,10 +22,8 @@ MOST_TEXT = 300
 
 def opened(url: str, writes: bool = False) -> Any:
     """The library's store for a URL. Raises MissingExtra."""
-    try:
+    with requires("obstore", "lake"):
         from obstore.store import from_url
-    except ImportError as error:
-        raise MissingExtra("obstore", "lake") from error
     scheme = urlsplit(url).scheme
     if scheme == "file":
         return from_url(url, mkdir=writes, automatic_cleanup=True)

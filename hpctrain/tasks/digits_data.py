@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import file_errors, requires
 from hpctrain.system.files import replacement
 
 VALIDATION = 297
@@ -27,21 +27,16 @@ def pack(folder: str | Path) -> tuple[Path, Path]:
     paths = folder / "train.h5", folder / "validation.h5"
     if all(path.exists() for path in paths):
         return paths
-    try:
+    with requires("scikit-learn", "examples"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtra("scikit-learn", "examples") from error
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order, None] / 16).astype(np.float32)
     labels = digits.target[order].astype(np.int64)
-    try:
+    with file_errors(f"the digits cannot be written to {folder}", "set task_args.data to a folder that you may write"):
         folder.mkdir(parents=True, exist_ok=True)
         for path, part in zip(paths, (slice(VALIDATION, None), slice(VALIDATION)), strict=True):
             _write(path, image=images[part], label=labels[part])
-    except OSError as error:
-        fix = "set task_args.data to a folder that you may write"
-        raise UserError(f"the digits cannot be written to {folder}: {error.strerror or error}", fix) from error
     return paths
 
 

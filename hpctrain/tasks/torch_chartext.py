@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 from hpctrain.parallel.tensor_words import columns, rows
 from hpctrain.tasks.definition import TorchTask
 
@@ -94,7 +94,5 @@ def read(text: str | None) -> str:
     if text is None:
         manual = importlib.util.find_spec("pydoc_data.topics")
         text = manual.origin if manual and manual.origin else __file__
-    try:
+    with file_errors(f"text file {text} cannot be read", "set task_args.text"):
         return Path(text).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"text file {text} cannot be read: {error.strerror}", "set task_args.text") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE
 from hpctrain.checkpoint.exports.weights import Selection, model_weights, under_names, write_safetensors
 from hpctrain.checkpoint.reading import Loaded
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 """Name endings of files with weights, or with an index of them."""
@@ -43,12 +43,10 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         names = {TRAINED_WHOLE.sub("", ADAPTER.sub(r"\1\2", name)): name for name in arrays}
         arrays, dtypes = under_names(arrays, dtypes, names)
     path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
-    try:
+    with file_errors(f"{folder} cannot be written", "choose another --output"):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(like.iterdir()):
             if file.is_file() and not file.name.endswith(WEIGHTS):
                 shutil.copyfile(file, folder / file.name)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}", "choose another --output") from error
     write_safetensors(arrays, dtypes, loaded.step, path)
     return path

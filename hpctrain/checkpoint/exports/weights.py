@@ -10,7 +10,7 @@ from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.exports.lora import merge_lora
 from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.reading import Loaded
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replacement
 from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays
 
@@ -118,8 +118,5 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
 
 def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Replaces a file by the output of ``write`` to a temporary one with the same suffixes. Raises UserError."""
-    try:
-        with replacement(path) as temporary:
-            write(temporary)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another --output") from error
+    with file_errors(f"{path} cannot be written", "choose another --output"), replacement(path) as temporary:
+        write(temporary)

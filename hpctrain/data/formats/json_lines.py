@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.formats.records import UnchangedFile
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 
 BLOCK_BYTES = 16 * 2**20
 
@@ -52,13 +52,11 @@ class JsonLines:
 def lines_of(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where each line that is not empty begins and ends, in bytes."""
     breaks, size = [], 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(BLOCK_BYTES):
-                breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size)
-                size += len(block)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", "correct the path of the data") from error
+    fix = "correct the path of the data"
+    with file_errors(f"{path} cannot be read", fix), open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + size)
+            size += len(block)
     ends = np.concatenate([*breaks, [size]]).astype(np.int64)
     begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
     full = ends > begins + 1  # more than a carriage return

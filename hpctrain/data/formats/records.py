@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint
 from hpctrain.data.place import with_place
 from hpctrain.data.samples import Sample, named, stack
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 
 Decode = Callable[[dict[str, Any]], Any]
 """decode(record) gives a sample, a dict or tuple of arrays: of a JSON object, of a tar's files by extension (bytes, and
@@ -119,10 +119,8 @@ class UnchangedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with file_errors(f"{path} cannot be read", "correct the path of the data"):
             self.seen = self._look(os.stat(path))
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}", "correct the path of the data") from error
 
     @staticmethod
     def _look(status: os.stat_result) -> tuple[int, int]:
@@ -131,17 +129,11 @@ class UnchangedFile:
     @contextlib.contextmanager
     def opened(self) -> Iterator[io.FileIO]:
         """For reading. Raises UserError: it has changed, or cannot be read."""
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                if self._look(os.fstat(file.fileno())) != self.seen:
-                    raise UserError(
-                        f"{self.path} has changed since the run opened it", "leave data alone while it is read"
-                    )
-                yield file
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be read: {error.strerror or error}", "make the file readable on every node"
-            ) from error
+        fix = "make the file readable on every node"
+        with file_errors(f"{self.path} cannot be read", fix), open(self.path, "rb", buffering=0) as file:
+            if self._look(os.fstat(file.fileno())) != self.seen:
+                raise UserError(f"{self.path} has changed since the run opened it", "leave data alone while it is read")
+            yield file
 
     def read(self, parts: list[tuple[int, int]]) -> list[bytes]:
         """The bytes at each (offset, length)."""

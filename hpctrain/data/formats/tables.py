@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.dataset import Dataset
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import UserError, requires
 
 BATCH_ROWS = 8192
 CSV_BLOCK_BYTES = 4 * 2**20
@@ -128,10 +128,8 @@ def filesystem_of(address: str) -> tuple[Any, str]:
 @contextlib.contextmanager
 def reading(where: str, kind: str) -> Iterator[None]:
     """Raises UserError for what goes wrong while a table is read."""
-    try:
+    with requires("pyarrow", "data"):
         import pyarrow
-    except ImportError as error:
-        raise MissingExtra("pyarrow", "data") from error
     try:
         yield
     except FileNotFoundError as error:

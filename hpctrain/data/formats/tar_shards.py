@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.formats.records import KEY, UnchangedFile
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import UserError, requires
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 WHOLE_NUMBERS = ("cls", "cls2", "index", "inx", "id", "count")
@@ -86,9 +86,7 @@ def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
 
 def picture(content: bytes) -> NDArray[np.uint8]:
     """uint8[height, width, 3]."""
-    try:
+    with requires("pillow", "data"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtra("pillow", "data") from error
     with Image.open(io.BytesIO(content)) as image:
         return np.asarray(image.convert("RGB"))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.packing.source import Source, block_samples
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import UserError, requires
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
@@ -65,10 +65,8 @@ def images_in(folder: Path) -> list[Path]:
 
 def mode_of(path: Path) -> str:
     """How Pillow calls the image's pixels."""
-    try:
+    with requires("pillow", "data"):
         from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingExtra("pillow", "data") from error
     try:
         with Image.open(path) as image:
             return str(image.mode)

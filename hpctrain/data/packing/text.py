@@ -17,7 +17,7 @@ from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.packing.source import Source, block_samples
 from hpctrain.data.packing.tokenizer import Tokenizer
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".txt", ".md", ".rst", *LINES)
@@ -172,12 +172,8 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 def pieces_of(files: Sequence[Path], field: str) -> Iterator[TextChunk]:
     """The text of all files."""
     for path in files:
-        try:
+        with file_errors(f"{path} cannot be read", "correct its path or its permissions"):
             yield from of_lines(path, field) if path.suffix.lower() in LINES else of_text(path)
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be read: {error.strerror}", "correct its path or its permissions"
-            ) from error
 
 
 def of_text(path: Path) -> Iterator[TextChunk]:

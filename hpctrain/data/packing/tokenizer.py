@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.formats.hdf5_files import look_at
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import UserError, requires
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that stand behind a text, as tokenizers call them."""
@@ -93,10 +93,8 @@ def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     if path.is_dir():
         raise UserError(f"{path} is a folder", "name the tokenizer.json in it")
     look_at(path)
-    try:
+    with requires("tokenizers", "text"):
         from tokenizers import Tokenizer as Library
-    except ImportError as error:
-        raise MissingExtra("tokenizers", "text") from error
     content = path.read_bytes()
     try:
         tokenizer = Library.from_str(content.decode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.config.sections import Config
-from hpctrain.errors import MissingExtra, RunFailed, UserError
+from hpctrain.errors import RunFailed, UserError, requires
 from hpctrain.launch.engines import fitting, runners
 from hpctrain.launch.runners import ticket
 
@@ -69,12 +69,10 @@ def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
         UserError: Ray is missing, or there is no cluster.
         RunFailed: the cluster has no room within ``launch.node_wait_s``.
     """
-    try:
+    with requires("ray", "ray"):
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    except ImportError as error:
-        raise MissingExtra("ray", "ray") from error
     try:
         if not ray.is_initialized():
             ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)

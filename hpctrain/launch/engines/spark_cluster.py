@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.config.sections import Config
-from hpctrain.errors import MissingExtra, UserError
+from hpctrain.errors import UserError, requires
 from hpctrain.launch.engines import fitting, runners
 from hpctrain.launch.runners import ticket
 from hpctrain.run.folder import RunDir
@@ -65,11 +65,9 @@ def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
     Raises:
         UserError: pyspark is missing, or the session is one of Spark Connect.
     """
-    try:
+    with requires("pyspark", "spark"):
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise MissingExtra("pyspark", "spark") from error
     try:
         new = SparkSession.builder.appName(f"hpctrain {config.name}")
         for name, value in (("interval", "1s"), ("maxFailures", int(config.launch.node_wait_s))):  # by default 15 s

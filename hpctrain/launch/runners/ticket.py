@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 from hpctrain.system.address import LOOPBACK, interfaces
 from hpctrain.system.files import open_file, replacement
 
@@ -51,7 +51,7 @@ class Ticket:
         old = _found(path)
         if old is not None and lives(old):
             raise taken
-        try:
+        with file_errors(f"launch.ticket: {path}", "name a file that can be written"):
             if path.is_file():  # of several that find a dead run's, one gets it
                 aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
                 path.rename(aside)
@@ -64,8 +64,6 @@ class Ticket:
                 new.write_text(json.dumps({"addresses": self.addresses, "port": self.port, "key": self.key.hex()}))
             if read(path) != self:
                 raise taken
-        except OSError as error:
-            raise UserError(f"launch.ticket: {path}: {error.strerror}", "name a file that can be written") from error
 
     def remove(self, path: Path) -> None:
         """Unless it is another run's by now."""

@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpctrain.errors import HpctrainError, RunFailed, UserError, code_of
+from hpctrain.errors import HpctrainError, RunFailed, UserError, code_of, file_errors
 from hpctrain.system import foreign_text
 from hpctrain.system.files import Diverted, make_private, replacement
 
@@ -105,14 +105,9 @@ def pack(prefix: Path, archive: Path) -> None:
     changed = max((path.stat().st_mtime for path in tells if path.exists()), default=float("inf"))
     if archive.exists() and archive.stat().st_mtime > changed:
         return
-    try:
-        with replacement(archive) as temporary, tarfile.open(temporary, "w") as tar:
-            tar.add(prefix, arcname=".", filter=lambda entry: None if entry.name.endswith("__pycache__") else entry)
-    except OSError as error:
-        raise UserError(
-            f"cannot pack {prefix} into {archive}: {error.strerror}",
-            "free space, or leave out launch.stage_environment",
-        ) from error
+    told = file_errors(f"cannot pack {prefix} into {archive}", "free space, or leave out launch.stage_environment")
+    with told, replacement(archive) as temporary, tarfile.open(temporary, "w") as tar:
+        tar.add(prefix, arcname=".", filter=lambda entry: None if entry.name.endswith("__pycache__") else entry)
 
 
 def _make_own(folder: Path) -> None:
