@@ -20,12 +20,8 @@ from hpctrain.errors import UserError
 from hpctrain.system import foreign_text
 
 MODULES = (
-    "hpctrain.launch.refusals",
     "hpctrain.reduce.refusals",
-    "hpctrain.checkpoint.refusals",
     "hpctrain.backends.torch.strategies.listed",
-    "hpctrain.parallel.refusals",
-    "hpctrain.data.refusals",
     "hpctrain.train.refusals",
     "hpctrain.backends.torch.refusals",
     "hpctrain.backends.tensorflow.refusals",
@@ -118,7 +114,6 @@ class Feature(StrEnum):
     SHORT_BATCH = "a last batch with fewer samples than ranks"
     SPARSE_ADAM = "SparseAdam"
     SPARSE_ROWS = "an embedding with sparse=True"
-    STAGED_ENVIRONMENT = "launch.stage_environment"
     STEP_EPOCHS = "schedule.step_epochs"
     STEP_HOOKS = "step hooks of an optimizer"
     STREAM = "a stream as training data"
@@ -136,12 +131,13 @@ class Feature(StrEnum):
     WARMUP_EPOCHS = "schedule.warmup_epochs"
     WHOLE_TENSORS = "an optimizer that needs whole tensors"
     WORKERS = "data.workers"
-    WRAP = "launch.slurm.wrap"
 
 
 class Trait(StrEnum):
     """What features have in common. A row that names a trait holds for each feature that has it."""
 
+    ADDS_DENSE = auto()
+    """Gradients are added up as whole tensors."""
     COMPRESSES = auto()
     """Gradients are exchanged in 16 bits."""
     COUNTS_EPOCHS = auto()
@@ -150,6 +146,10 @@ class Trait(StrEnum):
     """A rank has a part of the model or of its optimizers."""
     DIVIDES_OPTIMIZERS = auto()
     """A rank's optimizers update a part of the parameters, or rows of them."""
+    EXCHANGES_IN_PASSES = auto()
+    """Ranks exchange tensors or gradients while passes run, and so run the same ones."""
+    HIDES_PARTS = auto()
+    """Code outside the model sees layers, or rows of tables, of one rank alone."""
     LOW_PRECISION = auto()
     """Passes are computed in 16 bits."""
     MEETS_INSIDE = auto()

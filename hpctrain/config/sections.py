@@ -755,6 +755,9 @@ class LaunchConfig(Section, key="launch"):
             raise UserError("launch.hosts names a host twice, or only spare ones", "name each host once")
         if self.engine and self.hosts:
             raise UserError("launch.engine and launch.hosts both say where to start ranks", "give one of them")
+        if self.stage_environment and self.slurm.wrap:
+            what = "launch.stage_environment has no use with launch.slurm.wrap"
+            raise WrongValue("launch.stage_environment", what, "leave it out: an image is one file")
         if "{host}" not in self.remote_shell:
             raise UserError("launch.remote_shell does not say where", "write {host} where the name of a host belongs")
 
@@ -826,7 +829,7 @@ class Config(Section, key=""):
 
     def features(self) -> dict[Feature, Any]:
         """What the run file uses that does not go with everything."""
-        train, schedule, checkpoint, launch = self.train, self.schedule, self.checkpoint, self.launch
+        train, schedule, checkpoint = self.train, self.schedule, self.checkpoint
         given = {
             Feature.ACCUMULATE: train.accumulate > 1 and train.accumulate,
             Feature.BEST: checkpoint.enabled and checkpoint.best_metric,
@@ -849,14 +852,12 @@ class Config(Section, key=""):
             Feature.PLATEAU: schedule.kind == "plateau" and schedule.plateau.metric,
             Feature.RECOMPUTE: train.recompute,
             Feature.SCHEDULE: schedule != ScheduleConfig(),
-            Feature.STAGED_ENVIRONMENT: launch.stage_environment,
             Feature.STEP_EPOCHS: schedule.step_epochs,
             Feature.SYNC_BATCHNORM: train.sync_batchnorm,
             Feature.TENSOR: self.parallel.tensor > 1 and self.parallel.tensor,
             Feature.WARMUP: schedule.warmup_steps or schedule.warmup_epochs,
             Feature.WARMUP_EPOCHS: schedule.warmup_epochs,
             Feature.WORKERS: self.data.workers,
-            Feature.WRAP: launch.slurm.wrap,
             **{feature: self.parallel.shard == word for word, feature in SHARDS.items()},
         }
         return used(given) | self.reduce.features()

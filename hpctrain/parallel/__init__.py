@@ -3,5 +3,5 @@
 ``tensor_words`` is what a task says of how its layers are cut. ``pipeline`` says which layers each stage of a pipeline
 has, in which order it passes micro-batches, and how a run keeps its stages. ``sharded`` says which rows of which
 parameters each rank updates, and ``sharded_exchange`` moves gradients to who updates and parameters back.
-``memory_estimate`` is what a rank needs for a model, under each plan. ``refusals`` are what does not go together.
+``memory_estimate`` is what a rank needs for a model, under each plan.
 """

@@ -1,4 +1,4 @@
-"""What does not go together in evaluations, schedules and batches, of any framework."""
+"""What does not go together in any framework: evaluations, schedules, batches, streams, runs without checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from hpctrain.config.combinations import Feature, Row, Trait
 WATCHED = (Feature.EARLY_STOP, Feature.BEST, Feature.PLATEAU)
 """Features whose value is the name of a metric."""
 TRAITS = {
+    **dict.fromkeys(
+        (Feature.EPOCHS, Feature.WARMUP_EPOCHS, Feature.STEP_EPOCHS, Feature.CYCLE_EPOCHS, Feature.EXPONENTIAL),
+        (Trait.COUNTS_EPOCHS,),
+    ),
     Feature.BEST: (Trait.NEEDS_VALIDATION,),
     **dict.fromkeys(
         (Feature.EARLY_STOP, Feature.PLATEAU, Feature.EVALUATION_SCHEDULER),
@@ -14,6 +18,34 @@ TRAITS = {
     ),
 }
 ROWS = (
+    # a run without checkpoints
+    Row(
+        (Feature.INITIAL_WEIGHTS, Feature.NO_CHECKPOINTS),
+        "checkpoint.init_from is {0}, but checkpoint.enabled is false, so nothing is loaded",
+        "leave checkpoint.enabled out; checkpoint.interval: none saves at the end alone",
+    ),
+    Row(
+        (Feature.META_INIT, Feature.NO_CHECKPOINTS),
+        "the task made {0} on the meta device, but checkpoint.enabled is false, so it never gets values",
+        "leave checkpoint.enabled out and set checkpoint.init_from; or make the model with values",
+    ),
+    # a stream, which has no length and one order
+    Row(
+        (Feature.STREAM, Trait.COUNTS_EPOCHS),
+        "the training data of task {0} is a stream, which has no epochs, and {1}",
+        "count in steps: train.steps, schedule.warmup_steps, or another schedule.kind",
+    ),
+    Row(
+        (Feature.STREAM, Feature.WORKERS),
+        "the training data of task {0} is a stream, and data.workers is {1}",
+        "set data.workers to 0: one thread reads a stream",
+    ),
+    Row(
+        (Feature.STREAM, Feature.SAMPLER),
+        "the training data of task {0} is a stream, which has one order, and the task has a sampler",
+        "leave the sampler out",
+    ),
+    # evaluations, schedules and batches
     Row(
         (Trait.NEEDS_VALIDATION, Feature.NO_VALIDATION),
         "{0}, but task {1} has no validation data",

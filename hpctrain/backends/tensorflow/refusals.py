@@ -49,7 +49,7 @@ ROWS = (
     Row(
         (Trait.OF_PYTORCH, Feature.KERAS),
         "{0}, which is for PyTorch, and the task is a KerasTask",
-        "leave it out of the run file; Keras layers have a data_format",
+        "leave it out, or write the model in PyTorch: Keras has parallel.shard: optimizer, and layers a data_format",
     ),
     Row(
         (Feature.KERAS, Feature.TORCH_SCHEDULER),

@@ -72,7 +72,6 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.SHARD_PARAMETERS: {"parallel.shard": "parameters"},
     Feature.SHARD_TABLES: {"parallel.shard": "tables"},
     Feature.SHORT_BATCH: {"train.global_batch": "13"},
-    Feature.STAGED_ENVIRONMENT: {"launch.stage_environment": "true"},
     Feature.STEP_EPOCHS: {"schedule.kind": "step", "schedule.step_epochs": "[1]"},
     Feature.SYNC_BATCHNORM: {"train.sync_batchnorm": "true"},
     Feature.TENSOR: {"parallel.tensor": "2"},
@@ -80,7 +79,6 @@ KEYS: dict[Feature, dict[str, str]] = {
     Feature.WARMUP: {"schedule.warmup_steps": "1"},
     Feature.WARMUP_EPOCHS: {"schedule.warmup_epochs": "0.4"},
     Feature.WORKERS: {"data.workers": "1"},
-    Feature.WRAP: {"launch.slurm.wrap": "[apptainer, exec]"},
 }
 """What says in a run file that a feature is used; the others are the task's."""
 KERAS_ONLY = {

@@ -12,6 +12,8 @@ from typing import Any
 from hpctrain.config.combinations import Feature, Row, Trait
 
 DIVIDES_UPDATES = (Trait.DIVIDES, Trait.DIVIDES_OPTIMIZERS)
+DURING_PASSES = (Trait.OF_PYTORCH, Trait.EXCHANGES_IN_PASSES)
+MEETS = (Trait.MEETS_INSIDE, *DURING_PASSES)
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,24 @@ class Listed:
 
 STRATEGIES = (
     # cut layers
-    Listed("strategies.tensor", Feature.TENSOR, (Trait.MEETS_INSIDE, Trait.DIVIDES)),
-    Listed("strategies.tables", Feature.SHARD_TABLES, (Trait.MEETS_INSIDE, *DIVIDES_UPDATES)),
+    Listed("strategies.tensor", Feature.TENSOR, (*MEETS, Trait.DIVIDES, Trait.ADDS_DENSE)),
+    Listed("strategies.tables", Feature.SHARD_TABLES, (*MEETS, *DIVIDES_UPDATES, Trait.HIDES_PARTS)),
     Listed("task.recompute"),
     # assign layers
-    Listed("strategies.pipeline.strategy", Feature.PIPELINE, (Trait.MEETS_INSIDE, *DIVIDES_UPDATES)),
+    Listed(
+        "strategies.pipeline.strategy",
+        Feature.PIPELINE,
+        (*MEETS, *DIVIDES_UPDATES, Trait.ADDS_DENSE, Trait.HIDES_PARTS),
+    ),
     Listed("task.opening"),
     # partition updates
     Listed(
         "strategies.fully_sharded",
         Feature.SHARD_PARAMETERS,
-        (Trait.MEETS_INSIDE, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS),
+        (*MEETS, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.ADDS_DENSE),
     ),
     Listed("strategies.zero1", Feature.SHARD, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS)),
-    Listed("strategies.zero2", Feature.SHARD_GRADIENTS, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS)),
+    Listed("strategies.zero2", Feature.SHARD_GRADIENTS, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, *DURING_PASSES)),
     Listed("strategies.replicated"),
 )
 """In the order in which they are applied."""
@@ -56,7 +62,6 @@ WITH_FULLY_SHARDED = {
         "the task has several models, none of which calls the others",
         "give the task one model, or set parallel.shard: optimizer",
     ),
-    Feature.SPARSE_ROWS: ("{1} has sparse gradients", "leave sparse=True out, or set parallel.shard: optimizer"),
     Feature.CHANNELS_LAST: (
         "train.channels_last is true: rows of a parameter would not be contiguous in memory",
         "leave train.channels_last out, or set parallel.shard: optimizer",
@@ -101,11 +106,6 @@ WITH_TABLES = {
         "parallel.pipeline is {1}, whose stages have different tables, and look them up at different times",
         "set parallel.pipeline to 1, or leave parallel.shard out",
     ),
-    Feature.CAPTURED_MODEL: (
-        "{1} of the task holds the model or a part of it, and each rank has other rows of its tables: a penalty, for "
-        "instance, would be that of one rank's rows",
-        "let it compute from its arguments alone; weight decay is the optimizer's",
-    ),
 }
 
 
@@ -121,21 +121,11 @@ ROWS = (
         "parallel.tensor is {0}, and the task does not say how its layers are cut",
         "return TorchTask(..., tensor={'blocks.*.up': hpctrain.columns, ...}), or set parallel.tensor to 1",
     ),
-    Row(
-        (Feature.TENSOR, Feature.SPARSE_ROWS),
-        "parallel.tensor is {0}, and {1} has sparse gradients",
-        "leave sparse=True out: hpctrain.vocabulary divides the rows of a large table",
-    ),
     # pipeline
     Row(
         (Feature.PIPELINE, Feature.NO_LAYERS),
         "parallel.pipeline is {0}, and the task does not say what the layers of its model are",
         "return TorchTask(..., layers=lambda model: [model.embed, *model.blocks, model.head]), or an nn.Sequential",
-    ),
-    Row(
-        (Feature.PIPELINE, Feature.SPARSE_ROWS),
-        "parallel.pipeline is {0}, and {1} has sparse gradients",
-        "leave sparse=True out",
     ),
     Row(
         (Feature.PIPELINE, Feature.NON_ELEMENTWISE),
@@ -147,13 +137,6 @@ ROWS = (
         "parallel.pipeline is {0}, and a {1} of the task has extra state (get_extra_state), which would differ from "
         "stage to stage",
         "keep it in buffers",
-    ),
-    Row(
-        (Feature.PIPELINE, Feature.CAPTURED_MODEL),
-        "parallel.pipeline is {0}, and {1} of the task holds the model or a part of it, and each stage has other "
-        "layers: a penalty, for instance, would be that of one stage",
-        "let it compute from its arguments alone: have the last layer return what it needs of the others, and give "
-        "weight decay to the optimizer",
     ),
     Row(
         (Feature.PIPELINE, Feature.PER_RANK),
@@ -187,17 +170,6 @@ ROWS = (
         "{0}, and {1} updates a parameter from others, so ranks that hold a part of them would train another model",
         "leave parallel.shard out, or use another optimizer, such as AdamW",
     ),
-    # zero2
-    Row(
-        (Feature.SHARD_GRADIENTS, Feature.KERAS),
-        "parallel.shard is gradients, and the task is a KerasTask",
-        "set parallel.shard: optimizer, or write the model in PyTorch",
-    ),
-    Row(
-        (Feature.SHARD_GRADIENTS, Feature.OWN_STEP),
-        "parallel.shard is gradients, and the task has its own step, whose passes other ranks could not follow",
-        "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
-    ),
     *refusing(Feature.SHARD_PARAMETERS, "parallel.shard is parameters", WITH_FULLY_SHARDED),
     Row(
         (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS),
@@ -205,4 +177,48 @@ ROWS = (
         "use an optimizer that updates each element by itself, such as AdamW, or set parallel.shard: optimizer",
     ),
     *refusing(Feature.SHARD_TABLES, "parallel.shard is tables", WITH_TABLES),
+    # several of them
+    Row(
+        (Trait.EXCHANGES_IN_PASSES, Feature.OWN_STEP),
+        "{0}, and the task has its own step, whose passes other ranks could not follow",
+        "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
+    ),
+    Row(
+        (Trait.MEETS_INSIDE, Feature.COMPILE),
+        "{0}, and train.compile is true: ranks meet inside the model",
+        "leave train.compile out",
+    ),
+    Row(
+        (Trait.MEETS_INSIDE, Feature.COMPILED_MODEL),
+        "{0}, and {1} is compiled: ranks meet inside the model",
+        "leave torch.compile and torch.jit out of the task",
+    ),
+    Row(
+        (Trait.MEETS_INSIDE, Feature.JOINT_LAYERS),
+        "{0}, and {1} normalises over the samples of all ranks",
+        "leave train.sync_batchnorm out, or normalise by LayerNorm",
+    ),
+    Row(
+        (Trait.DIVIDES_OPTIMIZERS, Feature.OWN_OPTIMIZER_STATE),
+        "{0}, and {1} holds other optimizers, or state that is in neither its state nor its param_groups",
+        "give the task plain optimizers",
+    ),
+    Row(
+        (Trait.DIVIDES, Feature.STEP_HOOKS),
+        "{0}, and {1} has hooks of its step (register_step_pre_hook), which would see the gradients of a part",
+        "leave the hooks out: train.clip_norm clips by the whole gradient, train.ema_decay averages weights, and "
+        "hooks= of the task are called after updates",
+    ),
+    Row(
+        (Trait.ADDS_DENSE, Feature.SPARSE_ROWS),
+        "{0}, and {1} has sparse gradients",
+        "leave sparse=True out (hpctrain.vocabulary divides rows of large tables), or set parallel.shard: optimizer",
+    ),
+    Row(
+        (Trait.HIDES_PARTS, Feature.CAPTURED_MODEL),
+        "{0}, and {1} of the task holds the model or a part of it, and each rank has other layers, or other rows of "
+        "tables: a penalty, for instance, would be that of one rank's",
+        "let it compute from its arguments alone: have the last layer return what it needs of the others, and give "
+        "weight decay to the optimizer",
+    ),
 )
