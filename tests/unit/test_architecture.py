@@ -29,7 +29,7 @@ ROOMS: dict[str, str] = {
     "data": "errors system config",
     "reduce": "errors system config comm",
     "train": "errors config comm run data",
-    "parallel": "errors config comm reduce train",
+    "parallel": "errors comm reduce train",
     "tasks": "errors system comm train parallel",
     "backends": "errors system config comm run data reduce parallel train tasks monitor",
     "checkpoint": "errors system config comm run data train tasks backends",
