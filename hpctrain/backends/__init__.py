@@ -2,5 +2,5 @@
 
 ``torch`` and ``tensorflow`` each implement train.framework.Framework. ``update`` decides what happens to summed
 gradients, ``local_training`` lets ranks train apart, ``named_state`` loads and compares tensors by name,
-``joint_statistics`` normalises over ranks, and ``seeding`` settles random numbers.
+and ``joint_statistics`` normalises over ranks.
 """

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import manifest as manifest_file
+from hpctrain.checkpoint.format.boxes import Box, everything
+from hpctrain.checkpoint.format.layout import ITEM_TYPES, Manifest, Shard, StoredPiece, TensorSpec
 from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
 from hpctrain.checkpoint.patience import FINAL, patiently, read_among
@@ -22,7 +23,7 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run import step_folder
 from hpctrain.tasks.user_errors import own_line, words
-from hpctrain.train.saved_arrays import HeldArrays, SavedArrays
+from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, require_inside
 from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
 
@@ -339,3 +340,79 @@ def merge(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
         with np.errstate(all="ignore"):  # what was not finite stays so
             return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
     return values[rank % len(values)]
+
+
+Read = Callable[[], NDArray[Any]]
+
+
+def at_once(read: Read) -> NDArray[Any]:
+    """Reads once: errors of the file system are left to the caller."""
+    return read()
+
+
+class Contents(SavedArrays):
+    """Arrays by name, bfloat16 as uint16; each access reads the file again. Close it after use.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of it.
+        rank: whose own values count; None if those of ``merged`` do.
+        merged: values of rank-local tensors, merged over all ranks.
+        patience: calls what reads one tensor, and may call it again if it raises UnreadableCheckpoint.
+
+    Reading one raises DamagedCheckpoint, UnreadableCheckpoint and UserError, see ``ShardFiles.read``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        rank: int | None,
+        merged: Mapping[str, NDArray[Any]],
+        patience: Callable[[Read], NDArray[Any]] = at_once,
+    ) -> None:
+        self.files = ShardFiles(folder)
+        self.merged = merged
+        self.patience = patience
+        self.pieces: dict[str, list[tuple[Shard, StoredPiece]]] = {}
+        """Stored pieces by tensor name."""
+        self.names: dict[str, TensorSpec] = {}
+        """All tensors, in the order of the shards."""
+        super().__init__(self.names)
+        for shard in manifest.shards:
+            for stored in shard.pieces:
+                tensor = stored.piece.tensor
+                if tensor.rank is None or tensor.rank == rank:
+                    self.pieces.setdefault(tensor.name, []).append((shard, stored))
+                    self.names[tensor.name] = tensor
+                elif tensor.name in merged:
+                    self.names.setdefault(tensor.name, tensor)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name in self.merged:
+            return self.merged[name]
+        return self._read(name, everything(self.names[name].shape))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.merged[name].shape if name in self.merged else self.names[name].shape
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        return self.merged[name].dtype if name in self.merged else ITEM_TYPES[self.names[name].dtype]
+
+    def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+        require_inside(name, begin, shape, self.shape_of(name))
+        wanted = Box(tuple(begin), tuple(shape))
+        return self.merged[name][wanted.index] if name in self.merged else self._read(name, wanted)
+
+    def close(self) -> None:
+        """Closes the files; they are opened again when they are needed."""
+        self.files.close()
+
+    def _read(self, name: str, wanted: Box) -> NDArray[Any]:
+        return self.patience(lambda: self._read_once(name, wanted))
+
+    def _read_once(self, name: str, wanted: Box) -> NDArray[Any]:
+        out = self.files.allocate(wanted.shape, self.names[name].dtype)
+        for shard, stored in self.pieces[name]:
+            self.files.read(shard, stored, wanted, out)
+        return out

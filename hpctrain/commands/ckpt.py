@@ -198,11 +198,10 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
     import numpy as np
 
-    from hpctrain.backends.seeding import seed_task
     from hpctrain.checkpoint.exports.weights import Selection, model_weights, replace_whole
     from hpctrain.checkpoint.format.strict_json import Reader
     from hpctrain.comm.world import alone
-    from hpctrain.rank.problem import examples_of, make_weights, open_training_data
+    from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backends.seeding import seed_task
 from hpctrain.backends.tensorflow import runtime
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
@@ -30,6 +30,7 @@ from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
 from hpctrain.tasks.loading import load_task, require_callables, require_fields, require_function, require_shares
 from hpctrain.train.duration import global_batch, validation_batch
 from hpctrain.train.hooks import Hook, rate_hook
+from hpctrain.train.seeds import seed_python
 from hpctrain.train.stateful import kept_state
 
 
@@ -45,6 +46,21 @@ def _replaced(value: Any, copies: Mapping[str, str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_replaced(item, copies) for item in value]
     return copies.get(value, value) if isinstance(value, str) else value
+
+
+def seed_task(seed: int, precision: str, local_rank: int) -> None:
+    """Seeds Python, NumPy and each framework that is imported, the same on all ranks, and has it use this rank's GPU.
+
+    Initial weights then do not depend on how many ranks there are. Keras layers are made for the precision (fp32, bf16,
+    fp16) that they compute in.
+    """
+    seed_python(seed)
+    if "torch" in sys.modules:
+        from hpctrain.backends.torch.device import begin_task
+
+        begin_task(seed, local_rank)
+    if "tensorflow" in sys.modules:
+        runtime.begin_task(seed, precision, local_rank)
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

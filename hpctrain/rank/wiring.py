@@ -11,7 +11,7 @@ from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.checkpoint.resume_compat import identity_of
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse
-from hpctrain.config.sections import LARGEST_SEED, Config, ScheduleConfig
+from hpctrain.config.sections import LARGEST_SEED, Config
 from hpctrain.data.pipeline import BatchSource
 from hpctrain.errors import UserError
 from hpctrain.monitor.rank.clock import RingClock
@@ -34,7 +34,7 @@ from hpctrain.train.clock import StepClock
 from hpctrain.train.duration import duration_of
 from hpctrain.train.framework import Framework, StepSettings
 from hpctrain.train.hooks import Hook, RateHook
-from hpctrain.train.improvement import EarlyStop, Plateau
+from hpctrain.train.improvement import watching
 from hpctrain.train.loop import Trainer
 from hpctrain.train.profile import Profile, Profiler
 from hpctrain.train.refusals import WATCHED
@@ -136,8 +136,8 @@ def make_hooks(
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables"))
     hooks.append(KeptMemory(session.warn))
-    early_stop = [EarlyStop(config.train.early_stop)] if config.train.early_stop.metric is not None else []
-    stateful = [*early_stop, *rate_hooks(config.schedule, problem.task), *problem.task.hooks, *more, DataPosition(data)]
+    watch = watching(config.train.early_stop, config.schedule)
+    stateful = [*watch, *scheduler_hooks(problem.task), *problem.task.hooks, *more, DataPosition(data)]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         identity = identity_of(dataclasses.asdict(config), batch, fingerprint, problem.sources())
@@ -154,10 +154,8 @@ def make_hooks(
     return hooks
 
 
-def rate_hooks(config: ScheduleConfig, task: Task) -> list[RateHook]:
-    """Hooks that set the learning rate and have state."""
-    if config.kind == "plateau":
-        return [Plateau(config.plateau, config.final_factor)]
+def scheduler_hooks(task: Task) -> list[RateHook]:
+    """The hook that steps a task's TorchScheduler, if it has one."""
     if not isinstance(task.schedule, TorchScheduler):
         return []
     from hpctrain.backends.torch.state.scheduler import SchedulerHook

@@ -29,7 +29,7 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
         reference: ``package.module:function`` or ``path/file.py:function``.
         arguments: of the function, by name.
         world: given to a function that has a parameter of this name.
-        seed: called once the module is imported and before the function runs; see ``backends.seeding.seed_task``.
+        seed: called once the module is imported and before the function runs; see ``rank.problem.seed_task``.
 
     Raises:
         UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or

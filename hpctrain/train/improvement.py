@@ -5,57 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.config.sections import EarlyStopConfig, PlateauConfig
+from hpctrain.config.sections import EarlyStopConfig, PlateauConfig, ScheduleConfig
 from hpctrain.errors import UserError
 from hpctrain.train.hooks import BaseHook, RateHook, StopReason, Training
 from hpctrain.train.schedule import Schedule, first_factor
 
 
-class EarlyStop(BaseHook):
-    """Counts evaluations since the best one; best and count are saved with the run."""
+class Best:
+    """The best value of a validation metric, and how many evaluations have not improved on it; saved with the run.
 
-    name = "early_stop"
+    Args:
+        config: what to watch.
+        key: of the section, for people.
+    """
 
-    def __init__(self, config: EarlyStopConfig) -> None:
-        self.config = config
-        self.best: float | None = None
-        self.evaluations_since_best = 0
+    def __init__(self, config: EarlyStopConfig | PlateauConfig, key: str) -> None:
+        self.config, self.key = config, key
+        self.value: float | None = None
+        self.evaluations_since = 0
 
-    def before_fit(self, training: Training) -> StopReason | None:
-        """A run that has ended early stays so when it is started again, unless it is given more patience."""
-        return self._verdict()
+    def improved(self, metrics: Mapping[str, float]) -> bool:
+        """Whether there is a new best value, which is noted. Raises UserError if the task does not report the metric.
 
-    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Every rank holds the same averages, so all decide the same."""
+        Every rank holds the same averages, so all decide the same.
+        """
         watched = self.config.metric
         if watched is None or watched not in metrics:
             raise UserError(
-                f"train.early_stop.metric is {watched!r}, which the task does not report",
+                f"{self.key}.metric is {watched!r}, which the task does not report",
                 f"name one of {', '.join(sorted(metrics))}",
             )
-        if improves(metrics[watched], self.best, self.config):
-            self.best = metrics[watched]
-            self.evaluations_since_best = 0
-            return None
-        self.evaluations_since_best += 1
-        return self._verdict()
+        if not improves(metrics[watched], self.value, self.config):
+            return False
+        self.value, self.evaluations_since = metrics[watched], 0
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "metric": self.config.metric,
-            "mode": self.config.mode,
-            "best": self.best,
-            "evaluations_since_best": self.evaluations_since_best,
-        }
+        return {"best": self.value, "evaluations_since_best": self.evaluations_since}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """The count of another metric means nothing for this one."""
-        if (saved["metric"], saved["mode"]) == (self.config.metric, self.config.mode):
-            self.best = saved["best"]
-            self.evaluations_since_best = saved["evaluations_since_best"]
-
-    def _verdict(self) -> StopReason | None:
-        return StopReason.EARLY if self.evaluations_since_best >= self.config.patience else None
+        self.value, self.evaluations_since = saved["best"], saved["evaluations_since_best"]
 
 
 def improves(value: float, best: float | None, config: EarlyStopConfig | PlateauConfig) -> bool:
@@ -66,8 +55,38 @@ def improves(value: float, best: float | None, config: EarlyStopConfig | Plateau
     return gain > config.min_delta
 
 
+class EarlyStop(BaseHook):
+    """Ends a run after too many evaluations without a new best value."""
+
+    name = "early_stop"
+
+    def __init__(self, config: EarlyStopConfig) -> None:
+        self.config, self.best = config, Best(config, "train.early_stop")
+
+    def before_fit(self, training: Training) -> StopReason | None:
+        """A run that has ended early stays so when it is started again, unless it is given more patience."""
+        return self._verdict()
+
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
+        if self.best.improved(metrics):
+            return None
+        self.best.evaluations_since += 1
+        return self._verdict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.config.metric, "mode": self.config.mode, **self.best.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The count of another metric means nothing for this one."""
+        if (saved["metric"], saved["mode"]) == (self.config.metric, self.config.mode):
+            self.best.load_state_dict(saved)
+
+    def _verdict(self) -> StopReason | None:
+        return StopReason.EARLY if self.best.evaluations_since >= self.config.patience else None
+
+
 class Plateau(RateHook):
-    """Counts evaluations since the best one, and lowers the rate after too many; all of that is saved with the run.
+    """Lowers the rate after too many evaluations without a new best value.
 
     Args:
         config: what to watch.
@@ -77,42 +96,32 @@ class Plateau(RateHook):
     name = "plateau"
 
     def __init__(self, config: PlateauConfig, lowest: float) -> None:
-        self.config = config
-        self.lowest = lowest
-        self.factor = 1.0
-        self.best: float | None = None
-        self.evaluations_since_best = 0
-        self.cooldown = 0
+        self.config, self.lowest, self.best = config, lowest, Best(config, "schedule.plateau")
+        self.factor, self.cooldown = 1.0, 0
 
     def adjusted(self, schedule: Schedule) -> Schedule:
         return lambda step: first_factor(schedule(step)) * self.factor
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Every rank holds the same averages, so all decide the same."""
-        if self.config.metric not in metrics:
-            raise UserError(
-                f"schedule.plateau.metric is {self.config.metric!r}, which the task does not report",
-                f"name one of {', '.join(sorted(metrics))}",
-            )
-        value = metrics[self.config.metric]
-        if improves(value, self.best, self.config):
-            self.best, self.evaluations_since_best = value, 0
-        elif self.cooldown == 0:
-            self.evaluations_since_best += 1
+        if not self.best.improved(metrics) and self.cooldown == 0:
+            self.best.evaluations_since += 1
         self.cooldown = max(self.cooldown - 1, 0)
-        if self.evaluations_since_best >= self.config.patience:
+        if self.best.evaluations_since >= self.config.patience:
             self.factor = max(self.factor * self.config.factor, self.lowest)
-            self.evaluations_since_best, self.cooldown = 0, self.config.cooldown
+            self.best.evaluations_since, self.cooldown = 0, self.config.cooldown
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "factor": self.factor,
-            "best": self.best,
-            "evaluations_since_best": self.evaluations_since_best,
-            "cooldown": self.cooldown,
-        }
+        return {"factor": self.factor, "cooldown": self.cooldown, **self.best.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.factor, self.best = saved["factor"], saved["best"]
-        self.evaluations_since_best, self.cooldown = saved["evaluations_since_best"], saved["cooldown"]
+        self.best.load_state_dict(saved)
+        self.factor, self.cooldown = saved["factor"], saved["cooldown"]
+
+
+def watching(early_stop: EarlyStopConfig, schedule: ScheduleConfig) -> list[BaseHook]:
+    """The hooks of a run that watch validation metrics and have state."""
+    found: list[BaseHook] = [] if early_stop.metric is None else [EarlyStop(early_stop)]
+    if schedule.kind == "plateau":
+        found.append(Plateau(schedule.plateau, schedule.final_factor))
+    return found

@@ -12,8 +12,8 @@ import torch
 import yaml
 from torch import nn
 
-from hpctrain.backends.seeding import seed_task
 from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.rank.problem import seed_task
 from tests.support.command import PROJECT, events, hpctrain, write_run
 
 CHARACTERS, CONTEXT, UNITS, LR, LANES, STEPS = 2000, 8, 16, 0.02, 8, 80

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.contents import Contents
 from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.folder import CheckpointFolder
 from hpctrain.checkpoint.format import shard as shard_module
@@ -31,6 +30,7 @@ from hpctrain.checkpoint.format.layout import (
     shard_file,
 )
 from hpctrain.checkpoint.format.shard import ShardImage, skeleton
+from hpctrain.checkpoint.reading import Contents
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from tests.support.tilings import boxes_within, shapes, tilings

@@ -58,22 +58,12 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
     return given
 
 
-CLASSES: Mapping[str, type[keras.optimizers.Optimizer]] = {
-    "sgd": keras.optimizers.SGD,
-    "adam": keras.optimizers.Adam,
-    "adamw": keras.optimizers.AdamW,
-    "nadam": keras.optimizers.Nadam,
-    "adamax": keras.optimizers.Adamax,
-    "rmsprop": keras.optimizers.RMSprop,
-    "adagrad": keras.optimizers.Adagrad,
-    "adadelta": keras.optimizers.Adadelta,
-}
 NAMES = {"lr": "learning_rate", "eps": "epsilon"}
 """Options that Keras calls otherwise."""
 
 
-def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> keras.optimizers.Optimizer:
+def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> Any:
     """One that is built with the model's variables when these are known."""
     given = {NAMES.get(key, key): value for key, value in options.items() if key != "betas"}
     given |= dict(zip(("beta_1", "beta_2"), options.get("betas", ()), strict=False))
-    return CLASSES[name](**given)
+    return keras.optimizers.get({"class_name": name, "config": given})

@@ -54,22 +54,12 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
     return given
 
 
-CLASSES: Mapping[str, type[optim.Optimizer]] = {
-    "sgd": optim.SGD,
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-    "nadam": optim.NAdam,
-    "adamax": optim.Adamax,
-    "rmsprop": optim.RMSprop,
-    "adagrad": optim.Adagrad,
-    "adadelta": optim.Adadelta,
-}
-
-
 def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optim.Optimizer | None:
     """One of all parameters that are trained; None if the model is not a module, which is reported elsewhere."""
     if not isinstance(model, nn.Module):
         return None
     given = {("alpha" if (name, key) == ("rmsprop", "rho") else key): value for key, value in options.items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return CLASSES[name](trained or model.parameters(), **given)
+    (kind,) = (vars(optim)[each] for each in optim.__all__ if each.lower() == name)
+    optimizer: optim.Optimizer = kind(trained or model.parameters(), **given)
+    return optimizer
