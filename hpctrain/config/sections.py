@@ -11,7 +11,18 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from urllib.parse import urlsplit
 
 from hpctrain.config.combinations import Feature, refuse, used, values_of
@@ -68,8 +79,9 @@ NotNegative = Annotated[float, Range(least=0)]
 Share = Annotated[float, Range(above=0, most=1)]
 
 
+@dataclass_transform(frozen_default=True)
 class Section:
-    """A part of the run file, whose numbers are in the ranges that their types name."""
+    """A part of the run file, a frozen dataclass, whose numbers are in the ranges that their types name."""
 
     _key: ClassVar[str]
     """Of the section in the run file; empty for the whole file."""
@@ -81,6 +93,7 @@ class Section:
         hints = get_type_hints(cls, include_extras=True).items()
         parts = [(name, part) for name, hint in hints for part in (hint, *get_args(hint))]
         cls._ranges = {name: part.__metadata__[0] for name, part in parts if get_origin(part) is Annotated}
+        dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         for name, allowed in self._ranges.items():
@@ -90,7 +103,6 @@ class Section:
                     allowed.check(f"{self._key}.{name}".lstrip("."), number)
 
 
-@dataclass(frozen=True)
 class EarlyStopConfig(Section, key="train.early_stop"):
     """Stop when a validation metric no longer improves."""
 
@@ -104,7 +116,6 @@ class EarlyStopConfig(Section, key="train.early_stop"):
     """Smallest change that counts as an improvement."""
 
 
-@dataclass(frozen=True)
 class TrainConfig(Section, key="train"):
     """How long, how large, and in which precision."""
 
@@ -164,7 +175,6 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
 """The optimizers of both frameworks that a run file can name, and what each takes besides lr and weight_decay."""
 
 
-@dataclass(frozen=True)
 class OptimizerConfig(Section, key="optimizer"):
     """The optimizer of a task that brings none. Options that are not given are those of the framework."""
 
@@ -211,7 +221,6 @@ class OptimizerConfig(Section, key="optimizer"):
         return {key: value for key, value in given.items() if is_given(value)}
 
 
-@dataclass(frozen=True)
 class PlateauConfig(Section, key="schedule.plateau"):
     """Lower the learning rate when a validation metric no longer improves."""
 
@@ -229,7 +238,6 @@ class PlateauConfig(Section, key="schedule.plateau"):
     """Evaluations after a lowering that are not counted."""
 
 
-@dataclass(frozen=True)
 class ScheduleConfig(Section, key="schedule"):
     """The learning rate as a factor on the optimizer's own."""
 
@@ -296,7 +304,6 @@ else:
     Shard = Literal["none", *SHARDS]
 
 
-@dataclass(frozen=True)
 class ParallelConfig(Section, key="parallel"):
     """How a model is partitioned over ranks."""
 
@@ -310,7 +317,6 @@ class ParallelConfig(Section, key="parallel"):
     """What each rank holds only a part of; the numbers and checkpoints are the same."""
 
 
-@dataclass(frozen=True)
 class ReduceConfig(Section, key="reduce"):
     """How gradients are averaged over the ranks."""
 
@@ -348,7 +354,6 @@ class ReduceConfig(Section, key="reduce"):
         return used(given)
 
 
-@dataclass(frozen=True)
 class SyncConfig(Section, key="sync"):
     """When ranks exchange what they have learned."""
 
@@ -370,7 +375,6 @@ class SyncConfig(Section, key="sync"):
     """Let slow ranks (or nodes) make fewer updates of each round; how many is measured in the first round, and kept."""
 
 
-@dataclass(frozen=True)
 class DataConfig(Section, key="data"):
     """How samples are ordered and brought to the ranks."""
 
@@ -409,7 +413,6 @@ class RunDirTierConfig:
     """The same as checkpoint.every_steps; auto: the same as checkpoint.interval."""
 
 
-@dataclass(frozen=True)
 class StoreTierConfig(Section, key="checkpoint.tiers.store"):
     """Copies of the run folder's checkpoints in an object store, from which a resume takes what it has no more."""
 
@@ -466,7 +469,6 @@ class TiersConfig:
             raise UserError("checkpoint.tiers.scratch has no path", "set it to a folder on a disk of the node")
 
 
-@dataclass(frozen=True)
 class CheckpointConfig(Section, key="checkpoint"):
     """When checkpoints are written, how, and which are kept."""
 
@@ -520,7 +522,6 @@ class CheckpointConfig(Section, key="checkpoint"):
             raise UserError(what, "keep one of them")
 
 
-@dataclass(frozen=True)
 class MonitorConfig(Section, key="monitor"):
     """What is watched during the run."""
 
@@ -540,7 +541,6 @@ class MonitorConfig(Section, key="monitor"):
     """Seconds between readings of the hosts' counters."""
 
 
-@dataclass(frozen=True)
 class ProfileConfig(Section, key="track.profile"):
     """Record what the framework does in some steps: torch.profiler or tf.profiler."""
 
@@ -558,7 +558,6 @@ class ProfileConfig(Section, key="track.profile"):
             raise WrongValue("track.profile.last_step", what, "give first_step, and a last_step that is not before it")
 
 
-@dataclass(frozen=True)
 class TrackConfig(Section, key="track"):
     """Where progress is reported."""
 
@@ -578,7 +577,6 @@ class TrackConfig(Section, key="track"):
     """Record what the framework does in some steps."""
 
 
-@dataclass(frozen=True)
 class SlurmConfig(Section, key="launch.slurm"):
     """What the job asks of Slurm. Empty fields are left to the site profile, then to the site."""
 
@@ -650,7 +648,6 @@ class SlurmConfig(Section, key="launch.slurm"):
     """Lines that replace directives, by name: {--gres: --gres=gpu:v100:4}."""
 
 
-@dataclass(frozen=True)
 class KubernetesConfig(Section, key="launch.kubernetes"):
     """The pods of a run on Kubernetes, one on each of launch.nodes."""
 
@@ -688,7 +685,6 @@ class KubernetesConfig(Section, key="launch.kubernetes"):
     """Further fields of a pod's spec, as Kubernetes names them: {nodeSelector: {...}, tolerations: [...]}."""
 
 
-@dataclass(frozen=True)
 class LaunchConfig(Section, key="launch"):
     """How ranks are started."""
 
@@ -774,7 +770,6 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-@dataclass(frozen=True)
 class Config(Section, key=""):
     """One run."""
 

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system.json_shape import Reads, fields_of, is_count, is_number, is_time, misfit
@@ -19,6 +19,7 @@ CUT_OFF = "cut off"
 """Kind of ``Hang``."""
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened in a run; docs/events.md explains each kind and its fields.
@@ -27,7 +28,7 @@ class Event:
     of this process's attempt.
     """
 
-    NAME: ClassVar[str] = ""
+    NAME: ClassVar[str]
     """The name in the file's field ``event``."""
 
     time: float = dataclasses.field(default_factory=time.time)
@@ -38,6 +39,10 @@ class Event:
     """From 1."""
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields beyond those of the kind: a task's own metrics, or those of a newer version."""
+
+    def __init_subclass__(cls, name: str) -> None:
+        cls.NAME = name
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     @property
     def name(self) -> str:
@@ -51,8 +56,7 @@ class Event:
         return {**head, **own, **{name: value for name, value in self.more.items() if name not in head | own}}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OtherEvent(Event):
+class OtherEvent(Event, name=""):
     """An event of a kind that this version does not know."""
 
     called: str
@@ -63,11 +67,8 @@ class OtherEvent(Event):
         return self.called
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunStarted(Event):
+class RunStarted(Event, name="run_started"):
     """An attempt has begun to train."""
-
-    NAME = "run_started"
 
     ranks: int | None = None
     hosts: tuple[str, ...] = ()
@@ -84,11 +85,8 @@ class RunStarted(Event):
     total_steps: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Train(Event):
+class Train(Event, name="train"):
     """Means over an interval of updates."""
-
-    NAME = "train"
 
     loss: float | None = None
     lr: float | None = None
@@ -111,43 +109,31 @@ class Train(Event):
         return {phase: spent / max(self.steps or 1, 1) for phase, spent in self.seconds.items() if spent is not None}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Eval(Event):
+class Eval(Event, name="eval"):
     """An evaluation over the validation data."""
-
-    NAME = "eval"
 
     metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     epoch: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFinished(Event):
+class RunFinished(Event, name="run_finished"):
     """An attempt has ended by itself or on request."""
-
-    NAME = "run_finished"
 
     reason: str | None = None
     steps: int | None = None
     seconds: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StopRequested(Event):
+class StopRequested(Event, name="stop_requested"):
     """The ranks have agreed to stop."""
-
-    NAME = "stop_requested"
 
     by: str | None = None
     code: str | None = None
     """Of hpctrain.errors.Code."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, name="checkpoint_saved"):
     """A checkpoint was committed."""
-
-    NAME = "checkpoint_saved"
 
     path: str | None = None
     bytes: int | None = None
@@ -155,11 +141,8 @@ class CheckpointSaved(Event):
     write_s: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SnapshotSaved(Event):
+class SnapshotSaved(Event, name="snapshot_saved"):
     """A snapshot was sealed on the nodes themselves; a newer one replaces it."""
-
-    NAME = "snapshot_saved"
 
     tier: str | None = None
     bytes: int | None = None
@@ -167,32 +150,23 @@ class SnapshotSaved(Event):
     write_s: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointStored(Event):
+class CheckpointStored(Event, name="checkpoint_stored"):
     """A checkpoint was copied to the object store."""
-
-    NAME = "checkpoint_stored"
 
     path: str | None = None
     bytes: int | None = None
     write_s: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreAway(Event):
+class StoreAway(Event, name="store_away"):
     """Checkpoints do not reach the object store; training continues, and the newest is sent when they do."""
-
-    NAME = "store_away"
 
     path: str | None = None
     error: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, name="checkpoint_failed"):
     """A checkpoint could not be written."""
-
-    NAME = "checkpoint_failed"
 
     path: str | None = None
     error: str | None = None
@@ -208,11 +182,8 @@ class Rejected:
     reason: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resumed(Event):
+class Resumed(Event, name="resumed"):
     """An attempt has taken over from a checkpoint."""
-
-    NAME = "resumed"
 
     path: str | None = None
     tier: str | None = None
@@ -221,11 +192,8 @@ class Resumed(Event):
     rejected: tuple[Rejected, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitialWeights(Event):
+class InitialWeights(Event, name="initial_weights"):
     """A new run began with given weights."""
-
-    NAME = "initial_weights"
 
     path: str | None = None
     taken: tuple[str, ...] = ()
@@ -234,11 +202,8 @@ class InitialWeights(Event):
     reshaped: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Straggler(Event):
+class Straggler(Event, name="straggler"):
     """A finding of the monitor was confirmed or is over."""
-
-    NAME = "straggler"
 
     kind: str | None = None
     rank: int | None = None
@@ -271,11 +236,8 @@ class AboutRank:
     stack: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hang(Event):
+class Hang(Event, name="hang"):
     """Ranks have made no step for too long, one died without notice, or a host cannot be reached."""
-
-    NAME = "hang"
 
     kind: str | None = None
     """hung, died, or CUT_OFF."""
@@ -292,11 +254,8 @@ class Hang(Event):
         return self.sentence or "no rank moves"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recovered(Event):
+class Recovered(Event, name="recovered"):
     """The first new step after a failed attempt."""
-
-    NAME = "recovered"
 
     rank: int | None = None
     host: str | None = None

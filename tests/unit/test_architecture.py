@@ -54,9 +54,9 @@ ROOMS: dict[str, str] = {
 LINES: dict[str, int] = {
     "errors": 111,
     "system": 1051,
-    "config": 1039,
+    "config": 1031,
     "comm": 370,
-    "run": 2590,
+    "run": 2563,
     "data": 4337,
     "reduce": 1306,
     "train": 1355,
