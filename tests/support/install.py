@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def build_wheel(room: Path) -> Path:
     """A wheel of this checkout, built as those on an index are: from the sdist of a copy."""
     sources = room / "sources"
-    for name in ("hpctrain", "slurm"):
+    for name in ("hpctrain", "slurm", "examples/starters"):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, sources)

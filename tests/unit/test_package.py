@@ -47,6 +47,12 @@ def test_the_wheel_carries_every_template_and_profile(installed: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_wheel_carries_what_init_copies(installed: Path) -> None:
+    ours = {path.name for path in (ROOT / "examples/starters").glob("*.py")}
+    assert ours and ours == {path.name for path in (installed / "hpctrain/commands/starters").glob("*.py")}
+
+
+@pytest.mark.slow
 def test_the_wheel_carries_every_module_and_data_file(installed: Path) -> None:
     def files(root: Path) -> set[Path]:
         listed = (path.relative_to(root) for path in (root / "hpctrain").rglob("*") if path.is_file())
