@@ -24,10 +24,11 @@ class Best:
         self.value: float | None = None
         self.evaluations_since = 0
 
-    def improved(self, metrics: Mapping[str, float]) -> bool:
-        """Whether there is a new best value, which is noted. Raises UserError if the task does not report the metric.
+    def look(self, metrics: Mapping[str, float], counts: bool = True) -> None:
+        """Notes a new best value, or that there is none, which may not count.
 
-        Every rank holds the same averages, so all decide the same.
+        Every rank holds the same averages, so all decide the same. Raises UserError if the task does not report the
+        metric.
         """
         watched = self.config.metric
         if watched is None or watched not in metrics:
@@ -35,10 +36,19 @@ class Best:
                 f"{self.key}.metric is {watched!r}, which the task does not report",
                 f"name one of {', '.join(sorted(metrics))}",
             )
-        if not improves(metrics[watched], self.value, self.config):
-            return False
-        self.value, self.evaluations_since = metrics[watched], 0
-        return True
+        if improves(metrics[watched], self.value, self.config):
+            self.value, self.evaluations_since = metrics[watched], 0
+        else:
+            self.evaluations_since += counts
+
+    @property
+    def patience_ends(self) -> bool:
+        """Whether there have been too many evaluations without a new best value."""
+        return self.evaluations_since >= self.config.patience
+
+    def begin_again(self) -> None:
+        """Counts from 0."""
+        self.evaluations_since = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.value, "evaluations_since_best": self.evaluations_since}
@@ -68,9 +78,7 @@ class EarlyStop(BaseHook):
         return self._verdict()
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        if self.best.improved(metrics):
-            return None
-        self.best.evaluations_since += 1
+        self.best.look(metrics)
         return self._verdict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +90,7 @@ class EarlyStop(BaseHook):
             self.best.load_state_dict(saved)
 
     def _verdict(self) -> StopReason | None:
-        return StopReason.EARLY if self.best.evaluations_since >= self.config.patience else None
+        return StopReason.EARLY if self.best.patience_ends else None
 
 
 class Plateau(RateHook):
@@ -103,12 +111,12 @@ class Plateau(RateHook):
         return lambda step: first_factor(schedule(step)) * self.factor
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        if not self.best.improved(metrics) and self.cooldown == 0:
-            self.best.evaluations_since += 1
+        self.best.look(metrics, counts=self.cooldown == 0)
         self.cooldown = max(self.cooldown - 1, 0)
-        if self.best.evaluations_since >= self.config.patience:
+        if self.best.patience_ends:
             self.factor = max(self.factor * self.config.factor, self.lowest)
-            self.best.evaluations_since, self.cooldown = 0, self.config.cooldown
+            self.best.begin_again()
+            self.cooldown = self.config.cooldown
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ LINES: dict[str, int] = {
     "run": 2563,
     "data": 4337,
     "reduce": 1306,
-    "train": 1355,
+    "train": 1358,
     "parallel": 462,
     "tasks": 624,
     "backends": 10355,
