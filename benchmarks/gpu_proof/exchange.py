@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu_proof.machine import device_of, finish
 from benchmarks.gpu_proof.rows import Figures, Setting, require
 from hpctrain import connect
-from hpctrain.backends.torch.strategies.exchange import over_gloo, over_nccl
+from hpctrain.backends.torch.strategies.exchange import over_torch
 from hpctrain.train.clock import NO_CLOCK, Waiting
 
 LARGE = 2**22
@@ -21,7 +21,7 @@ def row(setting: Setting) -> Figures:
     world, device = connect(), device_of(setting.on_gpu)
     rank, size = world.rank, world.size
     require(size == setting.row.ranks, f"{size} ranks see each other, not {setting.row.ranks}")
-    opened = (over_nccl if setting.on_gpu else over_gloo)(world.everyone, device, Waiting(NO_CLOCK), 60.0)
+    opened = over_torch(world.everyone, device, Waiting(NO_CLOCK), 60.0)
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
         own = torch.arange(1000, device=device).remainder(7).to(dtype) + rank
         wanted = torch.arange(1000).remainder(7) * size + size * (size - 1) // 2

@@ -74,11 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    program: str,
-    args: argparse.Namespace,
-    frameworks: Sequence[str],
-    models: Sequence[str],
-    contenders: Sequence[str],
+    program: str, args: argparse.Namespace, frameworks: Sequence[str], models: Sequence[str], contenders: Sequence[str]
 ) -> int:
     """Contenders in turns on ranks of this machine, by a module whose ``main`` is ``time_contenders``; an exit code.
 

@@ -373,11 +373,7 @@ class CheckpointHook(BaseHook):
             self.best_steps = {step for step in self.best_steps if step > outcome.step}
         self.cost = Cost(outcome.write_s if self.config.mode == "sync" else self.stall_s, outcome.write_s)
         saved = events.CheckpointSaved(
-            step=outcome.step,
-            path=path,
-            bytes=outcome.num_bytes,
-            stall_s=self.cost.stall_s,
-            write_s=outcome.write_s,
+            step=outcome.step, path=path, bytes=outcome.num_bytes, stall_s=self.cost.stall_s, write_s=outcome.write_s
         )
         self._report(saved)
         if self.remote:

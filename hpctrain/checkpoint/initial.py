@@ -23,7 +23,7 @@ from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.group import Group
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 from hpctrain.train.framework import StateSource
 from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place, SavedArrays, lies_in, require_inside
 from hpctrain.train.state import StateTensor
@@ -235,16 +235,14 @@ def load_keras_file(source: Source, framework: StateSource) -> Match:
     from hpctrain.backends.tensorflow.state.weights import through_file
 
     def filled(own: Path) -> Match:
-        try:
-            with h5py.File(source.path, "r") as theirs, h5py.File(own, "r+") as file:
-                found = renamed({name: name for name in datasets(theirs)}, source.rename, source.path)
-                shapes = {name: theirs[old].shape for name, old in found.items()}
-                match = require_meant(source, {name: file[name].shape for name in datasets(file)}, shapes)
-                for name in match.taken:
-                    del file[name]
-                    theirs.copy(theirs[found[name]], file, name)
-        except OSError as error:
-            raise UserError(f"{source.path} cannot be read: {error}", "give a file of model.save_weights") from error
+        told = file_errors(f"{source.path} cannot be read", "give a file of model.save_weights")
+        with told, h5py.File(source.path, "r") as theirs, h5py.File(own, "r+") as file:
+            found = renamed({name: name for name in datasets(theirs)}, source.rename, source.path)
+            shapes = {name: theirs[old].shape for name, old in found.items()}
+            match = require_meant(source, {name: file[name].shape for name in datasets(file)}, shapes)
+            for name in match.taken:
+                del file[name]
+                theirs.copy(theirs[found[name]], file, name)
         return match
 
     return through_file(framework, filled)

@@ -310,13 +310,7 @@ def shared(
     return loaded_of(folder, manifest, HeldArrays(arrays | own.merged), own.of_ranks, rejected)
 
 
-def take(
-    shard: layout.Shard,
-    image: NDArray[np.uint8],
-    arrays: Arrays,
-    of_ranks: OfRanks,
-    rank: int | None,
-) -> None:
+def take(shard: layout.Shard, image: NDArray[np.uint8], arrays: Arrays, of_ranks: OfRanks, rank: int | None) -> None:
     """Adds replicated values and this rank's to ``arrays``, or if ``rank`` is None every rank's to ``of_ranks``."""
     for stored in shard.pieces:
         piece, tensor = stored.piece, stored.piece.tensor

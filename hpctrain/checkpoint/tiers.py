@@ -110,13 +110,7 @@ class Tiers:
     """
 
     def __init__(
-        self,
-        tiers: Sequence[Tier],
-        world: World,
-        attempts: Attempts,
-        number: int,
-        homes: Sequence[Path],
-        firsts: Group,
+        self, tiers: Sequence[Tier], world: World, attempts: Attempts, number: int, homes: Sequence[Path], firsts: Group
     ) -> None:
         self.tiers = tiers
         self.world = world

@@ -155,8 +155,7 @@ def diff(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes weights in another format."""
-    from hpctrain.checkpoint.exports.hugging_face import export_folder
-    from hpctrain.checkpoint.exports.weights import export_safetensors
+    from hpctrain.checkpoint.exports.weights import export_folder, export_safetensors
 
     output, selection = Path(args.output), selection_of(args)
     if not args.like and not args.output.endswith(SUFFIXES):

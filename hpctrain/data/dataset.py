@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -240,3 +241,10 @@ def content_fingerprint(dataset: Dataset) -> str:
         for part in array if array.dtype == object else [array]:
             digest.update(part.tobytes() if part is array else f"{part.shape}".encode() + part.tobytes())
     return digest.hexdigest()
+
+
+def with_place(error: BaseException) -> str:
+    """The error and where it arose: ``ValueError: bad angle (augment.py:12 in rotate)``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
-from hpctrain.data.place import with_place
+from hpctrain.data.dataset import with_place
 from hpctrain.errors import UserError
 
 ROUNDS = 8

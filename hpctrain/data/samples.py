@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively
+from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively, with_place
 from hpctrain.data.order import Drawn, Stream, keyed_generator
-from hpctrain.data.place import with_place
 from hpctrain.errors import UserError
 
 Sample = dict[str, NDArray[Any]]

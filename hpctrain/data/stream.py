@@ -17,10 +17,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from hpctrain.data.dataset import ArrayDataset, Field, Samples, check_field, from_arrays
+from hpctrain.data.dataset import ArrayDataset, Field, Samples, check_field, from_arrays, with_place
 from hpctrain.data.order import first_draw, part_of
 from hpctrain.data.pipeline import Batch, prefetched
-from hpctrain.data.place import with_place
 from hpctrain.data.samples import Recipe, Sample, batch_of, named
 from hpctrain.errors import UserError
 

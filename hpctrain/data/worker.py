@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hpctrain.data.dataset import with_place
 from hpctrain.data.order import Drawn
-from hpctrain.data.place import with_place
 from hpctrain.data.samples import make_batch
 from hpctrain.data.worker_setup import recipe_of, reopen
 from hpctrain.errors import GENERAL, Code, HpctrainError, code_of

@@ -148,10 +148,7 @@ class Build:
         }  # fmt: skip
         env = self._tools_environment()
         env |= {f"HOROVOD_{name}": "1" for name, value in wanted.items() if value}
-        env |= {
-            "HOROVOD_LOCAL_VERSION": self.recipe.key,
-            "HPCTRAIN_MPI_RPATH": self.mpi.rpath,
-        }
+        env |= {"HOROVOD_LOCAL_VERSION": self.recipe.key, "HPCTRAIN_MPI_RPATH": self.mpi.rpath}
         flags = env.get("MAKEFLAGS", "").partition("-- ")[0]
         if "--jobserver" in flags or not re.search(r"(^|\s)-*\w*j", flags):  # below make demo, they are make's own
             env["MAKEFLAGS"] = f"-j{self._jobs()}"

@@ -53,10 +53,7 @@ def memory_left(proc: Path = PROC, root: Path = ROOT) -> int | None:
 
 def _limited(group: Path) -> Iterator[tuple[int, int]]:
     """Limit and use, in bytes, of a group that has a limit."""
-    for file, kinds in (
-        ("memory.max", ("anon", "shmem")),
-        ("memory.limit_in_bytes", ("total_rss", "total_shmem")),
-    ):
+    for file, kinds in (("memory.max", ("anon", "shmem")), ("memory.limit_in_bytes", ("total_rss", "total_shmem"))):
         try:
             limit = (group / file).read_text().strip()
             counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

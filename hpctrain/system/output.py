@@ -20,11 +20,7 @@ LOGGER = logging.getLogger("hpctrain")
 """Gets what a program that trains tells its user; without a handler of the program's it shows nothing."""
 LOGGER.addHandler(logging.NullHandler())
 
-QUIET = {
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "HOROVOD_LOG_LEVEL": "error",
-    "GRPC_VERBOSITY": "ERROR",
-}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_LOG_LEVEL": "error", "GRPC_VERBOSITY": "ERROR"}
 """Variables that keep libraries from talking at start-up."""
 
 

@@ -130,8 +130,7 @@ def _bind(
         bound = signature.bind(**given)
     except TypeError as error:
         raise UserError(
-            f"task_args do not fit {reference}{signature}: {error}",
-            "correct task_args: in the run file",
+            f"task_args do not fit {reference}{signature}: {error}", "correct task_args: in the run file"
         ) from error
     return lambda: function(*bound.args, **bound.kwargs)
 

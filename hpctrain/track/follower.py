@@ -102,7 +102,7 @@ class FollowerSink:
         if self.follower.returncode != 0 or has_unsent(self.run_dir, self.name):
             foreign_text.show(
                 f"hpctrain: {self.title} lacks the newest events; "
-                f"hpctrain track sync {self.run_dir.path} sends them when it is back",
+                f"hpctrain track sync {self.run_dir.path} sends them when it is back"
             )
 
 

@@ -150,6 +150,5 @@ def _numbers(name: str, result: Any) -> NDArray[np.float64]:
         return values
     kind = f"{type(result).__name__}{list(values.shape) if values.size else ''}"
     raise UserError(
-        f"metrics[{name!r}] gives a {kind}",
-        "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix",
+        f"metrics[{name!r}] gives a {kind}", "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix"
     )

@@ -94,10 +94,10 @@ def test_tensors_travel_by_groups_of_torch(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from hpctrain.comm.world import connect\n"
-        "from hpctrain.backends.torch.strategies.exchange import HostExchange, over_gloo\n"
+        "from hpctrain.backends.torch.strategies.exchange import HostExchange, over_torch\n"
         "from hpctrain.train.clock import NO_CLOCK, Waiting\n"
         "group = connect().data\n"
-        "exchange = over_gloo(group, torch.device('cpu'), Waiting(NO_CLOCK), timeout_s=60.0)\n"
+        "exchange = over_torch(group, torch.device('cpu'), Waiting(NO_CLOCK), timeout_s=60.0)\n"
         "own, other = torch.arange(3.0) + group.rank, torch.zeros(3)\n"
         "total = exchange.sum(own, torch.float64, 'add up')\n"
         "both = torch.cat(exchange.gather(own, 'gather'))\n"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch.nn import Module
 
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.torch.metrics import to_host
@@ -17,22 +16,11 @@ from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepPro
 from hpctrain.backends.torch.strategies.strategy import Prepared
 from hpctrain.backends.torch.task.dry_call import judges, try_metrics
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import World
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
-from hpctrain.train.framework import (
-    Facts,
-    FrameworkOfParts,
-    HostBatch,
-    HostMemory,
-    StepResult,
-    Sums,
-    copied,
-    samples_of,
-)
+from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, StepResult, Sums, copied, samples_of
 from hpctrain.train.metrics import Meter, Seen
 from hpctrain.train.schedule import Factors
 
@@ -55,39 +43,11 @@ class TorchFramework(FrameworkOfParts):
         self, parts: Parts, program: StepProgram, evaluator: TorchEvaluator, source: TorchState, prepared: Prepared
     ) -> None:
         self.parts, self.program, self.evaluator, self.source = parts, program, evaluator, source
-        self.prepared = prepared
+        self.prepared, self.world, self.host, self.device = prepared, parts.world, parts.compute, parts.compute.device
+        self.task, self.model, self.optimizer = parts.task, parts.model, parts.task.optimizer
         self.flops: Flops | None = None
         self.frozen = [(name, one) for name, one in self.model.named_parameters() if not one.requires_grad]
         """No reducer has them."""
-
-    @property
-    def task(self) -> TorchTask:
-        """As it was opened."""
-        return self.parts.task
-
-    @property
-    def model(self) -> Module:
-        """All models of the task as one."""
-        return self.parts.model
-
-    @property
-    def optimizer(self) -> Any:
-        """The task's, or all of them by name."""
-        return self.parts.task.optimizer
-
-    @property
-    def world(self) -> World:
-        """The ranks."""
-        return self.parts.world
-
-    @property
-    def device(self) -> torch.device:
-        """Of the model."""
-        return self.parts.compute.device
-
-    @property
-    def host(self) -> HostMemory:
-        return self.parts.compute
 
     @property
     def facts(self) -> Facts:

@@ -1,5 +1,5 @@
 """Exports a checkpoint's weights to the formats of other programs; each imports its library on use.
 
-``weights`` are read here for all of them: ``safetensors`` and ``torch_state_dict`` are files,
-``hugging_face`` a folder, and ``lora`` an adapter.
+``weights`` are read there for all of them, and written as files of ``safetensors`` or in folders of Hugging Face;
+``torch_state_dict`` is another kind of file, and ``lora`` an adapter.
 """

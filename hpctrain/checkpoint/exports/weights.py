@@ -1,13 +1,15 @@
-"""Weights of a checkpoint for other programs."""
+"""Weights of a checkpoint for other programs: in a .safetensors file, or in a folder that ``from_pretrained`` loads."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.checkpoint.exports import safetensors
-from hpctrain.checkpoint.exports.lora import merge_lora
+from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE, merge_lora
 from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError, file_errors
@@ -96,6 +98,47 @@ def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
 def export_safetensors(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
     """Writes a .safetensors file. Raises UserError."""
     write_safetensors(*model_weights(loaded, selection), loaded.step, path)
+
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+"""Name endings of files with weights, or with an index of them."""
+ADAPTER = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)$")
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection) -> Path:
+    """Writes ``model.safetensors`` or, of an adapter alone, ``adapter_model.safetensors``, and copies the rest.
+
+    Args:
+        loaded: a checkpoint.
+        folder: created if it does not exist.
+        like: folder of the model (with config.json) or adapter (adapter_config.json) that was fine-tuned.
+        selection: of weights. Those of PEFT lose the adapter's name, as in the files that PEFT writes.
+
+    Returns:
+        The file of weights.
+
+    Raises:
+        UserError: ``like`` is not such a folder, or something cannot be written.
+    """
+    needed = ADAPTER_CONFIG if selection.trainable_only else CONFIG
+    if not (like / needed).is_file():
+        raise UserError(f"{like} holds no {needed}", f"name the folder whose {needed} describes the model")
+    if like.resolve() == folder.resolve():
+        raise UserError(f"{like} holds the weights that were fine-tuned", "choose another --output")
+    arrays, dtypes = model_weights(loaded, selection)
+    if selection.trainable_only:
+        # as PEFT's files have them: ``X.lora_A.default.weight`` is ``X.lora_A.weight`` there
+        names = {TRAINED_WHOLE.sub("", ADAPTER.sub(r"\1\2", name)): name for name in arrays}
+        arrays, dtypes = under_names(arrays, dtypes, names)
+    path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
+    with file_errors(f"{folder} cannot be written", "choose another --output"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(like.iterdir()):
+            if file.is_file() and not file.name.endswith(WEIGHTS):
+                shutil.copyfile(file, folder / file.name)
+    write_safetensors(arrays, dtypes, loaded.step, path)
+    return path
 
 
 def write_safetensors(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, path: Path) -> None:

@@ -6,14 +6,14 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint
-from hpctrain.data.place import with_place
+from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint, with_place
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors
 
@@ -39,22 +39,15 @@ class Records(Protocol):
         """A record as a sample, if the user gives no ``decode``; raises UserError if that cannot be."""
 
 
+@dataclass(frozen=True)
 class RecordDataset:
     """The records of one file as samples. Use ``open_records``, which checks them."""
 
-    def __init__(
-        self,
-        records: Records,
-        decode: Decode | None,
-        names: tuple[str, ...] | None,
-        ragged: bool,
-        fields: Mapping[str, Field],
-    ) -> None:
-        self.records = records
-        self.decode = decode
-        self.names = names
-        self.ragged = ragged
-        self.fields = fields
+    records: Records
+    decode: Decode | None
+    names: tuple[str, ...] | None
+    ragged: bool
+    fields: Mapping[str, Field]
 
     def __len__(self) -> int:
         return len(self.records)

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -44,27 +45,18 @@ CLOSE_S = 10.0
 PR_SET_PTRACER = 0x59616D61
 
 
+@dataclass(eq=False)
 class MonitorSession:
-    """One rank's share of a running monitor.
+    """One rank's share of a running monitor."""
 
-    Args:
-        clock: what the rank marks its phases on.
-        agent: the node's agent, on its first rank; None elsewhere, or if there is no monitor.
-        dump_file: where faulthandler writes.
-        watching: a pipe whose other end the agent closes as soon as it watches; -1 without an agent.
-    """
-
-    def __init__(
-        self,
-        clock: RingClock,
-        agent: subprocess.Popen[bytes] | None,
-        dump_file: IO[bytes] | None,
-        watching: int = -1,
-    ) -> None:
-        self.clock = clock
-        self.agent = agent
-        self.dump_file = dump_file
-        self.watching = watching
+    clock: RingClock
+    """What the rank marks its phases on."""
+    agent: subprocess.Popen[bytes] | None
+    """The node's agent, on its first rank; None elsewhere, or if there is no monitor."""
+    dump_file: IO[bytes] | None
+    """Where faulthandler writes."""
+    watching: int = -1
+    """A pipe whose other end the agent closes as soon as it watches; -1 without an agent."""
 
     def starts_at(self, step: int) -> None:
         """Says which step of the run this attempt's first one is, for events."""

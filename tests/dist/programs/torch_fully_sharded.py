@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
-from hpctrain.backends.torch.strategies.exchange import Exchange, over_gloo, over_nccl
+from hpctrain.backends.torch.strategies.exchange import Exchange, over_torch
 from hpctrain.backends.torch.strategies.group import DefaultGroup
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
@@ -132,7 +132,7 @@ def exchanges(world: World, folder: Path) -> dict[str, Any]:
 
         def open_exchange(group: Group, device: torch.device, waiting: Waiting, opened: Any = opened) -> Exchange:
             opened.append(group.name)
-            return (over_nccl if device.type == "cuda" else over_gloo)(group, device, waiting, 60.0)
+            return over_torch(group, device, waiting, 60.0)
 
         if world.rank < size:
             run = folder / f"exchange-{name}"
@@ -303,7 +303,7 @@ def lost(world: World, folder: Path) -> dict[str, Any]:
     for name, wait in waits.items():
         if pair is not None:
             patience_s = 60.0 if name == "ended" else 0.5
-            exchange = over_gloo(pair, torch.device("cpu"), Waiting(NO_CLOCK), patience_s)
+            exchange = over_torch(pair, torch.device("cpu"), Waiting(NO_CLOCK), patience_s)
             exchange.sum(torch.ones(1), torch.float32, "meet")
             if name == "ended" and pair.rank:
                 exchange.ranks.abort()  # as the end of its process would close its connections

@@ -10,8 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hpctrain.data.dataset import ArrayDataset, Field, from_arrays
-from hpctrain.data.place import with_place
+from hpctrain.data.dataset import ArrayDataset, Field, from_arrays, with_place
 from hpctrain.data.samples import named, stack
 from hpctrain.errors import UserError
 

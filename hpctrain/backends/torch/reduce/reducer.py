@@ -129,8 +129,23 @@ PARTS = 4
 """In which gradients arrive, if they do early; each costs a call of the optimizer."""
 
 
+class LastBackward:
+    """``last_backward`` of a reducer that leaves it to a part of itself, an attribute of this name."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __get__(self, reducer: object, kind: type) -> bool:
+        return bool(getattr(reducer, self.part).last_backward)
+
+    def __set__(self, reducer: object, value: bool) -> None:
+        getattr(reducer, self.part).last_backward = value
+
+
 class FlatReducer:
     """Gradients in one flat buffer that is summed over the ranks, and those of tables next to it."""
+
+    last_backward = LastBackward("flat_gradients")
 
     def __init__(
         self,
@@ -156,14 +171,6 @@ class FlatReducer:
         self.tables = tables or SparseGradients(())
         self.parts = flat_gradients.parts(PARTS)
         flat_gradients.attach()
-
-    @property
-    def last_backward(self) -> bool:
-        return self.flat_gradients.last_backward
-
-    @last_backward.setter
-    def last_backward(self, value: bool) -> None:
-        self.flat_gradients.last_backward = value
 
     def let_arrive_early(self, allowed: bool) -> None:
         """From the next update on, if they can. All ranks say the same."""
@@ -231,19 +238,13 @@ class FlatReducer:
 class PartlyOwn:
     """Sums gradients over the ranks, but for those of a rank's own parameters, which are complete as they are."""
 
+    last_backward = LastBackward("shared")
+
     def __init__(self, named: Sequence[tuple[str, Parameter]], shared: Reducer, own: NoReducer) -> None:
         self.name = shared.name
         self.named = named
         self.shared = shared
         self.own = own
-
-    @property
-    def last_backward(self) -> bool:
-        return self.shared.last_backward
-
-    @last_backward.setter
-    def last_backward(self, value: bool) -> None:
-        self.shared.last_backward = value
 
     def begin(self) -> None:
         self.shared.begin()

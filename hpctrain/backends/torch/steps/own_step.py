@@ -49,13 +49,7 @@ class Live:
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        exchanges: Exchanges,
-        clock: StepClock,
-        global_samples: int,
-        guard: Guard,
-        applies: bool,
+        self, setting: Setting, exchanges: Exchanges, clock: StepClock, global_samples: int, guard: Guard, applies: bool
     ) -> None:
         self.setting, self.exchanges, self.clock = setting, exchanges, clock
         self.global_samples, self.guard, self.applies = global_samples, guard, applies

@@ -256,28 +256,22 @@ class TorchExchange:
             ) from error
 
 
-def over_gloo(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:
-    """See OpenExchange: for tensors on the host, as ``over_nccl`` for those on GPUs.
+def over_torch(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:
+    """See OpenExchange: by NCCL for ranks that have a GPU each, by gloo for tensors on the host.
 
     Raises UserError, on all ranks, if they cannot reach each other.
     """
-    meeting = meet(group, group.name, timeout_s)
-    ranks = gloo(meeting.address, meeting.store, group.rank, group.size, timedelta(seconds=timeout_s))
-    return TorchExchange(group, ranks, waiting, device, timeout_s)
-
-
-def over_nccl(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:
-    """See OpenExchange: for ranks that have a GPU each.
-
-    Raises UserError, on all ranks, if they cannot reach each other.
-    """
-    meeting = meet(group, group.name, timeout_s)
-    ranks = nccl(group, meeting.store, device, timedelta(seconds=timeout_s))
+    meeting, timeout = meet(group, group.name, timeout_s), timedelta(seconds=timeout_s)
+    ranks: Any = (
+        nccl(group, meeting.store, device, timeout)
+        if device.type == "cuda"
+        else gloo(meeting.address, meeting.store, group.rank, group.size, timeout)
+    )
     return TorchExchange(group, ranks, waiting, device, timeout_s)
 
 
 def exchange_for(group: Group, device: torch.device, waiting: Waiting) -> Exchange:
     """See OpenExchange: GPU to GPU by NCCL if each rank has its own; else through memory of the host."""
     if group.size > 1 and device.type == "cuda" and have_own_gpus(group, device):
-        return over_nccl(group, device, waiting)
+        return over_torch(group, device, waiting)
     return HostExchange(group, waiting, open_shm_window(group))

@@ -29,10 +29,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 """What torch calls those of its threads that run gloo's collectives."""
 LOOKS = 5
 """At gloo's threads, one after another, a millisecond apart."""
-OWN_ERRORS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-}
+OWN_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false"}
 """Read by torch when it makes a group of NCCL: errors are raised where a rank waits, and messages come in turn."""
 WHAT = "open a process group of torch"
 """What a rank waits for."""

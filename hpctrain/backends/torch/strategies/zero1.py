@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.torch.device import pin, unpin
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, view_like
-from hpctrain.backends.torch.reduce.reducer import Number, common_kind, fill_slots
+from hpctrain.backends.torch.reduce.reducer import LastBackward, Number, common_kind, fill_slots
 from hpctrain.backends.torch.state.optimizer import Slots
 from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.estimated import Estimated
@@ -157,7 +157,9 @@ class OwnGradients:
 
 
 class ShardedReducer(OwnGradients):
-    """See reduce.torch_reducer.Reducer."""
+    """See backends.torch.reduce.reducer.Reducer."""
+
+    last_backward = LastBackward("flat_gradients")
 
     def __init__(
         self,
@@ -192,14 +194,6 @@ class ShardedReducer(OwnGradients):
         if not self.on_host:
             pin(self.host)
         gradients.attach()
-
-    @property
-    def last_backward(self) -> bool:
-        return self.flat_gradients.last_backward
-
-    @last_backward.setter
-    def last_backward(self, value: bool) -> None:
-        self.flat_gradients.last_backward = value
 
     def begin(self) -> None:
         self.flat_gradients.begin()
@@ -291,10 +285,7 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
     """Gives each optimizer the rows that this rank updates."""
     norm = needs_norm(opening, prepared.partition)
     return shard_optimizers(
-        opening,
-        traits,
-        prepared,
-        lambda own: ShardedReducers(own, opening.config.reduce, norm, opening.optimizers),
+        opening, traits, prepared, lambda own: ShardedReducers(own, opening.config.reduce, norm, opening.optimizers)
     )
 
 

@@ -28,8 +28,7 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
             )
     if not optimizers:
         raise UserError(
-            "the task's optimizer neither is nor holds a torch.optim.Optimizer",
-            "derive it from torch.optim.Optimizer",
+            "the task's optimizer neither is nor holds a torch.optim.Optimizer", "derive it from torch.optim.Optimizer"
         )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if any(id(parameter) not in own for group in groups for parameter in group["params"]):

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import data
 
-from hpctrain.data.dataset import Field, Samples, check_field
+from hpctrain.data.dataset import Field, Samples, check_field, with_place
 from hpctrain.data.order import Epoch
-from hpctrain.data.place import with_place
 from hpctrain.data.samplers import WeightedSampler
 from hpctrain.data.samples import Sample, layout, named, stack
 from hpctrain.errors import UserError
