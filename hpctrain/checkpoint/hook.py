@@ -17,7 +17,7 @@ from hpctrain.checkpoint.exports.weights import MODEL
 from hpctrain.checkpoint.format.checksum import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import Source, listed
+from hpctrain.checkpoint.initial_match import WeightSource, listed
 from hpctrain.checkpoint.object_state import OBJECTS, ObjectState, require_equal, restore, state_of
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.remote import Remote, open_remote
@@ -155,7 +155,7 @@ class CheckpointHook(BaseHook):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
             self._say(restore(self.objects, loaded, leaves, self.store.peers, self.config.accept))
         elif self.config.init_from:
-            source = Source(self.config.init_from, self.config.init_rename, self.config.init_missing)
+            source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)
             world = training.world
             match = load_initial(source, training.framework, world.pipeline, world.everyone)
             self._report(events.InitialWeights(step=0, path=self.config.init_from, **dataclasses.asdict(match)))
@@ -411,7 +411,7 @@ def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -
     return None if all(weights.values()) else [name for name, is_trained in weights.items() if is_trained]
 
 
-def not_used(one: events.Rejected | reading.Rejected) -> str:
+def not_used(one: events.Rejected | reading.NotUsed) -> str:
     """Says why a checkpoint was passed over."""
     return f"checkpoint of step {one.step} is not used: {one.reason}"
 

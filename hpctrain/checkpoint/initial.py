@@ -17,7 +17,7 @@ from hpctrain.checkpoint.exports.weights import AVERAGE, MODEL
 from hpctrain.checkpoint.format.files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json
-from hpctrain.checkpoint.initial_match import Match, Source, listed, of_stages, renamed, require_meant
+from hpctrain.checkpoint.initial_match import Match, WeightSource, listed, of_stages, renamed, require_meant
 from hpctrain.checkpoint.mirror import locate
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
@@ -40,7 +40,7 @@ OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetenso
 
 
 def load_initial(
-    source: Source, framework: StateSource, stages: Group | None = None, everyone: Group | None = None
+    source: WeightSource, framework: StateSource, stages: Group | None = None, everyone: Group | None = None
 ) -> Match:
     """Gives the model the weights of a source wherever name and shape agree; all else stays as it is.
 
@@ -85,7 +85,7 @@ class Weights:
 
 
 def load_weights(
-    source: Source, weights: Weights, framework: StateSource, wanted: Mapping[str, tuple[int, ...]]
+    source: WeightSource, weights: Weights, framework: StateSource, wanted: Mapping[str, tuple[int, ...]]
 ) -> Match:
     """Gives the model what fits; ``wanted`` are the shapes of all of its weights, on whatever stage."""
     old_names = renamed({name: name for name in weights.arrays}, source.rename, source.path)
@@ -219,7 +219,7 @@ def is_within(begin: tuple[int, ...], shape: tuple[int, ...], tensor: StateTenso
     return lies_in(tuple(map(int.__sub__, begin, tensor.cut.begin)), shape, tensor.shape)
 
 
-def load_keras_file(source: Source, framework: StateSource) -> Match:
+def load_keras_file(source: WeightSource, framework: StateSource) -> Match:
     """Gives a Keras model the weights of a ``.weights.h5`` file; names are the file's own: ``layers/dense/vars/0``.
 
     The rest of the model is filled in from itself, so that Keras, which alone knows which variable is which, can

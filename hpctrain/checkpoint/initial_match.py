@@ -18,7 +18,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Where initial weights come from, and how they fit; see the run file's ``checkpoint.init_...``."""
 
     path: str
@@ -90,7 +90,9 @@ def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> d
     return result
 
 
-def require_meant(source: Source, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Match:
+def require_meant(
+    source: WeightSource, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> Match:
     """What is taken.
 
     Raises:

@@ -32,7 +32,7 @@ RANDOM = "rng/"
 
 
 @dataclass(frozen=True)
-class Rejected:
+class NotUsed:
     """A checkpoint that was not used."""
 
     step: int
@@ -58,7 +58,7 @@ class Loaded:
     ranks, and with the mean of other rank-local floating-point state."""
     dtypes: dict[str, str]
     """Logical types by name."""
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[NotUsed, ...] = ()
     """Newer checkpoints that were found damaged, newest first."""
     of_ranks: Mapping[str, Mapping[int, NDArray[Any]]] = field(default_factory=dict)
     """If the number of ranks differs from the saved one: what each rank had of the task's own state, by name."""
@@ -91,7 +91,7 @@ def load_newest(
         DamagedCheckpoint: none is sound.
         UnreadableCheckpoint: one cannot be read now, so that it is not known to be sound.
     """
-    rejected: list[Rejected] = []
+    rejected: list[NotUsed] = []
     taken: layout.Manifest | None = None
     """Of a damaged one, parts of which are in use."""
     fix = "restore the folder from a backup, or begin again with --fresh"
@@ -110,7 +110,7 @@ def load_newest(
             taken = manifest
             return read_by_each(folder, manifest, group, peers, own, use, tuple(rejected))
         except layout.DamagedCheckpoint as error:
-            rejected.append(Rejected(step, error.what, folder))
+            rejected.append(NotUsed(step, error.what, folder))
     reasons = "; ".join(found.reason for found in rejected)
     raise layout.DamagedCheckpoint(f"{folders[-1].parent} has no sound checkpoint: {reasons}", fix)
 
@@ -169,7 +169,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
 
 
 def loaded_of(
-    folder: Path, manifest: layout.Manifest, arrays: SavedArrays, of_ranks: OfRanks, rejected: tuple[Rejected, ...]
+    folder: Path, manifest: layout.Manifest, arrays: SavedArrays, of_ranks: OfRanks, rejected: tuple[NotUsed, ...]
 ) -> Loaded:
     """A checkpoint with these arrays."""
     dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
@@ -262,7 +262,7 @@ def read_by_each(
     peers: Group,
     own: OwnState,
     use: Use,
-    rejected: tuple[Rejected, ...],
+    rejected: tuple[NotUsed, ...],
 ) -> Loaded:
     """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
     mine: Exception | None = None
@@ -290,7 +290,7 @@ def read_by_each(
 
 
 def shared(
-    folder: Path, manifest: layout.Manifest, group: Group, peers: Group, rejected: tuple[Rejected, ...]
+    folder: Path, manifest: layout.Manifest, group: Group, peers: Group, rejected: tuple[NotUsed, ...]
 ) -> Loaded:
     """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
 

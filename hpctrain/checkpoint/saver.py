@@ -44,7 +44,7 @@ FINAL = (Code.IN_USE, Code.NAN)
 """Codes after which no later save of the attempt can succeed, the strongest first."""
 
 
-class Stage(Enum):
+class SaveStage(Enum):
     """What the checkpoint in flight waits for."""
 
     WRITING = "every rank's shard"
@@ -100,7 +100,7 @@ class SaveResult:
 
 
 @dataclass
-class Job:
+class SaveJob:
     """The checkpoint in flight."""
 
     step: int
@@ -112,7 +112,7 @@ class Job:
     """The snapshot; None if it could not be taken."""
     problem: Exception | None = None
     """Why not."""
-    stage: Stage = Stage.WRITING
+    stage: SaveStage = SaveStage.WRITING
     future: Future[Any] = field(default_factory=Future)
     """Of the background work of this stage on this rank."""
     dropped: Event = field(default_factory=Event)
@@ -178,9 +178,9 @@ class Saver:
         """Staging memory: one, or two once a snapshot had to wait for the one in flight, or is the memory itself."""
         self.kept: ShardImage | None = None
         """That which is the newest checkpoint's file."""
-        self.job: Job | None = None
+        self.job: SaveJob | None = None
         """The checkpoint in flight."""
-        self.waiting: Job | None = None
+        self.waiting: SaveJob | None = None
         """A snapshot that is written after the one in flight."""
         self.sound: set[int] = set()
         """Steps of the checkpoints that are known to be whole."""
@@ -252,7 +252,7 @@ class Saver:
             synchronize()
         except (MemoryError, OSError, RunFailed) as error:
             image, problem = None, error
-        job = Job(step, meta, partial, begin, time.monotonic() - begin, image, problem)
+        job = SaveJob(step, meta, partial, begin, time.monotonic() - begin, image, problem)
         if self.job:
             self.waiting = job
         else:
@@ -264,7 +264,7 @@ class Saver:
         Args:
             wanted: steps whose checkpoint is not given up.
         """
-        if self.job and self.job.stage is Stage.WRITING and self.job.step not in wanted:
+        if self.job and self.job.stage is SaveStage.WRITING and self.job.step not in wanted:
             self.job.dropped.set()
 
     def flags(self) -> NDArray[np.int64]:
@@ -284,12 +284,12 @@ class Saver:
         job = self.job
         if job is None or not least[0]:
             return None
-        if not least[1] and job.stage is not Stage.ABANDONING:
+        if not least[1] and job.stage is not SaveStage.ABANDONING:
             job.failure = self._reasons(job)
-            self._enter(job, Stage.ABANDONING, self.folder.discard, job.partial)
+            self._enter(job, SaveStage.ABANDONING, self.folder.discard, job.partial)
             return None
-        if job.stage is Stage.WRITING:
-            self._enter(job, Stage.COMMITTING, self._commit, job.step, job.partial, job.meta)
+        if job.stage is SaveStage.WRITING:
+            self._enter(job, SaveStage.COMMITTING, self._commit, job.step, job.partial, job.meta)
             return None
         return self._end(job)
 
@@ -310,7 +310,7 @@ class Saver:
         """Ends the thread after what it has to do; a checkpoint in flight stays uncommitted."""
         self.thread.shutdown(wait=True)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: SaveJob) -> None:
         """A snapshot becomes the one in flight."""
         self.job = job
         if job.image is None:
@@ -352,14 +352,14 @@ class Saver:
             for old in self.keep.removable(self.folder.steps(), protected):
                 self.folder.remove(old)
 
-    def _enter(self, job: Job, stage: Stage, work: Callable[..., Any], *arguments: Any) -> None:
+    def _enter(self, job: SaveJob, stage: SaveStage, work: Callable[..., Any], *arguments: Any) -> None:
         """Starts the next stage's work on a folder's first rank; the others have none."""
         job.stage = stage
         job.future = self.thread.submit(work, *arguments) if self.local.rank == 0 else self.thread.submit(int)
 
-    def _end(self, job: Job) -> SaveResult:
+    def _end(self, job: SaveJob) -> SaveResult:
         """The job is over; the one that has waited begins."""
-        num_bytes = job.future.result() if job.stage is Stage.COMMITTING else 0
+        num_bytes = job.future.result() if job.stage is SaveStage.COMMITTING else 0
         if not job.failure and job.image and job.image.keeps:
             self.kept = job.image
         if self.local.rank == 0 and not job.failure:
@@ -372,7 +372,7 @@ class Saver:
             self._start(replace(waiting, begin=time.monotonic() - waiting.stall_s))
         return replace(outcome, **vars(job.failure)) if job.failure else outcome
 
-    def _reasons(self, job: Job) -> Failure:
+    def _reasons(self, job: SaveJob) -> Failure:
         """What went wrong on which ranks, and the most informative code. Collective."""
         error = self._replacement() or job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.partner import Partner, open_partner
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
-from hpctrain.checkpoint.reading import Rejected, step_of
+from hpctrain.checkpoint.reading import NotUsed, step_of
 from hpctrain.checkpoint.saver import Saver, SaveResult
 from hpctrain.checkpoint.snapshots import ATTEMPT, PREFIX, MemoryStore, SnapshotStore, adopt, claim, sweep
 from hpctrain.checkpoint.store import open_saver
@@ -120,7 +120,7 @@ class Tiers:
         self.firsts = firsts
         self.snapshots: dict[Path, Snapshot] = {}
         """Those that are whole over the nodes, by their folders on this one."""
-        self.lost: list[Rejected] = []
+        self.lost: list[NotUsed] = []
         """Those that are not."""
 
     def found(self) -> list[Path]:
@@ -131,7 +131,7 @@ class Tiers:
         trained = self.world.everyone.broadcast(trained, "find the attempt that trained last")
         found = survey(self.world, [tier.home for tier in self.tiers], trained)
         self.lost = [
-            Rejected(step_of(it.folder), f"{self.tier_of(it.folder)}: {it.lost}", it.folder) for it in found if it.lost
+            NotUsed(step_of(it.folder), f"{self.tier_of(it.folder)}: {it.lost}", it.folder) for it in found if it.lost
         ]
         self.snapshots = {it.folder: it for it in found if not it.lost}
         return list(self.snapshots)

@@ -15,7 +15,7 @@ from hpctrain.system import foreign_text
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
-    from hpctrain.doctor.probe import Finding
+    from hpctrain.doctor.probe import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     folder = Path("runs").absolute()
     config: Config | None = None
-    more: list[Finding] = []
+    more: list[Check] = []
     if args.run_file:
         from hpctrain.doctor import task
         from hpctrain.run.folder import RunDir
@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     return show(found, args.json)
 
 
-def trial(config: Config) -> Finding:
+def trial(config: Config) -> Check:
     """Whether the task works on one batch."""
-    from hpctrain.doctor.probe import Finding, problem
+    from hpctrain.doctor.probe import Check, problem
     from hpctrain.rank.trial import try_task
 
     try:
@@ -53,7 +53,7 @@ def trial(config: Config) -> Finding:
             try_task(config)
     except HpctrainError as error:
         return problem("trial", error.what, error.fix)
-    return Finding("trial", "model, loss and metrics work on a first batch")
+    return Check("trial", "model, loss and metrics work on a first batch")
 
 
 def on_ranks(ranks: int, as_json: bool) -> int:
@@ -68,7 +68,7 @@ def on_ranks(ranks: int, as_json: bool) -> int:
     return show(found, as_json)
 
 
-def show(found: Sequence[Finding], as_json: bool) -> int:
+def show(found: Sequence[Check], as_json: bool) -> int:
     """Prints findings; the exit code."""
     from hpctrain.doctor.probe import Status
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hpctrain.doctor.probe import Finding, note, problem
+from hpctrain.doctor.probe import Check, note, problem
 from hpctrain.errors import HpctrainError
 from hpctrain.system.cgroups import cpu_quota, usable_cores
 from hpctrain.system.files import create_exclusively
@@ -26,20 +26,20 @@ SLOW_FILE_S = 0.05
 """Time to create, rename and remove a file above which a file system is worth a word."""
 
 
-def findings(folder: Path) -> list[Finding]:
+def findings(folder: Path) -> list[Check]:
     """Of this machine, and of the file system on which a folder lies or would lie."""
     return [*cores(), *gpus(), *shared_memory(Path("/dev/shm")), *file_system(existing(folder))]
 
 
-def cores() -> Iterator[Finding]:
+def cores() -> Iterator[Check]:
     """Cores that may be used, and memory."""
     quota = cpu_quota()
     limit = f", limited to {quota:g} by the container" if quota is not None else ""
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory"
-    yield Finding("cores", f"{usable_cores()} of {os.cpu_count()} usable{limit}, {memory}, {socket.gethostname()}")
+    yield Check("cores", f"{usable_cores()} of {os.cpu_count()} usable{limit}, {memory}, {socket.gethostname()}")
 
 
-def gpus() -> Iterator[Finding]:
+def gpus() -> Iterator[Check]:
     """GPUs by their driver, whatever the frameworks see."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -56,10 +56,10 @@ def gpus() -> Iterator[Finding]:
         yield problem("GPUs", f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}", fix)
         return
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    yield Finding("GPUs", "; ".join(lines))
+    yield Check("GPUs", "; ".join(lines))
 
 
-def shared_memory(path: Path) -> Iterator[Finding]:
+def shared_memory(path: Path) -> Iterator[Check]:
     """Room for MPI's and the monitor's shared memory: containers often have 64 MB."""
     try:
         free = shutil.disk_usage(path).free
@@ -70,10 +70,10 @@ def shared_memory(path: Path) -> Iterator[Finding]:
         fix = "start the container with more (docker run --shm-size=2g), or remove old files there"
         yield problem("shared memory", f"{free / 2**20:.0f} MiB free in {path}", fix)
     else:
-        yield Finding("shared memory", f"{free / 2**30:.1f} GiB free in {path}")
+        yield Check("shared memory", f"{free / 2**30:.1f} GiB free in {path}")
 
 
-def file_system(folder: Path) -> Iterator[Finding]:
+def file_system(folder: Path) -> Iterator[Check]:
     """Space, permission, locking and speed of small files, where run folders are made."""
     usage = shutil.disk_usage(folder)
     kind = file_system_type(folder)
@@ -84,11 +84,11 @@ def file_system(folder: Path) -> Iterator[Finding]:
     if usage.free < LITTLE_DISK_BYTES:
         yield problem("run folder", value, "free space, or set run_dir to another file system: checkpoints need it")
     else:
-        yield Finding("run folder", value)
+        yield Check("run folder", value)
     yield from locking(folder)
 
 
-def locking(folder: Path) -> Iterator[Finding]:
+def locking(folder: Path) -> Iterator[Check]:
     """Whether exclusive creation works, which the run's lock needs, and flock, which HDF5 would like."""
     path = folder / f".hpctrain-doctor-{secrets.token_hex(8)}"
     begin = time.perf_counter()
@@ -114,7 +114,7 @@ def locking(folder: Path) -> Iterator[Finding]:
         fix = "fine for a run folder; keep data sets of many small files elsewhere"
         yield note("locking", f"works; a small file takes {spent * 1e3:.0f} ms", fix)
     else:
-        yield Finding("locking", f"exclusive creation and flock work ({spent * 1e3:.1f} ms)")
+        yield Check("locking", f"exclusive creation and flock work ({spent * 1e3:.1f} ms)")
 
 
 def works_with_flock(path: Path) -> bool:

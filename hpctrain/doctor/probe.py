@@ -102,7 +102,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """What was looked at, what was found, and what to do about it."""
 
     topic: str
@@ -115,11 +115,11 @@ class Finding:
         return asdict(self)
 
 
-def note(topic: str, value: str, fix: str = "") -> Finding:
+def note(topic: str, value: str, fix: str = "") -> Check:
     """Works, or is not needed."""
-    return Finding(topic, value, Status.NOTE, fix)
+    return Check(topic, value, Status.NOTE, fix)
 
 
-def problem(topic: str, value: str, fix: str) -> Finding:
+def problem(topic: str, value: str, fix: str) -> Check:
     """Has to be fixed."""
-    return Finding(topic, value, Status.PROBLEM, fix)
+    return Check(topic, value, Status.PROBLEM, fix)

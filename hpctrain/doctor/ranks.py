@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.world import EXPECTED_RANKS
-from hpctrain.doctor.probe import Finding, note, problem
+from hpctrain.doctor.probe import Check, note, problem
 from hpctrain.errors import RunFailed
 from hpctrain.launch.mpi_library import on_ranks, probe
 from hpctrain.system import python
@@ -31,7 +31,7 @@ SAY_TRANSPORT = {
 }
 
 
-def findings(ranks: int) -> list[Finding]:
+def findings(ranks: int) -> list[Check]:
     """Starts this number of ranks on this machine and measures.
 
     Raises:
@@ -52,7 +52,7 @@ def findings(ranks: int) -> list[Finding]:
         what = said[-1][:300] if said else "they print nothing"
         raise RunFailed(f"{ranks} ranks do not run: {what}", "hpctrain doctor looks at MPI")
     facts = json.loads(line.removeprefix(MARK))
-    who = Finding("ranks", f"{facts['ranks']} on {', '.join(facts['hosts'])}")
+    who = Check("ranks", f"{facts['ranks']} on {', '.join(facts['hosts'])}")
     return [who, *judge(facts, transport(text, library.version))]
 
 
@@ -65,21 +65,21 @@ def transport(text: str, version: str) -> str:
     return ", ".join(parts) or f"not known from {version}"
 
 
-def judge(facts: dict[str, Any], carried_by: str) -> Iterator[Finding]:
+def judge(facts: dict[str, Any], carried_by: str) -> Iterator[Check]:
     """What the measured numbers mean."""
     if re.search(r"\btcp within", carried_by):
         fix = "let MPI use shared memory: more room in /dev/shm, and no OMPI_MCA_btl or UCX_TLS that leave it out"
         yield problem("transport", carried_by, fix)
     else:
-        yield Finding("transport", carried_by)
+        yield Check("transport", carried_by)
     if "latency_us" in facts:
         latency = f"{facts['latency_us']:.1f} us"
         if facts["latency_us"] > SLOW_LATENCY_US and facts["nodes"] == 1:
             yield note("latency", latency, "more ranks than cores, or a busy machine? start fewer ranks")
         else:
-            yield Finding("latency", latency)
+            yield Check("latency", latency)
         allreduce = f"4 MiB allreduce in {facts['allreduce_4mb_ms']:.2f} ms"
-        yield Finding("bandwidth", f"{facts['bandwidth_gb_s']:.1f} GB/s one way, {allreduce}")
+        yield Check("bandwidth", f"{facts['bandwidth_gb_s']:.1f} GB/s one way, {allreduce}")
     if not facts["threads"]:
         yield problem("MPI threads", "below level multiple", "use an MPI built with MPI_THREAD_MULTIPLE")
     if min(facts["cores"]) == 1 and max(facts["cores"]) < usable_cores():

@@ -7,13 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from hpctrain.doctor.probe import Finding, note, problem
+from hpctrain.doctor.probe import Check, note, problem
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
 from hpctrain.run import resolve_run
 
 
-def findings(run_file: str | None) -> list[Finding]:
+def findings(run_file: str | None) -> list[Check]:
     """Of the Slurm on PATH, and of what it would say to this run's script."""
     if shutil.which("sbatch") is None:
         return [note("Slurm", "not installed here", "nothing to do if you do not submit jobs")]
@@ -32,26 +32,26 @@ def settings(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def site(config: dict[str, str]) -> Iterator[Finding]:
+def site(config: dict[str, str]) -> Iterator[Check]:
     """Version, requeue, accounting, signals at preemption."""
     version, cluster = config.get("SLURM_VERSION", "unknown version"), config.get("ClusterName", "?")
-    yield Finding("Slurm", f"{version}, cluster {cluster}")
+    yield Check("Slurm", f"{version}, cluster {cluster}")
     if config.get("JobRequeue") == "0":
         fix = "jobs ask for it with --requeue; if that is refused use submit --chain N"
         yield note("requeue", "off by default here", fix)
     else:
-        yield Finding("requeue", "allowed")
+        yield Check("requeue", "allowed")
     if config.get("AccountingStorageType", "").endswith("none"):
         yield note("accounting", "none: old jobs are unknown to Slurm", "nothing to do: the run folder knows")
     else:
-        yield Finding("accounting", config.get("AccountingStorageType", "unknown"))
+        yield Check("accounting", config.get("AccountingStorageType", "unknown"))
     preempts = config.get("PreemptType", "preempt/none") != "preempt/none"
     if preempts and "send_user_signal" not in config.get("PreemptParameters", ""):
         fix = "set checkpoint.every_minutes to what you can lose"
         yield note("preemption", "gives no signal before it ends a job", fix)
 
 
-def partitions() -> Iterator[Finding]:
+def partitions() -> Iterator[Check]:
     """Names, limits, nodes, GPUs."""
     try:
         lines = client.run(["sinfo", "--noheader", "--format=%P %l %D %c %G"]).splitlines()
@@ -62,10 +62,10 @@ def partitions() -> Iterator[Finding]:
         f"{name} ({limit}, {nodes} nodes, {cores} cores{'' if gres == '(null)' else ', ' + gres})"
         for name, limit, nodes, cores, gres in (line.split(maxsplit=4) for line in lines if len(line.split()) >= 5)
     ]
-    yield Finding("partitions", "; ".join(shown) or "none")
+    yield Check("partitions", "; ".join(shown) or "none")
 
 
-def mpi_types() -> Iterator[Finding]:
+def mpi_types() -> Iterator[Check]:
     """What srun --mpi takes."""
     try:
         types = client.mpi_types()
@@ -73,12 +73,12 @@ def mpi_types() -> Iterator[Finding]:
         yield problem("srun --mpi", error.what, error.fix)
         return
     if any(re.match(r"pmix|pmi2|cray", name) for name in types):
-        yield Finding("srun --mpi", ", ".join(types))
+        yield Check("srun --mpi", ", ".join(types))
     else:
         yield note("srun --mpi", ", ".join(types) or "none", "set launch.launcher: mpirun")
 
 
-def script(run_file: str) -> Iterator[Finding]:
+def script(run_file: str) -> Iterator[Check]:
     """``sbatch --test-only`` on the rendered script."""
     from hpctrain.launch.engines.slurm import submission
 
@@ -97,4 +97,4 @@ def script(run_file: str) -> Iterator[Finding]:
     if done.returncode:
         yield problem("job script", last, "correct launch.slurm in the run file or the site profile")
     else:
-        yield Finding("job script", last)
+        yield Check("job script", last)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import hpctrain
 from hpctrain.doctor import probe
-from hpctrain.doctor.probe import Finding, Probe, note, problem
+from hpctrain.doctor.probe import Check, Probe, note, problem
 from hpctrain.errors import HpctrainError, MissingExtra
 from hpctrain.launch.mpi_library import find_mpirun
 from hpctrain.launch.mpi_library import probe as probe_mpi
@@ -22,20 +22,20 @@ from hpctrain.reduce.horovod_setup import mpi_libraries
 INSTALL_HOROVOD = "run: hpctrain install-horovod"
 
 
-def findings() -> list[Finding]:
+def findings() -> list[Check]:
     """Everything about installed software. Frameworks are looked at side by side: each takes seconds to import."""
-    parts: list[Callable[[], Iterator[Finding]]] = [python, mpi, torch, tensorflow, horovod, hdf5]
+    parts: list[Callable[[], Iterator[Check]]] = [python, mpi, torch, tensorflow, horovod, hdf5]
     with ThreadPoolExecutor(max_workers=3) as pool:
         return [finding for part in pool.map(lambda part: list(part()), parts) for finding in part]
 
 
-def python() -> Iterator[Finding]:
+def python() -> Iterator[Check]:
     """Interpreter and package."""
-    yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
-    yield Finding("hpctrain", f"{hpctrain.__version__} ({Path(hpctrain.__file__).parent})")
+    yield Check("Python", f"{platform.python_version()} ({sys.executable})")
+    yield Check("hpctrain", f"{hpctrain.__version__} ({Path(hpctrain.__file__).parent})")
 
 
-def mpi() -> Iterator[Finding]:
+def mpi() -> Iterator[Check]:
     """mpi4py, its library, the mpirun that belongs to it, and the thread level."""
     try:
         library = probe_mpi()
@@ -45,9 +45,9 @@ def mpi() -> Iterator[Finding]:
     except HpctrainError as error:
         yield problem("MPI", error.what, error.fix)
         return
-    yield Finding("MPI", f"{library.version} ({library.path or 'path unknown'})")
+    yield Check("MPI", f"{library.version} ({library.path or 'path unknown'})")
     try:
-        yield Finding("mpirun", find_mpirun(library))
+        yield Check("mpirun", find_mpirun(library))
     except HpctrainError as error:
         yield problem("mpirun", error.what, error.fix)
     seen = probe.probe(probe.MPI)
@@ -57,15 +57,15 @@ def mpi() -> Iterator[Finding]:
         fix = "use an MPI built with MPI_THREAD_MULTIPLE: Horovod's thread and ours both communicate"
         yield problem("MPI threads", f"level {seen.facts['threads']}", fix)
     else:
-        yield Finding("MPI threads", f"level multiple, standard {seen.facts['standard']}")
+        yield Check("MPI threads", f"level multiple, standard {seen.facts['standard']}")
 
 
-def torch() -> Iterator[Finding]:
+def torch() -> Iterator[Check]:
     """PyTorch."""
     yield _framework("PyTorch", "torch", probe.TORCH, 'pip install "hpctrain[torch]"')
 
 
-def tensorflow() -> Iterator[Finding]:
+def tensorflow() -> Iterator[Check]:
     """TensorFlow and Keras."""
     finding = _framework("TensorFlow", "tensorflow", probe.TENSORFLOW, 'pip install "hpctrain[tensorflow]"')
     if "backend" in finding.value and "backend tensorflow" not in finding.value:
@@ -73,7 +73,7 @@ def tensorflow() -> Iterator[Finding]:
     yield finding
 
 
-def _framework(topic: str, package: str, code: str, install: str) -> Finding:
+def _framework(topic: str, package: str, code: str, install: str) -> Check:
     if not is_installed(package):
         return note(topic, "not installed", install)
     seen = probe.probe(code)
@@ -83,10 +83,10 @@ def _framework(topic: str, package: str, code: str, install: str) -> Finding:
     cuda = f", CUDA {facts['cuda']}" if facts.get("cuda") else ""
     keras = f", Keras {facts['keras']}, backend {facts['backend']}" if "keras" in facts else ""
     gpus = f"{len(facts['gpus'])} GPU" + ("s" if len(facts["gpus"]) != 1 else "")
-    return Finding(topic, f"{facts['version']}{cuda}{keras}, sees {gpus}")
+    return Check(topic, f"{facts['version']}{cuda}{keras}, sees {gpus}")
 
 
-def horovod() -> Iterator[Finding]:
+def horovod() -> Iterator[Check]:
     """Horovod: frameworks it was built for, its MPI library, NCCL."""
     if not is_installed("horovod"):
         yield note("Horovod", "not installed: gradients go through mpi4py", INSTALL_HOROVOD)
@@ -94,7 +94,7 @@ def horovod() -> Iterator[Finding]:
     built = built_for()
     version = importlib.metadata.version("horovod")
     against = ", ".join(f"{name} {number}" for name, number in built.items())
-    yield Finding("Horovod", f"{version}, built for {against or 'nothing known'}")
+    yield Check("Horovod", f"{version}, built for {against or 'nothing known'}")
     for_gpus = False
     for framework in filter(is_installed, ("torch", "tensorflow")):
         topic = f"Horovod {framework}"
@@ -103,12 +103,12 @@ def horovod() -> Iterator[Finding]:
             for_gpus = for_gpus or seen.facts.get("for_gpus", False)
             yield horovod_for(framework, built[framework], seen)
         elif framework == "tensorflow" and for_gpus:
-            yield Finding(topic, "left out of builds for GPUs: gradients of Keras models go through mpi4py")
+            yield Check(topic, "left out of builds for GPUs: gradients of Keras models go through mpi4py")
         else:
             yield note(topic, "not built for it", f"{INSTALL_HOROVOD} --force")
 
 
-def horovod_for(framework: str, built: str, seen: Probe) -> Finding:
+def horovod_for(framework: str, built: str, seen: Probe) -> Check:
     """Whether Horovod works with a framework as it is installed now."""
     topic, trains_on_gpu = f"Horovod {framework}", seen.facts.get("trains_on_gpu", False)
     gpu = " --gpu" if trains_on_gpu or seen.facts.get("nccl") else ""
@@ -130,7 +130,7 @@ def horovod_for(framework: str, built: str, seen: Probe) -> Finding:
     value = f"loads, same MPI library as mpi4py{f', NCCL {nccl}' if nccl else ', no NCCL (CPUs only)'}"
     if not fits:
         return note(topic, f"{value}; built against {framework} {built}, {installed} is installed", rebuild)
-    return Finding(topic, value)
+    return Check(topic, value)
 
 
 def built_for() -> dict[str, str]:
@@ -145,13 +145,13 @@ def built_for() -> dict[str, str]:
     return {names[key]: str(version) for key, version in saved.items() if key in names}
 
 
-def hdf5() -> Iterator[Finding]:
+def hdf5() -> Iterator[Check]:
     """h5py and its library."""
     seen = probe.probe(probe.HDF5)
     if seen.error:
         yield problem("HDF5", f"h5py cannot be imported: {seen.error}", "pip install --force-reinstall h5py")
     else:
-        yield Finding("HDF5", f"h5py {seen.facts['h5py']}, HDF5 {seen.facts['hdf5']}")
+        yield Check("HDF5", f"h5py {seen.facts['h5py']}, HDF5 {seen.facts['hdf5']}")
 
 
 def is_installed(package: str) -> bool:

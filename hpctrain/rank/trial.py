@@ -18,7 +18,7 @@ import psutil
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import Source
+from hpctrain.checkpoint.initial_match import WeightSource
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import Feature, clash
@@ -78,7 +78,7 @@ def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
     plain = dataclasses.replace(config, task=task, train=train)
     problem = make_problem(plain, alone())
     framework = wiring.make_framework(plain, alone(), problem.task, IntervalClock())
-    load_initial(Source(weights), framework)
+    load_initial(WeightSource(weights), framework)
     return framework, problem
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain.report.plots import Section, line_of, line_section
+from hpctrain.report.plots import ReportSection, line_of, line_section
 from hpctrain.report.summary import summarize
 from hpctrain.run.history import RunHistory
 
@@ -41,7 +41,7 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
     }
 
 
-def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[Section]:
+def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[ReportSection]:
     """Each curve of all runs in one plot."""
     kinds = [
         ("loss", "Loss", [run.train for run in runs]),

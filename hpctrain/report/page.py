@@ -17,7 +17,7 @@ from hpctrain.errors import file_errors
 from hpctrain.report import charts
 from hpctrain.report.drawing import DARK, INSTALL, LIGHT, can_draw, inline, picture, require
 from hpctrain.report.explain import Explanation
-from hpctrain.report.plots import Section, line_sections, phase_section, time_unit
+from hpctrain.report.plots import ReportSection, line_sections, phase_section, time_unit
 from hpctrain.report.summary import Span, make_spans, summarize
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Recovered, Straggler
 from hpctrain.run.figures import Curve, Figure, Figures, Picture, Plans
@@ -31,7 +31,7 @@ def make_sections(
     figures: Figures | None = None,
     excess: NDArray[np.float64] | None = None,
     plans: Plans | None = None,
-) -> list[Section]:
+) -> list[ReportSection]:
     """All charts of one run.
 
     Args:
@@ -53,7 +53,7 @@ def make_sections(
 
 
 def render(
-    data: RunHistory, explanation: Explanation, sections: Sequence[Section], pictures: Sequence[Picture] = ()
+    data: RunHistory, explanation: Explanation, sections: Sequence[ReportSection], pictures: Sequence[Picture] = ()
 ) -> str:
     """The page of one run, with what ended or slows it."""
     return (
@@ -74,13 +74,13 @@ def render(
     )
 
 
-def render_comparison(result: Mapping[str, Any], sections: Sequence[Section]) -> str:
+def render_comparison(result: Mapping[str, Any], sections: Sequence[ReportSection]) -> str:
     """The page of several runs: tables of differences and results, curves over each other."""
     template = _environment().get_template("compare.html.j2")
     return template.render(result=result, sections=sections)
 
 
-def save_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
+def save_pictures(sections: Sequence[ReportSection], folder: Path) -> list[Path]:
     """Writes each chart into a folder as an SVG file; their paths.
 
     Raises:
@@ -140,19 +140,19 @@ def moment(seconds: float | None) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _figure(name: str, figure: Figure, step: int) -> Section:
+def _figure(name: str, figure: Figure, step: int) -> ReportSection:
     key, title = re.sub(r"[^\w-]+", "_", f"metric_{name}"), f"Validation {name} at step {step}"
     if isinstance(figure, Curve):
         axes = f"across: {figure.x_label}; up: {figure.y_label}"
         chart = charts.line_chart(title, [charts.Line(name, figure.x, figure.y)], axes, from_zero=True)
         rows: list[Sequence[Any]] = list(zip(figure.x, figure.y, strict=True))
-        return Section(key, chart, (figure.x_label, figure.y_label), rows)
+        return ReportSection(key, chart, (figure.x_label, figure.y_label), rows)
     chart = charts.confusion_chart(title, figure.labels, figure.counts)
     rows = [(label, *counts) for label, counts in zip(figure.labels, figure.counts, strict=True)]
-    return Section(key, chart, ("true class", *(f"taken for {label}" for label in figure.labels)), rows)
+    return ReportSection(key, chart, ("true class", *(f"taken for {label}" for label in figure.labels)), rows)
 
 
-def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[Section]:
+def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[ReportSection]:
     """The grid of the newest attempt; nothing if each rank has the whole model."""
     newest = data.run.newest
     if newest is None or not charts.is_drawn(newest.grid):
@@ -167,23 +167,23 @@ def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[Sectio
         told = value if np.isfinite(value) else None
         rows.append((rank, place.stage, place.data, place.tensor, hosts.get(rank), told))
     header = ("rank", "stage", "data", "tensor", "host", "busy beyond the peers (%)")
-    return [Section("grid", charts.grid_chart(grid, hosts, slowness), header, rows)]
+    return [ReportSection("grid", charts.grid_chart(grid, hosts, slowness), header, rows)]
 
 
-def _plans(data: RunHistory, plans: Plans) -> Section:
+def _plans(data: RunHistory, plans: Plans) -> ReportSection:
     """All of them, that of the newest attempt marked."""
     newest = data.run.newest
     own = (newest.plan or f"data {newest.grid.data}") if newest else None
     kinds = list(plans.plans[0].parts)
     rows = [(one.name, *(one.parts[kind] for kind in kinds), one.total) for one in plans.plans]
     header = ("plan", *(f"{kind} (bytes)" for kind in kinds), "total (bytes)")
-    return Section("plans", charts.plan_chart(plans, own), header, rows)
+    return ReportSection("plans", charts.plan_chart(plans, own), header, rows)
 
 
-def _heat(title: str, values: NDArray[np.float64]) -> Section:
+def _heat(title: str, values: NDArray[np.float64]) -> ReportSection:
     chart, scale = charts.heat_chart(title, values, "window", "rank", "%"), charts.scale_of(values)
     rows = [(rank, *_spread(row), charts.strip(row, scale)) for rank, row in enumerate(values)]
-    return Section("heat", chart, ("row", "median (%)", "max (%)", "windows"), rows)
+    return ReportSection("heat", chart, ("row", "median (%)", "max (%)", "windows"), rows)
 
 
 def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
@@ -191,7 +191,7 @@ def _spread(row: NDArray[np.float64]) -> tuple[float | None, float | None]:
     return (float(np.median(finite)), float(finite.max())) if finite.size else (None, None)
 
 
-def _attempts(attempts: Sequence[Span]) -> Section:
+def _attempts(attempts: Sequence[Span]) -> ReportSection:
     first = attempts[0].begin
     unit, unit_name = time_unit(attempts[-1].end - first)
     bars = [
@@ -205,7 +205,7 @@ def _attempts(attempts: Sequence[Span]) -> Section:
     ]
     rows = [(a.number, moment(a.begin), moment(a.end), a.from_step, a.to_step, a.ending) for a in attempts]
     header = ("attempt", "began", "ended", "from step", "newest checkpoint", "how it ended")
-    return Section("attempts", charts.time_chart("Attempts", bars, unit_name), header, rows)
+    return ReportSection("attempts", charts.time_chart("Attempts", bars, unit_name), header, rows)
 
 
 def _row(event: Event, keys: Sequence[str]) -> dict[str, Any]:

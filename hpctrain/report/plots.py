@@ -24,7 +24,7 @@ STACK_COLUMNS = 200
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A chart and the table behind it."""
 
     key: str
@@ -41,14 +41,14 @@ def line_section(
     x_label: str = "step",
     marks: Mapping[float, str] | None = None,
     from_zero: bool = False,
-) -> Section:
+) -> ReportSection:
     """One line chart; see ``charts.line_chart``."""
     rows = [(line.name, x, y) for line in lines for x, y in zip(line.x, line.y, strict=True)]
     chart = charts.line_chart(title, lines, x_label, marks, from_zero)
-    return Section(key, chart, ("curve", x_label, "value"), rows)
+    return ReportSection(key, chart, ("curve", x_label, "value"), rows)
 
 
-def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[Section]:
+def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSection]:
     """Loss and metrics against steps and against time, learning rate, throughput."""
     begin = attempts[0].begin if attempts else 0.0
     unit, unit_name = time_unit(attempts[-1].end - begin if attempts else 0.0)
@@ -79,7 +79,7 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[Section]:
     return sections
 
 
-def phase_section(data: RunHistory) -> Section | None:
+def phase_section(data: RunHistory) -> ReportSection | None:
     """Each phase's share of the measured time, by interval; intervals are merged if there are too many to see."""
     if not data.phases:
         return None
@@ -97,7 +97,7 @@ def phase_section(data: RunHistory) -> Section | None:
         return None
     chart = charts.stack_chart("Where the time goes, % of each interval", ends, layers, "step")
     rows = [(x, *(layer.y[index] for layer in layers)) for index, x in enumerate(ends)]
-    return Section("phases", chart, ("step", *(f"{layer.name} (%)" for layer in layers)), rows)
+    return ReportSection("phases", chart, ("step", *(f"{layer.name} (%)" for layer in layers)), rows)
 
 
 def heat_maps(excess: NDArray[np.float64] | None) -> dict[str, NDArray[np.float64]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpctrain.checkpoint.exports.weights import Selection, export_safetensors
 from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import Source
+from hpctrain.checkpoint.initial_match import WeightSource
 from hpctrain.checkpoint.store import CheckpointStore, load_weights
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.comm.world import alone
@@ -125,8 +125,8 @@ if __name__ == "__main__":
     framework = make()
     found |= take(
         {
-            "init_from a checkpoint": (lambda: load_initial(Source(str(store.path)), framework), "model"),
-            "init_from a file": (lambda: load_initial(Source(str(exported)), framework), "model"),
+            "init_from a checkpoint": (lambda: load_initial(WeightSource(str(store.path)), framework), "model"),
+            "init_from a file": (lambda: load_initial(WeightSource(str(exported)), framework), "model"),
         }
     )
     for one in (*new, framework):

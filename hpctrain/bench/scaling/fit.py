@@ -49,7 +49,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Link:
+class RingLink:
     """Constants of a ring."""
 
     alpha_s: float
@@ -67,8 +67,8 @@ class Link:
 class ExchangeModel:
     """Rings inside a node and between nodes; None if not measured."""
 
-    inside: Link | None = None
-    between: Link | None = None
+    inside: RingLink | None = None
+    between: RingLink | None = None
 
     def seconds(self, shape: Shape, size: float) -> float:
         """Of an allreduce of ``size`` bytes over ranks of this shape."""
@@ -147,13 +147,13 @@ def _non_negative(columns: Floats, values: Floats) -> Floats:
     return best
 
 
-def _fit_link(measured: Sequence[tuple[int, int, float]]) -> Link | None:
+def _fit_link(measured: Sequence[tuple[int, int, float]]) -> RingLink | None:
     """From (parties, bytes, seconds)."""
     if not measured:
         return None
     columns = np.array([[ring(parties)[0], ring(parties)[1] * size] for parties, size, _ in measured])
     alpha, s_per_byte = least_squares(columns, np.array([seconds for *_, seconds in measured]))
-    return Link(float(alpha), float(s_per_byte))
+    return RingLink(float(alpha), float(s_per_byte))
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from hpctrain.bench.scaling.fit import Amdahl, ExchangeModel, Floats, Link, Sample, Shape, fit_amdahl, fit_exchange
+from hpctrain.bench.scaling.fit import Amdahl, ExchangeModel, Floats, RingLink, Sample, Shape, fit_amdahl, fit_exchange
 
 Mode = Literal["weak", "strong"]
 
@@ -45,7 +45,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class StepGradients:
     """What a run exchanges."""
 
     bytes: int
@@ -61,7 +61,7 @@ class StepModel:
     own: Amdahl
     """All but the exchange."""
     exchange: ExchangeModel
-    gradients: Gradients
+    gradients: StepGradients
     scale: float = 1.0
     """Ratio of the runs' exchange times to the model's, if they use another transport."""
     excess_s: float = 0.0
@@ -93,7 +93,7 @@ class Prediction:
     """Bounds of the efficiency."""
 
 
-def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gradients: Gradients) -> StepModel:
+def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gradients: StepGradients) -> StepModel:
     """A model of the step from runs of several shapes.
 
     With weak scaling a rank's own work stays what it is on the fullest nodes measured; strong scaling divides it.
@@ -123,9 +123,9 @@ def predict(
     mode: Mode,
     timings: Sequence[Timing],
     samples: Sequence[Sample],
-    gradients: Gradients,
+    gradients: StepGradients,
     shapes: Sequence[Shape],
-    assumed: Link | None = None,
+    assumed: RingLink | None = None,
     seed: int = 0,
 ) -> list[Prediction]:
     """Steps at the given shapes, with bounds. Shapes that were measured keep their measured step.
@@ -184,7 +184,7 @@ def efficiency(mode: Mode, base: Shape, base_s: float, shape: Shape, step_s: flo
 
 
 def _model(
-    mode: Mode, timings: Sequence[Timing], samples: Sequence[Sample], gradients: Gradients, assumed: Link | None
+    mode: Mode, timings: Sequence[Timing], samples: Sequence[Sample], gradients: StepGradients, assumed: RingLink | None
 ) -> StepModel:
     exchange = fit_exchange(samples)
     return fit_steps(mode, timings, ExchangeModel(exchange.inside, exchange.between or assumed), gradients)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape, fit_amdahl, fit_exchange
-from hpctrain.bench.scaling.model import PARTS, Gradients, Mode, Prediction, Timing, efficiency, predict
+from hpctrain.bench.scaling.fit import ExchangeModel, RingLink, Sample, Shape, fit_amdahl, fit_exchange
+from hpctrain.bench.scaling.model import PARTS, Mode, Prediction, StepGradients, Timing, efficiency, predict
 from hpctrain.report.charts import Line, line_chart
 from hpctrain.report.drawing import Chart, picture
 
@@ -50,9 +50,9 @@ def mode_result(
     timings: Sequence[Timing],
     crowded: Sequence[Shape],
     samples: Sequence[Sample],
-    gradients: Gradients,
+    gradients: StepGradients,
     larger: Sequence[Shape],
-    assumed: Link | None,
+    assumed: RingLink | None,
     threshold: float,
 ) -> dict[str, Any]:
     """Everything about one mode, for JSON.
@@ -86,7 +86,7 @@ def mode_result(
     }
 
 
-def exchange_result(samples: Sequence[Sample], assumed: Link | None) -> dict[str, Any]:
+def exchange_result(samples: Sequence[Sample], assumed: RingLink | None) -> dict[str, Any]:
     """The measured exchanges and their model, for JSON."""
     fitted = fit_exchange(samples)
     model = ExchangeModel(fitted.inside, fitted.between or assumed)
@@ -160,7 +160,7 @@ def _predicted(each: Prediction) -> dict[str, Any]:
     }
 
 
-def _link(link: Link | None) -> dict[str, Any] | None:
+def _link(link: RingLink | None) -> dict[str, Any] | None:
     if link is None:
         return None
     return {"alpha_s": link.alpha_s, "bytes_per_s": 1 / link.s_per_byte if link.s_per_byte else None}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.bench.scaling import report, runs
-from hpctrain.bench.scaling.fit import Link, Sample, Shape
-from hpctrain.bench.scaling.model import Gradients, Mode, Timing
+from hpctrain.bench.scaling.fit import RingLink, Sample, Shape
+from hpctrain.bench.scaling.model import Mode, StepGradients, Timing
 from hpctrain.config.loading import add_run_file, load
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.report.drawing import INSTALL, can_draw
@@ -102,7 +102,7 @@ def analyse(
     samples: Sequence[Sample],
     started: RunStarted,
     crowded: Sequence[Shape],
-    assumed: Link | None,
+    assumed: RingLink | None,
     cores: int | None,
     threshold: float,
 ) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def analyse(
         cores: of this machine; None for Slurm jobs.
         threshold: least efficiency that is worth it.
     """
-    gradients = Gradients(started.gradient_bytes or 0, started.reducer != "horovod")
+    gradients = StepGradients(started.gradient_bytes or 0, started.reducer != "horovod")
     ring = started.reducer_variant == "mpi-ring"
     fair = [
         sample for sample in samples if sample.shape not in crowded and (sample.ring == ring or sample.shape.nodes == 1)
@@ -191,7 +191,7 @@ def parse_ranks(words: str) -> list[int]:
     return ranks
 
 
-def parse_link(words: str | None) -> Link | None:
+def parse_link(words: str | None) -> RingLink | None:
     """'100,2': Gbit/s and microseconds; raises UserError."""
     if words is None:
         return None
@@ -201,7 +201,7 @@ def parse_link(words: str | None) -> Link | None:
         gbit = microseconds = 0.0
     if not (0 < gbit < math.inf and 0 <= microseconds < math.inf):
         raise UserError(f"--link {words}", "give Gbit/s and microseconds, such as 100,2")
-    return Link(microseconds * 1e-6, 8e-9 / gbit)
+    return RingLink(microseconds * 1e-6, 8e-9 / gbit)
 
 
 def _of_mode(timings: Sequence[Timing], shapes: Sequence[Shape], batches: Sequence[int]) -> list[Timing]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpctrain.bench.scaling.fit import (
     Amdahl,
     ExchangeModel,
-    Link,
+    RingLink,
     Sample,
     Shape,
     fit_amdahl,
@@ -36,7 +36,7 @@ def exchanges(model: ExchangeModel, shapes: list[Shape], noise: float = 0.0, see
 @given(alpha=st.floats(1e-6, 1e-3), gb_per_s=st.floats(0.02, 20))
 @settings(deadline=None, max_examples=30)
 def test_two_hosts_give_the_constants_of_the_link(alpha: float, gb_per_s: float) -> None:
-    link = Link(alpha, 1e-9 / gb_per_s)
+    link = RingLink(alpha, 1e-9 / gb_per_s)
     fitted = fit_exchange(exchanges(ExchangeModel(between=link), [Shape(2, 1)]))
     assert fitted.inside is None and fitted.between is not None
     assert fitted.between.alpha_s == pytest.approx(alpha, rel=1e-3)
@@ -46,7 +46,7 @@ def test_two_hosts_give_the_constants_of_the_link(alpha: float, gb_per_s: float)
 
 
 def test_links_inside_of_nodes_and_between_them_are_told_apart() -> None:
-    true = ExchangeModel(Link(2e-6, 1e-10), Link(5e-5, 1e-9))
+    true = ExchangeModel(RingLink(2e-6, 1e-10), RingLink(5e-5, 1e-9))
     shapes = [Shape(1, 2), Shape(1, 4), Shape(2, 4)]
     fitted = fit_exchange(exchanges(true, shapes, noise=0.02))
     for shape in (Shape(1, 8), Shape(3, 4), Shape(16, 4)):
@@ -55,7 +55,7 @@ def test_links_inside_of_nodes_and_between_them_are_told_apart() -> None:
 
 
 def test_one_disturbed_exchange_hardly_moves_the_fit() -> None:
-    link = Link(3e-5, 1e-8)
+    link = RingLink(3e-5, 1e-8)
     clean = exchanges(ExchangeModel(between=link), [Shape(2, 1)], noise=0.01)
     disturbed = [*clean[:-1], Sample(clean[-1].shape, clean[-1].bytes, 5 * clean[-1].seconds)]
     fitted = fit_exchange(disturbed).between
@@ -93,7 +93,7 @@ def test_amdahls_law_is_found_again(serial: float, parallel: float) -> None:
 
 def test_several_disturbed_exchanges_of_a_size_are_left_behind() -> None:
     """One in six is five times too slow: plain least squares would be off by more than a tenth."""
-    link = Link(3e-5, 1e-8)
+    link = RingLink(3e-5, 1e-8)
     samples = [
         sample for seed in range(4) for sample in exchanges(ExchangeModel(between=link), [Shape(2, 1)], 0.01, seed)
     ]
@@ -125,7 +125,7 @@ def test_what_is_known_exactly_is_found_exactly() -> None:
 
 
 def test_two_ranks_on_one_node_tell_of_the_link_inside_and_one_rank_of_nothing() -> None:
-    link = Link(2e-6, 1e-10)
+    link = RingLink(2e-6, 1e-10)
     fitted = fit_exchange(exchanges(ExchangeModel(inside=link), [Shape(1, 2)]))
     assert fitted.inside is not None and fitted.between is None
     assert fitted.inside.alpha_s == pytest.approx(link.alpha_s) and fitted.inside.s_per_byte == pytest.approx(1e-10)
@@ -143,8 +143,8 @@ def test_nodes_that_take_less_than_their_insides_still_take_a_tenth() -> None:
 
 def test_a_ring_in_numbers() -> None:
     assert ring(1) == (0, 0) and ring(2) == (2, 1) and ring(4) == (6, 1.5)
-    assert Link(0.5, 0.25).seconds(4, 8.0) == 6 * 0.5 + 1.5 * 8 * 0.25
-    assert ExchangeModel(Link(0.5, 0), Link(0.25, 0)).seconds(Shape(2, 3), 1) == 4 * 0.5 + 2 * 0.25
+    assert RingLink(0.5, 0.25).seconds(4, 8.0) == 6 * 0.5 + 1.5 * 8 * 0.25
+    assert ExchangeModel(RingLink(0.5, 0), RingLink(0.25, 0)).seconds(Shape(2, 3), 1) == 4 * 0.5 + 2 * 0.25
 
 
 def test_shapes_in_words() -> None:

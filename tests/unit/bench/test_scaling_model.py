@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from hpctrain.bench.scaling import model, report, scaling_command
-from hpctrain.bench.scaling.fit import ExchangeModel, Link, Sample, Shape
-from hpctrain.bench.scaling.model import COMPUTE, EXCHANGE, Gradients, Mode, Prediction, Timing, efficiency, predict
+from hpctrain.bench.scaling.fit import ExchangeModel, RingLink, Sample, Shape
+from hpctrain.bench.scaling.model import COMPUTE, EXCHANGE, Mode, Prediction, StepGradients, Timing, efficiency, predict
 from hpctrain.bench.scaling.report import recommend, text
 from hpctrain.run.events import RunStarted
 from tests.unit.bench.test_scaling_fit import exchanges
 
-LINKS = ExchangeModel(Link(2e-6, 1e-10), Link(5e-5, 1e-9))
-GRADIENTS = Gradients(bytes=20_000_000, through_mpi=True)
+LINKS = ExchangeModel(RingLink(2e-6, 1e-10), RingLink(5e-5, 1e-9))
+GRADIENTS = StepGradients(bytes=20_000_000, through_mpi=True)
 WORK_S = 0.1
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -68,8 +68,10 @@ def test_what_was_not_measured_has_wider_bounds() -> None:
 def test_by_other_means_than_mpi_the_model_is_scaled_to_the_runs() -> None:
     shapes = [Shape(1, 1), Shape(2, 1)]
     timings = [timing(shape, "weak", noise=0.0, overhead_s=0.0) for shape in shapes]
-    slower = ExchangeModel(between=Link(10 * 5e-5, 10 * 1e-9))
-    (found,) = predict("weak", timings, exchanges(slower, shapes[1:]), Gradients(GRADIENTS.bytes, False), [Shape(4, 1)])
+    slower = ExchangeModel(between=RingLink(10 * 5e-5, 10 * 1e-9))
+    (found,) = predict(
+        "weak", timings, exchanges(slower, shapes[1:]), StepGradients(GRADIENTS.bytes, False), [Shape(4, 1)]
+    )
     between = ExchangeModel(between=LINKS.between)
     assert found.exchange_s == pytest.approx(between.seconds(Shape(4, 1), GRADIENTS.bytes), rel=0.01)
 

@@ -19,7 +19,7 @@ from hpctrain.checkpoint.exports.lora import merge_lora
 from hpctrain.checkpoint.exports.weights import write_whole
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, converted
 from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import Match, Source, match_names
+from hpctrain.checkpoint.initial_match import Match, WeightSource, match_names
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.world import alone
@@ -265,7 +265,7 @@ def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp
     for source in (path, path.parent, tmp_path / "out.safetensors"):
         new, framework, _ = trained("torch", tmp_path)
         with closing(framework):
-            match = load_initial(Source(str(source)), framework)
+            match = load_initial(WeightSource(str(source)), framework)
             assert set(match.taken) == set(task.model.state_dict()) and not match.missing + match.unexpected
             expected = task.model.state_dict()["conv2.weight"]
             assert torch.equal(new.model.conv2.weight, expected)
@@ -284,7 +284,7 @@ def test_no_match_at_all_is_an_error(digits: Any, tmp_path: Path) -> None:
     parts = ours.encode({"other": np.zeros(3, np.float32)}, {"other": "float32"}, {})
     (tmp_path / "other.safetensors").write_bytes(b"".join(parts))
     with pytest.raises(UserError, match="no weight of"):
-        load_initial(Source(str(tmp_path / "other.safetensors")), digits[1])
+        load_initial(WeightSource(str(tmp_path / "other.safetensors")), digits[1])
 
 
 @given(st.floats(width=32, allow_nan=False))

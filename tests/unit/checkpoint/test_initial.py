@@ -14,7 +14,7 @@ from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.exports.lora import merge_lora
 from hpctrain.checkpoint.hook import trained_alone
 from hpctrain.checkpoint.initial import load_initial
-from hpctrain.checkpoint.initial_match import Match, Source, renamed, require_meant
+from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, require_meant
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.group import Group
@@ -69,7 +69,7 @@ def test_an_encoder_is_taken_from_each_kind_of_file_under_another_beginning(name
     WRITERS[name](state, path)
     framework = make_framework(alone(), Network, ema_decay=0.5)
     head = framework.model.head.weight.detach().clone()
-    match = load_initial(Source(str(path), {"": "encoder."}, ["head.*"]), framework)
+    match = load_initial(WeightSource(str(path), {"": "encoder."}, ["head.*"]), framework)
     assert match.missing == ("head.weight", "head.bias") and not match.unexpected + match.reshaped
     assert torch.equal(framework.model.encoder[0].weight, state["0.weight"])
     assert torch.equal(framework.model.head.weight, head)
@@ -88,11 +88,11 @@ def test_folders_of_hugging_face_models_in_one_file_and_in_several(tmp_path: Pat
         as_safetensors({name: state[name] for name in state if files[name] == file}, cut / file)
     for folder in (tmp_path, cut):
         framework = make_framework(alone(), Network)
-        assert set(load_initial(Source(str(folder)), framework).taken) == set(state)
+        assert set(load_initial(WeightSource(str(folder)), framework).taken) == set(state)
         assert torch.equal(framework.model.head.weight, state["head.weight"])
     (cut / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(Exception, match="not a file in its folder"):
-        load_initial(Source(str(cut)), framework)
+        load_initial(WeightSource(str(cut)), framework)
 
 
 class Evil:
@@ -119,7 +119,7 @@ def test_files_that_hold_more_than_weights_are_refused_and_nothing_is_run(
     path = tmp_path / "weights.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(UserError, match=said):
-        load_initial(Source(str(path)), make_framework(alone(), Network))
+        load_initial(WeightSource(str(path)), make_framework(alone(), Network))
     assert "unpickled" not in capsys.readouterr().out
 
 
@@ -127,16 +127,16 @@ def test_a_partial_match_has_to_be_meant() -> None:
     wanted = {"model.a.weight": (2,), "model.b.weight": (2,), "head.weight": (5,)}
     found = {"a.weight": (2,), "b.weight": (2,), "head.weight": (3,), "head.bias": (3,), "pool": (1,)}
     with pytest.raises(UserError, match="no weight of x") as nothing:
-        require_meant(Source("x"), wanted, found)
+        require_meant(WeightSource("x"), wanted, found)
     assert 'init_rename: {"": "model."}' in nothing.value.fix
     mapped = renamed(found, {"": "model.", "head.": "head."}, "x")
     assert mapped.keys() == {"model.a.weight", "model.b.weight", "head.weight", "head.bias", "model.pool"}
     with pytest.raises(
         UserError, match=r"1 have another shape \(head.weight\); not used: head.bias, model.pool"
     ) as error:
-        require_meant(Source("x", {"": "model."}), wanted, mapped)
+        require_meant(WeightSource("x", {"": "model."}), wanted, mapped)
     assert 'checkpoint.init_missing: ["head.*"]' in error.value.fix
-    match = require_meant(Source("x", {"": "model."}, ["head.*"]), wanted, mapped)
+    match = require_meant(WeightSource("x", {"": "model."}, ["head.*"]), wanted, mapped)
     assert match == Match(
         taken=("model.a.weight", "model.b.weight"),
         missing=(),
@@ -145,7 +145,7 @@ def test_a_partial_match_has_to_be_meant() -> None:
     )
     half = {"model.a.weight": (2,), "bert.b.weight": (2,), "head.weight": (5,)}
     with pytest.raises(UserError, match="1 are missing") as error:
-        require_meant(Source("x"), wanted, half)
+        require_meant(WeightSource("x"), wanted, half)
     assert '{"bert.": "model."}' in error.value.fix
     with pytest.raises(UserError, match="no weight of x has a name that begins with 'decoder"):
         renamed(found, {"decoder.": ""}, "x")
@@ -175,7 +175,7 @@ def test_keras_files_by_their_own_names(make_keras: Any, tmp_path: Path) -> None
     path = tmp_path / "pretrained.weights.h5"
     other.save_weights(path)
     framework = make_keras(alone(), model=model, ema_decay=0.5)
-    match = load_initial(Source(str(path)), framework)
+    match = load_initial(WeightSource(str(path)), framework)
     assert len(match.taken) == 8 and not match.missing + match.unexpected
     for ours, theirs in zip(framework.task.model.variables, other.variables, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -184,16 +184,16 @@ def test_keras_files_by_their_own_names(make_keras: Any, tmp_path: Path) -> None
     wide = make_keras(alone(), model=lambda: model(7))
     before = wide.task.model.layers[-1].kernel.numpy()
     with pytest.raises(UserError, match=r"2 have another shape \(layers/dense_1/vars/0, layers/dense_1/vars/1\)"):
-        load_initial(Source(str(path)), wide)
-    match = load_initial(Source(str(path), missing=["layers/dense_1/*"]), wide)
+        load_initial(WeightSource(str(path)), wide)
+    match = load_initial(WeightSource(str(path), missing=["layers/dense_1/*"]), wide)
     assert match.reshaped == ("layers/dense_1/vars/0", "layers/dense_1/vars/1")
     np.testing.assert_array_equal(wide.task.model.layers[-1].kernel, before)
     np.testing.assert_array_equal(wide.task.model.layers[0].kernel, other.layers[0].kernel)
     (tmp_path / "text.weights.h5").write_text("hello")
     with pytest.raises(UserError, match="cannot be read"):
-        load_initial(Source(str(tmp_path / "text.weights.h5")), wide)
+        load_initial(WeightSource(str(tmp_path / "text.weights.h5")), wide)
     with pytest.raises(UserError, match="of a Keras model"):
-        load_initial(Source(str(path)), make_framework(alone(), Network))
+        load_initial(WeightSource(str(path)), make_framework(alone(), Network))
 
 
 class Lora(nn.Module):
@@ -254,7 +254,7 @@ def test_an_adapter_is_exported_alone_and_merged(tmp_path: Path) -> None:
     plain.eval(), framework.model.eval()
     torch.testing.assert_close(plain(torch.from_numpy(x)), framework.model(torch.from_numpy(x)))
     again = make_framework(alone(), Adapted)
-    match = load_initial(Source(str(alone_file), missing=["norm.*", "layer.base_layer.*"]), again)
+    match = load_initial(WeightSource(str(alone_file), missing=["norm.*", "layer.base_layer.*"]), again)
     assert torch.equal(again.model.layer.lora_B.weight, framework.model.layer.lora_B.weight) and len(match.taken) == 4
 
 
@@ -367,8 +367,10 @@ def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path: Pat
     as_safetensors({"body.weight": torch.ones(4, 4), "old.bias": torch.ones(3)}, path)
     head = make_framework(alone(), lambda: nn.ModuleDict({"head": nn.Linear(4, 3)}))
     before = head.weights_hash()
-    match = load_initial(Source(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4]}))
+    match = load_initial(WeightSource(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4]}))
     assert match == Match(("body.weight",), ("head.weight", "head.bias"), ("old.bias",), ())
     assert head.weights_hash() == before
     with pytest.raises(UserError, match=r"has not all weights of the model: 1 are missing \(body\.bias\)"):
-        load_initial(Source(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4], "body.bias": [4]}))
+        load_initial(
+            WeightSource(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4], "body.bias": [4]})
+        )

@@ -12,14 +12,14 @@ import pytest
 
 from hpctrain.commands.doctor import show
 from hpctrain.doctor import machine, probe, ranks, slurm, software, task
-from hpctrain.doctor.probe import Finding, Probe, Status, note, problem
+from hpctrain.doctor.probe import Check, Probe, Status, note, problem
 
 ONE_MAP = "7f00-7f01 r-xp 00000000 08:01 1 /opt/mpi/lib/libmpi.so.40.40\n"
 OTHER_MAP = "7f02-7f03 r-xp 00000000 08:01 2 /usr/lib/libmpi.so.12\n"
 
 
 def test_findings_are_a_table_with_fixes_below_what_is_wrong(capsys):
-    found = [Finding("Python", "3.11"), note("GPUs", "none"), problem("MPI", "broken", "mend it")]
+    found = [Check("Python", "3.11"), note("GPUs", "none"), problem("MPI", "broken", "mend it")]
     assert show(found, as_json=False) == 64
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok      Python  3.11"
@@ -28,7 +28,7 @@ def test_findings_are_a_table_with_fixes_below_what_is_wrong(capsys):
 
 
 def test_findings_are_json(capsys):
-    assert show([Finding("Python", "3.11")], as_json=True) == 0
+    assert show([Check("Python", "3.11")], as_json=True) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"ok": True, "findings": [{"topic": "Python", "value": "3.11", "status": "ok", "fix": ""}]}
 

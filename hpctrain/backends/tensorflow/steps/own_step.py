@@ -39,7 +39,7 @@ Variables = tuple[keras.Variable, ...]
 
 
 @dataclass(frozen=True)
-class Update:
+class OwnUpdate:
     """What one ``apply`` of a step changes."""
 
     optimizer: str
@@ -56,7 +56,7 @@ class Tracing:
     optimizers: Mapping[int, str]
     """Path by identity of the model's optimizers."""
     graph: tf.Graph
-    updates: list[Update] = field(default_factory=list)
+    updates: list[OwnUpdate] = field(default_factory=list)
     done: list[tf.Tensor] = field(default_factory=list)
     """The last exchange: the next one waits for it, so that all ranks exchange in the same order."""
     summed: list[tf.Tensor] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Tracing:
                 f"train_step gives {name} no gradient at all: what it differentiates does not depend on the weights",
                 "compute the loss inside tf.GradientTape, by operations that have gradients, unlike argmax",
             )
-        self.updates.append(Update(name, optimizer, tuple(present)))
+        self.updates.append(OwnUpdate(name, optimizer, tuple(present)))
         return gradients, variables
 
 
@@ -96,7 +96,7 @@ def new_tracing(task: KerasTask) -> Tracing:
     return Tracing(optimizers, tf.compat.v1.get_default_graph())
 
 
-def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[Update]:
+def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[OwnUpdate]:
     """What ``train_step`` updates, and in which order: traces it, and computes nothing.
 
     Builds optimizers and layers that are not built. No other rank is needed.
@@ -140,7 +140,7 @@ def build_by_own_step(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> N
     planned(task, {name: tf.TensorSpec((None, *one.shape[1:]), one.dtype) for name, one in specs(samples).items()})
 
 
-def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[Update]:
+def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[OwnUpdate]:
     """What ``train_step`` updates. Raises UserError if it fails on a batch, or ``test_step`` does where it is used."""
     updates = planned(task, specs(batch))
     if task.validation is not None and overrides.evaluates_itself(task.model):
@@ -192,7 +192,7 @@ class OwnStep:
     group: Group
     clock: InitVar[StepClock]
     applying: Applying
-    updates: list[Update] | None = None
+    updates: list[OwnUpdate] | None = None
     """Those of one step, once it has been planned."""
     travelling: dict[Any, Gradients] = field(default_factory=dict)
     reducers: dict[Any, Reducer] = field(default_factory=dict)
@@ -233,7 +233,7 @@ class OwnStep:
         for each in others:
             self.reducers[each] = reducers[each].open(Candidate.parse(first.name), self.group)
 
-    def _travelling(self, update: Update) -> Gradients:
+    def _travelling(self, update: OwnUpdate) -> Gradients:
         """Its gradients. Collective."""
         sparse = sparse_variables(update.variables, self.task.model, update.by, self.config, self.group.size)
         return Gradients(update.variables, sparse, self.group)

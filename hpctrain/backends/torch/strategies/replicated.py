@@ -40,14 +40,14 @@ def replicate(opening: Opening, prepared: Prepared) -> Prepared:
 
 def measured(framework: TorchFramework, batch: HostBatch, ranks: int) -> tuple[Sequence[TensorSize], MemoryEstimate]:
     """The state after one step, and what it takes. Raises UserError if the model cannot be trained."""
-    kept = Kept(one for group in (framework.model.parameters(), framework.model.buffers()) for one in group)
+    kept = SavedForBackward(one for group in (framework.model.parameters(), framework.model.buffers()) for one in group)
     with kept.weighing():
         framework.step([batch], samples_of(batch))
     state = [TensorSize.of(tensor) for tensor in framework.state()]
     return state, of_state(state, kept.num_bytes / samples_of(batch), ranks)
 
 
-class Kept:
+class SavedForBackward:
     """Memory that autograd holds, apart from parameters and buffers.
 
     Args:

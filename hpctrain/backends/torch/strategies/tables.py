@@ -46,7 +46,7 @@ class Tables(Partition):
     """A model of whose tables this rank has some rows; the ranks of ``region`` see different samples."""
 
     def __init__(
-        self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup, guard: Guard
+        self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup, guard: TableGuard
     ) -> None:
         super().__init__(region, slices, cut)
         self.sync_group = region.group
@@ -209,7 +209,7 @@ def cut_tables(
     region = Region(data, clock, exchange, Neighbours.TABLES)
     rows = [len(one.layer.weight) for one in tables]  # type: ignore[arg-type]
     slices, cut = keep_own(model, tables, optimizers, own_rows)
-    names, guard = [*(one.name for one in tables), END], Guard()
+    names, guard = [*(one.name for one in tables), END], TableGuard()
     for place, one in enumerate(tables):
         lookup = Lookup(region, place, names)
         forward = bags if isinstance(one.layer, EmbeddingBag) else vectors
@@ -224,7 +224,7 @@ def cut_tables(
     return Tables(region, slices, cut, end, guard)
 
 
-class Guard:
+class TableGuard:
     """Has the weights of tables be used by lookups alone: what else takes one for a whole one is refused."""
 
     def __init__(self) -> None:
