@@ -34,15 +34,13 @@ from hpctrain.train.clock import StepClock
 from hpctrain.train.duration import duration_of
 from hpctrain.train.framework import Framework, StepSettings
 from hpctrain.train.hooks import Hook, RateHook
-from hpctrain.train.improvement import watching
 from hpctrain.train.loop import Trainer
-from hpctrain.train.profile import Profile, Profiler
 from hpctrain.train.refusals import WATCHED
 from hpctrain.train.schedule import Schedule, make_schedule
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import kept_state
-from hpctrain.train.verify import VerifyWeights
+from hpctrain.train.watchers import Profile, Profiler, VerifyWeights, watching
 
 if TYPE_CHECKING:
     from hpctrain.backends.tensorflow.framework import KerasFramework

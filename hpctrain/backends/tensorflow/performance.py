@@ -131,7 +131,7 @@ def device_peak(dtype: tf.DType) -> float:
 
 
 class KerasProfiler:
-    """See train.profile.Profiler. Writes ``<target>/plugins/profile/<time>/<host>.xplane.pb``."""
+    """See train.watchers.Profiler. Writes ``<target>/plugins/profile/<time>/<host>.xplane.pb``."""
 
     def __init__(self) -> None:
         self.is_running = False

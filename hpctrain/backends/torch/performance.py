@@ -86,7 +86,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class TorchProfiler:
-    """See train.profile.Profiler. Writes ``<target>.pt.trace.json``."""
+    """See train.watchers.Profiler. Writes ``<target>.pt.trace.json``."""
 
     def __init__(self) -> None:
         self.running: profile | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import NoRequeue
-from hpctrain.train.verify import VerifyWeights
+from hpctrain.train.watchers import VerifyWeights
 
 
 def trainer(step: int, hashes: list[str], shared: str = "", tensor: int = 1, pipeline: int = 1) -> Any:

@@ -1,0 +1,241 @@
+"""Hooks that watch a run: its validation metrics, whether ranks have the same weights, and what a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpctrain.config.sections import EarlyStopConfig, PlateauConfig, ProfileConfig, ScheduleConfig
+from hpctrain.errors import NoRequeue, UserError
+from hpctrain.train.framework import StepResult
+from hpctrain.train.hooks import BaseHook, RateHook, StopReason, Training
+from hpctrain.train.schedule import Schedule, first_factor
+
+
+class BestMetric:
+    """The best value of a validation metric, and how many evaluations have not improved on it; saved with the run.
+
+    Args:
+        config: what to watch.
+        key: of the section, for people.
+    """
+
+    def __init__(self, config: EarlyStopConfig | PlateauConfig, key: str) -> None:
+        self.config, self.key = config, key
+        self.value: float | None = None
+        self.evaluations_since = 0
+
+    def look(self, metrics: Mapping[str, float], counts: bool = True) -> None:
+        """Notes a new best value, or that there is none, which may not count.
+
+        Every rank holds the same averages, so all decide the same. Raises UserError if the task does not report the
+        metric.
+        """
+        watched = self.config.metric
+        if watched is None or watched not in metrics:
+            raise UserError(
+                f"{self.key}.metric is {watched!r}, which the task does not report",
+                f"name one of {', '.join(sorted(metrics))}",
+            )
+        if improves(metrics[watched], self.value, self.config):
+            self.value, self.evaluations_since = metrics[watched], 0
+        else:
+            self.evaluations_since += counts
+
+    @property
+    def patience_ends(self) -> bool:
+        """Whether there have been too many evaluations without a new best value."""
+        return self.evaluations_since >= self.config.patience
+
+    def begin_again(self) -> None:
+        """Counts from 0."""
+        self.evaluations_since = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.value, "evaluations_since_best": self.evaluations_since}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.value, self.evaluations_since = saved["best"], saved["evaluations_since_best"]
+
+
+def improves(value: float, best: float | None, config: EarlyStopConfig | PlateauConfig) -> bool:
+    """Whether a value is better than the best one by more than min_delta; NaN never is."""
+    if best is None:
+        return value == value
+    gain = best - value if config.mode == "min" else value - best
+    return gain > config.min_delta
+
+
+class EarlyStop(BaseHook):
+    """Ends a run after too many evaluations without a new best value."""
+
+    name = "early_stop"
+
+    def __init__(self, config: EarlyStopConfig) -> None:
+        self.config, self.best = config, BestMetric(config, "train.early_stop")
+
+    def before_fit(self, training: Training) -> StopReason | None:
+        """A run that has ended early stays so when it is started again, unless it is given more patience."""
+        return self._verdict()
+
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
+        self.best.look(metrics)
+        return self._verdict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.config.metric, "mode": self.config.mode, **self.best.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The count of another metric means nothing for this one."""
+        if (saved["metric"], saved["mode"]) == (self.config.metric, self.config.mode):
+            self.best.load_state_dict(saved)
+
+    def _verdict(self) -> StopReason | None:
+        return StopReason.EARLY if self.best.patience_ends else None
+
+
+class Plateau(RateHook):
+    """Lowers the rate after too many evaluations without a new best value.
+
+    Args:
+        config: what to watch.
+        lowest: factor below which the rate is not lowered.
+    """
+
+    name = "plateau"
+
+    def __init__(self, config: PlateauConfig, lowest: float) -> None:
+        self.config, self.lowest, self.best = config, lowest, BestMetric(config, "schedule.plateau")
+        self.factor, self.cooldown = 1.0, 0
+
+    def adjusted(self, schedule: Schedule) -> Schedule:
+        return lambda step: first_factor(schedule(step)) * self.factor
+
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
+        self.best.look(metrics, counts=self.cooldown == 0)
+        self.cooldown = max(self.cooldown - 1, 0)
+        if self.best.patience_ends:
+            self.factor = max(self.factor * self.config.factor, self.lowest)
+            self.best.begin_again()
+            self.cooldown = self.config.cooldown
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "cooldown": self.cooldown, **self.best.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.best.load_state_dict(saved)
+        self.factor, self.cooldown = saved["factor"], saved["cooldown"]
+
+
+def watching(early_stop: EarlyStopConfig, schedule: ScheduleConfig) -> list[BaseHook]:
+    """The hooks of a run that watch validation metrics and have state."""
+    found: list[BaseHook] = [] if early_stop.metric is None else [EarlyStop(early_stop)]
+    if schedule.kind == "plateau":
+        found.append(Plateau(schedule.plateau, schedule.final_factor))
+    return found
+
+
+class VerifyWeights(BaseHook):
+    """Fails the run, on every rank, at the first step at which a rank's weights differ in any bit from those that they
+    should be equal to: those of the first rank of its stage or, what is cut, of the stage's first tensor group.
+
+    Args:
+        every_steps: in between.
+        has_tables: tables are partitioned over data-parallel ranks, and not compared.
+    """
+
+    def __init__(self, every_steps: int, has_tables: bool = False) -> None:
+        self.every_steps, self.has_tables = every_steps, has_tables
+
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+        step, world, framework = training.state.step, training.world, training.framework
+        if step % self.every_steps == 0:
+            shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
+            own = framework.weights_hash(shared_only=self.has_tables)
+            hashes = world.everyone.allgather([own, shared], "compare the weights")
+            tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size
+            first = [rank - rank % stage for rank in range(len(hashes))]  # of the same stage
+            wanted = [[hashes[one + rank % tensor][0], hashes[one][1]] for rank, one in enumerate(first)]
+            odd = [rank for rank, found in enumerate(hashes) if found != wanted[rank]]
+            if odd:
+                raise NoRequeue(
+                    f"after step {step} the weights of rank {', '.join(map(str, odd))} differ from those of "
+                    f"rank {first[odd[0]]}",
+                    "look for code in the task that changes weights by itself or depends on the rank; else suspect the "
+                    "hardware or MPI of these ranks",
+                )
+        return None
+
+
+STEPS = 5
+"""Steps that are profiled if no last one is given."""
+
+
+class Profiler(Protocol):
+    """Of a framework; one recording at a time."""
+
+    def start(self, target: Path) -> None:
+        """Begins a recording. Where its trace goes: a path in an existing folder, without a suffix."""
+
+    def stop(self) -> None:
+        """Ends it and writes the trace. Raises OSError."""
+
+    def abandon(self) -> None:
+        """Ends it, if there is one, and writes nothing that is not written."""
+
+
+class Profile(BaseHook):
+    """Starts and stops a profiler at the steps of ``track.profile``.
+
+    Args:
+        config: which steps and ranks; ``first_step`` is given.
+        profiler: the framework's.
+        warn: tells the user that a trace could not be written; training continues.
+    """
+
+    def __init__(self, config: ProfileConfig, profiler: Profiler, warn: Callable[[str], None]) -> None:
+        self.ranks = config.ranks
+        self.first = config.first_step or 1
+        self.last = config.last_step or self.first + STEPS - 1
+        self.profiler = profiler
+        self.warn = warn
+        self.records = False
+
+    def before_fit(self, training: Training) -> None:
+        self._look(training)
+
+    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+        self._look(training)
+        return None
+
+    def after_fit(self, training: Training, reason: StopReason) -> None:
+        """A run that ends between the two steps leaves what it has."""
+        self._stop()
+
+    def close(self) -> None:
+        self.profiler.abandon()
+
+    def _look(self, training: Training) -> None:
+        """Between two steps."""
+        done, rank = training.state.step, training.world.rank
+        if self.records and done >= self.last:
+            self._stop()
+        elif not self.records and rank in self.ranks and self.first <= done + 1 <= self.last:
+            try:
+                folder = training.folder / "profile"
+                folder.mkdir(parents=True, exist_ok=True)
+                self.profiler.start(folder / f"rank-{rank:05d}-from-step-{done + 1:09d}")
+                self.records = True
+            except OSError as error:
+                self.warn(f"no profile: {error.strerror or error}; training continues")
+                self.ranks = ()
+
+    def _stop(self) -> None:
+        if self.records:
+            self.records = False
+            try:
+                self.profiler.stop()
+            except OSError as error:
+                self.warn(f"the profile could not be written: {error.strerror or error}; training continues")
