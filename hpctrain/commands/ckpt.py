@@ -155,7 +155,7 @@ def diff(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes weights in another format."""
-    from hpctrain.checkpoint.exports.weights import export_folder, export_safetensors
+    from hpctrain.checkpoint.exports.weights import export_folder, export_safetensors, export_state_dict
 
     output, selection = Path(args.output), selection_of(args)
     if not args.like and not args.output.endswith(SUFFIXES):
@@ -166,8 +166,6 @@ def export(args: argparse.Namespace) -> int:
         elif args.output.endswith(".safetensors"):
             export_safetensors(loaded, output, selection)
         elif args.output.endswith(".pt"):
-            from hpctrain.checkpoint.exports.torch_state_dict import export_state_dict
-
             export_state_dict(loaded, output, selection)
         else:
             export_weights_h5(loaded, output, selection)

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint for other programs: in a .safetensors file, or in a folder that ``from_pretrained`` loads."""
+"""Weights of a checkpoint for other programs: files of safetensors and of PyTorch, folders for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from hpctrain.checkpoint.exports import safetensors
 from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE, merge_lora
@@ -15,11 +19,14 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replacement
 from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays
+from hpctrain.train.tree import put_together
 
 MODEL = "model/"
 """Prefix of the model's parameters and buffers in a checkpoint."""
 AVERAGE = "ema/"
 """Prefix of moving averages of parameters."""
+EXTRA = "held/model/extra/"
+"""Prefix of modules' extra state."""
 Weights = tuple[SavedArrays, dict[str, str]]
 """Arrays (bfloat16 as uint16), read on demand, and logical types, by name."""
 
@@ -147,6 +154,46 @@ def write_safetensors(arrays: SavedArrays, dtypes: Mapping[str, str], step: int,
     if complex_name:
         raise UserError(f"{complex_name} is complex, which safetensors does not know", "export to a .pt file")
     write_whole(path, safetensors.encode(arrays, dtypes, {"format": "pt", "step": str(step)}))
+
+
+def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
+    """Writes a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
+    from hpctrain.backends.torch.state.tensors import tensor_over, write_weights
+
+    arrays, dtypes = model_weights(loaded, selection)
+    state: dict[str, Any] = {name: tensor_over(np.array(arrays[name]), dtypes[name]) for name in arrays}
+    if not selection.trainable_only:
+        state |= extra_state(loaded)
+    replace_whole(path, partial(write_weights, state))
+
+
+def extra_state(loaded: Loaded) -> dict[str, Any]:
+    """What modules gave as their extra state, under the keys of ``state_dict``. Raises UserError."""
+    from hpctrain.backends.torch.state.tensors import tensor_over
+
+    of_modules: dict[str, dict[str, str]] = {}
+    for name in loaded.arrays:
+        if name.startswith(EXTRA):
+            module, _, part = name.removeprefix(EXTRA).rpartition("/")
+            of_modules.setdefault(module, {})[part] = name
+
+    def value(module: str, names: dict[str, str]) -> Any:
+        def leaf(part: str, kind: str) -> Any:
+            if kind == "bytes":
+                return loaded.arrays[names[part]].tobytes()
+            if kind == "number":
+                return loaded.arrays[names[part]].item()
+            if kind == "array":
+                raise UserError(
+                    f"{keys[module]} holds NumPy arrays, which a .pt file cannot without a pickle",
+                    "have get_extra_state return tensors, or export to a .safetensors file, which leaves it out",
+                )
+            return tensor_over(np.array(loaded.arrays[names[part]]), loaded.dtypes[names[part]])
+
+        return put_together({part: loaded.arrays[name] for part, name in names.items()}, leaf, keys[module])
+
+    keys = {module: "_extra_state" if module == "itself" else f"{module}._extra_state" for module in of_modules}
+    return {keys[module]: value(module, names) for module, names in of_modules.items()}
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
