@@ -82,7 +82,7 @@ def run(
         def start(number: int) -> Launch:
             count = per_node * len(place.used)
             environment = rank_environment(config, count, threads, verbose, os.environ)
-            environment |= launcher_environment(library.flavour, per_node > cores, os.environ, local=False)
+            environment |= launcher_environment(library.flavour, os.environ, False, oversubscribed=per_node > cores)
             words = [*place.words(shell, environment), *command()]
             saves = not config.launch.command
             return Launch(words, environment, count, saves, away=away, can_lose=place.can_lose)

@@ -54,7 +54,7 @@ def run(
     threads = config.train.threads or threads_per_rank(cores, ranks)
     environment = rank_environment(config, ranks, threads, verbose, os.environ)
     if mpirun is not None:
-        environment |= launcher_environment(mpirun.flavour, ranks > cores, os.environ)
+        environment |= launcher_environment(mpirun.flavour, os.environ)
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
     facts = Attempt(ranks=ranks).under(config.parallel)
     command = rank_command(config, rank_words, fresh)

@@ -107,13 +107,16 @@ def test_the_environment_travels_to_other_hosts_by_name():
 
 
 def test_what_the_user_has_set_stays():
-    assert "OMPI_MCA_mpi_yield_when_idle" in launcher_environment(Flavour.OPEN_MPI_5, True, {})
+    assert "OMPI_MCA_mpi_yield_when_idle" in launcher_environment(Flavour.OPEN_MPI_5, {})
     given = {"OMPI_MCA_mpi_yield_when_idle": "0"}
-    assert "OMPI_MCA_mpi_yield_when_idle" not in launcher_environment(Flavour.OPEN_MPI_5, True, given)
-    assert launcher_environment(Flavour.HYDRA, True, {}) == {}
-    assert launcher_environment(Flavour.OPEN_MPI_5, False, {})["OMPI_MCA_btl"] == "^ofi"
-    assert "OMPI_MCA_btl" not in launcher_environment(Flavour.OPEN_MPI_5, False, {"OMPI_MCA_btl": "tcp,self"})
-    assert "OMPI_MCA_btl" not in launcher_environment(Flavour.OPEN_MPI_5, False, {}, local=False)
+    assert "OMPI_MCA_mpi_yield_when_idle" not in launcher_environment(Flavour.OPEN_MPI_5, given)
+    assert launcher_environment(Flavour.HYDRA, {}) == {}
+    assert launcher_environment(Flavour.OPEN_MPI_5, {})["OMPI_MCA_btl"] == "^ofi"
+    assert "OMPI_MCA_btl" not in launcher_environment(Flavour.OPEN_MPI_5, {"OMPI_MCA_btl": "tcp,self"})
+    away = launcher_environment(Flavour.OPEN_MPI_5, {}, local=False)
+    assert not {"OMPI_MCA_btl", "OMPI_MCA_mpi_yield_when_idle"} & away.keys()
+    crowded = launcher_environment(Flavour.OPEN_MPI_5, {}, local=False, oversubscribed=True)
+    assert crowded["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
 @pytest.mark.parametrize(

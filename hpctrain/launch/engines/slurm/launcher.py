@@ -98,7 +98,7 @@ class Mpirun(Launcher):
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
-        found = launcher_environment(self.program.flavour, False, given, local=False)
+        found = launcher_environment(self.program.flavour, given, local=False)
         return found | {"SLURM_OVERLAP": "1"} if self.again else found
 
     def describe(self) -> str:
