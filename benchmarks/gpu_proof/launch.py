@@ -50,7 +50,7 @@ def run_row(row: Row, folder: Path, timeout_s: float) -> Found:
             mpirun = MpiRun(find_mpirun(library), library.flavour)
         except HpctrainError as error:
             return Found(row.name, row.what, "skipped", reason=str(error))
-        environment |= launcher_environment(mpirun.flavour, row.ranks > cores, os.environ)
+        environment |= launcher_environment(mpirun.flavour, os.environ)
         prefix = mpirun.argv(row.ranks, {}, cores)
     command = [*prefix, *python.module(f"{PACKAGE}.one_row", row.name, str(folder))]
     began, log = time.monotonic(), folder / "output.txt"
