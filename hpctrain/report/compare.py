@@ -34,8 +34,9 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
     results: dict[str, list[Any]] = {key: [summary[key] for summary in summaries] for key in RESULTS}
     for name in sorted({name for summary in summaries for name in summary["metrics"]}):
         results[name] = [summary["metrics"].get(name, {}).get("last") for summary in summaries]
+    names, paths = [str(summary["name"]) for summary in summaries], [str(run.run.path) for run in runs]
     return {
-        "runs": distinct_names([str(summary["name"]) for summary in summaries], [str(run.run.path) for run in runs]),
+        "runs": names if len(set(names)) == len(names) else paths,
         "configuration": differences([flatten(run.run.config) for run in runs]),
         "results": results,
     }
@@ -70,11 +71,6 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return flat
-
-
-def distinct_names(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Names, or paths if two names are the same."""
-    return list(names) if len(set(names)) == len(names) else list(paths)
 
 
 def sweep_table(runs: Sequence[RunHistory], metric: str | None = None, mode: str = "min") -> dict[str, Any]:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
@@ -218,7 +216,7 @@ def require_fields(task: Any) -> None:
     if task.train is None:
         fix = "give data: train={'x': ..., 'y': ...}, NumPy arrays whose first axis runs over the samples, or a path"
         raise UserError("train of the task is missing", fix)
-    if isinstance(task.train, tuple) and all(map(is_array, task.train)):
+    if isinstance(task.train, tuple) and all(hasattr(one, "shape") for one in task.train):
         fix = "name the arrays: train={'x': x, 'y': y}; the model gets the first one"
         raise UserError(f"train of the task is a tuple of {len(task.train)} arrays", fix)
     if not isinstance(task.metrics, Mapping):
@@ -248,8 +246,3 @@ def require_shares(tensor: Any, layers: Any) -> None:
         raise UserError(f"tensor= of the task is {spoken(tensor)}", fix)
     if layers is not None:
         require_function("layers", layers, "(model)", "the model, such as lambda model: [model.embed, *model.blocks]")
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value has a shape, as arrays and tensors have."""
-    return isinstance(value, np.ndarray) or hasattr(value, "shape")
