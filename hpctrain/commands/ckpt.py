@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -74,7 +72,7 @@ def ls(args: argparse.Namespace) -> int:
 
     store, only = locate(args.path)
     rows = [describe(store, step) for step in store.steps() if only in (None, step)]
-    emit(args, rows, (row_text(row) for row in rows))
+    foreign_text.answer(args.json, rows, (row_text(row) for row in rows))
     return ExitCode.DONE
 
 
@@ -119,7 +117,7 @@ def verify(args: argparse.Namespace) -> int:
     store, only = locate(args.path, args.step)
     verdicts = [verify_checkpoint(store, step) for step in store.steps() if only in (None, step)]
     rows = [{**dataclasses.asdict(one), "sound": not one.problems} for one in verdicts]
-    emit(args, rows, (f"{one.path}: {'; '.join(one.problems) or 'sound'}" for one in verdicts))
+    foreign_text.answer(args.json, rows, (f"{one.path}: {'; '.join(one.problems) or 'sound'}" for one in verdicts))
     return ExitCode.FAILURE if any(one.problems for one in verdicts) else ExitCode.DONE
 
 
@@ -133,7 +131,7 @@ def inspect(args: argparse.Namespace) -> int:
             fix = "inspect it without --name to see all names"
             raise UserError(f"{loaded.path} has no tensor below {args.name}", fix)
     rows = {"step": loaded.step, "meta": loaded.meta, "tensors": [dataclasses.asdict(one) for one in found]}
-    emit(args, rows, [f"{loaded.path} ({loaded.ranks} ranks)", *summary_tree(found)])
+    foreign_text.answer(args.json, rows, [f"{loaded.path} ({loaded.ranks} ranks)", *summary_tree(found)])
     return ExitCode.DONE
 
 
@@ -149,7 +147,7 @@ def diff(args: argparse.Namespace) -> int:
     lines = [f"{one.name}: {one.kind}{amount}" for one, amount in zip(found, amounts, strict=True)]
     different = [dataclasses.asdict(one) for one in found]
     rows = {"first": str(first.path), "second": str(second.path), "equal": same, "different": different}
-    emit(args, rows, [*lines, f"{same} tensors are equal, {len(found)} differ"])
+    foreign_text.answer(args.json, rows, [*lines, f"{same} tensors are equal, {len(found)} differ"])
     return 1 if found else ExitCode.DONE
 
 
@@ -170,7 +168,7 @@ def export(args: argparse.Namespace) -> int:
         else:
             export_weights_h5(loaded, output, selection)
     row = {"step": loaded.step, "output": str(output), "bytes": output.stat().st_size}
-    emit(args, row, [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"])
+    foreign_text.answer(args.json, row, [f"weights of step {loaded.step} in {output} ({row['bytes']} bytes)"])
     return ExitCode.DONE
 
 
@@ -238,12 +236,3 @@ def opened(path: str, step: int | None = None) -> AbstractContextManager[Loaded]
 
     store, found = locate(path, step)
     return store.opened(store.steps()[-1] if found is None else found)
-
-
-def emit(args: argparse.Namespace, rows: Any, lines: Iterator[str] | list[str]) -> None:
-    """JSON, or lines for people."""
-    if args.json:
-        foreign_text.show(json.dumps(rows))
-        return
-    for line in lines:
-        foreign_text.show(line)

@@ -158,13 +158,10 @@ def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, n
         for name, field in source.fields.items()
     ]
     num_bytes = args.output.stat().st_size
-    if args.json:
-        foreign_text.show(
-            json.dumps({"path": str(args.output), "samples": source.length, "bytes": num_bytes, "fields": arrays})
-        )
-    else:
-        listed = ", ".join(f"{array['name']} {array['dtype']}{array['shape'] or ''}" for array in arrays)
-        foreign_text.show(f"{args.output}: {source.length} samples of {listed}; {size(num_bytes)}")
+    made = {"path": str(args.output), "samples": source.length, "bytes": num_bytes, "fields": arrays}
+    listed = ", ".join(f"{array['name']} {array['dtype']}{array['shape'] or ''}" for array in arrays)
+    text = f"{args.output}: {source.length} samples of {listed}; {size(num_bytes)}"
+    foreign_text.answer(args.json, made, [text])
 
 
 @contextlib.contextmanager

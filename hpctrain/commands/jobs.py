@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import getpass
-import json
 import shlex
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, RunFailed, UserError
@@ -26,6 +23,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import UNKNOWN, Word
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
+from hpctrain.system.foreign_text import answer
 
 POLL_S = (0.5, 10.0)
 """First and longest pause between looks at the queue."""
@@ -75,11 +73,6 @@ def run(args: argparse.Namespace) -> int:
     return (functions | {"stop": stop, "cancel": cancel, "nodes": nodes})[args.command](args)
 
 
-def show(args: argparse.Namespace, data: Any, text: Sequence[str]) -> None:
-    """Prints one of the two."""
-    foreign_text.show(json.dumps(data) if args.json else "\n".join(text))
-
-
 def render(args: argparse.Namespace) -> int:
     """Prints the script or the objects; needs no scheduler."""
     config, folder = resolve_run.configured(args.target, args.overrides)
@@ -88,7 +81,7 @@ def render(args: argparse.Namespace) -> int:
     unread.tell(config.launch, has.name)
     planned = has.plan(config, folder, wish)
     script = planned.secret or planned.script
-    show(args, {"script": script}, [script.rstrip("\n")])
+    answer(args.json, {"script": script}, [script.rstrip("\n")])
     return ExitCode.DONE
 
 
@@ -125,12 +118,12 @@ def send(args: argparse.Namespace, config: Config, folder: RunDir, wish: Wish, r
     if args.dry_run:
         command = shlex.join(has.command(planned, wish))
         said = {"script": planned.script, "command": command, "chain": args.chain}
-        show(args, said, [planned.script, f"# would run: {command}"])
+        answer(args.json, said, [planned.script, f"# would run: {command}"])
         return ExitCode.DONE
     ids, notes = has.submit(planned, wish)
     said = {"jobs": ids, "run_dir": str(folder.path), "script": str(planned.script_file)}
     text = [f"submitted job {', '.join(ids)}: {_shape(planned)}", f"  run folder {folder.path}"]
-    show(args, said, ids[-1:] if args.parsable else [*text, *(f"  {note}" for note in notes)])
+    answer(args.json, said, ids[-1:] if args.parsable else [*text, *(f"  {note}" for note in notes)])
     return _wait(folder) if args.wait else ExitCode.DONE
 
 
@@ -205,7 +198,7 @@ def stop(args: argparse.Namespace) -> int:
             who = f"job {', '.join(running)}" if running else "the run"
             text.append(f"{run.path}: asked {who} to save a checkpoint and stop")
         said.append({"run": str(run.path), "asked": running, "cancelled": waiting})
-    show(args, said, text or ["no job runs or waits"])
+    answer(args.json, said, text or ["no job runs or waits"])
     return ExitCode.DONE
 
 
@@ -228,7 +221,7 @@ def cancel(args: argparse.Namespace) -> int:
     has = schedulers.of_run(runs[0])
     ids, left = has.end([(run, [entry.id for entry in schedulers.alive(run)]) for run in runs])
     said = {"cancelled": ids, "left_alone": left}
-    show(args, said, [f"cancelled job {', '.join(ids)}"] * bool(ids) + left or ["no job runs or waits"])
+    answer(args.json, said, [f"cancelled job {', '.join(ids)}"] * bool(ids) + left or ["no job runs or waits"])
     return ExitCode.DONE
 
 
@@ -237,7 +230,7 @@ def status(args: argparse.Namespace) -> int:
     runs = resolve_run.runs(args.target) if args.target else run_status.own_runs(Path.cwd())
     found = run_status.of_runs(runs)
     text = run_status.lines(found) if args.target else run_status.table(found)
-    show(args, [each.plain() for each in found], text or ["no runs here (runs/), and none in Slurm's queue"])
+    answer(args.json, [each.plain() for each in found], text or ["no runs here (runs/), and none in Slurm's queue"])
     return ExitCode.DONE
 
 
@@ -248,11 +241,11 @@ def logs(args: argparse.Namespace) -> int:
     if args.first_error:
         error = run_logs.first_error(run, found)
         said = {"file": str(error[0].path), "rank": error[0].rank, "text": error[1]} if error else {}
-        show(args, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
+        answer(args.json, said, [f"==> {error[0].path} <==", error[1]] if error else ["no error in these logs"])
         return ExitCode.DONE
     past = [] if found or args.rank else run_status.jobs_of(run)
     if past and (own := schedulers.of_run(run).log(run, past[-1])):
-        show(args, [{"job": past[-1], "text": own}], [own])
+        answer(args.json, [{"job": past[-1], "text": own}], [own])
         return ExitCode.DONE
     if not found:
         raise UserError(f"{run.logs} holds no such log", "hpctrain status shows whether the job has started")
@@ -268,7 +261,7 @@ def logs(args: argparse.Namespace) -> int:
         for log, place in zip(found, places, strict=True)
     ]
     pairs = zip(found, places, strict=True)
-    show(args, data, [f"==> {log.path}{place} <==\n{run_logs.read(log.path)}" for log, place in pairs])
+    answer(args.json, data, [f"==> {log.path}{place} <==\n{run_logs.read(log.path)}" for log, place in pairs])
     return ExitCode.DONE
 
 
@@ -289,5 +282,5 @@ def nodes(args: argparse.Namespace) -> int:
         entries = listed.entries(now)
     how = "cleared, was to be left out" if args.clear else "left out"
     text = [f"{each.node}: {how} for {(each.until - now) / 3600:.1f} h more: {each.reason}" for each in entries]
-    show(args, [dataclasses.asdict(each) for each in entries], text or ["no node is left out"])
+    answer(args.json, [dataclasses.asdict(each) for each in entries], text or ["no node is left out"])
     return ExitCode.DONE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.errors import ExitCode, RunFailed, UserError, requires
@@ -68,7 +67,7 @@ def register(args: argparse.Namespace) -> int:
 
     registered = register_model(RunDir(find_run(args.run).path), args.step, args.uri, args.name)
     plain = f"model {registered['name']} version {registered['version']}: {registered['uri']}"
-    foreign_text.show(json.dumps(registered) if args.json else plain)
+    foreign_text.answer(args.json, registered, [plain])
     return ExitCode.DONE
 
 

@@ -6,9 +6,11 @@ others, and a terminal takes parts of what it is given for commands: to hide lin
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import unicodedata
+from collections.abc import Iterable
 from typing import TextIO
 
 MOST_CHARACTERS = 4096
@@ -40,6 +42,12 @@ def show(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     stream = sys.stdout if stream is None else stream
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(plain(text).encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True)
+
+
+def answer(as_json: bool, data: object, lines: Iterable[str]) -> None:
+    """Shows what a command has found: JSON, or lines for people, if there are any."""
+    if said := json.dumps(data) if as_json else "\n".join(lines):
+        show(said)
 
 
 def _visible(character: str) -> str:
