@@ -1,9 +1,9 @@
 """How long a run stands still when a rank is killed: ``hpctrain run`` compared with ``torchrun --max-restarts``.
 
-    python -m benchmarks.recovery [-n 2] [--rounds 5] [--contenders hpctrain,torchrun,hpctrain-keras]
+    python -m benchmarks.recovery [-n 2] [--rounds 5] [--kills 1] [--contenders hpctrain,torchrun,hpctrain-keras]
 
 All train one model (``torch_program``, ``keras_program``), in turns. Measured are the first start, from the command
-to the first step, and the recovery, from SIGKILL of the last rank to the next step taken.
+to the first step, and recoveries, from SIGKILL of a random rank to the next step taken.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -64,7 +65,7 @@ CONTENDERS: dict[str, Callable[[int, Path], list[str]]] = {
 
 
 def ranks_below(pid: int) -> list[psutil.Process]:
-    """Processes that train, youngest last."""
+    """Processes that train."""
     words = {"train", "benchmarks.recovery.torch_program"}
     below = [each for each in psutil.Process(pid).children(recursive=True) if words & set(each.cmdline())]
     parents = {each.ppid() for each in below}
@@ -99,45 +100,55 @@ def started(words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         child.wait()
 
 
-def turn(name: str, ranks: int) -> dict[str, float]:
-    """Seconds of one start and one recovery."""
+def turn(name: str, ranks: int, kills: int, chance: random.Random) -> dict[str, list[float]]:
+    """Seconds of one start, and of each recovery; NaN for the one that failed."""
+    seconds: dict[str, list[float]] = {"start": [], "recovery": []}
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         log, begin = Path(folder, "log"), time.time()
         with started(CONTENDERS[name](ranks, Path(folder))) as child:
-            first = step_after(log, 1, begin, child)
-            step_after(log, KILL_AT, begin, child)
-            victim = ranks_below(child.pid)[-1]
-            killed = time.time()
-            victim.kill()
-            # A step that had begun may still be noted by the rank that is left.
-            return {"start": first - begin, "recovery": step_after(log, 1, killed + 0.5, child) - killed}
+            what, moment = "start", begin
+            try:
+                step = step_after(log, 1, begin, child)
+                for _ in range(kills):
+                    seconds[what].append(step - moment)
+                    step_after(log, KILL_AT, step, child)
+                    what, moment = "recovery", time.time()
+                    chance.choice(ranks_below(child.pid)).kill()
+                    # A step that had begun may still be noted by the ranks that are left.
+                    step = step_after(log, 1, moment + 0.5, child)
+                seconds[what].append(step - moment)
+            except RunFailed:
+                seconds[what].append(math.nan)
+    return seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--kills", type=int, default=1, help="of each turn, one after the other")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma-separated (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def measure(args: argparse.Namespace) -> int:
     """Takes turns and prints medians."""
-    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in args.contenders.split(",")}
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in args.contenders.split(",")}
+    chance = random.Random(0)
     for _ in range(args.rounds):
-        for name, turns in seconds.items():
-            try:
-                turns.append(turn(name, args.ranks))
-            except RunFailed:
-                turns.append({"start": float("nan"), "recovery": float("nan")})
+        for name, all_turns in seconds.items():
+            for what, values in turn(name, args.ranks, args.kills, chance).items():
+                all_turns.setdefault(what, []).extend(values)
+            print(name, json.dumps(all_turns), file=sys.stderr)
     if args.json:
         print(json.dumps(seconds))
         return 0
-    print(f"{'':14}  start s  recovery s  recovered")
-    for name, turns in seconds.items():
-        whole = [each for each in turns if not math.isnan(each["recovery"])]
-        begun, again = (statistics.median(each[key] for each in whole or turns) for key in ("start", "recovery"))
-        print(f"{name:14}  {begun:7.2f}  {again:10.2f}  {len(whole)} of {len(turns)}")
+    print(f"{'':14}  start s  recovery s  ratio  recovered")
+    for name, all_turns in seconds.items():
+        begun, whole = ([each for each in all_turns[what] if not math.isnan(each)] for what in ("start", "recovery"))
+        first, again = (statistics.median(values or [math.nan]) for values in (begun, whole))
+        recovered = f"{len(whole)} of {args.rounds * args.kills}"
+        print(f"{name:14}  {first:7.2f}  {again:10.2f}  {again / first:5.2f}  {recovered}")
     return 0
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
 from hpctrain.rank.stop_requests import SetUpWatch
+from hpctrain.run import run_clock
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
@@ -108,6 +108,9 @@ class Session:
         """Connects to the other ranks, and opens the run folder where a supervisor has named it."""
         self.world = connect()
         self.errors = _own_channel(self.world)
+        if self.world.nodes > 1:
+            mine = run_clock.ahead_s(lambda told: self.world.everyone.allgather(told, "compare clocks"))
+            os.environ[run_clock.AHEAD_S] = str(self.world.local.broadcast(mine, "learn how far this clock is ahead"))
         if self.supervised:
             self.open(RunDir(Path(os.environ[RUN_DIR])))
 
@@ -195,7 +198,7 @@ class Session:
 
     def end(self, ending: Ending, code: int, **fields: Any) -> None:
         """Writes the last word."""
-        self.word = dataclasses.replace(self.word, ending=ending, exit_code=code, ended=time.time(), **fields)
+        self.word = dataclasses.replace(self.word, ending=ending, exit_code=code, ended=run_clock.now(), **fields)
         if self.run_dir is not None:
             self.word_file().end(self.word)
 

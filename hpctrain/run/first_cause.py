@@ -85,7 +85,7 @@ class Death:
     out_of_memory: bool = False
     standing: Standing = Standing.REPORTED
     at: float | None = None
-    """Unix seconds by its host's clock, if its agent noted it."""
+    """Unix seconds, if its host's agent noted it."""
 
     @property
     def cause(self) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import Code
+from hpctrain.run import run_clock
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import RunVerdict
@@ -282,7 +283,7 @@ class NotedDeath:
     """What an agent saw."""
 
     at: float
-    """Unix seconds."""
+    """Unix seconds by the clock of rank 0's host."""
     rank: int
     code: int | None = None
     """Exit code, or minus the signal; None if that is not known."""
@@ -292,7 +293,7 @@ def note_death(rank: int, code: int | None = None) -> None:
     """Appends to the deaths of this attempt; outside a supervised run they are not read. See ``NotedDeath``."""
     folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
     if folder and attempt:
-        line = f"{time.time():.6f} {rank} {'' if code is None else code}\n".encode()
+        line = f"{run_clock.now():.6f} {rank} {'' if code is None else code}\n".encode()
         with contextlib.suppress(OSError):
             files.append_bytes(_deaths_file(RunDir(Path(folder)), attempt), line, Path(folder))
 

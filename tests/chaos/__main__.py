@@ -16,12 +16,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=10, help="of each plan")
     parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--cold", action="store_true", help="start each rank without a fork, as users do")
     args = parser.parse_args()
     failed = False
     for plan in args.plans.split(","):
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
             try:
-                wrong = chaos(Path(folder), plan, args.seed, args.faults)
+                wrong = chaos(Path(folder), plan, args.seed, args.faults, not args.cold)
             except NotPermitted as error:
                 print(f"{plan}: {error}", flush=True)
                 continue

@@ -19,6 +19,7 @@ import psutil
 from tests.chaos import invariants
 from tests.support import netns
 from tests.support.netns import Network
+from tests.support.warm_ranks import variables
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = [
@@ -73,10 +74,11 @@ class Hung(AssertionError):
 class Chaos:
     """One run of a plan below a folder."""
 
-    def __init__(self, folder: Path, plan: str, steps: int, network: Network | None) -> None:
+    def __init__(self, folder: Path, plan: str, steps: int, network: Network | None, is_warm: bool = True) -> None:
         self.folder, self.run, self.network = folder, folder / "run", network
         framework, self.ranks, sections, self.kinds = PLANS[plan]
-        self.steps = steps
+        self.framework = {"keras": "tensorflow"}.get(framework, framework)
+        self.steps, self.is_warm = steps, is_warm
         self.befallen = 0
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -99,6 +101,8 @@ class Chaos:
         """The command, as a person types it after each end."""
         words = [sys.executable, "-m", "hpctrain", "run", "-n", str(self.ranks), str(self.folder / "run.yaml")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
+        if self.is_warm:
+            environment |= variables(self.framework, environment)
         if self.network:
             words = self.network.on(0, *words)
             subnet = f"{netns.SUBNET}.0/24"
@@ -132,16 +136,21 @@ class Chaos:
 
     def process(self, child: psutil.Popen, target: str, random_rank: int) -> tuple[psutil.Process, int] | None:
         """A process of the run and its rank, -1 if it has none; None if there is none such at the moment."""
+        if target == "rank":
+            with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):  # it has just ended, or begun
+                newest = max((self.run / "ranks").glob("*/"), key=lambda folder: int(folder.name))
+                words = [json.loads(path.read_text()) for path in newest.glob("*.json")]
+                pids = {word["rank"]: word["pid"] for word in words}
+                return psutil.Process(pids[random_rank]), random_rank
+            return None
         for each in self.processes(child):
             with contextlib.suppress(psutil.Error):
-                words, rank = each.cmdline(), int(each.environ().get("PMIX_RANK", -1))
-                is_rank = "train" in words and rank == random_rank
+                words = each.cmdline()
                 is_launcher = words and Path(words[0]).name in ("mpirun", "prterun")
                 is_agent = "hpctrain.monitor.node.agent" in words
                 is_command = words[1:4] == ["-m", "hpctrain", "run"]
-                found = {"rank": is_rank, "launcher": is_launcher, "agent": is_agent, "supervisor": is_command}
-                if found[target]:
-                    return each, rank if is_rank else -1
+                if {"launcher": is_launcher, "agent": is_agent, "supervisor": is_command}[target]:
+                    return each, -1
         return None
 
     def processes(self, child: psutil.Popen) -> list[psutil.Process]:
@@ -224,8 +233,11 @@ def hosts(network: Network) -> SECTIONS:
     return {"hosts": network.addresses, "ranks_per_node": 1, "remote_shell": f"{network.folder}/agent {{host}}"}
 
 
-def chaos(folder: Path, plan: str, seed: int, faults: int) -> list[str]:
-    """What is wrong with a run after faults; empty if all is as without them. Raises NotPermitted."""
+def chaos(folder: Path, plan: str, seed: int, faults: int, is_warm: bool = True) -> list[str]:
+    """What is wrong with a run after faults; empty if all is as without them. Raises NotPermitted.
+
+    ``is_warm``: ranks are forked from a process that has imported their framework, which costs a fault a third.
+    """
     with contextlib.ExitStack() as stack:
         kinds, network = PLANS[plan][3], None
         if kinds is LINKS:
@@ -233,10 +245,12 @@ def chaos(folder: Path, plan: str, seed: int, faults: int) -> list[str]:
             place.mkdir(parents=True)
             network = stack.enter_context(netns.network(PLANS[plan][1], "1gbit", place))
         steps = STEPS_PER_FAULT * (faults + 1)
-        quiet, tried = (Chaos(folder / name, plan, steps, network) for name in ("quiet", "tried"))
+        quiet, tried = (Chaos(folder / name, plan, steps, network, is_warm) for name in ("quiet", "tried"))
         if kinds is DISK:
             stack.enter_context(small_disk(tried.run))
+        begun = time.monotonic()
         quiet.to_its_end(seed, 0)
+        quiet_s = time.monotonic() - begun
         fatal = tried.to_its_end(seed, faults)
         wrong = invariants.differences(tried.run, tried.folder, quiet.run, quiet.folder, steps)
         wrong += invariants.explained(tried.run, fatal)
@@ -246,7 +260,12 @@ def chaos(folder: Path, plan: str, seed: int, faults: int) -> list[str]:
         for name in network.names if network else ():
             if pids := netns._do("ip", "netns", "pids", name).split():
                 wrong.append(f"processes {pids} are left on {name}")
-        print(f"{plan}, seed {seed}: {tried.befallen} of {faults} faults befell the run, {len(fatal)} ended an attempt")
+        each_s = (time.monotonic() - begun - 2 * quiet_s) / max(1, tried.befallen)
+        print(
+            f"{plan}, seed {seed}: {tried.befallen} of {faults} faults befell the run, {len(fatal)} ended an attempt; "
+            f"a fault took {each_s:.1f} s, the quiet run {quiet_s:.0f} s",
+            flush=True,
+        )
         return wrong
 
 

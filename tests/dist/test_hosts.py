@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,11 +47,22 @@ def run_file(folder: Path, held_at: int = 0, checkpoint: dict[str, Any] | None =
     )
 
 
+SKEW = """
+import socket, time
+if socket.gethostname().endswith("-2"):
+    own = time.time
+    time.time = lambda: own() + 20.0
+"""
+"""A sitecustomize.py by which the clock of the second host is ahead."""
+
+
 def start(network: netns.Network, file: Path) -> subprocess.Popen[str]:
     """The command on the first host."""
+    (file.parent / "sitecustomize.py").write_text(SKEW)
     interfaces = {name: f"{netns.SUBNET}.0/24" for name in ("PRTE_MCA_prte_if_include", "OMPI_MCA_btl_tcp_if_include")}
     words = network.on(0, sys.executable, "-m", "hpctrain", "run", file)
-    more = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **interfaces}
+    found_at = f"{file.parent}{os.pathsep}{PROJECT}"
+    more = {"PYTHONPATH": found_at, "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **interfaces}
     return subprocess.Popen(words, env=environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

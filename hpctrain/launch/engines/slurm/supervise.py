@@ -192,22 +192,17 @@ def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, paren
         return verdict.exit_code
     try:
         restarts = requeue.requeue(config, run_dir, job)
-    except (NoRequeue, requeue.Ended, Stopped) as error:
-        action = Action.DO_NOT_REQUEUE if isinstance(error, NoRequeue) else Action.STOP
-        code = error.exit_code if isinstance(error, NoRequeue) else verdict.exit_code
-        reason = f"{verdict.reason}; {error.what}"
-        final = dataclasses.replace(verdict, action=action, exit_code=code, reason=reason, fix=error.fix)
+    except (NoRequeue, requeue.Ended, Stopped, RunFailed) as error:
+        is_final, is_refused = isinstance(error, NoRequeue), isinstance(error, RunFailed)
+        failed = is_refused and verdict.exit_code is not ExitCode.STOPPED  # no one else starts the run again
+        action = Action.DO_NOT_REQUEUE if is_final else Action.FAIL if failed else Action.STOP
+        code = error.exit_code if is_final else verdict.exit_code
+        why, fix = (f"not requeued: {error.what}", requeue.BY_HAND) if is_refused else (error.what, error.fix)
+        final = dataclasses.replace(verdict, action=action, exit_code=code, reason=f"{verdict.reason}; {why}", fix=fix)
         amend(run_dir, job, final)
         publish(final, config, run_dir, job)
-        requeue.end_chain(run_dir, job)
-        return final.exit_code
-    except RunFailed as error:  # Slurm refused: no one else starts the run again
-        action = Action.STOP if verdict.exit_code is ExitCode.STOPPED else Action.FAIL
-        final = dataclasses.replace(
-            verdict, action=action, reason=f"{verdict.reason}; not requeued: {error.what}", fix=requeue.BY_HAND
-        )
-        amend(run_dir, job, final)
-        publish(final, config, run_dir, job)
+        if not is_refused:
+            requeue.end_chain(run_dir, job)
         return final.exit_code
     except HpctrainError as error:
         say(f"not requeued: {error}")
