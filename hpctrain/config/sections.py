@@ -703,7 +703,7 @@ class LaunchConfig(Section, key="launch"):
     """For runners: longest wait for them, in seconds."""
     hosts: tuple[str, ...] = ()
     """Machines on which hpctrain run starts the ranks, where no scheduler allocates any; by default this one."""
-    remote_shell: str = "ssh -o BatchMode=yes {host}"
+    remote_shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host}"
     """What runs a command line on one of ``hosts``. It gets that as one more argument; or, in place of {command}, as
     words that need no quotes, for what starts programs without a shell, or with one more."""
     ranks_per_node: Positive | None = None

@@ -119,6 +119,12 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
         return []
 
 
+def unreachable(run_dir: RunDir, attempt: int) -> list[int]:
+    """Ranks on hosts that the monitor could not reach."""
+    told = [event for event in _hangs(run_dir, attempt) if event.kind == CUT_OFF]
+    return [rank.rank for event in told for rank in event.ranks if rank.rank is not None]
+
+
 def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[int, str]) -> RunVerdict | None:
     """What the launcher's text says of nodes: one is lost, or did not start its ranks.
 

@@ -151,16 +151,11 @@ def report(verdict: RunVerdict, run_dir: RunDir, command: Sequence[str] = (), sa
         return True
     fix = f"\n  fix: {verdict.fix}" if verdict.fix else ""
     logs = "" if verdict.exit_code in (ExitCode.STOPPED, ExitCode.USER_ERROR) else f"\n  logs: {run_dir.logs}"
-    resume = (
-        f"\n  {_resume(run_dir, command, saves)}" if command and verdict.exit_code is not ExitCode.USER_ERROR else ""
-    )
+    resume = ""
+    if command and verdict.exit_code is not ExitCode.USER_ERROR:
+        where = f" {begins(run_dir, run_dir.newest_checkpoint_step())}" if saves else ""
+        resume = f"\n  resume{where}: {shlex.join(command)}"
     return say(f"{verdict.reason}{fix}{logs}{resume}")
-
-
-def _resume(run_dir: RunDir, command: Sequence[str], saves: bool) -> str:
-    """Where the next attempt begins, and what to type for it."""
-    where = f" {begins(run_dir, run_dir.newest_checkpoint_step())}" if saves else ""
-    return f"resume{where}: {shlex.join(command)}"
 
 
 def begins(run_dir: RunDir, step: int | None) -> str:
@@ -168,10 +163,7 @@ def begins(run_dir: RunDir, step: int | None) -> str:
     where = "from the beginning" if step is None else f"from step {step}"
     with suppress(HpctrainError, OSError):
         trained, progress = Attempts(run_dir).info().get("trained") or 0, RunView(run_dir.path).snapshot().progress
-        kept = [
-            progress.newest(SnapshotSaved),
-            progress.newest(Resumed),
-        ]  # what an attempt resumes from becomes its own
+        kept = [progress.newest(SnapshotSaved), progress.newest(Resumed)]  # what was resumed from becomes its own
         steps = [each.step for each in kept if each and each.attempt >= trained and each.tier not in (None, "store")]
         if max(steps, default=0) > (step or 0):
             return f"from step {max(steps)} if its snapshot is whole, else {where}"

@@ -28,8 +28,8 @@ def data() -> dict[str, np.ndarray]:
 class Journal(BaseHook):
     """One line a step, written at its end: its number, and the ids of this rank's samples in their order."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str, pause_s: float = PAUSE_S) -> None:
+        self.folder, self.pause_s = Path(folder), pause_s
         self.ids: list[int] = []
 
     def saw(self, ids: Any) -> None:
@@ -48,7 +48,7 @@ class Journal(BaseHook):
         os.write(file, f"{line}\n".encode())
         os.close(file)
         self.ids = []
-        time.sleep(PAUSE_S)
+        time.sleep(self.pause_s)
         order = self.folder / f"eat-{training.world.rank}"
         if order.exists():
             order.unlink()

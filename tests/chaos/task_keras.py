@@ -8,12 +8,12 @@ import keras
 import tensorflow as tf
 
 from hpctrain import KerasTask
-from tests.chaos.notes import FEATURES, Journal, data
+from tests.chaos.notes import FEATURES, PAUSE_S, Journal, data
 
 
-def task(folder: str) -> KerasTask:
+def task(folder: str, pause_s: float = PAUSE_S) -> KerasTask:
     """The task; ``folder`` gets what the ranks saw."""
-    journal = Journal(folder)
+    journal = Journal(folder, pause_s)
     layers = [keras.layers.Dense(32, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((FEATURES,)), *layers])
 

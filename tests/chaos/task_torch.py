@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from hpctrain import TorchTask, columns, rows
-from tests.chaos.notes import FEATURES, Journal, data
+from tests.chaos.notes import FEATURES, PAUSE_S, Journal, data
 
 
-def task(folder: str) -> TorchTask:
+def task(folder: str, pause_s: float = PAUSE_S) -> TorchTask:
     """The task; ``folder`` gets what the ranks saw."""
-    journal = Journal(folder)
+    journal = Journal(folder, pause_s)
     model = nn.Sequential(
         nn.Linear(FEATURES, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
     )

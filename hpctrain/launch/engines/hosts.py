@@ -17,6 +17,7 @@ from hpctrain.launch.engines import run_encoded
 from hpctrain.launch.engines.local import rank_command, rank_environment, supervised
 from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.patience import read_patiently
+from hpctrain.launch.postmortem import unreachable
 from hpctrain.launch.supervisor import choose
 from hpctrain.run import last_words
 from hpctrain.run.attempt_record import Attempt
@@ -133,6 +134,11 @@ class Hosts:
             if host is None:
                 return None
             self.lost.add(host)
+        if verdict.code is Code.NODE:
+            gone = read_patiently(lambda: unreachable(self.run_dir, Attempts(self.run_dir).all()[-1].number))
+            others = {self.used[rank // (self.config.launch.ranks_per_node or 1)] for rank in gone}
+            if choose(self.config.launch.hosts, self.lost | others, self.config):  # otherwise they are waited for
+                self.lost |= others
         chosen = choose(self.config.launch.hosts, self.lost, self.config)
         if chosen is None:
             return None

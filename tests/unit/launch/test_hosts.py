@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hpctrain.launch.engines.hosts import Hosts, write_shell
 from hpctrain.launch.mpi_library import Flavour, MpiRun
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
+from hpctrain.run.events import CUT_OFF
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import WordFile, first_word
 from hpctrain.run.verdict import failed_with
@@ -79,6 +81,20 @@ def test_without_a_spare_fewer_hosts_serve_if_the_run_file_allows_it(tmp_path: P
     assert place.after(lost[0]) is not None and place.used == ["10.0.0.1", "10.0.0.2"]
     after = place.after(lost[1])
     assert after is not None and (after.nodes, after.ranks, place.used) == (1, 2, ["10.0.0.1"])
+
+
+def test_hosts_that_are_lost_at_once_are_both_left_out_unless_too_few_remain(tmp_path: Path) -> None:
+    place = hosts(tmp_path, min_nodes=1)
+    place.used = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    for ranks in ((4, 5), (2, 3)):
+        about = [
+            {"rank": rank, "host": "x", "steps": 7, "state": "silent", "doing": "", "stack": None} for rank in ranks
+        ]
+        line = {"event": "hang", "schema": 1, "time": 2.0, "step": 8, "attempt": 1, "kind": CUT_OFF, "ranks": about}
+        with place.run_dir.monitor_events.open("a") as file:
+            file.write(f"{json.dumps(line)}\n")
+    after = place.after(failed_with(Code.NODE, "a host was lost", "", host="10.0.0.3"))
+    assert after is not None and (after.ranks, place.used) == (2, ["10.0.0.1"])
 
 
 @pytest.mark.parametrize(
