@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hpctrain.launch.postmortem import (
     ran_out_of_memory,
     settled,
 )
+from hpctrain.run import run_clock
 from hpctrain.run.events import CUT_OFF
 from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause
 from hpctrain.run.folder import RunDir
@@ -109,6 +111,16 @@ def test_a_host_that_the_monitor_could_not_reach_is_the_cause_if_its_ranks_stay_
 def test_of_several_ranks_of_other_nodes_the_first_one_noted_died_first(run: RunDir) -> None:
     (run.monitor / "deaths-1.txt").write_text("1.0 3 14\n2.0 1\n3.0 0\n")
     assert first(run, FAR) == 1, "MPI ended rank 3, and rank 0 died after rank 1"
+
+
+def test_the_first_one_is_found_if_the_clocks_of_nodes_differ(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_DIR, str(run.path))
+    monkeypatch.setenv(ATTEMPT, "1")
+    for rank, moment, ahead in ((3, 1020.0, 20.0), (0, 1000.5, 0.0)):  # that of n2 is 20 seconds ahead
+        monkeypatch.setenv(run_clock.AHEAD_S, str(ahead))
+        monkeypatch.setattr(time, "time", lambda moment=moment: moment)
+        note_death(rank, -9)
+    assert first(run, FAR) == 3
 
 
 BEREAVED = """\
