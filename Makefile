@@ -61,7 +61,7 @@ torture: $(TORTURE:%=build/torture/%)
 	rm -r build/torture
 
 build/torture/kills: TESTS := HPCTRAIN_KILLS=200 tests/dist/test_checkpoint_kills.py
-build/torture/chaos: TESTS := HPCTRAIN_CHAOS=100 tests/dist/test_chaos.py
+build/torture/chaos: TESTS := HPCTRAIN_CHAOS=65 tests/dist/test_chaos.py
 build/torture/damage: TESTS := HPCTRAIN_CORRUPTIONS=12000 tests/unit/checkpoint/test_damage.py
 build/torture/plans: TESTS := HPCTRAIN_CORRUPTIONS=12000 tests/unit/checkpoint/test_corruptions.py
 build/torture/sweep: TESTS := HPCTRAIN_SWEEP_RANKS=4 tests/dist/test_sweep.py
