@@ -163,7 +163,7 @@ class Chaos:
                     found.append(psutil.Process(int(pid)))
         return found
 
-    def to_its_end(self, seed: int, faults: int) -> list[dict[str, Any]]:
+    def to_its_end(self, seed: str, faults: int) -> list[dict[str, Any]]:
         """Runs until it is complete while things befall it: those that end an attempt. Raises Hung."""
         chance, fatal = random.Random(seed), []
         child = self.start()
@@ -250,9 +250,9 @@ def chaos(folder: Path, plan: str, seed: int, faults: int, is_warm: bool = True)
         if kinds is DISK:
             stack.enter_context(small_disk(tried.run))
         begun = time.monotonic()
-        quiet.to_its_end(seed, 0)
+        quiet.to_its_end("", 0)
         quiet_s = time.monotonic() - begun
-        fatal = tried.to_its_end(seed, faults)
+        fatal = tried.to_its_end(f"{plan} {seed}", faults)
         wrong = invariants.differences(tried.run, tried.folder, quiet.run, quiet.folder, steps)
         wrong += invariants.explained(tried.run, fatal)
         places = [place / name for name in network.names] if network else [tried.temporary]
