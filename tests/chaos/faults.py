@@ -37,8 +37,11 @@ Fault = tuple[str, signal.Signals | None]
 """What it befalls, and by which signal if by one."""
 KINDS: list[Fault] = [*SIGNALS, ("memory", None)]
 DISK: list[Fault] = [("disk", None), ("disk", None), *KINDS]
-LINKS: list[Fault] = [("link", None), ("link", None), ("link", None), *KINDS]
+LINKS: list[Fault] = [("link", None), ("link", None), ("link", None), ("daemon", signal.SIGKILL), *KINDS]
+HOSTS = 3
 DISK_MB = 48
+FAILED = 70
+"""Exit code of a run that the same command resumes."""
 FULL_S = 3.0
 """Seconds in which the run folder takes nothing."""
 CUT_S = (1.0, 6.0)
@@ -60,11 +63,11 @@ PLANS: dict[str, tuple[str, int, SECTIONS, list[Fault]]] = {
     "torch-pipeline": ("torch", 2, {"parallel": {"pipeline": 2}}, KINDS),
     "torch-snapshots": ("torch", 2, SNAPSHOTS, KINDS),
     "torch-disk": ("torch", 2, {}, DISK),
-    "torch-hosts": ("torch", 3, {}, LINKS),
+    "torch-hosts": ("torch", 6, {}, LINKS),
     "keras": ("keras", 2, {}, KINDS),
 }
 """Name -> framework, ranks, sections of the run file, and what befalls it. torch-disk has its run folder on a small
-file system of its own, torch-hosts has a host for each rank. Both need root."""
+file system of its own, torch-hosts has hosts with two ranks each. Both need root."""
 
 
 class Hung(AssertionError):
@@ -147,10 +150,14 @@ class Chaos:
         for each in self.processes(child):
             with contextlib.suppress(psutil.Error):
                 words = each.cmdline()
-                is_launcher = words and Path(words[0]).name in ("mpirun", "prterun")
-                is_agent = "hpctrain.monitor.node.agent" in words
-                is_command = words[1:4] == ["-m", "hpctrain", "run"]
-                if {"launcher": is_launcher, "agent": is_agent, "supervisor": is_command}[target]:
+                program = Path(words[0]).name if words else ""
+                found = {
+                    "launcher": program in ("mpirun", "prterun"),
+                    "daemon": program == "prted",
+                    "agent": "hpctrain.monitor.node.agent" in words,
+                    "supervisor": words[1:4] == ["-m", "hpctrain", "run"],
+                }
+                if found[target]:
                     return each, -1
         return None
 
@@ -173,7 +180,9 @@ class Chaos:
                 alive = self.progresses(child, chance.randrange(12 * self.ranks, 20 * self.ranks))
                 if not alive and child.returncode == 0:
                     return fatal
-                if not alive and child.returncode not in (-signal.SIGKILL, 128 + signal.SIGKILL):
+                # A host that is lost has no substitute here.
+                lost_host = child.returncode == FAILED and fatal and fatal[-1]["target"] == "daemon"
+                if not alive and not lost_host and child.returncode not in (-signal.SIGKILL, 128 + signal.SIGKILL):
                     raise Hung(f"exit code {child.returncode}:\n{self.log.read_text()[-2000:]}")
                 if not alive:
                     child = self.start()
@@ -223,15 +232,15 @@ class Chaos:
     def link_is_cut(self, rank: int) -> bool:
         """The link of a rank's host is cut for some seconds, and healed."""
         assert self.network is not None
-        self.network.cut(rank)
+        self.network.cut(rank % HOSTS)
         time.sleep(CUT_S[self.befallen % 2])  # what is tried
-        self.network.heal(rank)
+        self.network.heal(rank % HOSTS)
         return False
 
 
 def hosts(network: Network) -> SECTIONS:
-    """Keys of ``launch``: one rank on each host."""
-    return {"hosts": network.addresses, "ranks_per_node": 1, "remote_shell": f"{network.folder}/agent {{host}}"}
+    """Keys of ``launch``."""
+    return {"hosts": network.addresses, "ranks_per_node": 2, "remote_shell": f"{network.folder}/agent {{host}}"}
 
 
 def chaos(folder: Path, plan: str, seed: int, faults: int, is_warm: bool = True) -> list[str]:
@@ -244,7 +253,7 @@ def chaos(folder: Path, plan: str, seed: int, faults: int, is_warm: bool = True)
         if kinds is LINKS:
             place = folder / "network"
             place.mkdir(parents=True)
-            network = stack.enter_context(netns.network(PLANS[plan][1], "1gbit", place))
+            network = stack.enter_context(netns.network(HOSTS, "1gbit", place))
         steps = STEPS_PER_FAULT * (faults + 1)
         quiet, tried = (Chaos(folder / name, plan, steps, network, is_warm) for name in ("quiet", "tried"))
         if kinds is DISK:

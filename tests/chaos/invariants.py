@@ -80,6 +80,8 @@ def explained(run: Path, fatal: list[dict[str, Any]]) -> list[str]:
         target, reason = fault["target"], verdict["reason"]
         named = "mpirun" in reason if target == "launcher" else verdict.get("rank") == fault["rank"]
         is_told = verdict["code"] == "out_of_memory" if target == "memory" else "SIGKILL" in reason
+        if target == "daemon":
+            named = is_told = verdict["code"] == "node"
         if not named or not is_told:
             wrong.append(f"{target} {fault['rank']} was befallen, and the verdict is: {reason}")
     return wrong
