@@ -109,7 +109,7 @@ class Session:
         self.world = connect()
         self.errors = _own_channel(self.world)
         if self.world.nodes > 1:
-            mine = run_clock.ahead_s(lambda told: self.world.everyone.allgather(told, "compare clocks"))
+            mine = run_clock.ahead_s(lambda sent: self.world.everyone.allgather(sent, "compare clocks"))
             os.environ[run_clock.AHEAD_S] = str(self.world.local.broadcast(mine, "learn how far this clock is ahead"))
         if self.supervised:
             self.open(RunDir(Path(os.environ[RUN_DIR])))

@@ -17,15 +17,15 @@ def now() -> float:
     return time.time() - float(os.environ.get(AHEAD_S) or 0)
 
 
-def ahead_s(tell: Callable[[float], Sequence[float]]) -> float:
-    """Seconds by which this clock is ahead of rank 0's; 0 if it may be right, as far as messages can tell.
+def ahead_s(gather: Callable[[float], Sequence[float]]) -> float:
+    """Seconds by which this clock is ahead of rank 0's; 0 if it may be right, as far as messages can show.
 
-    ``tell``, which is collective, returns what all ranks told.
+    ``gather``, which is collective, returns the values of all ranks.
     """
     most, least, before = math.inf, -math.inf, -math.inf
     for _ in range(ROUNDS):
-        told = time.time()
-        first = tell(told)[0]
+        sent = time.time()
+        first = gather(sent)[0]
         most = min(most, time.time() - first)
-        least, before = max(least, before - first), told  # rank 0 had heard ``before`` when it told this
+        least, before = max(least, before - first), sent  # rank 0 had received ``before`` when it sent this
     return 0.0 if least <= 0 <= most else (least + most) / 2

@@ -21,14 +21,14 @@ def compared(monkeypatch: pytest.MonkeyPatch, ahead: Sequence[float]) -> list[fl
     def rank(number: int) -> None:
         mine.ahead = ahead[number]
 
-        def tell(moment: float) -> Sequence[float]:
+        def gather(moment: float) -> Sequence[float]:
             told[number] = moment
             meeting.wait()
             all_told = list(told)
             meeting.wait()
             return all_told
 
-        found[number] = run_clock.ahead_s(tell)
+        found[number] = run_clock.ahead_s(gather)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(ahead))]
     for each in threads:
