@@ -90,8 +90,8 @@ def start(
     dialling = {"runners": None, "ray": ray_cluster.invited, "spark": spark_cluster.invited}
     if config.launch.engine in dialling:
         return runners.run(config, asked, rank_words, verbose, fresh, dialling[config.launch.engine]), number
-    if config.launch.engine == "kubernetes":
-        raise UserError("launch.engine is kubernetes: pods run it", "hpctrain submit starts them")
+    if config.launch.engine in ("kubernetes", "slurm"):
+        raise UserError(f"launch.engine is {config.launch.engine}: its jobs run it", "hpctrain submit starts one")
     config = dataclasses.replace(config, launch=batch_systems.on_hosts_of_the_job(config.launch, os.environ))
     if config.launch.hosts:
         return hosts.run(config, asked, rank_words, verbose, fresh), number

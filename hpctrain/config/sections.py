@@ -685,6 +685,9 @@ class KubernetesConfig(Section, key="launch.kubernetes"):
     """Further fields of a pod's spec, as Kubernetes names them: {nodeSelector: {...}, tolerations: [...]}."""
 
 
+Engine = Literal["local", "hosts", "slurm", "pbs", "lsf", "gridengine", "flux", "kubernetes", "runners", "ray", "spark"]
+
+
 class LaunchConfig(Section, key="launch"):
     """How ranks are started."""
 
@@ -694,9 +697,10 @@ class LaunchConfig(Section, key="launch"):
     """Nodes that suffice to continue in the same Slurm job if others are lost; by default all: else it is requeued."""
     spare_nodes: Natural = 0
     """Further nodes of the Slurm job, or the last of ``hosts``, that wait to take the place of lost ones."""
-    engine: Literal["pbs", "lsf", "gridengine", "flux", "kubernetes", "runners", "ray", "spark"] | None = None
-    """Batch system in whose job hpctrain run is started: the ranks run on all hosts of the job. With runners, on the
-    first ``nodes`` on which hpctrain node runs; with ray or spark, on that many nodes of such a cluster."""
+    engine: Engine | None = None
+    """Where ranks run: with a batch system, on all hosts of its job; with runners, on the first ``nodes`` on which
+    hpctrain node runs; with ray or spark, on that many nodes of such a cluster. By default hpctrain submit takes slurm,
+    and hpctrain run takes ``hosts``, or local: this machine."""
     ticket: str | None = None
     """For runners: file by which hpctrain node finds this run; by default HPCTRAIN_NODE_KEY and _ADDRESS say it."""
     node_wait_s: float = 600.0
@@ -749,8 +753,8 @@ class LaunchConfig(Section, key="launch"):
         super().__post_init__()
         if self.hosts and (len(set(self.hosts)) < len(self.hosts) or self.spare_nodes >= len(self.hosts)):
             raise UserError("launch.hosts names a host twice, or only spare ones", "name each host once")
-        if self.engine and self.hosts:
-            raise UserError("launch.engine and launch.hosts both say where to start ranks", "give one of them")
+        if self.engine and (self.engine == "hosts") != bool(self.hosts):
+            raise UserError(f"launch.engine is {self.engine}, with {len(self.hosts)} launch.hosts", "give one of them")
         if self.stage_environment and self.slurm.wrap:
             what = "launch.stage_environment has no use with launch.slurm.wrap"
             raise WrongValue("launch.stage_environment", what, "leave it out: an image is one file")

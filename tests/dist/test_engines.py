@@ -1,9 +1,12 @@
-"""Runs on nodes that others start: `hpctrain node`, a real Ray cluster, a real Spark cluster, on hosts with networks of
-their own. Ranks are killed, a node is lost, the run is stopped and resumed, to the weights of an undisturbed local run.
+"""Runs on the machines of each engine: by ssh or `hpctrain node`, on a real Ray, Spark, Grid Engine and Slurm.
+
+Ranks are killed, a host is lost, the run is stopped and resumed, to the weights of an undisturbed local run; programs
+of others give the numbers of their own launchers.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,8 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,11 +25,14 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.launch.engines.jobs import submissions
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import collect
-from tests.support import netns
-from tests.support.command import PROJECT, environment, gone, hpctrain, last_words, wait_for, write_run
+from tests.slurm import cluster as slurm_cluster
+from tests.support import foreign_programs as foreign
+from tests.support import grid_engine, netns
+from tests.support.command import PROJECT, endings, environment, events, gone, hpctrain, last_words, wait_for, write_run
 from tests.support.mpi import LAUNCH_S, PATIENCE_S
 from tests.support.warm_ranks import variables
 
@@ -38,42 +45,81 @@ STEPS = 60
 pytestmark = [pytest.mark.world_size(6)]
 
 
-def run_file(folder: Path, launch: Mapping[str, Any], gate: str = "") -> Path:
-    folder.mkdir(exist_ok=True)
-    return write_run(
-        folder,
-        task=f"{TASK}:task",
-        run_dir=str(folder / "run"),
-        task_args={"data": str(folder.parent / "digits"), "gate": gate},
-        train={"steps": STEPS, "global_batch": 48, "threads": 1},
-        checkpoint={"every_steps": 5},
-        reduce={"kind": "mpi"},
-        monitor={"enabled": False},
-        launch={"env": variables("torch", environment()), **launch},
-    )
+@dataclass(frozen=True)
+class Place:
+    """Three hosts of an engine, as the user of a run and as those who harm it see them."""
 
+    hosts: Sequence[str]
+    """Names; supervisors are on the first."""
+    launch: Mapping[str, Any]
+    """Keys of ``launch``."""
+    command: Callable[..., list[str]]
+    """That of words which are to run where runs are started."""
+    environment: Mapping[str, str]
+    """There."""
+    kill: Callable[[str, int], object]
+    """Kills a process of a host, by its number there."""
+    lose: Callable[[str], object]
+    """Takes a host away."""
+    ranks: Mapping[str, str] = field(default_factory=dict)
+    """Variables of ranks that train."""
+    queued: bool = False
+    """Whether runs are submitted, in place of `hpctrain run`."""
+    for_two: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of ``launch`` with which a run is resumed on two hosts."""
 
-def local_weights(folder: Path, ranks: int) -> set[str]:
-    """Of an undisturbed run."""
-    hpctrain("run", "-n", ranks, run_file(folder / "here", {}))
-    return weights(folder / "here" / "run", 1)
-
-
-def weights(run: Path, attempt: int) -> set[str]:
-    return {word["weights_hash"] for word in last_words(run, attempt)}
+    @contextmanager
+    def started(self, file: Path, resumes: bool = False) -> Iterator[subprocess.Popen[str]]:
+        """A run, or the rest of one without a spare host, until its end: the process that waits for it."""
+        options = {"spare_nodes": 0, **self.for_two} if resumes else {}
+        words = ["resume" if resumes else "submit", file, "--wait"] if self.queued else ["run", file]
+        for key, value in options.items():
+            words += [f"--launch.{key}", json.dumps(value)]
+        with process(self.command(sys.executable, "-m", "hpctrain", *words), self.environment) as child:
+            yield child
 
 
 @contextmanager
-def started(network: netns.Network, host: int, *words: object, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A command of ours on a host; its process is the command's own."""
-    command = network.on(host, "exec", sys.executable, "-m", "hpctrain", *words)
-    own = environment(netns.INTERFACES | more)
-    child = subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def process(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that is killed at last."""
+    child = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield child
     finally:
         child.kill()
         child.communicate()
+
+
+def on_network(network: netns.Network, launch: Mapping[str, Any], local: Mapping[str, str], **more: Any) -> Place:
+    """A place whose hosts have networks of their own; ``local``: variables for whoever starts a run there."""
+    return Place(
+        network.names,
+        launch,
+        lambda *words: network.on(0, "exec", *words),
+        environment(netns.INTERFACES | local),
+        lambda host, pid: os.kill(pid, signal.SIGKILL),
+        lambda host: netns._end_processes([host]),
+        variables("torch", environment()),
+        **more,
+    )
+
+
+def run_file(folder: Path, launch: Mapping[str, Any], gate: str = "", **keys: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    made = {
+        "task": f"{TASK}:task",
+        "run_dir": str(folder / "run"),
+        "task_args": {"data": str(folder.parent / "digits"), "gate": gate},
+        "train": {"steps": STEPS, "global_batch": 48, "threads": 1},
+        "checkpoint": {"every_steps": 5},
+        "reduce": {"kind": "mpi"},
+        "monitor": {"enabled": False},
+    }
+    return write_run(folder, launch=launch, **made | keys)
+
+
+def weights(run: Path, attempt: int) -> set[str]:
+    return {word["weights_hash"] for word in last_words(run, attempt)}
 
 
 def said_by(program: str, *arguments: object, **more: str) -> str:
@@ -110,29 +156,29 @@ def on_hosts(network: netns.Network) -> Iterator[None]:
 
 
 @contextmanager
-def runners(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+def runners(network: netns.Network, folder: Path) -> Iterator[Place]:
     """On each host a new `hpctrain node` after each run: keys of ``launch``, and variables for the supervisor."""
-    ticket = network.folder / "ticket"
+    ticket = folder / "ticket"
     loop = f"while :; do {sys.executable} -m hpctrain node {ticket}; done"
     nodes = [
         subprocess.Popen(network.on(host, "sh", "-c", loop), env=environment(), stderr=subprocess.DEVNULL)
         for host in range(3)
     ]
     with on_hosts(network):
-        yield {"ticket": str(ticket)}, {}
+        yield on_network(network, {"ticket": str(ticket)}, {})
     for node in nodes:
         node.wait()
 
 
 @contextmanager
-def ray(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+def ray(network: netns.Network, folder: Path) -> Iterator[Place]:
     """A Ray cluster of all hosts."""
     require("ray")
     few = ("--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats")
     head = f"{network.addresses[0]}:6379"
     program = Path(sys.executable).with_name("ray")
-    with TemporaryDirectory(dir="/tmp") as folder, on_hosts(network):  # paths of Ray's sockets have 107 bytes at most
-        own = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with TemporaryDirectory(dir="/tmp") as short, on_hosts(network):  # paths of Ray's sockets have 107 bytes at most
+        own = {**os.environ, "RAY_TMPDIR": short, "PYTHONPATH": os.pathsep.join(sys.path)}
         for host, to in enumerate(
             (["--head", "--port=6379", "--include-dashboard=false"], *[[f"--address={head}"]] * 2)
         ):
@@ -143,16 +189,14 @@ def ray(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, str]
                     break
                 assert not last and "timed out during startup" in done.stdout + done.stderr, done.stdout + done.stderr
                 netns._end_processes([network.names[host]])
-        yield {}, {"RAY_ADDRESS": head}
+        yield on_network(network, {}, {"RAY_ADDRESS": head})
 
 
 @contextmanager
-def spark(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+def spark(network: netns.Network, folder: Path) -> Iterator[Place]:
     """A Spark cluster: its master on the first host, a worker on each."""
     program = require_spark() / "bin" / "spark-class"
     python = {**JAVA, "PYSPARK_PYTHON": sys.executable}
-    folder = network.folder / "spark"
-    folder.mkdir()
     master = f"spark://{network.addresses[0]}:7077"
     settings = (
         "spark.ui.enabled false",
@@ -181,113 +225,221 @@ def spark(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, st
             "SPARK_LOCAL_IP": network.addresses[0],
             "PYSPARK_PYTHON": sys.executable,
         }
-        yield {}, local
+        yield on_network(network, {}, local)
     for each in begun:
         each.wait()
 
 
 @contextmanager
-def hosts(network: netns.Network) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """No engine: two hosts by a remote shell."""
+def hosts(network: netns.Network, folder: Path) -> Iterator[Place]:
+    """No engine: a remote shell."""
     shell = f"{network.folder}/agent {{host}}"
+    launch = {"hosts": network.addresses, "remote_shell": shell}
     with on_hosts(network):
-        yield {"engine": None, "hosts": network.addresses[:2], "remote_shell": shell}, {}
+        yield on_network(network, launch, {}, for_two={"hosts": network.addresses[:2]})
+
+
+@contextmanager
+def gridengine(network: netns.Network, folder: Path) -> Iterator[Place]:
+    """A Grid Engine: its master on the first host, which jobs prefer."""
+    if grid_engine.missing():
+        pytest.skip("this machine lacks sge_qmaster (Debian: gridengine-master, gridengine-exec, gridengine-client)")
+    with on_hosts(network):
+        own = grid_engine.start(network, folder)
+        of_all, for_two = ({"directives": [f"-pe mpi {hosts}"]} for hosts in (3, 2))
+        yield on_network(network, of_all, own, queued=True, for_two=for_two)
+
+
+@contextmanager
+def slurm(network: netns.Network, folder: Path) -> Iterator[Place]:
+    """A Slurm, whose nodes share one network."""
+    if reason := slurm_cluster.missing():
+        pytest.skip(reason)
+    with slurm_cluster.two_nodes(folder) as cluster:
+        cluster.start_node(slurm_cluster.THIRD)
+        yield Place(
+            (*slurm_cluster.NODES, slurm_cluster.THIRD),
+            {"slurm": {"profile": "local-test", "partition": "three", "signal_s": 20}},
+            lambda *words: [*map(str, words)],
+            cluster.environment,
+            lambda host, pid: cluster.in_node(host, "kill", "-KILL", str(pid)),
+            cluster.kill_node,
+            queued=True,
+        )
+
+
+ENGINES = {each.__name__: each for each in (hosts, runners, ray, spark, gridengine, slurm)}
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[netns.Network]:
+    """Three hosts, for all tests here."""
+    try:
+        with netns.network(3, "1gbit", tmp_path_factory.mktemp("network")) as made:
+            yield made
+    except netns.NotPermitted as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def place(request: pytest.FixtureRequest, network: netns.Network, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """That of an engine; the last test of an engine may leave it with fewer hosts."""
+    with ENGINES[request.param](network, tmp_path_factory.mktemp(request.param)) as made:
+        yield made
+
+
+def launch_of(place: Place, request: pytest.FixtureRequest, spares: int) -> dict[str, Any]:
+    """Keys of ``launch``: two hosts, and spare ones."""
+    launch = {"engine": request.node.callspec.params["place"], "nodes": 2, "spare_nodes": spares, "ranks_per_node": 1}
+    launch |= place.launch
+    if "hosts" in launch:
+        launch["hosts"] = launch["hosts"][: 2 + spares]
+    return launch
+
+
+OF_ENGINES = {"hosts": ["multiworker"], "ray": ["ddp"], "spark": ["ddp"]}
+"""Programs that `make test-all` runs; `make torture` runs all of them on each."""
+if foreign.ALL:
+    OF_ENGINES = {name: ["ddp", "multiworker", "lightning", "accelerate"] for name in OF_ENGINES}
+
+
+@pytest.fixture(scope="module")
+def own_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """Those that a program prints under its own launcher."""
+
+    @functools.cache
+    def losses(name: str) -> list[str]:
+        own = foreign.KINDS[name].under_its_own_launcher(tmp_path_factory.mktemp(name))
+        assert len(foreign.losses(own.stdout)) == 5, own.output
+        return foreign.losses(own.stdout)
+
+    return losses
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", [hosts, ray])
-def test_a_program_for_torchrun_gives_its_numbers_on_two_hosts(
-    engine: Callable[[netns.Network], Any], network: netns.Network, tmp_path: Path
+@pytest.mark.parametrize("place", OF_ENGINES, indirect=True)
+def test_programs_of_others_give_the_numbers_of_their_own_launchers_on_two_hosts(
+    place: Place, request: pytest.FixtureRequest, tmp_path: Path, own_losses: Callable[[str], list[str]]
 ) -> None:
-    with engine(network) as (launch, local):
-        program = [sys.executable, str(PROGRAMS / "foreign_ddp.py")]
-        nodes = {"engine": engine.__name__, "nodes": 2, "ranks_per_node": 1, "convention": "torch", **launch}
-        file = write_run(tmp_path, run_dir=str(tmp_path / "run"), launch={"command": program, **nodes})
-        with started(network, 0, "run", file, **local) as child:
+    for name in OF_ENGINES[request.node.callspec.params["place"]]:
+        program, run = foreign.KINDS[name], tmp_path / name
+        command = [sys.executable, *program.words(nodes=2)]
+        launch = {**launch_of(place, request, 0), "command": command, "convention": program.convention}
+        with place.started(write_run(tmp_path, run_dir=str(run), launch=launch)) as child:
             said, _ = child.communicate(timeout=LAUNCH_S)
-    assert child.returncode == 0, said
-    assert "weights -0.104762" in said, "what torchrun --standalone --nproc-per-node 2 prints"
-    assert len({word["host"] for word in last_words(tmp_path / "run")}) == 2
+        assert child.returncode == 0, said
+        assert foreign.losses(said) == own_losses(name), said
+        assert len({word["host"] for word in last_words(run)}) == 2
 
 
-def test_six_ranks_on_three_hosts_end_with_the_weights_of_six_on_one(network: netns.Network, tmp_path: Path) -> None:
-    """With 16-bit messages each sum is formed in the order of the ranks; else those of a node add up theirs first."""
-    keys = {
-        "task": "hpctrain.tasks.torch_digits:task",
-        "task_args": {"data": str(tmp_path / "digits")},
-        "train": {"steps": 40, "global_batch": 48, "threads": 1},
-        "reduce": {"kind": "mpi", "compression": "fp16"},
-    }
-    hpctrain("run", "-n", 6, write_run(tmp_path, run_dir=str(tmp_path / "here"), **keys), warm="torch")
-    with hosts(network) as (launch, _):
-        places = launch | {"hosts": network.addresses, "ranks_per_node": 2}
-        file = write_run(tmp_path, run_dir=str(tmp_path / "there"), launch=places, **keys)
-        with started(network, 0, "run", file) as child:
-            said, _ = child.communicate(timeout=LAUNCH_S)
-    assert child.returncode == 0, said
-    assert [word["host"] for word in last_words(tmp_path / "there")] == [name for name in network.names for _ in "ab"]
-    assert len(last_words(tmp_path / "here")) == 6
-    assert weights(tmp_path / "there", 1) == weights(tmp_path / "here", 1)
+NOTIFIED = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["PMIX_RANK"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+again = (folder / f"began-{rank}").exists()
+(folder / f"began-{rank}").touch()
+while not again:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("place", ["gridengine"], indirect=True)
+def test_a_job_of_grid_engine_that_is_told_of_its_end_saves_and_runs_again(
+    place: Place, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(NOTIFIED)
+    run, command = tmp_path / "run", [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    launch = {**launch_of(place, request, 0), **place.for_two, "command": command}
+    with place.started(write_run(tmp_path, run_dir=str(run), launch=launch)) as child:
+        wait_for("ranks", lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), LAUNCH_S)
+        job = submissions(RunDir(run))[-1].job
+        said = subprocess.run(place.command("qmod", "-rj", job), env=place.environment, capture_output=True, text=True)
+        assert said.returncode == 0, said.stdout + said.stderr
+        text, _ = child.communicate(timeout=LAUNCH_S)
+    logs = text + "".join(path.read_text() for path in run.glob("logs/*"))
+    assert [endings(run, attempt) for attempt in (1, 2)] == [["stop_requested"] * 2, ["completed"] * 2], logs
+    assert child.returncode == 0, logs
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Weights of a local run."""
-    return local_weights(tmp_path_factory.mktemp("two"), 2)
+    """Weights of an undisturbed local run."""
+    folder = tmp_path_factory.mktemp("two")
+    file = run_file(folder / "here", {"env": variables("torch", environment())})
+    hpctrain("run", "-n", 2, file)
+    return weights(folder / "here" / "run", 1)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", [runners, ray, spark])
-def test_a_killed_rank_a_lost_node_and_a_stop_leave_the_weights_of_a_local_run(
-    engine: Callable[[netns.Network], Any], network: netns.Network, tmp_path: Path, two_ranks: set[str]
+def test_a_killed_rank_a_lost_host_and_a_stop_leave_the_weights_of_a_local_run(
+    place: Place, request: pytest.FixtureRequest, tmp_path: Path, two_ranks: set[str]
 ) -> None:
     gate, folder = tmp_path / "gate", tmp_path / "there"
     gate.mkdir()
     run = folder / "run"
-    with engine(network) as (launch, local):
-        nodes = {"engine": engine.__name__, "nodes": 2, "spare_nodes": 1, "ranks_per_node": 1, **launch}
-        file = run_file(folder, nodes, str(gate))
-        with started(network, 0, "run", file, **local) as child:
-            wait_for("attempt", lambda: child.poll() is not None or (gate / "waiting-1").exists(), 180)
-            assert child.poll() is None, child.communicate()[0]
-            victim = collect(RunDir(run), 1)[1]
-            assert victim.pid
-            os.kill(victim.pid, signal.SIGKILL)
-            wait_for("second attempt", (gate / "waiting-2").exists)
-            lost = next(word.host for word in collect(RunDir(run), 2) if word.host != network.names[0])
-            netns._end_processes([lost])
-            wait_for("attempt without that host", (gate / "waiting-3").exists)
-            (gate / "slow").touch()  # so that ranks see the request in time
-            (run / "STOP").touch()
-            (gate / "go-3").touch()
-            said, _ = child.communicate(timeout=LAUNCH_S)
-            assert child.returncode == 75, said
-        (gate / "slow").unlink()
-        (gate / "go-4").touch()
-        with started(network, 0, "run", file, "--launch.spare_nodes", 0, **local) as child:
-            said, _ = child.communicate(timeout=LAUNCH_S)
-            assert child.returncode == 0, said
+    file = run_file(folder, {"env": place.ranks, **launch_of(place, request, 1)}, str(gate))
+
+    def said(child: subprocess.Popen[str]) -> str:
+        logs = [path.read_text() for path in run.glob("logs/*")]
+        return "\n".join([child.communicate(timeout=LAUNCH_S)[0], *logs])
+
+    def wait_for_attempt(number: int, child: subprocess.Popen[str]) -> None:
+        waits = gate / f"waiting-{number}"
+        wait_for(waits.name, lambda: child.poll() is not None or waits.exists(), LAUNCH_S)
+        assert child.poll() is None, said(child)
+
+    with place.started(file) as child:
+        wait_for_attempt(1, child)
+        victim = collect(RunDir(run), 1)[1]
+        assert victim.pid and victim.host
+        place.kill(victim.host, victim.pid)
+        wait_for_attempt(2, child)
+        lost = next(word.host for word in collect(RunDir(run), 2) if word.host != place.hosts[0])
+        assert lost
+        place.lose(lost)
+        wait_for_attempt(3, child)
+        (gate / "slow").touch()  # so that ranks see the request in time
+        (run / "STOP").touch()
+        (gate / "go-3").touch()
+        text = said(child)
+        assert child.returncode == (70 if place.queued else 75), text
+    (gate / "slow").unlink()
+    (gate / "go-4").touch()
+    with place.started(file, resumes=True) as child:
+        text = said(child)
+        assert child.returncode == 0, text
     attempts = Attempts(RunDir(run)).all()
     assert [each.ranks for each in attempts] == [2, 2, 2, 2]
-    killed, left = attempts[0].verdict, attempts[1].verdict
+    killed, left, stopped, done = (each.verdict for each in attempts)
     assert killed and (killed.rank, killed.host) == (1, victim.host) and left and left.code == "node"
+    assert [event["code"] for event in events(run, "recovered")] == ["killed", "node"]
+    assert stopped and stopped.action == "stop" and done and done.action == "done"
     assert lost not in {word["host"] for word in last_words(run, 3)}
     assert weights(run, 4) == two_ranks
 
 
 @pytest.mark.timeout(600)
-def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_ones(
+def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_ones_like_six_on_one(
     network: netns.Network, tmp_path: Path
 ) -> None:
-    gate, folder = tmp_path / "gate", tmp_path / "there"
+    """With ``overlap`` sums have the same bits on any number of nodes."""
+    gate, folder, reduce = tmp_path / "gate", tmp_path / "there", {"kind": "mpi", "overlap": "on"}
     gate.mkdir()
-    ticket = tmp_path / "ticket"
-    launch = {"engine": "runners", "ticket": str(ticket), "nodes": 3, "ranks_per_node": 2}
-    file = run_file(folder, launch, str(gate))
+    ticket, ranks_env = tmp_path / "ticket", variables("torch", environment())
+    hpctrain("run", "-n", 6, run_file(tmp_path / "here", {"env": ranks_env}, reduce=reduce))
+    launch = {"engine": "runners", "ticket": str(ticket), "nodes": 3, "ranks_per_node": 2, "env": ranks_env}
+    file = run_file(folder, launch, str(gate), reduce=reduce)
+    own = environment(netns.INTERFACES)
+
+    def started(stack: ExitStack, host: int, *words: object) -> subprocess.Popen[str]:
+        command = network.on(host, "exec", sys.executable, "-m", "hpctrain", *words)
+        return stack.enter_context(process(command, own))
+
     with on_hosts(network), ExitStack() as stack:
-        nodes = [stack.enter_context(started(network, host, "node", ticket)) for host in range(3)]
-        child = stack.enter_context(started(network, 0, "run", file))
-        wait_for("attempt", lambda: child.poll() is not None or (gate / "waiting-1").exists(), 180)
+        nodes = [started(stack, host, "node", ticket) for host in range(3)]
+        child = started(stack, 0, "run", file)
+        wait_for("attempt", lambda: child.poll() is not None or (gate / "waiting-1").exists(), LAUNCH_S)
         assert child.poll() is None, child.communicate()[0]
         ranks = [word.pid for word in collect(RunDir(folder / "run"), 1)]
         assert len(ranks) == 6
@@ -297,13 +449,13 @@ def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_on
         assert not any("TimeoutError" in each for each in ends)  # they see that it has gone, and wait for no silence
         wait_for("end of all ranks", lambda: all(map(gone, ranks)))
         (gate / "go-2").touch()
-        nodes = [stack.enter_context(started(network, host, "node", ticket)) for host in range(3)]
-        child = stack.enter_context(started(network, 0, "run", file))
+        nodes = [started(stack, host, "node", ticket) for host in range(3)]
+        child = started(stack, 0, "run", file)
         said, _ = child.communicate(timeout=LAUNCH_S)
         assert child.returncode == 0, said
         assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0, 0]
     assert {word["host"] for word in last_words(folder / "run", 2)} == set(network.names)
-    assert len(weights(folder / "run", 2)) == 1, "all ranks hold the same weights"
+    assert weights(folder / "run", 2) == weights(tmp_path / "here" / "run", 1)
 
 
 @pytest.mark.timeout(600)

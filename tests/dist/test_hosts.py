@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hpctrain.checkpoint.snapshots import PREFIX
@@ -102,25 +101,3 @@ def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_thos
     assert [event["step"] for event in events(run, "train")] == list(range(1, STEPS + 1))
     left = {name: list((network.folder / name).glob(f"{PREFIX}*")) for name in network.names}
     assert not left[network.names[0]] and not left[network.names[2]], "a completed run leaves no snapshot"
-
-
-def test_a_killed_rank_is_started_again_and_a_lost_host_is_left_out(network: netns.Network, tmp_path: Path) -> None:
-    folder, gate = tmp_path / "there", Gate(tmp_path / "gate").close(1, 2)
-    child = start(network, run_file(folder, 25, **hosts(network, min_nodes=1)))
-    gate.await_ranks(4)
-    pids = netns._do("ip", "netns", "pids", network.names[1]).split()
-    ranks = [each for each in map(psutil.Process, map(int, pids)) if "train" in each.cmdline()]
-    next(each for each in ranks if each.environ()["PMIX_RANK"] == "3").kill()
-    gate.open(1)
-    gate.await_ranks(4, attempt=2)
-    netns._end_processes([network.names[1]])
-    gate.open(2)
-    said, _ = child.communicate(timeout=LAUNCH_S)
-    assert child.returncode == 0, said
-    attempts = Attempts(RunDir(folder / "run")).all()
-    assert [each.ranks for each in attempts] == [4, 4, 2], said
-    killed, lost, done = (each.verdict for each in attempts)
-    # A rank of the other host may end of the closed connection before mpirun hears of the signal.
-    assert killed is not None and (killed.rank, killed.host) == (3, network.names[1]), said
-    assert lost is not None and lost.code is Code.NODE and done is not None and done.exit_code == 0, said
-    assert [event["step"] for event in events(folder / "run", "train")] == list(range(1, STEPS + 1))

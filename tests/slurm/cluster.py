@@ -20,13 +20,27 @@ from pathlib import Path
 
 from hpctrain.rank.convention import reserve_port
 from tests.conftest import NOT_PERMITTED
-from tests.support.mpi import LAUNCH_S, PATIENCE_S
+from tests.support.mpi import GIVES_WAY, LAUNCH_S, PATIENCE_S, python_path
+from tests.support.warm_ranks import STAND_IN
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
 NODES = ("n1", "n2")
 THIRD = "n3"
 """Down until a test starts it; in the partition ``three`` only."""
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+RANKS = {
+    # Fake nodes share one machine: no shared memory between them, and TCP over the loopback only.
+    "OMPI_MCA_btl": "tcp,self",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+    "OMPI_MCA_pml": "ob1",
+    **GIVES_WAY,
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 CONFIGURATION = """\
 ClusterName=mini
@@ -219,10 +233,20 @@ class Cluster:
 
 
 @contextmanager
-def two_nodes(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
+def two_nodes(base: Path) -> Iterator[Cluster]:
     """Starts the cluster in a folder, and ends it with everything that runs on it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, home = base / "slurm", base / "home"
+    folder.mkdir()
+    home.mkdir()
     folder.chmod(0o755)  # munged refuses a socket in a folder that others may write
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{SEARCH_PATH}",
+        "PYTHONPATH": python_path(STAND_IN.parent, Path(__file__).parents[2]),
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
+        **RANKS,
+    }
     holders = [reserve_port() for _ in range(4)]
     ports = [holder.getsockname()[1] for holder in holders]
     (folder / "slurm.conf").write_text(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,21 +12,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.run import STEPS, Run
-from tests.support.mpi import GIVES_WAY, PATIENCE_S, python_path
-from tests.support.warm_ranks import STAND_IN
-
-RANKS = {
-    # Fake nodes share one machine: no shared memory between them, and TCP over the loopback only.
-    "OMPI_MCA_btl": "tcp,self",
-    "OMPI_MCA_btl_tcp_if_include": "lo",
-    "OMPI_MCA_pml": "ob1",
-    **GIVES_WAY,
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMP_NUM_THREADS": "1",
-}
+from tests.support.mpi import PATIENCE_S
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,18 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
     """A running Slurm with nodes n1 and n2."""
     if reason := slurm.missing():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("slurm")
-    (folder / "home").mkdir()
-    checkout = Path(__file__).parents[2]
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}:{slurm.SEARCH_PATH}",
-        "PYTHONPATH": python_path(STAND_IN.parent, checkout),
-        "HOME": str(folder / "home"),
-        "LANG": "C.UTF-8",
-        "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
-        **RANKS,
-    }
-    with slurm.two_nodes(folder / "slurm", environment) as running:
+    with slurm.two_nodes(tmp_path_factory.mktemp("slurm")) as running:
         yield running
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import typing
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.backends.torch.strategies import listed
-from hpctrain.config import combinations
+from hpctrain.config import combinations, sections
 
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
 
@@ -187,6 +188,28 @@ def code_lines(path: Path) -> int:
 def test_a_room_keeps_its_budget_of_lines(room: str) -> None:
     count = sum(code_lines(path) for module, path in FILES.items() if room_of(module) == room)
     assert count <= LINES[room], f"{room}/ has {count} code lines: see LINES, which says how to raise its budget"
+
+
+ENGINES = {
+    **dict.fromkeys(("hosts", "batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners"), 150),
+    "kubernetes": 350,
+}
+"""Most code lines of each engine but Slurm, which is one file or folder of ``launch/engines``."""
+SHARED = ("fitting", "jobs", "scheduler", "schedulers", "unread", "run_encoded")
+"""Files there that engines share."""
+
+
+def test_an_engine_is_in_one_place_and_small() -> None:
+    folder = PACKAGE / "launch" / "engines"
+    places = {name: [*(folder / name).rglob("*.py"), *folder.glob(f"{name}.py")] for name in (*ENGINES, *SHARED)}
+    counts = {name: sum(map(code_lines, files)) for name, files in places.items()}
+    assert [name for name, most in ENGINES.items() if not 0 < counts[name] <= most] == []
+    assert sum(counts.values()) + sum(map(code_lines, (PACKAGE / "launch" / "runners").glob("*.py"))) <= 2200
+
+
+def test_commands_about_jobs_know_no_engine_by_name() -> None:
+    words = {word.value for word in nodes(PACKAGE / "commands" / "jobs.py") if isinstance(word, ast.Constant)}
+    assert words & {*typing.get_args(sections.Engine)} == set()
 
 
 def test_the_map_has_no_circle() -> None:

@@ -125,9 +125,9 @@ def on_hosts_of_the_job(launch: LaunchConfig, given: Mapping[str, str]) -> Launc
     Raises:
         UserError: this process is in no job of that batch system.
     """
-    if launch.engine is None:
+    system = SYSTEMS.get(launch.engine or "")
+    if system is None:
         return launch
-    system = SYSTEMS[launch.engine]
     try:
         hosts = hosts_of(system, given)
     except (OSError, KeyError, subprocess.SubprocessError) as error:

@@ -9,16 +9,16 @@ import json
 import os
 import signal
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import RunFailed
-from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, listening_context, prove
+from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, admit, listening_context
 from hpctrain.launch.runners.ticket import Ticket
 from hpctrain.system.address import listen
 from hpctrain.system.output import say
@@ -27,8 +27,8 @@ STRANGERS = 64
 """Connections that may be there without having proved the key; the oldest of more is dropped."""
 PATIENCE = 32
 """Connections in a row that have proved nothing, after which one is accepted every PAUSE_S."""
-PAUSE_S = 0.05
-BACKLOG = 128
+PAUSE_S = 0.1
+BACKLOG = 64
 """Connections that the kernel holds until they are accepted: PAUSE_S each is the longest wait of a node among them."""
 FAREWELL_S = 2.0
 """Longest wait for nodes to close their connections at the end."""
@@ -49,6 +49,7 @@ class Desk:
     def __init__(self, key: bytes, path: Path) -> None:
         self.key = key
         self.path = path
+        self.shown = listening_context(path.parent)
         self.port = 0
         self.nodes: dict[str, dict[str, Any]] = {}
         """What each node says of itself, by its host name, in the order of their arrival; those lost, too."""
@@ -58,7 +59,7 @@ class Desk:
         self.askers: dict[int, tuple[str, asyncio.StreamWriter]] = {}
         """Who waits for which command, and its host."""
         self.numbers = itertools.count(1)
-        self.strangers: dict[asyncio.Task[None], None] = {}
+        self.strangers: dict[asyncio.StreamWriter, None] = {}
         """Who has proved nothing yet, oldest first."""
         self.in_row = 0
         """Connections since the last that proved the key."""
@@ -80,10 +81,8 @@ class Desk:
             raise RunFailed(f"{len(names)} of {count} nodes have come{why}", "start hpctrain node on each node")
         return names
 
-    async def serve(self, port: int, folder: Path, ready: Future[Callable[[], object]]) -> None:
+    async def serve(self, port: int, ready: Future[Callable[[], object]]) -> None:
         """Gives ``ready`` what ends it, to be called from another thread."""
-        context, certificate = listening_context(folder)
-
         over, loop = asyncio.Event(), asyncio.get_running_loop()
         listener = listen(None, port)
         listener.setblocking(False)
@@ -92,7 +91,7 @@ class Desk:
         local = await asyncio.start_unix_server(self.pass_on, f"/proc/self/fd/{folder_number}/{self.path.name}")
         os.close(folder_number)
         self.port = listener.getsockname()[1]
-        door = asyncio.create_task(self.admit(listener, context, certificate))
+        door = asyncio.create_task(self.admit(listener))
         ready.set_result(lambda: loop.call_soon_threadsafe(over.set))
         await over.wait()
         door.cancel()
@@ -106,50 +105,43 @@ class Desk:
             gone = asyncio.gather(*(link.writer.wait_closed() for link in leaving), return_exceptions=True)
             await asyncio.wait_for(gone, FAREWELL_S)
 
-    async def admit(self, listener: socket.socket, context: ssl.SSLContext, certificate: bytes) -> None:
+    async def admit(self, listener: socket.socket) -> None:
         """Accepts connections; who proves nothing costs few descriptors and little time, however many come."""
+        loop = asyncio.get_running_loop()
         while True:
             with contextlib.suppress(OSError):  # gone before it was accepted, or no descriptor is left
-                stream, _ = await asyncio.get_running_loop().sock_accept(listener)
-                task = asyncio.create_task(self.arrive(stream, context, certificate))
-                self.strangers[task] = None
-                task.add_done_callback(lambda task: self.strangers.pop(task, None))
-                if len(self.strangers) > STRANGERS:
-                    oldest = next(iter(self.strangers))
-                    del self.strangers[oldest]
-                    oldest.cancel()
+                stream, _ = await loop.sock_accept(listener)
+                made = partial(asyncio.StreamReaderProtocol, asyncio.StreamReader(), self.arrive)
+                await loop.connect_accepted_socket(made, stream)
                 self.in_row += 1
                 if self.in_row <= PATIENCE:
                     continue
             await asyncio.sleep(PAUSE_S)
 
-    async def arrive(self, stream: socket.socket, context: ssl.SSLContext, certificate: bytes) -> None:
-        """One connection, TLS and all."""
-        reader = asyncio.StreamReader()
-        protocol, loop = asyncio.StreamReaderProtocol(reader), asyncio.get_running_loop()
-        with contextlib.suppress(Lost, OSError, TimeoutError, ValueError, KeyError):
-            transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol, stream, ssl=context, ssl_handshake_timeout=GREETING_S
-            )
-            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-            try:
-                with contextlib.suppress(Lost, ValueError, KeyError):
-                    await self.attend(Link(reader, writer), certificate)
-                writer.close()
+    async def arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        self.strangers[writer] = None
+        if len(self.strangers) > STRANGERS:
+            next(iter(self.strangers)).transport.abort()
+        try:
+            with contextlib.suppress(Lost, OSError, ValueError, KeyError, asyncio.CancelledError):
+                await self.attend(Link(reader, writer))
+            writer.close()
+            with contextlib.suppress(OSError):
                 await asyncio.wait_for(writer.wait_closed(), FAREWELL_S)  # what was said last is to arrive
-            finally:
-                transport.abort()
+        finally:
+            self.strangers.pop(writer, None)
+            writer.transport.abort()
 
-    async def attend(self, link: Link, certificate: bytes) -> None:
+    async def attend(self, link: Link) -> None:
         """One connection from its greeting to its end."""
         async with asyncio.timeout(GREETING_S):
-            await prove(link, self.key, certificate, calls=False)
+            await admit(link, self.key, *self.shown)
             _, _, hello = await link.receive()
             facts = json.loads(hello)
             host = str(facts["host"])
         self.in_row = 0
-        if me := asyncio.current_task():
-            self.strangers.pop(me, None)
+        del self.strangers[link.writer]
         if host in self.links:
             return
         self.note(host, link, facts)
@@ -213,7 +205,7 @@ def opened(ticket: Ticket, folder: Path) -> Iterator[Desk]:
 
     def serve() -> None:
         try:
-            asyncio.run(desk.serve(ticket.port, folder, ready))
+            asyncio.run(desk.serve(ticket.port, ready))
         except Exception as error:
             if ready.done():
                 raise

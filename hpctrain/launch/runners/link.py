@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import hashlib
 import hmac
 import secrets
 import ssl
@@ -20,6 +19,9 @@ from pathlib import Path
 from hpctrain.errors import UserError
 
 NONCE_BYTES = 32
+"""As many as a digest has."""
+NOBODY = bytes(NONCE_BYTES)
+"""What a knock with another key is answered with."""
 HEAD = struct.Struct("!BII")
 """Kind, number of the command, bytes of the content."""
 LARGEST = 1 << 20
@@ -90,35 +92,57 @@ class Link:
             await asyncio.sleep(BEAT_S)
 
 
-async def prove(link: Link, key: bytes, certificate: bytes, calls: bool) -> None:
-    """Shows that this side holds the key, and has the other show it.
+async def greet(link: Link, key: bytes) -> None:
+    """The node's side of a new connection, from its first byte.
+
+    A knock, a nonce and its digest with the key, spares the supervisor TLS with strangers; as it can be sent again,
+    it proves nothing.
 
     Args:
-        link: over TLS.
+        link: without TLS, which begins here.
         key: of the run.
-        certificate: the supervisor's in DER, as this side knows it.
-        calls: this side is the node.
 
     Raises:
         Refused: the other side does not hold the key, or another certificate is between.
-        Lost: it has left before that.
+        Lost, OSError: it has left before that.
     """
     mine = secrets.token_bytes(NONCE_BYTES)
+    link.writer.write(mine + _digest(key, b"knock", mine))
+    theirs = await _read(link)
+    if theirs == NOBODY:
+        raise Refused("it does not hold the key of this run")
+    await link.writer.start_tls(calling_context())
+    certificate = link.writer.get_extra_info("ssl_object").getpeercert(True)
+    await _prove(link, key, mine + theirs + certificate, b"node", b"supervisor")
+
+
+async def admit(link: Link, key: bytes, context: ssl.SSLContext, certificate: bytes) -> None:
+    """The supervisor's side of `greet`, with its certificate in DER. Raises Refused, Lost, OSError."""
+    theirs, knock = await _read(link), await _read(link)
+    known = hmac.compare_digest(knock, _digest(key, b"knock", theirs))
+    mine = secrets.token_bytes(NONCE_BYTES) if known else NOBODY
     link.writer.write(mine)
+    if not known:
+        raise Refused("it does not hold the key of this run")
+    await link.writer.start_tls(context)
+    await _prove(link, key, theirs + mine + certificate, b"supervisor", b"node")
+
+
+async def _prove(link: Link, key: bytes, about: bytes, own: bytes, other: bytes) -> None:
+    link.writer.write(_digest(key, own, about))
+    if not hmac.compare_digest(await _read(link), _digest(key, other, about)):
+        raise Refused("it does not hold the key of this run")
+
+
+def _digest(key: bytes, purpose: bytes, about: bytes) -> bytes:
+    return hmac.digest(key, purpose + b"\0" + about, "sha256")
+
+
+async def _read(link: Link) -> bytes:
     try:
-        theirs = await link.reader.readexactly(NONCE_BYTES)
-        nonces = mine + theirs if calls else theirs + mine
-        proofs = [
-            hmac.digest(key, b"\0".join((side, nonces, hashlib.sha256(certificate).digest())), "sha256")
-            for side in (b"node", b"supervisor")
-        ]
-        own, other = proofs if calls else reversed(proofs)
-        link.writer.write(own)
-        shown = await link.reader.readexactly(len(other))
+        return await link.reader.readexactly(NONCE_BYTES)
     except (OSError, EOFError) as error:
         raise Lost("it left before it had proved itself") from error
-    if not hmac.compare_digest(shown, other):
-        raise Refused("it does not hold the key of this run")
 
 
 def listening_context(folder: Path) -> tuple[ssl.SSLContext, bytes]:
@@ -132,33 +156,29 @@ def listening_context(folder: Path) -> tuple[ssl.SSLContext, bytes]:
     """
     try:
         from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     except ImportError as error:
         raise UserError("launch.engine: runners needs cryptography", 'pip install "hpctrain[runners]"') from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hpctrain")])
-    day = datetime.timedelta(days=1)
-    now = datetime.datetime.now(datetime.UTC)
-    built = x509.CertificateBuilder(
-        name, name, key.public_key(), x509.random_serial_number(), now - day, now + 400 * day
-    )
-    made = built.sign(key, hashes.SHA256())
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    now, day, serial = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1), x509.random_serial_number()
+    built = x509.CertificateBuilder(name, name, key.public_key(), serial, now - day, now + 400 * day)
+    made = built.sign(key, SHA256())
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     path = folder / "certificate"
     path.touch(0o600)
-    path.write_bytes(private + made.public_bytes(serialization.Encoding.PEM))
+    path.write_bytes(private + made.public_bytes(Encoding.PEM))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(path)
     path.unlink()
-    return context, made.public_bytes(serialization.Encoding.DER)
+    return context, made.public_bytes(Encoding.DER)
 
 
 def calling_context() -> ssl.SSLContext:
-    """TLS for a node: no authority vouches for the certificate, `prove` does."""
+    """TLS for a node: no authority vouches for the certificate, `greet` does."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import psutil
 
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, Refused, calling_context, prove
+from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, Refused, greet
 from hpctrain.launch.runners.ticket import ADDRESS, KEY, Ticket
 from hpctrain.system import processes
 from hpctrain.system.cgroups import usable_cores
@@ -130,10 +130,9 @@ async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
 async def _call(address: str, ticket: Ticket) -> Link:
     """Raises Lost, OSError, TimeoutError."""
     async with asyncio.timeout(GREETING_S):
-        link = Link(*await asyncio.open_connection(address, ticket.port, ssl=calling_context()))
+        link = Link(*await asyncio.open_connection(address, ticket.port))
         try:
-            certificate = link.writer.get_extra_info("ssl_object").getpeercert(True)
-            await prove(link, ticket.key, certificate, calls=True)
+            await greet(link, ticket.key)
         except BaseException:
             link.writer.transport.abort()
             raise

@@ -202,8 +202,23 @@ def test_signals_do_not_hide_how_the_run_has_ended(engine: str, capfd: pytest.Ca
     assert Path("again").exists() == (engine in ("pbs", "flux"))
 
 
-def test_engines_without_a_queue_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.yaml").write_text("name: r\nlaunch: {engine: ray, command: [train]}\n")
-    assert main(["submit", str(tmp_path / "run.yaml")]) == 64
-    assert "launch.engine is ray, which has no queue" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "launch", "said"),
+    [
+        ("submit", "engine: ray", "launch.engine is ray, which has no queue"),
+        ("submit", "engine: local", "launch.engine is local, which has no queue"),
+        ("run", "engine: slurm", "launch.engine is slurm: its jobs run it"),
+        ("run", "engine: hosts", "launch.engine is hosts, with 0 launch.hosts"),
+        ("run", "engine: local, hosts: [a]", "launch.engine is local, with 1 launch.hosts"),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_named(
+    command: str, launch: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"name: r\nlaunch: {{{launch}, command: [train]}}\n")
+    assert main([command, str(tmp_path / "run.yaml")]) == 64
+    assert said in capsys.readouterr().err
+
+
+def test_schedulers_are_those_of_engines_with_a_queue() -> None:
     assert set(schedulers.SCHEDULERS) == {"slurm", "kubernetes", *SYSTEMS}

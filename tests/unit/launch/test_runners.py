@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hmac
 import os
 import secrets
 import signal
@@ -25,7 +26,7 @@ from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.runners import ask, desk, ticket
 from hpctrain.launch.runners import node as run_node
 from hpctrain.launch.runners.desk import Desk
-from hpctrain.launch.runners.link import calling_context, listening_context
+from hpctrain.launch.runners.link import NOBODY, NONCE_BYTES, calling_context, listening_context
 from hpctrain.launch.runners.ticket import Ticket
 from tests.support.command import wait_for
 from tests.support.mpi import PATIENCE_S
@@ -104,7 +105,13 @@ with desk.opened(ticket.fresh(), Path(sys.argv[1])) as opened:
 """
 
 
-def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGKILL, "0 bytes read"), (signal.SIGABRT, "0 bytes read"), (signal.SIGSTOP, "Timeout")]
+)
+def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(
+    number: signal.Signals, why: str, tmp_path: Path
+) -> None:
+    """It sees at once that a process has gone, and hears nothing of one that is stopped."""
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path), str(tmp_path / "ticket")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
@@ -117,10 +124,11 @@ def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(tmp_pat
             )
             assert asking.stdout is not None
             pid = int(asking.stdout.readline())
-            supervisor.kill()
+            supervisor.send_signal(number)
             assert started.wait(PATIENCE_S) == ExitCode.FAILURE
-            assert started.stderr is not None and "the supervisor has gone" in started.stderr.read()
+            assert started.stderr is not None and f"the supervisor has gone: {why}" in started.stderr.read()
             wait_for("end", lambda: not psutil.pid_exists(pid))
+            supervisor.kill()
             asking.communicate(timeout=PATIENCE_S)
 
 
@@ -163,13 +171,17 @@ def between(port: int, seen: bytearray, folder: Path | None = None) -> Iterator[
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            answers, away = await asyncio.open_connection("127.0.0.1", port, ssl=outward)
+            answers, away = await asyncio.open_connection("127.0.0.1", port)
+            away.write(await reader.readexactly(2 * NONCE_BYTES))
+            writer.write(await answers.readexactly(NONCE_BYTES))
+            if inward and outward:
+                await asyncio.gather(writer.start_tls(inward), away.start_tls(outward))
             await asyncio.gather(pipe(reader, away, seen), pipe(answers, writer, bytearray()))
         writer.close()
 
     async def serve() -> None:
         over = asyncio.Event()
-        server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=inward)
+        server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
         ready.set_result((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), over))
         await over.wait()
         server.close()
@@ -316,6 +328,9 @@ def test_only_new_tls_is_spoken(opened: Desk) -> None:
     context = calling_context()
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     with socket.create_connection(("127.0.0.1", opened.port)) as stream, pytest.raises(ssl.SSLError):
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        stream.sendall(nonce + hmac.digest(opened.key, b"knock\0" + nonce, "sha256"))
+        assert stream.recv(NONCE_BYTES) != NOBODY
         context.wrap_socket(stream)
 
 

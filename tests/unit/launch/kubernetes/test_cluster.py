@@ -126,7 +126,7 @@ def test_options_that_are_slurms_are_refused_by_name(
 
 
 def test_pods_start_it_and_nobody_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "run.yaml"]) == 64 and "launch.engine is kubernetes: pods run it" in capsys.readouterr().err
+    assert main(["run", "run.yaml"]) == 64 and "launch.engine is kubernetes: its jobs run it" in capsys.readouterr().err
 
 
 def condition(kind: str, **other: str) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""A real Grid Engine on hosts with networks of their own: Debian's gridengine-master, -exec and -client."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from tests.support.command import wait_for
+from tests.support.mpi import PATIENCE_S
+from tests.support.netns import Network
+
+PROGRAMS = Path("/usr/lib/gridengine")
+SHARED = Path("/usr/share/gridengine")
+BOOTSTRAP = """\
+admin_user none
+default_domain none
+ignore_fqdn true
+spooling_method classic
+spooling_lib libspoolc
+spooling_params {cell}/default/common;{cell}/spool
+binary_path {programs}
+qmaster_spool_dir {cell}/spool
+security_mode none
+listener_threads 1
+worker_threads 1
+scheduler_threads 1
+"""
+CONFIGURATION = {"execd_spool_dir": "{cell}/hosts", "min_uid": "0", "min_gid": "0", "load_report_time": "00:00:01"}
+"""Root submits; of lost hosts Grid Engine hears no more within seconds."""
+CONFIGURATION |= {"max_unheard": "00:00:04"}
+SCHEDULE = {"schedule_interval": "0:0:1", "flush_submit_sec": "1", "flush_finish_sec": "1"}
+SCHEDULE |= {"job_load_adjustments": "NONE", "queue_sort_method": "seqno"}
+ENVIRONMENT = """\
+pe_name mpi
+slots 99
+user_lists NONE
+xuser_lists NONE
+start_proc_args NONE
+stop_proc_args NONE
+allocation_rule 1
+control_slaves TRUE
+job_is_first_task FALSE
+urgency_slots min
+accounting_summary FALSE
+qsort_args NONE
+"""
+"""Of parallel jobs: one slot on each host, and qrsh starts what runs there."""
+
+
+def missing() -> bool:
+    """Whether this machine lacks it."""
+    return not all((PROGRAMS / name).exists() for name in ("sge_qmaster", "sge_execd", "qsub"))
+
+
+def start(network: Network, folder: Path) -> dict[str, str]:
+    """Starts it on all hosts, with the master on the first one; they end it. The variables of its commands."""
+    cell = folder / "cell"
+    for each in ("default/common", "spool/job_scripts", "hosts", "bin", "utilbin"):
+        (cell / each).mkdir(parents=True)
+    (cell / "util").symlink_to(SHARED / "util")
+    for each in ("bin", "utilbin"):
+        (cell / each / "lx-amd64").symlink_to(PROGRAMS)
+    (cell / "default/common/act_qmaster").write_text(f"{network.names[0]}\n")
+    (cell / "default/common/bootstrap").write_text(BOOTSTRAP.format(cell=cell, programs=PROGRAMS))
+    own = {"SGE_ROOT": str(cell), "SGE_CELL": "default", "SGE_ARCH": "lx-amd64"}
+    own |= {"SGE_QMASTER_PORT": "6444", "SGE_EXECD_PORT": "6445"}
+    libraries = {"LD_LIBRARY_PATH": str(PROGRAMS)}
+
+    def do(host: int, *words: object, **more: str) -> str:
+        done = subprocess.run(
+            network.on(host, *words),
+            env=os.environ | own | more,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def written(name: str, text: str, **values: str) -> Path:
+        """A file with other values of some keys."""
+        for key, value in values.items():
+            text = re.sub(rf"(?m)^{key} .*", f"{key} {value.format(cell=cell)}", text)
+        (cell / name).write_text(text)
+        return cell / name
+
+    spool = ("classic", "libspoolc", f"{cell}/default/common;{cell}/spool", "init")
+    do(0, PROGRAMS / "spoolinit", *spool, **libraries)
+    defaults = written("configuration", (SHARED / "default-configuration").read_text(), **CONFIGURATION)
+    for kind, source in (
+        ("configuration", defaults),
+        ("complexes", SHARED / "util/resources/centry"),
+        ("usersets", SHARED / "util/resources/usersets"),
+        ("managers", "root"),
+    ):
+        do(0, PROGRAMS / "spooldefaults", kind, source, **libraries)
+    do(0, PROGRAMS / "sge_qmaster")
+    others = ",".join(network.names[1:])
+    for words in (("-ah", others), ("-as", ",".join(network.names)), ("-Ap", written("mpi", ENVIRONMENT))):
+        do(0, "qconf", *words)
+    do(0, "qconf", "-Msconf", written("schedule", do(0, "qconf", "-ssconf"), **SCHEDULE))
+    for host in range(len(network.names)):
+        do(host, PROGRAMS / "sge_execd")
+    queue = {"qname": "all.q", "hostlist": " ".join(network.names), "load_thresholds": "NONE", "pe_list": "mpi"}
+    queue |= {"slots": "8", "rerun": "TRUE", "notify": "00:00:30"}
+    queue["seq_no"] = ",".join(["9", *(f"[{name}={at}]" for at, name in enumerate(network.names))])
+    do(0, "qconf", "-Aq", written("queue", do(0, "qconf", "-sq"), **queue))
+    wait_for("hosts", lambda: do(0, "qstat", "-f").count("lx-amd64 ") >= len(network.names))
+    return own
