@@ -99,7 +99,9 @@ def run_on(
             names = wait_for(opened, count, launch.node_wait_s, problem)
             shell = shlex.join([sys.executable, "-I", "-S", ask.__file__, str(opened.path), "{host}"])
             on_nodes = dataclasses.replace(launch, engine=None, hosts=tuple(names[:count]), remote_shell=shell)
-            cores = min(opened.nodes[name]["cores"] for name in names[:count])
+            found = [opened.nodes[name] for name in names[:count]]
+            say("; ".join("{host}: {cores} cores, {gpus} GPUs".format(**each) for each in found))
+            cores = min(each["cores"] for each in found)
             config = dataclasses.replace(config, launch=on_nodes)
             return hosts.run(config, ranks, rank_words, verbose, fresh, cores=cores, away=lambda: opened.lost)
 

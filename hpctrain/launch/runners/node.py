@@ -12,6 +12,7 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +20,7 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, Refused, greet
 from hpctrain.launch.runners.ticket import ADDRESS, KEY, Ticket
 from hpctrain.system import processes
+from hpctrain.system.address import interfaces
 from hpctrain.system.cgroups import usable_cores
 from hpctrain.system.output import say
 
@@ -57,7 +59,8 @@ async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
     for name in (KEY, ADDRESS):  # no business of the ranks
         os.environ.pop(name, None)
     host = socket.gethostname()
-    facts = {"host": host, "cores": usable_cores(), "memory": psutil.virtual_memory().total}
+    facts: dict[str, object] = {"host": host, "cores": usable_cores(), "memory": psutil.virtual_memory().total}
+    facts |= {"gpus": len([*Path("/dev").glob("nvidia[0-9]*")]), "addresses": [each.address for each in interfaces()]}
     link.send(Kind.HELLO, content=json.dumps(facts).encode())
     say(f"{host} serves the run")
     asyncio.get_running_loop().add_signal_handler(GOING, link.send, Kind.GOING)

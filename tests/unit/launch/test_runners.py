@@ -72,7 +72,8 @@ def test_a_node_runs_what_is_asked_and_leaves_when_the_run_is_over(tmp_path: Pat
         opened = stack.enter_context(desk.opened(ticket.fresh(), tmp_path / "desk"))
         with node(ticket_of(opened), tmp_path) as started:
             assert opened.wait_for(1, PATIENCE_S) == [HOST]
-            assert opened.nodes[HOST]["cores"] >= 1
+            facts = opened.nodes[HOST]
+            assert facts["cores"] >= 1 and facts["memory"] > 1 << 20 and facts["gpus"] >= 0 and facts["addresses"]
             done = asked(opened, 'echo "out $HPCTRAIN_NODE_KEY"; echo err >&2; exit 7')
             assert (done.stdout, done.stderr, done.returncode) == ("out \n", "err\n", 7)
             large = asked(opened, f"{sys.executable} -c 'print(\"x\" * 3_000_000)'")
@@ -202,6 +203,13 @@ def test_nothing_can_be_read_on_the_way(opened: Desk, tmp_path: Path) -> None:
         opened.wait_for(1, PATIENCE_S)
         assert asked(opened, "echo a secret").stdout == "a secret\n"
     assert len(seen) > 300 and b"secret" not in seen and HOST.encode() not in seen
+    wait_for("end of the node", lambda: opened.lost == {HOST})
+    with socket.create_connection(("127.0.0.1", opened.port), PATIENCE_S) as again:
+        again.sendall(seen)
+        with contextlib.suppress(ConnectionResetError):
+            while again.recv(1 << 16):
+                pass
+    assert not opened.links, "what was recorded is of no use"
 
 
 def test_who_is_between_with_tls_of_its_own_is_found_out(opened: Desk, tmp_path: Path) -> None:
