@@ -144,9 +144,8 @@ def _result(run_dir: RunDir, exit_code: int, verdict: RunVerdict | None) -> RunR
     if exit_code not in (ExitCode.DONE, ExitCode.STOPPED):
         kind = ERRORS.get(exit_code, RunFailed)
         if verdict is None:
-            raise kind(
-                f"the supervisor has ended with exit code {exit_code}, without an attempt", "see what it has said"
-            )
+            what = f"the supervisor has ended with exit code {exit_code}, without an attempt"
+            raise kind(what, "see what it has said")
         raise kind(verdict.reason, verdict.fix or f"see the logs in {run_dir.logs}", verdict.code)
     from hpctrain.checkpoint.hook import best_steps
     from hpctrain.checkpoint.store import CheckpointStore

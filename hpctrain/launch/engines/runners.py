@@ -57,14 +57,11 @@ def run(
 
     @contextlib.contextmanager
     def shown(_: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
-        if given is not None or path is None:
+        with contextlib.ExitStack() as stack:
+            if given is None and path is not None:
+                made.write(Path(path), node.lives)
+                stack.callback(made.remove, Path(path))
             yield str
-            return
-        made.write(Path(path), node.lives)
-        try:
-            yield str
-        finally:
-            made.remove(Path(path))
 
     return run_on(shown, given or ticket.fresh(), config, ranks, rank_words, verbose, fresh)
 
