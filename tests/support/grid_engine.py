@@ -66,18 +66,18 @@ def start(network: Network, folder: Path) -> dict[str, str]:
     (cell / "default/common/bootstrap").write_text(BOOTSTRAP.format(cell=cell, programs=PROGRAMS))
     own = {"SGE_ROOT": str(cell), "SGE_CELL": "default", "SGE_ARCH": "lx-amd64"}
     own |= {"SGE_QMASTER_PORT": "6444", "SGE_EXECD_PORT": "6445"}
-    libraries = {"LD_LIBRARY_PATH": str(PROGRAMS)}
+    own |= {"LD_LIBRARY_PATH": str(PROGRAMS)}
 
-    def do(host: int, *words: object, **more: str) -> str:
-        done = subprocess.run(
-            network.on(host, *words),
-            env=os.environ | own | more,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
+    def begun(host: int, script: str) -> subprocess.Popen[str]:
+        words = network.on(host, "sh", "-ec", script)
+        return subprocess.Popen(
+            words, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-        return done.stdout
+
+    def do(*scripts: subprocess.Popen[str]) -> str:
+        said = [each.communicate(timeout=PATIENCE_S)[0] for each in scripts]
+        assert not any(each.returncode for each in scripts), said
+        return said[0]
 
     def written(name: str, text: str, **values: str) -> Path:
         """A file with other values of some keys."""
@@ -86,26 +86,20 @@ def start(network: Network, folder: Path) -> dict[str, str]:
         (cell / name).write_text(text)
         return cell / name
 
-    spool = ("classic", "libspoolc", f"{cell}/default/common;{cell}/spool", "init")
-    do(0, PROGRAMS / "spoolinit", *spool, **libraries)
     defaults = written("configuration", (SHARED / "default-configuration").read_text(), **CONFIGURATION)
-    for kind, source in (
-        ("configuration", defaults),
-        ("complexes", SHARED / "util/resources/centry"),
-        ("usersets", SHARED / "util/resources/usersets"),
-        ("managers", "root"),
-    ):
-        do(0, PROGRAMS / "spooldefaults", kind, source, **libraries)
-    do(0, PROGRAMS / "sge_qmaster")
-    others = ",".join(network.names[1:])
-    for words in (("-ah", others), ("-as", ",".join(network.names)), ("-Ap", written("mpi", ENVIRONMENT))):
-        do(0, "qconf", *words)
-    do(0, "qconf", "-Msconf", written("schedule", do(0, "qconf", "-ssconf"), **SCHEDULE))
-    for host in range(len(network.names)):
-        do(host, PROGRAMS / "sge_execd")
+    tables = {"configuration": defaults, "managers": "root"}
+    tables |= {"complexes": SHARED / "util/resources/centry", "usersets": SHARED / "util/resources/usersets"}
+    lines = [f"{PROGRAMS}/spoolinit classic libspoolc '{cell}/default/common;{cell}/spool' init"]
+    lines += [f"{PROGRAMS}/spooldefaults {kind} {source}" for kind, source in tables.items()]
+    lines += [f"{PROGRAMS}/sge_qmaster", f"qconf -ah {','.join(network.names[1:])}"]
+    lines += [f"qconf -as {','.join(network.names)}", f"qconf -Ap {written('mpi', ENVIRONMENT)}"]
+    do(begun(0, "\n".join(lines)))
+    schedule = written("schedule", do(begun(0, "qconf -ssconf")), **SCHEDULE)
     queue = {"qname": "all.q", "hostlist": " ".join(network.names), "load_thresholds": "NONE", "pe_list": "mpi"}
     queue |= {"slots": "8", "rerun": "TRUE", "notify": "00:00:30"}
     queue["seq_no"] = ",".join(["9", *(f"[{name}={at}]" for at, name in enumerate(network.names))])
-    do(0, "qconf", "-Aq", written("queue", do(0, "qconf", "-sq"), **queue))
-    wait_for("hosts", lambda: do(0, "qstat", "-f").count("lx-amd64 ") >= len(network.names))
-    return own
+    of_all = written("queue", do(begun(0, "qconf -sq")), **queue)
+    do(*(begun(host, f"{PROGRAMS}/sge_execd") for host in range(len(network.names))))
+    do(begun(0, f"qconf -Msconf {schedule}\nqconf -Aq {of_all}"))
+    wait_for("hosts", lambda: do(begun(0, "qstat -f")).count("lx-amd64 ") >= len(network.names))
+    return {name: value for name, value in own.items() if name != "LD_LIBRARY_PATH"}
