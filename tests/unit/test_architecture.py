@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
 LINES: dict[str, int] = {
     "errors": 111,
     "system": 1049,
-    "config": 1031,
+    "config": 1032,
     "comm": 365,
     "run": 2581,
     "data": 4327,
@@ -69,7 +69,7 @@ LINES: dict[str, int] = {
     "track": 718,
     "rank": 1579,
     "registry": 147,
-    "launch": 4875,
+    "launch": 4876,
     "report": 994,
     "watch": 449,
     "doctor": 550,
