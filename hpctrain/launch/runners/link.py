@@ -19,7 +19,7 @@ from pathlib import Path
 from hpctrain.errors import UserError
 
 NONCE_BYTES = 32
-"""As many as a digest has."""
+"""Those of a digest, too."""
 NOBODY = bytes(NONCE_BYTES)
 """What a knock with another key is answered with."""
 HEAD = struct.Struct("!BII")
