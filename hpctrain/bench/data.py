@@ -132,15 +132,8 @@ def compute(seconds: float) -> None:
 
 def print_tables(rows: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:
     """For people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    speeds = Table("random samples", "samples/s", "to h5py one by one")
-    for row in rows:
-        speeds.add_row(row["reader"], f"{row['samples_per_s']:,.0f}", f"{row['ratio_to_h5py']:.1f}x")
-    hidden = Table(f"prefetched, of {waits[0]['batch']} samples a step", "waiting for data", "share of the time")
-    for row in waits:
-        hidden.add_row(str(row["prefetch"]), f"{row['wait_ms']:.3f} ms", f"{row['wait_share']:.2%}")
-    console = Console()
-    console.print(speeds)
-    console.print(hidden)
+    speeds = ([one["reader"], f"{one['samples_per_s']:,.0f}", f"{one['ratio_to_h5py']:.1f}x"] for one in rows)
+    foreign_text.table("reading", ["random samples", "samples/s", "to h5py one by one"], speeds)
+    hidden = ([str(one["prefetch"]), f"{one['wait_ms']:.3f} ms", f"{one['wait_share']:.2%}"] for one in waits)
+    headers = [f"prefetched, of {waits[0]['batch']} samples a step", "waiting for data", "share of the time"]
+    foreign_text.table("prefetch", headers, hidden)

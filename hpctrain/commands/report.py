@@ -122,19 +122,11 @@ def compare(args: argparse.Namespace) -> int:
 
 def print_comparison(result: Mapping[str, Any]) -> None:
     """Two tables: what differs in the run files, and the results."""
-    from rich.console import Console
-    from rich.table import Table
-
     from hpctrain.report.page import number
 
     for title in ("configuration", "results"):
-        table = Table(title=title, title_justify="left", box=None)
-        table.add_column("")
-        for name in result["runs"]:
-            table.add_column(foreign_text.line(name))
-        for key, values in result[title].items():
-            table.add_row(foreign_text.line(key), *(foreign_text.line(number(value, key)) for value in values))
-        Console(highlight=False, markup=False, emoji=False).print(table)
+        rows = ([key, *(number(value, key) for value in values)] for key, values in result[title].items())
+        foreign_text.table(title, ["", *result["runs"]], rows)
 
 
 def tell_charts_missing() -> None:

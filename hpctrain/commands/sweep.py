@@ -111,17 +111,13 @@ def show_table(args: argparse.Namespace, runs: Sequence[RunDir]) -> None:
 
 def print_table(table: Mapping[str, Any]) -> None:
     """A row for each point."""
-    from rich.console import Console
-    from rich.table import Table
-
     from hpctrain.report.page import number
 
     points = table["points"]
-    shown = Table(title=f"best {table['ranked_by']} first", title_justify="left", box=None)
     headers = ["run", *points[0]["configuration"], *points[0]["results"]] if points else []
-    for header in headers:
-        shown.add_column(foreign_text.line(header))
-    for point in points:
-        cells = {**point["configuration"], **point["results"]}
-        shown.add_row(point["point"], *(foreign_text.line(number(value, key)) for key, value in cells.items()))
-    Console(highlight=False, markup=False, emoji=False).print(shown)
+    cells = [{**point["configuration"], **point["results"]} for point in points]
+    rows = [
+        [point["point"], *(number(value, key) for key, value in own.items())]
+        for point, own in zip(points, cells, strict=True)
+    ]
+    foreign_text.table(f"best {table['ranked_by']} first", headers, rows)

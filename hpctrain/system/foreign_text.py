@@ -50,6 +50,17 @@ def answer(as_json: bool, data: object, lines: Iterable[str]) -> None:
         show(said)
 
 
+def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Shows a table of lines."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(*map(line, headers), title=title, title_justify="left", box=None)
+    for row in rows:
+        shown.add_row(*map(line, row))
+    Console(highlight=False, markup=False, emoji=False).print(shown)
+
+
 def _visible(character: str) -> str:
     if character.isprintable() or character in "\n\t":
         return character
