@@ -6,7 +6,7 @@ import contextlib
 import enum
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class ExitCode(enum.IntEnum):
@@ -170,6 +170,17 @@ def requires(package: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise MissingExtra(package, extra) from error
+
+
+@contextlib.contextmanager
+def foreign_errors(ours: Callable[[Exception], HpctrainError]) -> Iterator[None]:
+    """Errors in the body that are not ours become those that ``ours`` makes of them."""
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except Exception as error:
+        raise ours(error) from error
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from hpctrain.checkpoint.format.layout import TensorSpec, check_tensors
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import flat, is_accepted
 from hpctrain.comm.group import Group
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import UserError, foreign_errors
 from hpctrain.tasks.user_errors import own_line, words
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of
@@ -158,16 +158,13 @@ def of_rank(name: str, loaded: Loaded, rank: int) -> dict[str, NDArray[Any]]:
     return below(name, {full: values[rank] for full, values in loaded.of_ranks.items() if rank in values})
 
 
-@contextmanager
-def blamed(one: Kept, what: str, fix: str) -> Iterator[None]:
+def blamed(one: Kept, what: str, fix: str) -> AbstractContextManager[None]:
     """Errors of an object's own code become one sentence that names it and the line; ours pass through."""
-    try:
-        yield
-    except HpctrainError:
-        raise
-    except Exception as error:
-        said = f"{one.spoken}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}"
-        raise UserError(said, fix) from error
+
+    def told(error: Exception) -> UserError:
+        return UserError(f"{one.spoken}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
+
+    return foreign_errors(told)
 
 
 def restore_earlier(objects: Sequence[Kept], loaded: Loaded) -> list[str]:

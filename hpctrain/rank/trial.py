@@ -23,7 +23,7 @@ from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import Feature, clash
 from hpctrain.config.sections import SHARDS, Config, ParallelConfig
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import UserError, foreign_errors
 from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation
@@ -49,23 +49,17 @@ def try_task(config: Config) -> None:
     """
     config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="none", compression="none"))
     world = alone()
-    with told_shortly():
+    with foreign_errors(told_shortly):
         problem = make_problem(config, world)
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
             validation = first_validation(problem)
             framework.dry_call(first_batch(problem, world, MOST_SAMPLES), validation)
 
 
-@contextmanager
-def told_shortly() -> Iterator[None]:
-    """Errors of a task's own code in the body become UserErrors that name the line; ours pass through."""
-    try:
-        yield
-    except HpctrainError:
-        raise
-    except Exception as error:
-        what, _ = message(error)
-        raise UserError(what, advised("correct the task", what)) from error
+def told_shortly(error: Exception) -> UserError:
+    """An error of a task's own code, which names the line."""
+    what, _ = message(error)
+    return UserError(what, advised("correct the task", what))
 
 
 def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
@@ -128,7 +122,7 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
         parallel=dataclasses.replace(config.parallel, tensor=tensor, pipeline=pipeline, shard="none"),
         reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
     )
-    with told_shortly():
+    with foreign_errors(told_shortly):
         yield from _made(config, tensor)
 
 

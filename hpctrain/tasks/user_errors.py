@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import UserError, foreign_errors
 
 MOST_CHARACTERS = 400
 """Of what an error says."""
@@ -39,15 +40,9 @@ ADVICE = {
 SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
 
 
-@contextmanager
-def blamed(field: str, fix: str) -> Iterator[None]:
+def blamed(field: str, fix: str) -> AbstractContextManager[None]:
     """Errors in the body become UserErrors that name a field of the task, and the line; ours pass through."""
-    try:
-        yield
-    except HpctrainError:
-        raise
-    except Exception as error:
-        raise blame(field, fix, error) from error
+    return foreign_errors(partial(blame, field, fix))
 
 
 def blame(field: str, fix: str, error: BaseException) -> UserError:

@@ -15,7 +15,7 @@ from hpctrain.backends.torch.strategies.pipeline.stage import Stage, norm_over
 from hpctrain.backends.torch.strategies.pipeline.stages import FIELD, Stages, keep_stage, layers_of, staged
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.config.combinations import Feature
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import UserError, foreign_errors
 from hpctrain.parallel.memory_estimate import MemoryEstimate, of_state
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.user_errors import own_line, words
@@ -36,13 +36,13 @@ def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
     """Of a model that is on its device; None if there is one stage. Raises UserError if it cannot be divided so."""
     if stages == 1:
         return None
-    try:
-        layers = layers_of(model, task.layers)
-    except HpctrainError:
-        raise
-    except Exception as error:
+
+    def told(error: Exception) -> UserError:
         said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
-        raise UserError(f"{FIELD} fails: {said}", "it gets the model of the task, and returns its layers") from error
+        return UserError(f"{FIELD} fails: {said}", "it gets the model of the task, and returns its layers")
+
+    with foreign_errors(told):
+        layers = layers_of(model, task.layers)
     return staged(model, layers, stages)
 
 
