@@ -53,8 +53,8 @@ ROOMS: dict[str, str] = {
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 
 LINES: dict[str, int] = {
-    "errors": 111,
-    "system": 1049,
+    "errors": 119,
+    "system": 1056,
     "config": 1032,
     "comm": 365,
     "run": 2581,
@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "checkpoint": 4764,
     "monitor": 2817,
     "track": 718,
-    "rank": 1579,
+    "rank": 1573,
     "registry": 147,
     "launch": 4876,
     "report": 994,
