@@ -238,7 +238,7 @@ def pipeline_sizes(config: Config, ranks: int) -> list[int]:
 
 def largest_micro_batch(config: Config, data: int, each: int = 1) -> int:
     """Samples of one pass of a rank, at a number of groups of ranks that see different ones."""
-    from hpctrain.train.duration import global_batch
+    from hpctrain.train.schedule import global_batch
 
     share = -(-global_batch(config.train, data, each) // data)
     return -(-share // config.train.accumulate)

@@ -28,8 +28,8 @@ from hpctrain.errors import UserError
 from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
 from hpctrain.tasks.loading import load_task, require_callables, require_fields, require_function, require_shares
-from hpctrain.train.duration import global_batch, validation_batch
 from hpctrain.train.hooks import Hook, rate_hook
+from hpctrain.train.schedule import global_batch, validation_batch
 from hpctrain.train.seeds import seed_python
 from hpctrain.train.stateful import kept_state
 

@@ -31,12 +31,11 @@ from hpctrain.track.events_hook import EventsHook
 from hpctrain.track.sink import Sink
 from hpctrain.track.sinks import make_sinks
 from hpctrain.train.clock import StepClock
-from hpctrain.train.duration import duration_of
 from hpctrain.train.framework import Framework, StepSettings
 from hpctrain.train.hooks import Hook, RateHook
 from hpctrain.train.loop import Trainer
 from hpctrain.train.refusals import WATCHED
-from hpctrain.train.schedule import Schedule, make_schedule
+from hpctrain.train.schedule import Schedule, duration_of, make_schedule
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import kept_state

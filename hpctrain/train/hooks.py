@@ -12,10 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from hpctrain.comm.world import World
 from hpctrain.train.clock import StepClock
-from hpctrain.train.duration import Duration
 from hpctrain.train.framework import Framework, StepResult
 from hpctrain.train.metrics import Evaluation
-from hpctrain.train.schedule import Schedule
+from hpctrain.train.schedule import Duration, Schedule
 from hpctrain.train.state import TrainState
 
 

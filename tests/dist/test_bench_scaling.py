@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.bench.scaling.fit import Sample, Shape, fit_exchange
+from hpctrain.bench.scaling.model import Sample, Shape, fit_exchange
 from hpctrain.bench.scaling.scaling_command import allreduce_over_ring
 from tests.support import netns
 from tests.support.command import hpctrain, write_run

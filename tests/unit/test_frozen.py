@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 MODULES = (
-    "bench.scaling.fit",
+    "bench.scaling.model",
     "checkpoint.format.layout",
     "checkpoint.policy",
     "data.order",
@@ -18,7 +18,6 @@ MODULES = (
     "run.events",
     "run.history",
     "run.progress",
-    "train.duration",
     "train.schedule",
 )
 

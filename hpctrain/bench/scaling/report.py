@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.scaling.fit import ExchangeModel, RingLink, Sample, Shape, fit_amdahl, fit_exchange
-from hpctrain.bench.scaling.model import PARTS, Mode, Prediction, StepGradients, Timing, efficiency, predict
+from hpctrain.bench.scaling import model
+from hpctrain.bench.scaling.model import Mode, StepGradients, Timing
 from hpctrain.report.charts import Line, line_chart
 from hpctrain.report.drawing import Chart, picture
 
@@ -22,12 +22,12 @@ GREY = 7
 class Recommendation:
     """The largest size worth using."""
 
-    shape: Shape | None
+    shape: model.Shape | None
     """The largest shape with enough efficiency; None if even the smallest lacks it."""
     sentence: str
 
 
-def recommend(mode: Mode, predictions: Sequence[Prediction], threshold: float) -> Recommendation:
+def recommend(mode: Mode, predictions: Sequence[model.Prediction], threshold: float) -> Recommendation:
     """The largest shape up to which the expected efficiency stays at or above a threshold. Predictions by size."""
     good = list(itertools.takewhile(lambda each: each.efficiency >= threshold, predictions))
     if not good:
@@ -48,11 +48,11 @@ def recommend(mode: Mode, predictions: Sequence[Prediction], threshold: float) -
 def mode_result(
     mode: Mode,
     timings: Sequence[Timing],
-    crowded: Sequence[Shape],
-    samples: Sequence[Sample],
+    crowded: Sequence[model.Shape],
+    samples: Sequence[model.Sample],
     gradients: StepGradients,
-    larger: Sequence[Shape],
-    assumed: RingLink | None,
+    larger: Sequence[model.Shape],
+    assumed: model.RingLink | None,
     threshold: float,
 ) -> dict[str, Any]:
     """Everything about one mode, for JSON.
@@ -74,10 +74,10 @@ def mode_result(
         sentence = f"{mode} scaling: nothing to recommend, because fewer than two sizes have a core for each thread"
         return result | {"predicted": [], "recommended_ranks": None, "recommendation": sentence}
     if mode == "strong":
-        law = fit_amdahl([each.shape.ranks for each in fair], [each.step_s for each in fair])
+        law = model.fit_amdahl([each.shape.ranks for each in fair], [each.step_s for each in fair])
         result["amdahl_serial_fraction"] = law.serial_fraction
     every = [*(each.shape for each in fair), *larger]
-    predictions = predict(mode, fair, samples, gradients, every, assumed)
+    predictions = model.predict(mode, fair, samples, gradients, every, assumed)
     advice = recommend(mode, predictions, threshold)
     return result | {
         "predicted": [_predicted(each) for each in predictions],
@@ -86,11 +86,11 @@ def mode_result(
     }
 
 
-def exchange_result(samples: Sequence[Sample], assumed: RingLink | None) -> dict[str, Any]:
+def exchange_result(samples: Sequence[model.Sample], assumed: model.RingLink | None) -> dict[str, Any]:
     """The measured exchanges and their model, for JSON."""
-    fitted = fit_exchange(samples)
-    model = ExchangeModel(fitted.inside, fitted.between or assumed)
-    groups: dict[tuple[Shape, int], list[float]] = {}
+    fitted = model.fit_exchange(samples)
+    whole = model.ExchangeModel(fitted.inside, fitted.between or assumed)
+    groups: dict[tuple[model.Shape, int], list[float]] = {}
     for sample in samples:
         groups.setdefault((sample.shape, sample.bytes), []).append(sample.seconds)
     rows = [
@@ -99,14 +99,14 @@ def exchange_result(samples: Sequence[Sample], assumed: RingLink | None) -> dict
             "ranks": shape.ranks,
             "bytes": size,
             "median_s": float(np.median(seconds)),
-            "model_s": model.seconds(shape, size),
+            "model_s": whole.seconds(shape, size),
         }
         for (shape, size), seconds in groups.items()
     ]
     return {
         "measured": rows,
-        "inside_node": _link(model.inside),
-        "between_nodes": _link(model.between),
+        "inside_node": _link(whole.inside),
+        "between_nodes": _link(whole.between),
         "between_nodes_assumed": fitted.between is None and assumed is not None,
     }
 
@@ -132,7 +132,7 @@ def text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _measured(mode: Mode, base: Timing, timing: Timing, crowded: Sequence[Shape]) -> dict[str, Any]:
+def _measured(mode: Mode, base: Timing, timing: Timing, crowded: Sequence[model.Shape]) -> dict[str, Any]:
     low, high = np.percentile(timing.parts.sum(axis=1), (25, 75))
     return {
         "nodes": timing.shape.nodes,
@@ -141,14 +141,14 @@ def _measured(mode: Mode, base: Timing, timing: Timing, crowded: Sequence[Shape]
         "intervals": len(timing.parts),
         "step_s": timing.step_s,
         "step_quartiles_s": [float(low), float(high)],
-        **{f"{name}_s": float(seconds) for name, seconds in zip(PARTS, timing.typical, strict=True)},
+        **{f"{name}_s": float(seconds) for name, seconds in zip(model.PARTS, timing.typical, strict=True)},
         "samples_per_s": timing.global_batch / timing.step_s,
-        "efficiency": efficiency(mode, base.shape, base.step_s, timing.shape, timing.step_s),
+        "efficiency": model.efficiency(mode, base.shape, base.step_s, timing.shape, timing.step_s),
         "oversubscribed": timing.shape in crowded,
     }
 
 
-def _predicted(each: Prediction) -> dict[str, Any]:
+def _predicted(each: model.Prediction) -> dict[str, Any]:
     return {
         "nodes": each.shape.nodes,
         "ranks": each.shape.ranks,
@@ -160,19 +160,19 @@ def _predicted(each: Prediction) -> dict[str, Any]:
     }
 
 
-def _link(link: RingLink | None) -> dict[str, Any] | None:
+def _link(link: model.RingLink | None) -> dict[str, Any] | None:
     if link is None:
         return None
     return {"alpha_s": link.alpha_s, "bytes_per_s": 1 / link.s_per_byte if link.s_per_byte else None}
 
 
 def _head() -> str:
-    parts = "".join(f"{name:>10}" for name in PARTS)
+    parts = "".join(f"{name:>10}" for name in model.PARTS)
     return f"{'nodes':>5}{'ranks':>7}{'step':>10}{parts}{'samples/s':>11}{'efficiency':>12}"
 
 
 def _measured_line(row: Mapping[str, Any]) -> str:
-    parts = "".join(f"{1e3 * row[f'{name}_s']:>10.2f}" for name in PARTS)
+    parts = "".join(f"{1e3 * row[f'{name}_s']:>10.2f}" for name in model.PARTS)
     text = f"{row['nodes']:>5}{row['ranks']:>7}{1e3 * row['step_s']:>10.2f}{parts}{row['samples_per_s']:>11.4g}"
     return f"{text}{row['efficiency']:>12.0%}" + ("  more threads than cores" if row["oversubscribed"] else "")
 
@@ -183,7 +183,7 @@ def _predicted_line(row: Mapping[str, Any]) -> str:
     return f"{text}{'':>31}{row['efficiency']:>12.0%}  predicted, {low:.0%} to {high:.0%}"
 
 
-def _said(prediction: Prediction) -> str:
+def _said(prediction: model.Prediction) -> str:
     return f"{prediction.efficiency:.0%} efficiency ({prediction.low:.0%} to {prediction.high:.0%})"
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.scaling.fit import Sample, Shape
-from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, Mode, Timing
+from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, Mode, Sample, Shape, Timing
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, LaunchConfig, TrackConfig
 from hpctrain.errors import RunFailed, UserError

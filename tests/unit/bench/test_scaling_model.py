@@ -9,8 +9,20 @@ import numpy as np
 import pytest
 
 from hpctrain.bench.scaling import model, report, scaling_command
-from hpctrain.bench.scaling.fit import ExchangeModel, RingLink, Sample, Shape
-from hpctrain.bench.scaling.model import COMPUTE, EXCHANGE, Mode, Prediction, StepGradients, Timing, efficiency, predict
+from hpctrain.bench.scaling.model import (
+    COMPUTE,
+    EXCHANGE,
+    ExchangeModel,
+    Mode,
+    Prediction,
+    RingLink,
+    Sample,
+    Shape,
+    StepGradients,
+    Timing,
+    efficiency,
+    predict,
+)
 from hpctrain.bench.scaling.report import recommend, text
 from hpctrain.run.events import RunStarted
 from tests.unit.bench.test_scaling_fit import exchanges

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.bench.scaling import runs, scaling_command
-from hpctrain.bench.scaling.fit import Shape
+from hpctrain.bench.scaling.model import Shape
 from hpctrain.bench.scaling.runs import EXCHANGE_FILE, batches, further, jobs, shapes
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig

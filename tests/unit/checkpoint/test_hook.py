@@ -27,10 +27,10 @@ from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
 from hpctrain.run.events import CheckpointFailed, Event
 from hpctrain.train.clock import IntervalClock, Phase
-from hpctrain.train.duration import Duration
 from hpctrain.train.framework import Facts
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
+from hpctrain.train.schedule import Duration
 from hpctrain.train.state import ArrayTensor, TrainState
 from hpctrain.train.stateful import Kept, PerRank, kept_state
 from hpctrain.train.tree import HostLeaves

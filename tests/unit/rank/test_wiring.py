@@ -31,7 +31,7 @@ from hpctrain.reduce.candidates import Surroundings, candidates
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK
-from hpctrain.train.duration import validation_batch
+from hpctrain.train.schedule import validation_batch
 
 PLAIN = Config(name="a", task="m:f", train=TrainConfig(steps=3, global_batch=2))
 STOPPING = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="loss"))

@@ -15,11 +15,11 @@ from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
 from hpctrain.errors import ExitCode, NoRequeue, UserError
 from hpctrain.train.clock import IntervalClock, Phase
-from hpctrain.train.duration import duration_of, global_batch
 from hpctrain.train.framework import Facts, HostBatch, NonFiniteLoss, StepResult, Sums
 from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from hpctrain.train.metrics import Meter
+from hpctrain.train.schedule import duration_of, global_batch
 from hpctrain.train.state import StateTensor, TrainState
 from hpctrain.train.tree import HostLeaves
 from hpctrain.train.watchers import EarlyStop, Plateau, improves

@@ -28,8 +28,8 @@ from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.clock import IntervalClock
-from hpctrain.train.duration import Duration
 from hpctrain.train.loop import Trainer
+from hpctrain.train.schedule import Duration
 from hpctrain.train.state import Placement, TrainState
 from hpctrain.train.stateful import value_of
 from hpctrain.train.tree import tree_tensors, tree_value
