@@ -55,7 +55,7 @@ KILL_GRACE_S = 5.0
 KILLED_GRACE_S = 1.0
 """Seconds that they get after it was killed: their tethers end them at once, and a shell to a lost host never ends."""
 
-NODE_SILENCE_S = 2.0
+NODE_SILENCE_S = 0.5
 """Seconds without a word from a node, after those of all others, until it is asked itself."""
 LAST_PUMP_S = 10.0
 """Seconds that a slow terminal has to take the rest of the ranks' output."""
