@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
 from hpctrain.errors import RunFailed, UserError, file_errors
 from hpctrain.horovod_wheel import patch
 from hpctrain.horovod_wheel.toolchain import Cuda, Mpi, cmake_version
@@ -132,8 +134,7 @@ class Build:
         return os.pathsep.join([*map(str, folders), os.environ.get("PATH", os.defpath)])
 
     def _jobs(self) -> int:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-        return max(1, min(len(os.sched_getaffinity(0)), memory // _BYTES_PER_JOB))
+        return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _BYTES_PER_JOB))
 
     def _tools_environment(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UserError, foreign_errors
+from hpctrain.train.reach import INSTALLED
 
+PACKAGE = Path(__file__).parents[1]
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 MOST_CHARACTERS = 400
 """Of what an error says."""
 DUMPS = ("\n\nArguments received by", "\n\nCall arguments received by", "\n\nStack trace", "\nOriginal stack trace")
@@ -72,8 +76,7 @@ def words(error: BaseException) -> str:
 def own_line(error: BaseException) -> str:
     """' (task.py:12: `return loss`)': the innermost line of the user's own code, else the innermost at all."""
     frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parents[1])
-    own = [frame for frame in frames if not any(part in frame.filename for part in ("site-packages", package))]
+    own = [frame for frame in frames if _is_users(frame.filename, PACKAGE)]
     found = (own or frames)[-1:]
     if not found:
         return ""
@@ -83,12 +86,21 @@ def own_line(error: BaseException) -> str:
 
 def calling_line() -> str:
     """' (task.py:12: `ctx.update()`)': the line of the user's own code that is running, if there is one."""
-    package = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_stack()):
-        if not any(part in frame.filename for part in ("site-packages", f"{package}/backends", __file__)):
+        if _is_users(frame.filename, PACKAGE / "backends", Path(__file__)):
             code = f": `{frame.line}`" if frame.line else ""
             return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
     return ""
+
+
+def _is_users(filename: str, *ours: Path) -> bool:
+    """Whether code is neither a library's, nor Python's, nor below these paths of ours."""
+    path = Path(filename)
+    return not (
+        filename.startswith("<frozen ")
+        or INSTALLED.intersection(path.parts)
+        or any(path.is_relative_to(folder) for folder in (STANDARD_LIBRARY, *ours))
+    )
 
 
 def shapes(batch: Mapping[str, Any]) -> str:

@@ -157,12 +157,17 @@ class VerifyWeights(BaseHook):
             hashes = world.everyone.allgather([own, shared], "compare the weights")
             tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size
             first = [rank - rank % stage for rank in range(len(hashes))]  # of the same stage
-            wanted = [[hashes[one + rank % tensor][0], hashes[one][1]] for rank, one in enumerate(first)]
-            odd = [rank for rank, found in enumerate(hashes) if found != wanted[rank]]
+            odd: dict[int, list[int]] = {}  # by the rank that they differ from
+            for rank, one in enumerate(first):
+                compared = (one, 1), (one + rank % tensor, 0)  # what the group shares, then own weights
+                other = next((other for other, part in compared if hashes[rank][part] != hashes[other][part]), None)
+                if other is not None:
+                    odd.setdefault(other, []).append(rank)
             if odd:
+                named = [(", ".join(map(str, ranks)), one) for one, ranks in odd.items()]
+                told = " and those of ".join(f"rank {ranks} differ from those of rank {one}" for ranks, one in named)
                 raise NoRequeue(
-                    f"after step {step} the weights of rank {', '.join(map(str, odd))} differ from those of "
-                    f"rank {first[odd[0]]}",
+                    f"after step {step} the weights of {told}",
                     "look for code in the task that changes weights by itself or depends on the rank; else suspect the "
                     "hardware or MPI of these ranks",
                 )

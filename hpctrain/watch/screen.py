@@ -58,11 +58,12 @@ def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[
     head += [*_phases(view, width), *_account(view, width)]
     foot = list(_foot(view, width))
     room = max(height - len(head) - len(foot), LEAST_RANKS + 1)
-    lines = [*head, *_ranks(view, width, room, glyphs), *foot]
+    body = [*head, *_ranks(view, width, room, glyphs)]
+    lines = [*body[: max(height - len(foot), 0)], *foot][:height]
     for line in lines:
         line.no_wrap = True
         line.truncate(width, overflow="ellipsis" if glyphs is UNICODE else "crop")
-    return lines[:height]
+    return lines
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> str:

@@ -155,6 +155,12 @@ def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: i
     assert height < 20 or f"the {len(bars)} slowest of 1024" in "\n".join(line.plain for line in lines)
 
 
+def test_verdicts_stay_on_the_lowest_of_screens() -> None:
+    made = view(live=maker(LiveWindow)(live(1024)), attempts=typed({**attempt(), "ranks": 1024}))
+    foot = [line.plain for line in draw(made, 80, 60)][-1]
+    assert [line.plain for line in draw(made, 80, 8)][-1] == foot
+
+
 def test_a_plain_command_runs_without_events() -> None:
     made = view(progress=Progress(), config={"launch": {"command": ["true"]}})
     assert made.state == run_status.State(Word.RUNNING)

@@ -265,7 +265,7 @@ def refuse_changes(layers: Sequence[Module], model: Module) -> None:
 
 
 class FullyShardedReducer:
-    """See reduce.torch_reducer.Reducer: FSDP2 has summed gradients by the end of the last backward pass.
+    """See reduce.reducer.Reducer: FSDP2 has summed gradients by the end of the last backward pass.
 
     Args:
         name: of the candidate.

@@ -12,8 +12,7 @@ from typing import Any
 from hpctrain.config.combinations import Feature, Row, Trait
 
 DIVIDES_UPDATES = (Trait.DIVIDES, Trait.DIVIDES_OPTIMIZERS)
-DURING_PASSES = (Trait.OF_PYTORCH, Trait.EXCHANGES_IN_PASSES)
-MEETS = (Trait.MEETS_INSIDE, *DURING_PASSES)
+MEETS = (Trait.MEETS_INSIDE, Trait.EXCHANGES_IN_PASSES)
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,8 @@ class Listed:
     """By which a run file asks for it; None if it looks for itself whether a run uses it."""
     traits: tuple[Trait, ...] = ()
     """Of the feature."""
+    keras: bool = False
+    """Whether ``backends/tensorflow/strategies`` has it, too."""
 
     def load(self) -> Any:
         """The module, with torch."""
@@ -51,12 +52,20 @@ STRATEGIES = (
         Feature.SHARD_PARAMETERS,
         (*MEETS, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.ADDS_DENSE),
     ),
-    Listed("strategies.zero1", Feature.SHARD, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS)),
-    Listed("strategies.zero2", Feature.SHARD_GRADIENTS, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, *DURING_PASSES)),
+    Listed("strategies.zero1", Feature.SHARD, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS), keras=True),
+    Listed(
+        "strategies.zero2",
+        Feature.SHARD_GRADIENTS,
+        (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.EXCHANGES_IN_PASSES),
+    ),
     Listed("strategies.replicated"),
 )
 """In the order in which they are applied."""
-TRAITS = {one.feature: one.traits for one in STRATEGIES if one.feature is not None}
+TRAITS = {
+    one.feature: (*one.traits, *(() if one.keras else (Trait.OF_PYTORCH,)))
+    for one in STRATEGIES
+    if one.feature is not None
+}
 WITH_FULLY_SHARDED = {
     Feature.SEVERAL_MODELS: (
         "the task has several models, none of which calls the others",

@@ -25,7 +25,7 @@ from hpctrain.run.rank_environment import JOB, START
 
 LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"
-QUANTITY = r"\d{1,12}(\.\d{1,3})?(m|[kMGTPE]i?|Ki)?"
+QUANTITY = r"\d{1,12}(\.\d{1,3})?(m|k|[MGTPE]|[KMGTPE]i)?"
 PATTERNS = {
     "image": r"[A-Za-z0-9][\w./:@-]{0,254}",
     "namespace": LABEL,

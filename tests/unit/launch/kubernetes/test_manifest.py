@@ -177,6 +177,7 @@ def test_the_key_is_in_the_secret_alone() -> None:
         ("volumes", {"/runs": "My_Claim"}),
         ("port", 80),
         ("memory", "lots"),
+        ("memory", "512ki"),
         ("pod", {"containers": []}),
     ],
 )

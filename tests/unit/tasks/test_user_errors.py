@@ -1,0 +1,22 @@
+"""Which line of a traceback is the user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.tasks import user_errors
+from hpctrain.tasks.user_errors import own_line
+
+
+@pytest.mark.parametrize("folder", [Path(f"{user_errors.PACKAGE}-runs"), Path("/home/somebody/project")])
+@pytest.mark.parametrize("library", ["/usr/lib/python3/dist-packages/torch/nn.py", "/opt/site-packages/keras/model.py"])
+def test_libraries_and_pythons_own_modules_are_not_the_users(folder: Path, library: str) -> None:
+    names: dict[str, object] = {"loads": json.loads}
+    exec(compile("def inside(loads):\n    loads('{')\n", library, "exec"), names)  # noqa: S102
+    exec(compile("\ndef task():\n    inside(loads)\n", str(folder / "task.py"), "exec"), names)  # noqa: S102
+    with pytest.raises(json.JSONDecodeError) as caught:
+        names["task"]()  # type: ignore[operator]
+    assert own_line(caught.value) == " (task.py:3)"
