@@ -19,6 +19,7 @@ SEED = int(os.environ.get("HPCTRAIN_SEED", "1"))
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
+@pytest.mark.timeout(300 + 30 * FAULTS)
 @pytest.mark.parametrize("plan", PLANS if FAULTS else ["torch", "keras"])
 def test_faults_leave_no_trace(tmp_path: Path, plan: str) -> None:
     try:
