@@ -127,13 +127,14 @@ def make_hooks(
     require_plain_names(config.features(), problem.validation)
     refuse(rate_features(problem.task, more))
     world = session.world
-    hooks: list[Hook] = []
     writer = EventWriter(run_dir.events, session.warn)
-    hooks.append(StopRequests(session.signals, run_dir, writer.append))
+    hooks: list[Hook] = [StopRequests(session.signals, run_dir, writer.append)]
     if config.reduce.verify_every_steps is not None:
         hooks.append(VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables"))
     hooks.append(KeptMemory(session.warn))
     watch = watching(config.train.early_stop, config.schedule)
+    what = config.track.profile
+    profile = [] if what.first_step is None else [Profile(what, profiler_of(problem.task), session.warn)]
     stateful = [*watch, *scheduler_hooks(problem.task), *problem.task.hooks, *more, DataPosition(data)]
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
@@ -141,11 +142,8 @@ def make_hooks(
         state = kept_state(problem.task.state)
         given = (config.checkpoint, identity, world, run_dir, writer.append, stateful, fresh, state)
         hooks.append(checkpoint_hook(*given))
-    hooks += stateful  # behind what restores their state
-    if config.track.profile.first_step is not None:
-        hooks.append(Profile(config.track.profile, profiler_of(problem.task), session.warn))
-    hooks.append(MonitorHook(monitor))
-    hooks.append(RecoveryNote(run_dir, writer.append))
+    # What is stateful stands behind what restores its state.
+    hooks += [*stateful, *profile, MonitorHook(monitor), RecoveryNote(run_dir, writer.append)]
     all_sinks = [*make_sinks(config.track, run_dir, config.name), *sinks] if world.rank == 0 else []
     hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks))
     return hooks

@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "checkpoint": 4764,
     "monitor": 2817,
     "track": 718,
-    "rank": 1572,
+    "rank": 1569,
     "registry": 147,
     "launch": 4876,
     "report": 994,
