@@ -403,25 +403,16 @@ def spare_bytes(num_bytes: int) -> int:
     return LEAST_SPARE_BYTES + min(MORE_SPARE_BYTES, num_bytes // 8)
 
 
-def array_tensors(
-    arrays: Mapping[str, ArrayLike],
-    rank_arrays: Mapping[str, ArrayLike],
-    cut_arrays: Mapping[str, tuple[ArrayLike, Cut]] | None = None,
-) -> list[ArrayTensor]:
+def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, ArrayLike]) -> list[ArrayTensor]:
     """State tensors over host arrays, replicated ones first.
 
     Args:
         arrays: by name, slashes making groups; equal on all ranks.
         rank_arrays: by name; each rank's own.
-        cut_arrays: by name; the part of a tensor that this rank holds, and where it lies in the whole one.
     """
     return [
         *(ArrayTensor(name, host_array(array)) for name, array in arrays.items()),
         *(ArrayTensor(name, host_array(array), Placement.RANK) for name, array in rank_arrays.items()),
-        *(
-            ArrayTensor(name, host_array(array), Placement.CUT, cut=cut)
-            for name, (array, cut) in (cut_arrays or {}).items()
-        ),
     ]
 
 

@@ -22,7 +22,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import SavedArrays
-from hpctrain.train.state import Cut, Tiling
+from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling
 
 
 def arrays(value: float) -> dict[str, np.ndarray]:
@@ -175,18 +175,18 @@ def save_cut(world: World, folder: Path, parts: str) -> None:
     count = int(parts)
     store = CheckpointStore(folder, group=world.everyone)
     saver = open_saver(store)
-    parts_here = {}
+    parts_here = []
     for name in WHOLE:
         begin, shape = part_of(name, world.rank % count, count)
         slices = tuple(slice(first, first + length) for first, length in zip(begin, shape, strict=True))
         cut = Cut(WHOLE[name], begin, world.rank // count, world.size // count)
-        parts_here[name] = (whole(name)[slices], cut)
-    tensors = array_tensors({"model/bias": np.arange(9.0)}, own(world.rank, 1), parts_here)
+        parts_here.append(ArrayTensor(name, np.ascontiguousarray(whole(name)[slices]), Placement.CUT, cut=cut))
+    tensors = [*array_tensors({"model/bias": np.arange(9.0)}, own(world.rank, 1)), *parts_here]
     tiled = [dataclasses.replace(it, tiling=Tiling(1)) if it.name == "model/up" else it for it in tensors]
     saver.begin(tiled, 1, {})
     saver.finish().path_or_raise()
     wrong = Cut((8, 2), (0, 0))  # all ranks say that they hold the first rows
-    saver.begin(array_tensors({}, {}, {"model/w": (np.ones((4, 2)), wrong)}), 2, {})
+    saver.begin([ArrayTensor("model/w", np.ones((4, 2)), Placement.CUT, cut=wrong)], 2, {})
     outcome = saver.finish()
     assert outcome.error and "model/w: parts overlap" in outcome.error, outcome
     saver.close()

@@ -155,11 +155,9 @@ def spread(rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) 
     return mapped(rows, at_places, collected)
 
 
-def summed_backward(
-    values: Tensor, region: Region, what: str = "add up the gradients of a cut layer's inputs"
-) -> Tensor:
+def summed_backward(values: Tensor, region: Region) -> Tensor:
     """Whole values on their way into a layer that is cut: as they are, and the ranks' gradients are added up."""
-    return mapped(values, alike, functools.partial(region.summed, what=what))
+    return mapped(values, alike, functools.partial(region.summed, what="add up the gradients of a cut layer's inputs"))
 
 
 def summed_forward(values: Tensor, region: Region, what: str = "add up the outputs of a cut layer") -> Tensor:
