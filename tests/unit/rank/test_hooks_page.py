@@ -139,6 +139,8 @@ def test_track_profile_records_the_steps_that_are_asked_for(tmp_path: Path) -> N
     assert sum("Optimizer.step#AdamW.step" in name for name in names) == 2
     assert not profiled(tmp_path / "b", first_step=3, ranks=(1,)).exists()
     assert len(list(profiled(tmp_path / "c", first_step=7).iterdir())) == 1  # the run ends before the fifth step
+    (trace,) = profiled(tmp_path / "d", first_step=2).iterdir()
+    assert trace.read_text().count("Optimizer.step#AdamW.step") == 5
 
 
 def test_track_profile_of_keras(tmp_path: Path) -> None:
