@@ -189,6 +189,7 @@ class LossProgram:
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """Forward and backward are one function: their time is all Phase.BACKWARD."""
+        self.passes.refuse_switched()
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
         if self.reducer is None:

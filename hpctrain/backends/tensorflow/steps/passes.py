@@ -114,6 +114,8 @@ class Passes:
         self.joint = joint
         self.task = task
         self.variables = task.model.trainable_variables
+        self.trained = [(variable, variable.trainable) for variable in task.model.weights]
+        """Whether each weight is."""
         self.travelling = travelling
         by_rows = bool(travelling.rows_of) and sparse_sums.updates_rows_alone(task.optimizer)
         self.by_rows = travelling.rows_of if by_rows else []
@@ -131,6 +133,14 @@ class Passes:
         """evaluate(batch) -> {name: (sum, weight)}, and the outputs."""
         self.predict = Traced(self._predict, compiled)
         """predict(batch) -> outputs, as the model gives them."""
+
+    def refuse_switched(self) -> None:
+        """Raises UserError if a layer was frozen or thawed: what is compiled would not follow."""
+        for variable, trainable in self.trained:
+            if variable.trainable != trainable:
+                verb = "frozen" if trainable else "thawed"
+                what = f"{variable.path} was {verb} during training, which a compiled step does not see"
+                raise UserError(what, "set trainable in the task; another run can begin with these weights: init_from")
 
     def _gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:

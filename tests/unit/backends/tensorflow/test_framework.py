@@ -25,6 +25,7 @@ from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import NonFiniteLoss
 from hpctrain.train.state import Placement
+from hpctrain.train.stateful import value_of
 from tests.tasks.tensorflow_tasks import (
     GLOBAL_BATCH,
     accuracy,
@@ -290,6 +291,57 @@ def test_parts_of_a_tensor_can_be_copied_by_rows() -> None:
     tensor.copy_into(whole)
     tensor.copy_into(part, (5, 0))
     np.testing.assert_array_equal(part, whole[5:8])
+
+
+@pytest.mark.parametrize(("first", "what"), [(True, "frozen"), (False, "thawed")])
+def test_a_layer_that_is_switched_during_training_is_refused(first: bool, what: str) -> None:
+    def model() -> keras.Model:
+        made = plain_model()
+        made.layers[0].trainable = first
+        return made
+
+    framework = make_framework(alone(), model=model)
+    train(framework, 1)
+    framework.task.model.layers[0].trainable = not first
+    with pytest.raises(UserError, match=f"dense/kernel was {what}"):
+        train(framework, 1)
+
+
+def test_some_of_the_weights_in_a_row_are_read_and_replaced() -> None:
+    framework = make_framework(alone())
+    row = framework.weights()
+    for at in (slice(0, len(row)), slice(3, 400), slice(len(row) - 5, len(row))):
+        np.testing.assert_array_equal(framework.weights(at), row[at])
+        row[at] *= -2
+        framework.set_weights(row[at], at)
+        np.testing.assert_array_equal(framework.weights(), row)
+
+
+class Empty(layers.Layer):
+    """With weights that have no elements."""
+
+    def build(self, shape: Any) -> None:
+        self.none = self.add_weight(shape=(0, shape[-1]), name="none")
+        self.vector = self.add_weight(shape=(0,), name="vector")
+
+    def call(self, x: Any) -> Any:
+        return x + keras.ops.sum(self.none) + keras.ops.sum(self.vector)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1, "ema_decay": 0.5}, {"accumulate": 2}])
+def test_weights_without_elements_change_nothing(settings: dict[str, Any]) -> None:
+    def model(empty: bool) -> keras.Model:
+        more = [Empty()] if empty else []
+        return keras.Sequential([keras.Input((12,)), layers.Dense(31), *more, layers.Dense(3)])
+
+    trained = []
+    for empty in (False, True):
+        framework = make_framework(alone(), model=lambda empty=empty: model(empty), **settings)
+        train(framework, 3, settings.get("accumulate", 1))
+        framework.load(saved := {one.name: value_of(one) for one in framework.state()})
+        trained.append([value for value in saved.values() if value.size])
+    for mine, plain in zip(*trained, strict=True):
+        np.testing.assert_array_equal(mine, plain)
 
 
 def test_frozen_weights_are_replicated_and_stay() -> None:
