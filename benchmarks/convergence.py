@@ -28,10 +28,10 @@ METHODS: dict[str, dict[str, Any]] = {
     FROM_APART: {"sync": {**LOCAL, "every_steps": 10**9}, "share": 0.0},
     "fp16": {"reduce": {"compression": "fp16"}, "share": 0.5},
     "int8": {"reduce": {"compression": "int8"}, "share": 33 / 128},
-    "averaging 32": {"sync": {**LOCAL, "every_steps": 32, "outer_lr": 1.0, "outer_momentum": 0.0}, "share": 1 / 32},
-    "DiLoCo 32": {"sync": {**LOCAL, **DILOCO}, "share": 1 / 32},
-    "momentum 0.5": {"sync": {**LOCAL, "every_steps": 32, "outer_lr": 1.0, "outer_momentum": 0.5}, "share": 1 / 32},
+    "local 32": {"sync": {**LOCAL, "every_steps": 32}, "share": 1 / 32},
     "overlap": {"sync": {**LOCAL, "every_steps": 32, "overlap": True}, "share": 1 / 32},
+    "averaging 32": {"sync": {**LOCAL, "every_steps": 32, "outer_momentum": 0.0}, "share": 1 / 32},
+    "DiLoCo 32": {"sync": {**LOCAL, **DILOCO}, "share": 1 / 32},
     "DiLoCo 32 cold": {"sync": {"kind": "local", **DILOCO}, "share": 1 / 32},
 }
 """Sections of a run file, and the share of fp32's bytes that travels; ``warm_up`` stands for its number of steps."""

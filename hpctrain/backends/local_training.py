@@ -5,6 +5,7 @@ A framework whose data-parallel group is this rank's own, or its node's, makes t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import SyncConfig
 from hpctrain.errors import Code, NoRequeue
-from hpctrain.reduce.outer_step import OuterStep, Pace
+from hpctrain.reduce.outer_step import OuterStep, Pace, is_due
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.train.framework import (
     Facts,
@@ -34,8 +35,14 @@ from hpctrain.train.framework import (
 from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import Factors
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor, TrainState
+from hpctrain.train.stateful import make_equal
 
-OUTER, VELOCITY, AHEAD, COMING, PACE = (f"sync/{name}" for name in ("outer", "velocity", "ahead", "coming", "pace"))
+OUTER, VELOCITY, AHEAD, COMING, UNDER_WAY, PACE = (
+    f"sync/{name}" for name in ("outer", "velocity", "ahead", "coming", "under_way", "pace")
+)
+PARTS = 16
+"""Of the weights, that take turns on their way with ``overlap``."""
+ALL = slice(0, sys.maxsize)
 NOTHING = UpdateResult((0.0, 0.0), None)
 """Of an update that this rank does not make."""
 
@@ -43,14 +50,25 @@ NOTHING = UpdateResult((0.0, 0.0), None)
 class Apart(Framework, Protocol):
     """A framework whose trained weights can be exchanged from outside."""
 
-    def weights(self) -> NDArray[Any]:
-        """A copy of all trained weights in one row, float32 or float64."""
+    def weights(self, at: slice = ALL) -> NDArray[Any]:
+        """A copy of all trained weights in one row, or of some of them, float32 or float64."""
 
-    def set_weights(self, flat: NDArray[Any]) -> None:
+    def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
         """Takes over what ``weights`` gave."""
 
     def use(self, choice: ReducerChoice) -> None:
         """Sums gradients from now on as this choice says, whose reducer is known. Collective."""
+
+
+def covered(sizes: Sequence[int], at: slice) -> list[tuple[int, slice, slice]]:
+    """What a slice covers of arrays of these sizes in a row: their indices, what of each, and where in the slice."""
+    found, begin = [], -at.start
+    for index, size in enumerate(sizes):
+        first, end = max(begin, 0), min(begin + size, at.stop - at.start)
+        if first < end:
+            found.append((index, slice(first - begin, end - begin), slice(first, end)))
+        begin += size
+    return found
 
 
 def of_rank(tensor: Any) -> StateTensor:
@@ -83,7 +101,8 @@ class LocalFramework(FrameworkOfParts):
         world.everyone.broadcast_array(weights, "receive the model")
         framework.set_weights(weights)
         self.meeting = world.data.split("outer steps", 0)
-        self.outer = OuterStep(self.meeting, weights, config.outer_lr, config.outer_momentum, config.overlap)
+        self.parts = min(PARTS, config.every_steps) if config.overlap else 0
+        self.outer = OuterStep(self.meeting, weights, config.outer_lr, config.outer_momentum, self.parts)
         index = world.node if config.within == "node" else world.rank
         self.pace = Pace(self.meeting, index, config.every_steps) if config.by_speed else None
         self.progress, self.total_steps = TrainState(), 0
@@ -92,6 +111,8 @@ class LocalFramework(FrameworkOfParts):
         self.is_apart = False
         self.has_outer = False
         """Whether there are outer weights that may differ from this rank's."""
+        self.is_loaded = False
+        """Whether ranks that exchange gradients may have loaded what others of them have not."""
 
     def follow(self, progress: TrainState, total_steps: int) -> None:
         """Counts updates from now on by the run's state, up to its last one, which ends a round."""
@@ -110,6 +131,8 @@ class LocalFramework(FrameworkOfParts):
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         self._own_weights()
+        if self.is_loaded:
+            self._agree()
         step, begin = self.progress.step + 1, self.config.after_steps
         if step <= begin:
             result = self._update(micro_batches, global_samples)
@@ -123,11 +146,15 @@ class LocalFramework(FrameworkOfParts):
         position = (step - begin - 1) % self.config.every_steps + 1
         result = self._own_update(micro_batches) if self.pace is None or self.pace.is_due(position) else NOTHING
         self.outer.arrived(False)
-        is_last = step >= self.total_steps
-        if position == self.config.every_steps or is_last:
-            self.framework.set_weights(self.outer.end_round(self.framework.weights(), is_last))
-            if self.pace is not None:
-                self.pace.end_round()
+        ends, is_last = position == self.config.every_steps, step >= self.total_steps
+        if self.parts and (is_last or is_due(position, self.parts, self.config.every_steps)):
+            self._land()
+            if not is_last:
+                self.outer.leave(self.framework.weights(self.outer.next_part))
+        if is_last or (ends and not self.parts):
+            self.framework.set_weights(self.outer.end_round(self.framework.weights()))
+        if ends and self.pace is not None:
+            self.pace.end_round()
         return result
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
@@ -149,7 +176,7 @@ class LocalFramework(FrameworkOfParts):
             return found
         self.outer.settle()
         outer = self.outer
-        shared = {OUTER: outer.outer, VELOCITY: outer.velocity, COMING: outer.coming}
+        shared = {OUTER: outer.outer, VELOCITY: outer.velocity, COMING: outer.coming, UNDER_WAY: outer.under_way}
         shared |= {PACE: self.pace.updates} if self.pace is not None else {}
         return [
             *(one if one.placement is Placement.RANK else of_rank(one) for one in found),
@@ -159,15 +186,16 @@ class LocalFramework(FrameworkOfParts):
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """At another number of ranks each takes the mean of what ranks had."""
-        self.aside = None
+        self.aside, self.is_loaded = None, True
         self.framework.load(arrays)
         self.has_outer = OUTER in arrays
         outer = self.outer
         outer.settle()
         outer.begin(arrays[OUTER] if OUTER in arrays else self.framework.weights())
-        for name, array in ((VELOCITY, outer.velocity), (AHEAD, outer.ahead), (COMING, outer.coming)):
-            if name in arrays and len(array):
-                array[:] = arrays[name]
+        kept = {VELOCITY: outer.velocity, AHEAD: outer.ahead, COMING: outer.coming, UNDER_WAY: outer.under_way}
+        for name, array in kept.items():
+            if name in arrays and (saved := arrays[name]).shape == array.shape:  # of other parts none is under way
+                array[:] = saved
         if self.pace is not None and PACE in arrays:
             self.pace.load(arrays[PACE])
 
@@ -178,6 +206,15 @@ class LocalFramework(FrameworkOfParts):
     def close(self) -> None:
         self.framework.close()
         self.meeting.free()
+
+    def _agree(self) -> None:
+        """Makes ranks equal that exchange gradients, and trained apart on other nodes before a resume. Collective."""
+        self.is_loaded = False
+        if self.pace is not None:
+            self.pace.agree()
+        if len(set(self.group.allgather(self.framework.weights_hash(True), "compare the weights of a node"))) > 1:
+            make_equal(self.framework, self.group)
+            self.outer.share_ahead(self.group)
 
     def _own_update(self, micro_batches: Sequence[HostBatch]) -> StepResult:
         """Without the ranks that train apart from this one."""
@@ -198,6 +235,11 @@ class LocalFramework(FrameworkOfParts):
                 "lower the learning rate, lengthen the warm-up, or set train.clip_norm",
                 Code.NAN,
             ) from error
+
+    def _land(self) -> None:
+        at = self.outer.part
+        if at.start < at.stop:
+            self.framework.set_weights(self.outer.land(self.framework.weights(at)), at)
 
     def _outer_weights(self) -> None:
         if self.aside is None and self.has_outer:

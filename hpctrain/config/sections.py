@@ -365,12 +365,12 @@ class SyncConfig(Section, key="sync"):
     """Updates at the beginning of a run in which gradients are exchanged all the same."""
     outer_lr: AboveZero = 1.0
     """Rate of outer steps; 1 without momentum gives the mean of the weights. DiLoCo: 0.7, and a momentum of 0.9."""
-    outer_momentum: Annotated[float, Range(least=0, most=0.999)] = 0.5
+    outer_momentum: Annotated[float, Range(least=0, most=0.999)] = 0.7
     """Nesterov's momentum of outer steps."""
     within: Literal["none", "node"] = "none"
     """node: the ranks of a node exchange gradients in each update, and nodes train apart."""
     overlap: bool = False
-    """Let a round's exchange travel during the next round, at the end of which it takes effect."""
+    """Let ranks make updates while they exchange: a sixteenth of the weights at a time, so that it is soon there."""
     by_speed: bool = False
     """Let slow ranks (or nodes) make fewer updates of each round; how many is measured in the first round, and kept."""
 

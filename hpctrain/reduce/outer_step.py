@@ -1,8 +1,9 @@
 """Outer steps of local training: ranks train apart for some updates, then take a step along their mean progress.
 
 With a rate of 1 and no momentum that is the mean of their weights (Local SGD, Stich 2019); with Nesterov's momentum it
-is DiLoCo (Douillard et al. 2023). With overlap a round's progress travels during the next round and lands at its end;
-until then each rank is ahead of the outer weights by its own progress.
+is DiLoCo (Douillard et al. 2023). With overlap the weights travel in parts, one after the other, while ranks make
+updates (Streaming DiLoCo, Douillard et al. 2025): one lands when the next one leaves, and what a rank has learned
+meanwhile stays.
 """
 
 from __future__ import annotations
@@ -30,64 +31,91 @@ class OuterStep:
         group: the ranks, on a communicator that nothing else uses.
         weights: that training begins with, equal on all ranks; one-dimensional, of float32 or float64.
         rate, momentum: of the outer steps.
-        overlap: whether progress lands a round later.
+        parts: of the weights, that take turns on their way; 0: they are exchanged all at once.
     """
 
-    def __init__(self, group: Group, weights: Flat, rate: float, momentum: float, overlap: bool) -> None:
-        self.group, self.rate, self.momentum, self.overlap = group, rate, momentum, overlap
+    def __init__(self, group: Group, weights: Flat, rate: float, momentum: float, parts: int) -> None:
+        self.group, self.rate, self.momentum = group, rate, momentum
         self.outer = weights.copy()
         self.velocity = np.zeros_like(weights) if momentum else weights[:0].copy()
-        self.ahead = np.zeros_like(weights) if overlap else weights[:0].copy()
-        """This rank's progress that has not landed."""
-        self.coming = np.zeros_like(weights) if overlap else weights[:0].copy()
+        self.length = -(-len(weights) // parts) if parts else 0
+        self.ahead = np.zeros(self.length, weights.dtype)
+        """This rank's progress in the part under way, which is ahead of the outer weights by it."""
+        self.coming = self.ahead.copy()
         """The mean of all ranks', once ``arrived`` has returned."""
+        self.under_way = np.zeros(2 if parts else 0, np.int64)
+        """Bounds of that part; equal if there is none."""
         self.arrived: Callable[[bool], bool] = lambda wait: True
 
     def begin(self, weights: Flat) -> None:
         """Training apart begins from these weights, equal on all ranks."""
         self.outer[:] = weights
-        for array in (self.velocity, self.ahead, self.coming):
+        for array in (self.velocity, self.ahead, self.coming, self.under_way):
             array[:] = 0
 
-    def start(self) -> Flat:
-        """The weights of this rank at the beginning of the round."""
-        return self.outer + self.ahead if self.overlap else self.outer.copy()
-
-    def end_round(self, weights: Flat, lands: bool = False) -> Flat:
-        """The weights that this rank continues from. Collective.
+    def end_round(self, weights: Flat) -> Flat:
+        """Exchanges all progress; the outer weights, from which this rank continues. Collective.
 
         Args:
-            weights: that this rank has reached.
-            lands: whether nothing may be under way any more, as at the end of a run.
+            weights: that this rank has reached, with no part under way.
         """
-        progress = weights - self.start()
-        if not self.overlap:
-            self.group.add(progress, WHAT)
-            self._step(progress / self.group.size)
-            return self.outer.copy()
+        progress = weights - self.outer
+        self.group.add(progress, WHAT)
+        self._step(slice(None), progress / self.group.size)
+        return self.outer.copy()
+
+    @property
+    def part(self) -> slice:
+        """That is under way."""
+        return slice(*self.under_way.tolist())
+
+    @property
+    def next_part(self) -> slice:
+        """That leaves next."""
+        begin = int(self.under_way[1]) % len(self.outer)
+        return slice(begin, min(begin + self.length, len(self.outer)))
+
+    def land(self, weights: Flat) -> Flat:
+        """What this rank continues from in the part under way, which has arrived then. Collective.
+
+        Args:
+            weights: of this part, that this rank has reached.
+        """
         self.settle()
-        self._step(self.coming)
-        self.ahead[:] = progress
-        self.coming[:] = progress
-        self.coming /= self.group.size
-        self.arrived = self.group.begin_add(self.coming, WHAT)
-        if lands:
-            self.settle()
-            self._step(self.coming)
-            self.ahead[:] = self.coming[:] = 0
-        return self.start()
+        at, count = self.part, len(weights)
+        since = weights - (self.outer[at] + self.ahead[:count])
+        self._step(at, self.coming[:count])
+        self.under_way[0] = self.under_way[1]
+        landed: Flat = self.outer[at] + since
+        return landed
+
+    def leave(self, weights: Flat) -> None:
+        """Sends the progress of the next part on its way. Collective.
+
+        Args:
+            weights: of this part, that this rank has reached.
+        """
+        at, count = self.next_part, len(weights)
+        self.under_way[:] = at.start, at.stop
+        self.ahead[:count] = weights - self.outer[at]
+        self.coming[:count] = self.ahead[:count] / self.group.size
+        self.arrived = self.group.begin_add(self.coming[:count], WHAT)
+
+    def share_ahead(self, group: Group) -> None:
+        """These ranks have the same weights from now on. Collective among them."""
+        self.settle()
+        group.add(self.ahead, WHAT)
+        self.ahead /= group.size
 
     def settle(self) -> None:
         """Waits for what is on its way, which then is state like everything else."""
         self.arrived(True)
 
-    def _step(self, progress: Flat) -> None:
-        if not self.momentum:
-            self.outer += self.rate * progress
-            return
-        self.velocity *= self.momentum
-        self.velocity += progress
-        self.outer += self.rate * (progress + self.momentum * self.velocity)
+    def _step(self, at: slice, progress: Flat) -> None:
+        if self.momentum:
+            self.velocity[at] = self.momentum * self.velocity[at] + progress
+            progress = progress + self.momentum * self.velocity[at]
+        self.outer[at] += self.rate * progress
 
 
 class Pace:
@@ -108,17 +136,16 @@ class Pace:
 
     def is_due(self, position: int) -> bool:
         """Whether this rank makes an update of a round, from 1; it always makes the last one."""
-        updates = int(self.updates[self.group.rank]) or self.every_steps
-        return position * updates // self.every_steps > (position - 1) * updates // self.every_steps
+        return is_due(position, int(self.updates[self.group.rank]) or self.every_steps, self.every_steps)
 
     def load(self, updates: NDArray[np.int64]) -> None:
-        """Takes the paces of a checkpoint, if ranks are as many. Collective: those that exchange gradients now may be
-        on other nodes than before, and need the same one."""
-        if len(updates) != len(self.updates):
-            self.updates[:] = 0
-            return
+        """Takes the paces of a checkpoint, if ranks are as many."""
+        self.updates[:] = updates if len(updates) == len(self.updates) else 0
+
+    def agree(self) -> None:
+        """Those that exchange gradients now may have been on other nodes before, and need one pace. Collective."""
         index = self.group.gather(np.array([float(self.index)]), "learn who keeps pace")[:, 0]
-        self.updates[:] = [updates[index == own].min() for own in index]
+        self.updates[:] = [self.updates[index == own].min() for own in index]
 
     def end_round(self) -> None:
         """Settles the paces, if they are not known. Collective."""
@@ -127,6 +154,11 @@ class Pace:
             everyone = self.group.gather(mine, "compare their speeds")
             self.updates[:] = updates_by_speed(everyone[:, 0], everyone[:, 1], self.every_steps)
         self.seconds.clear()
+
+
+def is_due(position: int, times: int, steps: int) -> bool:
+    """Whether what is done N ``times`` in a round, evenly, is due at this place among its steps, from 1."""
+    return position * times // steps > (position - 1) * times // steps
 
 
 def updates_by_speed(index: Flat, seconds: Flat, every_steps: int) -> NDArray[np.int64]:

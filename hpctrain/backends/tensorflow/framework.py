@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hpctrain.backends.local_training import ALL, covered
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.tensorflow.state.source import KerasState
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
@@ -89,17 +90,19 @@ class KerasFramework(FrameworkOfParts):
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
 
-    def weights(self) -> NDArray[Any]:
+    def weights(self, at: slice = ALL) -> NDArray[Any]:
         """See backends.local_training.Apart."""
-        return np.concatenate([np.asarray(one.value).reshape(-1) for one in self.task.model.trainable_variables])
+        trained = self.task.model.trainable_variables
+        parts = covered([math.prod(one.shape) for one in trained], at)
+        return np.concatenate([np.asarray(trained[index].value).reshape(-1)[part] for index, part, _ in parts])
 
-    def set_weights(self, flat: NDArray[Any]) -> None:
+    def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
         """See backends.local_training.Apart."""
-        begin = 0
-        for one in self.task.model.trainable_variables:
-            end = begin + math.prod(one.shape)
-            one.assign(flat[begin:end].reshape(one.shape))
-            begin = end
+        trained = self.task.model.trainable_variables
+        for index, part, place in covered([math.prod(one.shape) for one in trained], at):
+            values = np.array(trained[index].numpy())
+            values.reshape(-1)[part] = flat[place]
+            trained[index].assign(values)
 
     def use(self, choice: ReducerChoice) -> None:
         """See backends.local_training.Apart."""

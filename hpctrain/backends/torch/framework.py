@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from hpctrain.backends.local_training import ALL, covered
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.torch.metrics import to_host
 from hpctrain.backends.torch.state.source import Averages, TorchState
@@ -84,19 +85,21 @@ class TorchFramework(FrameworkOfParts):
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
 
-    def weights(self) -> NDArray[Any]:
+    def weights(self, at: slice = ALL) -> NDArray[Any]:
         """See backends.local_training.Apart."""
-        parts = [one.detach().reshape(-1) for one in self.source.averages.parameters]
+        trained = [one.detach() for one in self.source.averages.parameters]
+        covers = covered([one.numel() for one in trained], at)
+        parts = [trained[index].reshape(-1)[part] for index, part, _ in covers]
         flat: NDArray[Any] = torch.cat(parts).cpu().numpy()
         return flat.copy() if len(parts) == 1 else flat
 
-    def set_weights(self, flat: NDArray[Any]) -> None:
+    def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
         """See backends.local_training.Apart."""
-        trained = self.source.averages.parameters
-        parts = torch.from_numpy(flat).split([one.numel() for one in trained])
-        with torch.no_grad():
-            for parameter, part in zip(trained, parts, strict=True):
-                parameter.copy_(part.view(parameter.shape))
+        trained = [one.detach() for one in self.source.averages.parameters]
+        for index, part, place in covered([one.numel() for one in trained], at):
+            values = trained[index].reshape(-1)
+            values[part] = torch.from_numpy(flat[place])
+            trained[index].copy_(values.view_as(trained[index]))
 
     def use(self, choice: ReducerChoice) -> None:
         """See backends.local_training.Apart."""

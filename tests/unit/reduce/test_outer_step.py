@@ -20,20 +20,26 @@ def progress_of(rank: int, number: int) -> NDArray[Any]:
     return np.random.default_rng([rank, number]).normal(size=3)
 
 
-def trained(rate: float, momentum: float, overlap: bool, resumed: int | None = None) -> list[list[NDArray[Any]]]:
-    """The outer weights of each rank after each round; if asked for, in another object from a round on."""
+def trained(rate: float, momentum: float, parts: int = 0, resumed: int | None = None) -> list[list[NDArray[Any]]]:
+    """The outer weights of each rank after each round, or exchange; if asked for, in another object from one on."""
 
     def work(group: ThreadGroup) -> list[NDArray[Any]]:
-        outer = OuterStep(group, BEGIN, rate, momentum, overlap)
-        weights, found = outer.start(), []
+        outer = OuterStep(group, BEGIN, rate, momentum, parts)
+        weights, found = BEGIN.copy(), []
         for number in range(ROUNDS):
             if number == resumed:
                 outer.settle()
-                old, outer = outer, OuterStep(group, np.zeros(3), rate, momentum, overlap)
-                for name in ("outer", "velocity", "ahead", "coming"):
+                old, outer = outer, OuterStep(group, np.zeros(3), rate, momentum, parts)
+                for name in ("outer", "velocity", "ahead", "coming", "under_way"):
                     getattr(outer, name)[:] = getattr(old, name)
-            weights = outer.end_round(weights + progress_of(group.rank, number), lands=number == ROUNDS - 1)
-            np.testing.assert_array_equal(weights, outer.start())
+            weights = weights + progress_of(group.rank, number)
+            if parts:
+                at = outer.part
+                weights[at] = outer.land(weights[at])
+            if not parts or number == ROUNDS - 1:
+                weights = outer.end_round(weights)
+            else:
+                outer.leave(weights[outer.next_part])
             found.append(outer.outer.copy())
         np.testing.assert_array_equal(weights, found[-1])
         return found
@@ -59,7 +65,7 @@ def by_formula(rate: float, momentum: float) -> list[NDArray[Any]]:
 
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
 def test_steps_are_those_of_nesterov_along_the_mean_progress(rate: float, momentum: float) -> None:
-    for found in trained(rate, momentum, overlap=False):
+    for found in trained(rate, momentum):
         np.testing.assert_allclose(found, by_formula(rate, momentum), rtol=1e-12)
 
 
@@ -67,14 +73,25 @@ def test_steps_are_those_of_nesterov_along_the_mean_progress(rate: float, moment
 def test_with_overlap_the_same_steps_are_made_a_round_later(rate: float, momentum: float) -> None:
     """And at the end of a run everything has landed. That progress depends on where it begins is left out here."""
     wanted = [BEGIN, *by_formula(rate, momentum)]
-    for found in trained(rate, momentum, overlap=True):
+    for found in trained(rate, momentum, parts=1):
         np.testing.assert_allclose(found, [*wanted[: ROUNDS - 1], wanted[ROUNDS]], rtol=1e-12)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+def test_parts_take_turns_and_no_progress_is_lost_or_counted_twice() -> None:
+    """Each number is a part of its own, and means of what all ranks have made since its last turn land a turn later."""
+    made = np.cumsum([mean_progress(number) for number in range(ROUNDS)], axis=0)
+    for found in trained(1.0, 0.0, parts=3):
+        for turn, weights in enumerate(found[:-1]):
+            for part in range(3):
+                landed = [sent for sent in range(part, turn, 3)]
+                np.testing.assert_allclose(weights[part], BEGIN[part] + (made[landed[-1], part] if landed else 0.0))
+        np.testing.assert_allclose(found[-1], BEGIN + made[-1])
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2])
 @pytest.mark.parametrize("resumed", [1, 3])
-def test_state_resumes_bit_for_bit_with_equal_outer_weights(overlap: bool, resumed: int) -> None:
-    straight, again = trained(0.7, 0.9, overlap), trained(0.7, 0.9, overlap, resumed)
+def test_state_resumes_bit_for_bit_with_equal_outer_weights(parts: int, resumed: int) -> None:
+    straight, again = trained(0.7, 0.9, parts), trained(0.7, 0.9, parts, resumed)
     for rank in range(RANKS):
         np.testing.assert_array_equal(again[rank], straight[rank])
         np.testing.assert_array_equal(straight[rank], straight[0])
@@ -109,6 +126,7 @@ def test_a_pace_is_settled_once_on_all_ranks_and_spread_over_the_round() -> None
     def resume(group: ThreadGroup) -> list[int]:
         pace = Pace(group, group.rank // 2, 8)  # ranks 0 and 1 share a node now
         pace.load(np.array([8, 4, 2]))
+        pace.agree()
         return pace.updates.tolist()
 
     assert in_threads(RANKS, resume) == [[4, 4, 2]] * RANKS

@@ -1,0 +1,128 @@
+"""Ranks that train apart, as threads with a model of a few numbers: rounds, parts on their way, and resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hpctrain.backends.local_training import ALL, LocalFramework, covered, inner_world
+from hpctrain.backends.update import UpdateResult
+from hpctrain.comm.world import World
+from hpctrain.config.sections import SyncConfig
+from hpctrain.train.state import ArrayTensor, StateTensor, TrainState
+from hpctrain.train.stateful import value_of
+from tests.support.thread_groups import ThreadGroup, in_threads
+
+RANKS, STEPS = 2, 70
+BATCH = [{"x": np.zeros(1)}]
+Saved = dict[str, NDArray[Any]]
+
+
+class Numbers:
+    """A framework of numbers that each rank draws to its own place once it is apart; it has a momentum."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.aim, self.began = np.ones(48), np.zeros(48)
+        self.numbers, self.speed = np.zeros(48), np.zeros(48)
+
+    def step(self, micro_batches: Sequence[Any], global_samples: int) -> UpdateResult:
+        self.began = self.numbers
+        self.speed = 0.9 * self.speed + 0.01 * (self.aim - self.numbers)
+        self.numbers = self.numbers + self.speed
+        return UpdateResult((0.0, 1.0), None)
+
+    def weights(self, at: slice = ALL) -> NDArray[Any]:
+        return self.numbers[at].copy()
+
+    def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
+        self.numbers[at] = flat
+
+    def weights_hash(self, shared_only: bool = False) -> str:
+        return self.numbers.tobytes().hex()
+
+    def state(self) -> list[StateTensor]:
+        return [ArrayTensor("numbers", self.numbers), ArrayTensor("speed", self.speed)]
+
+    def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.numbers, self.speed = np.array(arrays["numbers"]), np.array(arrays["speed"])
+
+    def use(self, choice: Any) -> None:
+        self.aim = np.random.default_rng(self.rank).normal(size=48)
+
+
+def trained(group: ThreadGroup, node: int, until: int, begin: int = 0, saved: Saved | None = None, **sync: Any) -> Any:
+    """The framework after updates, from saved arrays on if there are any."""
+    world = World(group, group, group, node=node, nodes=RANKS, host="here")
+    config = SyncConfig(kind="local", every_steps=32, after_steps=3, **sync)
+    made: Any = Numbers(group.rank)
+    framework = LocalFramework(made, world, inner_world(world, config), config, made)
+    progress = TrainState(step=begin)
+    framework.follow(progress, STEPS)
+    if saved is not None:
+        framework.load(saved)
+    while progress.step < until:
+        framework.step(BATCH, 1)
+        progress.step += 1
+    return framework
+
+
+def saved_by(framework: LocalFramework) -> Saved:
+    return {one.name: value_of(one) for one in framework.state()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at", [2, 3, 4, 20, 36, 37, 68])
+def test_a_resume_at_any_step_ends_bit_for_bit_the_same_with_equal_weights(overlap: bool, at: int) -> None:
+    def work(group: ThreadGroup) -> list[NDArray[Any]]:
+        straight = trained(group, group.rank, STEPS, overlap=overlap)
+        saved = saved_by(trained(group, group.rank, at, overlap=overlap))
+        again = trained(group, group.rank, STEPS, at, saved, overlap=overlap)
+        return [straight.framework.numbers, again.framework.numbers]
+
+    (first, again), (second, _) = in_threads(RANKS, work)
+    np.testing.assert_array_equal(again, first)
+    np.testing.assert_array_equal(second, first)
+
+
+def test_with_overlap_every_part_has_landed_soon_after_a_round() -> None:
+    def work(group: ThreadGroup) -> list[NDArray[Any]]:
+        return [trained(group, group.rank, until, overlap=True).outer.outer for until in (3, 36, 37)]
+
+    (begin, before, after), (_, _, other) = in_threads(RANKS, work)
+    assert [np.count_nonzero(outer != begin) for outer in (before, after)] == [45, 48], "the last part has 3 numbers"
+    np.testing.assert_array_equal(other, after)
+
+
+def test_ranks_of_a_node_become_equal_if_they_trained_apart_before_a_resume() -> None:
+    def work(group: ThreadGroup) -> list[bool]:
+        sync = {"within": "node", "overlap": True, "by_speed": True}
+        apart = trained(group, group.rank, 41, **sync)
+        equal = []
+        given = saved_by(apart) | {"sync/pace": np.array([32, 16])}
+        for framework in (apart, trained(group, 0, 42, 41, given, **sync)):
+            saved = saved_by(framework)
+            pace = saved["sync/pace"][group.rank]
+            mine = [one.tolist() for one in (framework.framework.began, saved["sync/ahead"], pace)]
+            equal.append(len(set(map(str, group.allgather(mine)))) == 1)
+        return equal
+
+    assert in_threads(RANKS, work) == [[False, True]] * RANKS
+
+
+@pytest.mark.parametrize("at", [ALL, slice(0, 12), slice(1, 9), slice(4, 5), slice(7, 12), slice(3, 3)])
+def test_arrays_in_a_row_are_read_and_replaced_by_slices(at: slice) -> None:
+    sizes = [3, 0, 4, 1, 4]
+    row = np.arange(sum(sizes))
+    arrays = np.split(row.copy(), np.cumsum(sizes)[:-1])
+    read = [arrays[index][part] for index, part, _ in covered(sizes, at)]
+    np.testing.assert_array_equal(np.concatenate([row[:0], *read]), row[at])
+    flat = -row[at]
+    for index, part, place in covered(sizes, at):
+        arrays[index][part] = flat[place]
+    row[at] = flat
+    np.testing.assert_array_equal(np.concatenate(arrays), row)
