@@ -754,7 +754,7 @@ class LaunchConfig(Section, key="launch"):
         if self.hosts and (len(set(self.hosts)) < len(self.hosts) or self.spare_nodes >= len(self.hosts)):
             raise UserError("launch.hosts names a host twice, or only spare ones", "name each host once")
         if self.engine and (self.engine == "hosts") != bool(self.hosts):
-            raise UserError(f"launch.engine is {self.engine}, with {len(self.hosts)} launch.hosts", "give one of them")
+            raise UserError(f"launch.engine is {self.engine}, launch.hosts {list(self.hosts)}", "correct one of them")
         if self.stage_environment and self.slurm.wrap:
             what = "launch.stage_environment has no use with launch.slurm.wrap"
             raise WrongValue("launch.stage_environment", what, "leave it out: an image is one file")

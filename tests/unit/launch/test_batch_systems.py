@@ -53,6 +53,6 @@ def test_outside_of_a_job_that_is_said(engine: str, tmp_path: Path, monkeypatch:
 
 
 def test_one_place_is_named() -> None:
-    with pytest.raises(UserError, match=r"launch\.engine and launch\.hosts both say"):
+    with pytest.raises(UserError, match=r"launch\.engine is pbs, launch\.hosts \['n1'\]"):
         LaunchConfig(engine="pbs", hosts=("n1",))
     assert on_hosts_of_the_job(LaunchConfig(hosts=("n1",)), {}).hosts == ("n1",)

@@ -41,6 +41,7 @@ GPUS, PODS, DIALLED = {"slurm.gpus_per_node"}, {"kubernetes.image"}, {"ticket", 
 UNREAD = {
     "slurm": {"directives", "remote_shell"} | DIALLED | PODS,
     **dict.fromkeys(SYSTEMS, OF_SLURM | GPUS | DIALLED | PODS | {"remote_shell"}),
+    "local": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED | PODS | {"remote_shell"},
     "hosts": OF_SLURM | OF_SCRIPTS | GPUS | DIALLED | PODS,
     "runners": OF_SLURM | OF_SCRIPTS | {"remote_shell"},
     "ray": OF_SLURM | OF_SCRIPTS | PODS | {"remote_shell", "ticket"},
@@ -51,7 +52,7 @@ UNREAD = {
 
 def test_each_engine_and_each_key_is_known() -> None:
     engines = typing.get_args(typing.get_args(typing.get_type_hints(LaunchConfig)["engine"])[0])
-    assert set(UNREAD) == {*engines, "slurm", "hosts"}
+    assert set(UNREAD) == set(engines)
     assert {key.partition(".")[0] for key in READERS} <= {field.name for field in dataclasses.fields(LaunchConfig)}
 
 
