@@ -180,12 +180,7 @@ class StreamedAllreduce:
     """
 
     def __init__(
-        self,
-        group: Group,
-        buffers: Sequence[NDArray[Any]],
-        codec: Codec | None,
-        exact: int,
-        node: Group | None = None,
+        self, group: Group, buffers: Sequence[NDArray[Any]], codec: Codec | None, exact: int, node: Group | None = None
     ) -> None:
         self.node = node or Group("node")
         self.buffers = buffers

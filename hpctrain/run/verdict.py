@@ -12,10 +12,7 @@ from hpctrain.system.json_shape import fits, is_count
 
 ORDERLY_CODES = (Code.COMPLETED, Code.STOPPED, Code.TIME_LIMIT)
 """Codes of attempts that came to a good end."""
-BY_SUPERVISOR = (
-    *(Code.KILLED, Code.OUT_OF_MEMORY, Code.NODE, Code.HANG),
-    *(Code.VANISHED, Code.STOP, Code.PREFLIGHT),
-)
+BY_SUPERVISOR = (*(Code.KILLED, Code.OUT_OF_MEMORY, Code.NODE, Code.HANG), *(Code.VANISHED, Code.STOP, Code.PREFLIGHT))
 """Codes of what a supervisor finds out. They have the same name in the field ``cause``."""
 BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVISOR}}
 """What the field ``cause`` means in verdicts without a code."""

@@ -151,12 +151,7 @@ class RunView:
         return read_heat_map(self._run.heat_map)
 
     def _snapshot(
-        self,
-        info: Mapping[str, Any],
-        progress: Progress,
-        decoder: Decoder,
-        life: Life | None,
-        is_behind: bool = False,
+        self, info: Mapping[str, Any], progress: Progress, decoder: Decoder, life: Life | None, is_behind: bool = False
     ) -> RunSnapshot:
         attempts = tuple(Attempt.from_json(entry) for entry in info.get("attempts") or ())
         if not self._config or len(attempts) != self._num_attempts:  # an attempt may come with other options

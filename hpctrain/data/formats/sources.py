@@ -15,13 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.config.values import refuse_credentials
-from hpctrain.data.dataset import (
-    Dataset,
-    Samples,
-    SeededDataset,
-    choose,
-    from_arrays,
-)
+from hpctrain.data.dataset import Dataset, Samples, SeededDataset, choose, from_arrays
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.concatenation import concatenate
 from hpctrain.data.formats.json_lines import JsonLines

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import struct
 from time import monotonic
-from types import TracebackType
 from typing import Protocol
 
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, ROW, STEPS, WAITS_FOR, Slot, own_slot
@@ -172,7 +171,5 @@ class Scope:
     def __enter__(self) -> None:
         self.clock.mark(REST)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.clock.mark(self.column)

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from hpctrain.comm.world import World
@@ -92,9 +91,7 @@ class MonitorSession:
     def __enter__(self) -> MonitorSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(orderly=kind is None)
 
     def close(self, orderly: bool = False) -> None:

@@ -28,7 +28,7 @@ from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 
 JOINED_BYTES = 65536
 """Of gradients that travel as one piece: each more costs some 10 us on its way to Python and back."""
-Told = Callable[[], None]
+Told = Callable[[], None] | None
 """What is called on the host."""
 
 
@@ -42,9 +42,7 @@ class Reducer(Protocol):
     meets: bool
     """Whether there are other ranks to wait for."""
 
-    def sum(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         """The sums of the pieces over the ranks; in a TensorFlow function or outside.
 
         Args:
@@ -57,9 +55,7 @@ class Reducer(Protocol):
             Sums of the same shapes and dtypes. The last one holds the square of the norm of the others, too.
         """
 
-    def borrow(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         """The same without a copy, if the reducer lends: from memory that other ranks read and the next call
         overwrites.
 
@@ -77,9 +73,7 @@ class NoReducer:
     name = "none"
     lends = meets = False
 
-    def sum(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         return with_square(telling(after, telling(before, pieces)))
 
     borrow = sum
@@ -101,21 +95,17 @@ class HostReducer:
         self.lends = not joined
         self.close = host.close
 
-    def sum(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces, before, after)]
 
-    def borrow(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         if self.lends:
             return self._call(pieces, before, after)
         *gradients, slots = pieces
         together, total = self._call([join(gradients), slots], before, after)
         return [*split(together, gradients), total]
 
-    def _call(self, pieces: Sequence[tf.Tensor], before: Told | None, after: Told | None) -> list[tf.Tensor]:
+    def _call(self, pieces: Sequence[tf.Tensor], before: Told, after: Told) -> list[tf.Tensor]:
         def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
             tell(before)
             sums = self.host.sum(*arrays)
@@ -139,9 +129,7 @@ class HorovodReducer:
         self.horovod = lease.module
         self.compress = compress
 
-    def sum(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         return telling(after, with_square(self._sum(telling(before, pieces))))
 
     borrow = sum
@@ -161,7 +149,7 @@ class HorovodReducer:
         self.lease.end()
 
 
-def tell(told: Told | None) -> None:
+def tell(told: Told) -> None:
     """Calls it, if there is one."""
     if told is not None:
         told()
@@ -174,7 +162,7 @@ def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dty
     return given
 
 
-def telling(told: Told | None, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def telling(told: Told, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The pieces; the host is notified when they are complete."""
     if told is None:
         return list(pieces)

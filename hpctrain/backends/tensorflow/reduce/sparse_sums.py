@@ -103,7 +103,7 @@ class Tables:
         both = [tf.concat(pair, 0) for pair in zip(packed, more, strict=True)]
         return self.pack(self.unpack(both))
 
-    def sum(self, packed: Sequence[tf.Tensor], after: Told | None = None) -> list[tf.Tensor]:
+    def sum(self, packed: Sequence[tf.Tensor], after: Told = None) -> list[tf.Tensor]:
         """The sums over the ranks, which all meet in it; the same of one process.
 
         Args:

@@ -170,11 +170,7 @@ def objects(config: Config, job: str, folder: str, key: str) -> list[dict[str, A
     first = {"apiVersion": "v1", "kind": "Secret", "metadata": about, "immutable": True, "stringData": secret}
     if given.kind == "TrainJob":
         return [first, *train_job(about, about | annotated, spec)]
-    service = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {KINDS["Job"].label: job},
-    }
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {KINDS["Job"].label: job}}
     return [
         first,
         {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},

@@ -25,11 +25,7 @@ from hpctrain.system.quantities import ranges
 
 
 def plan(
-    config: Config,
-    run: RunDir,
-    elements: Sequence[Config] = (),
-    at_once: int | None = None,
-    chain: int = 1,
+    config: Config, run: RunDir, elements: Sequence[Config] = (), at_once: int | None = None, chain: int = 1
 ) -> Plan:
     """Everything that a submission needs, checked; pure but for reading profiles, the run file and old events.
 
@@ -99,11 +95,7 @@ def own_bin() -> Path:
 
 
 def submit(
-    planned: Plan,
-    options: Sequence[str] = (),
-    chain: int = 1,
-    cwd: str | None = None,
-    always: Sequence[str] = (),
+    planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None, always: Sequence[str] = ()
 ) -> list[str]:
     """Submits a written plan; the job ids. Reports jobs that cannot be noted in the run folder.
 

@@ -181,14 +181,10 @@ class ShardedReducer:
         """This rank's rows, in each place that it leaves them in."""
         self.close = exchange.close
 
-    def sum(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces, before, after)]
 
-    def borrow(
-        self, pieces: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         def scattered(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
             tell(before)
             for view, array in zip(self.filled, arrays, strict=True):
@@ -203,9 +199,7 @@ class ShardedReducer:
             total.set_shape(shape)
         return list(totals)
 
-    def spread(
-        self, updated: Sequence[tf.Tensor], before: Told | None = None, after: Told | None = None
-    ) -> list[tf.Tensor]:
+    def spread(self, updated: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
         """All variables, as all ranks together have updated them; in a TensorFlow function or outside.
 
         Args:
