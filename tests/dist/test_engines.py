@@ -1,4 +1,4 @@
-"""Runs on the machines of each engine: by ssh or `hpctrain node`, on a real Ray, Spark and Grid Engine.
+"""Runs on the machines of each engine: by ssh or `hpctrain node`, on a real Ray, Spark, Grid Engine and Slurm.
 
 Ranks are killed, a host is lost, the run is stopped and resumed, to the weights of an undisturbed local run; programs
 of others give the numbers of their own launchers.
@@ -28,9 +28,10 @@ import pytest
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import collect
+from tests.slurm import cluster as slurm_cluster
 from tests.support import foreign_programs as foreign
 from tests.support import grid_engine, netns
-from tests.support.command import PROJECT, environment, events, gone, hpctrain, last_words, wait_for, write_run
+from tests.support.command import PROJECT, endings, environment, events, gone, hpctrain, last_words, wait_for, write_run
 from tests.support.mpi import LAUNCH_S, PATIENCE_S
 from tests.support.warm_ranks import variables
 
@@ -248,7 +249,25 @@ def gridengine(network: netns.Network, folder: Path) -> Iterator[Place]:
         yield on_network(network, of_all, own, queued=True, for_two=for_two)
 
 
-ENGINES = {each.__name__: each for each in (hosts, runners, ray, spark, gridengine)}
+@contextmanager
+def slurm(network: netns.Network, folder: Path) -> Iterator[Place]:
+    """A Slurm, whose nodes share one network."""
+    if reason := slurm_cluster.missing():
+        pytest.skip(reason)
+    with slurm_cluster.two_nodes(folder) as cluster:
+        cluster.start_node(slurm_cluster.THIRD)
+        yield Place(
+            (*slurm_cluster.NODES, slurm_cluster.THIRD),
+            {"slurm": {"profile": "local-test", "partition": "three", "signal_s": 20}},
+            lambda *words: [*map(str, words)],
+            cluster.environment,
+            lambda host, pid: cluster.in_node(host, "kill", "-KILL", str(pid)),
+            cluster.kill_node,
+            queued=True,
+        )
+
+
+ENGINES = {each.__name__: each for each in (hosts, runners, ray, spark, gridengine, slurm)}
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +329,35 @@ def test_programs_of_others_give_the_numbers_of_their_own_launchers_on_two_hosts
         assert child.returncode == 0, said
         assert foreign.losses(said) == own_losses(name), said
         assert len({word["host"] for word in last_words(run)}) == 2
+
+
+NOTIFIED = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["PMIX_RANK"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+again = (folder / f"began-{rank}").exists()
+(folder / f"began-{rank}").touch()
+while not again:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("place", ["gridengine"], indirect=True)
+def test_a_job_of_grid_engine_that_is_told_of_its_end_saves_and_runs_again(
+    place: Place, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(NOTIFIED)
+    run, command = tmp_path / "run", [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    launch = {**launch_of(place, request, 0), **place.for_two, "command": command}
+    with place.started(write_run(tmp_path, run_dir=str(run), launch=launch)) as child:
+        wait_for("ranks", lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), LAUNCH_S)
+        [shell] = Path(place.environment["SGE_ROOT"], "hosts").glob("*/active_jobs/*/job_pid")
+        os.killpg(int(shell.read_text()), signal.SIGUSR2)  # what -notify asks for
+        text, _ = child.communicate(timeout=LAUNCH_S)
+    logs = text + "".join(path.read_text() for path in run.glob("logs/*"))
+    assert [endings(run, attempt) for attempt in (1, 2)] == [["stop_requested"] * 2, ["completed"] * 2], logs
+    assert child.returncode == 0, logs
 
 
 @pytest.fixture(scope="module")
