@@ -1,22 +1,26 @@
 """Samples read from a packed file and from an object store, in turn: ``python -m benchmarks.reading``.
 
-The same rows lie in a packed HDF5 file, and in a local S3 server as Parquet and as tar shards, which WebDataset reads
-(``pip install webdataset``). The first epoch is cold: no page of the files and no block of the store is on the node.
+The same rows lie in a packed HDF5 file, and in a local S3 server as Parquet, as HDF5, as tar shards, which WebDataset
+reads, and as MosaicML's shards (``pip install webdataset mosaicml-streaming``). The first epoch is cold: no page of the
+files and no block of the store is on the node.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,14 +28,20 @@ from benchmarks.program import start
 from hpctrain.bench.ranks import on_ranks
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
-from tests.support.object_store import ObjectStore, serving
+from hpctrain.system.object_store import opened
+from tests.support.object_store import serving
 
-WIDTH, GROUP, SHARD = 192, 10_000, 10_000
-"""Values of a row, rows of a row group, samples of a tar shard."""
+WIDTH, GROUP, SHARD, FILE = 192, 10_000, 10_000, 100_000
+"""Values of a row, rows of a row group, samples of a tar shard, rows of a Parquet or HDF5 file."""
+PEERS = {"webdataset": "webdataset", "streaming": "streaming"}
+"""Contenders that need a package, and its module."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=400_000, help="of 776 bytes each (default: 400000)")
+    parser.add_argument("--rows", type=int, default=2_621_440, help="of 776 bytes each (default: 2621440, 2 GB)")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(FILLING), metavar="KIND", help=f"of {', '.join(FILLING)} (default: all)"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine (default: 2)")
     parser.add_argument("--epochs", type=int, default=3, help="the first of which is cold (default: 3)")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the packed file and caches lie")
@@ -41,69 +51,115 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def rows_of(begin: int, end: int) -> dict[str, NDArray[np.float32] | NDArray[np.int64]]:
     """The same at each call."""
     rng = np.random.default_rng(begin)
-    return {"x": rng.normal(size=(end - begin, WIDTH)).astype(np.float32), "y": np.arange(begin, end)}
+    return {"x": rng.random((end - begin, WIDTH), np.float32), "y": np.arange(begin, end)}
 
 
-def fill(store: ObjectStore, num_rows: int) -> None:
-    """Puts table and shards into the bucket ``rows``."""
+def parts(begin: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Ranges of this number of rows."""
+    return ((at, min(at + rows, end)) for at in range(begin, end, rows))
+
+
+def fill_packed(num_rows: int, folder: Path) -> str:
+    path = folder / "packed.h5"
+    pack(path, 0, num_rows)
+    with open(path, "rb") as file:  # no page of it stays in memory
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return str(path)
+
+
+def pack(path: Path, first: int, last: int) -> None:
+    """A file as ``hpctrain data pack`` makes it."""
+    with h5py.File(path, "w") as file:
+        x = file.create_dataset("x", (last - first, WIDTH), np.float32)
+        file.create_dataset("y", data=np.arange(first, last))
+        for begin, end in parts(first, last, GROUP):
+            x[begin - first : end - first] = rows_of(begin, end)["x"]
+
+
+def fill_hdf5(num_rows: int, folder: Path) -> str:
+    for number, (begin, end) in enumerate(parts(0, num_rows, FILE)):
+        path = folder / f"{number:05d}.h5"
+        pack(path, begin, end)
+        opened("s3://rows/hdf5").put(path.name, path)
+        path.unlink()
+    return "s3://rows/hdf5/*.h5"
+
+
+def fill_table(num_rows: int, folder: Path) -> str:
     import pyarrow
     from pyarrow import parquet
     from pyarrow.fs import FileSystem
 
-    system, path = FileSystem.from_uri(store.make_bucket("rows"))
+    system, path = FileSystem.from_uri("s3://rows/table")
     schema = pyarrow.schema({"x": pyarrow.list_(pyarrow.float32(), WIDTH), "y": pyarrow.int64()})
-    with (
-        system.open_output_stream(f"{path}/table/part.parquet") as file,
-        parquet.ParquetWriter(file, schema, compression="zstd") as writer,
-    ):
-        for begin in range(0, num_rows, GROUP):
-            some = rows_of(begin, min(begin + GROUP, num_rows))
-            x = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(some["x"].ravel()), WIDTH)
-            writer.write_table(pyarrow.table({"x": x, "y": some["y"]}, schema), row_group_size=GROUP)
-    for begin in range(0, num_rows, SHARD):
-        some = rows_of(begin, min(begin + SHARD, num_rows))
+    for number, (first, last) in enumerate(parts(0, num_rows, FILE)):
         with (
-            system.open_output_stream(f"{path}/shards/{begin // SHARD:05d}.tar") as file,
-            tarfile.open(fileobj=file, mode="w|") as tar,
+            system.open_output_stream(f"{path}/{number:05d}.parquet") as file,
+            parquet.ParquetWriter(file, schema, compression="zstd") as writer,
         ):
+            for begin, end in parts(first, last, GROUP):
+                some = rows_of(begin, end)
+                x = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(some["x"].ravel()), WIDTH)
+                writer.write_table(pyarrow.table({"x": x, "y": some["y"]}, schema), row_group_size=GROUP)
+    return "s3://rows/table"
+
+
+def fill_webdataset(num_rows: int, folder: Path) -> str:
+    store = opened("s3://rows/shards")
+    for begin, end in parts(0, num_rows, SHARD):
+        content, some = io.BytesIO(), rows_of(begin, end)
+        with tarfile.open(fileobj=content, mode="w") as tar:
             for x, y in zip(some["x"], some["y"], strict=True):
                 info = tarfile.TarInfo(f"{y:09d}.bin")
                 info.size = x.nbytes + 8
                 tar.addfile(info, io.BytesIO(x.tobytes() + int(y).to_bytes(8, "little")))
+        store.put(f"{begin // SHARD:05d}.tar", content.getvalue())
+    shards = -(-num_rows // SHARD)
+    return f"{os.environ['AWS_ENDPOINT_URL']}/rows/shards/{{00000..{shards - 1:05d}}}.tar"
+
+
+def fill_streaming(num_rows: int, folder: Path) -> str:
+    streaming: Any = importlib.import_module("streaming")
+    columns = {"x": f"ndarray:float32:{WIDTH}", "y": "int64"}
+    with streaming.MDSWriter(out=(str(folder / "mds"), "s3://rows/mds"), columns=columns) as writer:
+        for begin, end in parts(0, num_rows, GROUP):
+            some = rows_of(begin, end)
+            for x, y in zip(some["x"], some["y"], strict=True):
+                writer.write({"x": x, "y": y})
+    return "s3://rows/mds"
+
+
+FILLING: dict[str, Callable[[int, Path], str]] = {
+    "packed": fill_packed,
+    "table": fill_table,
+    "hdf5": fill_hdf5,
+    "streaming": fill_streaming,
+    "webdataset": fill_webdataset,
+}
+"""Writes the rows; returns where they are."""
 
 
 def run(args: argparse.Namespace) -> int:
     found = []
+    names = args.only or [name for name in FILLING if name not in PEERS or importlib.util.find_spec(PEERS[name])]
     with serving() as store, tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        os.environ.update(store.environment)
-        fill(store, args.rows)
-        packed = f"{folder}/packed.h5"
-        words = ["data", "pack", "s3://rows/table", "--kind", "parquet", "-o", packed]
-        subprocess.run([sys.executable, "-m", "hpctrain", *words], check=True, stdout=subprocess.DEVNULL)
-        sources = {"packed": packed, "table": "s3://rows/table"}
-        if importlib.util.find_spec("webdataset"):
-            shards = -(-args.rows // SHARD)
-            sources["webdataset"] = f"{store.url}/rows/shards/{{00000..{shards - 1:05d}}}.tar"
-        for name, address in sources.items():
-            forget(Path(packed))
+        os.environ.update(store.environment, S3_ENDPOINT_URL=store.url)
+        store.make_bucket("rows")
+        store.publish("rows")  # WebDataset reads it with curl
+        for name in names:
+            address = FILLING[name](args.rows, Path(folder))
             os.environ["HPCTRAIN_CACHE"] = f"{folder}/cache-{name}"
             options = {"--kind": name, "--address": address, "--epochs": str(args.epochs), "--rows": str(args.rows)}
-            found += on_ranks("benchmarks.reading_ranks", options, args.ranks)
+            (row,) = on_ranks("benchmarks.reading_ranks", options, args.ranks)
+            found.append(row)
+            if not args.json:
+                rates = " ".join(f"{rate:>10,.0f}" for rate in row["samples_per_s"])
+                memory = " ".join(f"{size / 2**20:>6.0f}" for size in row["uss_bytes"])
+                foreign_text.show(f"{name:<12} samples/s by epoch {rates}   MiB of a rank {memory}")
     if args.json:
         foreign_text.show(json.dumps({"rows": found}))
-        return ExitCode.DONE
-    for row in found:
-        rates = " ".join(f"{rate:>10,.0f}" for rate in row["samples_per_s"])
-        memory = " ".join(f"{size / 2**20:>6.0f}" for size in row["uss_bytes"])
-        foreign_text.show(f"{row['kind']:<12} samples/s by epoch {rates}   MiB of a rank {memory}")
     return ExitCode.DONE
-
-
-def forget(path: Path) -> None:
-    """Takes a file out of the page cache."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

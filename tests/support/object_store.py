@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +19,13 @@ from typing import Any
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+REFUSALS = {
+    "busy": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
+    "expired": ("400 Bad Request", "ExpiredToken", "The provided token has expired."),
+    "skewed": ("403 Forbidden", "RequestTimeTooSkewed", "The difference between the times is too large."),
+}
+"""What it answers, by how it fails."""
+SLOW_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,16 @@ class ObjectStore:
         DIRECTLY.open(request, timeout=60).close()
         return f"s3://{name}"
 
+    def publish(self, bucket: str) -> None:
+        """Lets clients without credentials read a bucket."""
+        rule = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{bucket}/*"}
+        content = json.dumps({"Version": "2012-10-17", "Statement": [rule]}).encode()
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/{bucket}?policy", content, kind, method="PUT")
+        DIRECTLY.open(request, timeout=60).close()
+
     def fail(self, how: str, times: int) -> None:
-        """The next reads of objects: ``busy`` (503), ``half`` (the connection ends in the middle) or ``expired``.
+        """The next reads of objects: ``half`` (the connection ends in the middle), ``slow``, or one of ``REFUSALS``.
 
         With ``all-`` before it, requests of any kind; of those, ``all-flaky`` refuses three of ten.
         """
@@ -116,12 +132,12 @@ def failing(application: Application) -> Application:
                 how = "busy" if chance.random() < 0.3 else ""
         if not how:
             return application(environ, start)
-        if how == "busy":
-            start("503 Slow Down", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
-        if how == "expired":
-            start("400 Bad Request", [("Content-Type", "application/xml")])
-            return [EXPIRED]
+        if how in REFUSALS:
+            status, code, message = REFUSALS[how]
+            start(status, [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()]
+        if how == "slow":
+            time.sleep(SLOW_S)
         content = b"".join(application(environ, start))
         return [content[: len(content) // 2]] if how == "half" else [content]
 

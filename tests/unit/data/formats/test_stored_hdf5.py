@@ -116,7 +116,7 @@ def test_commands_read_it(bucket: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert same(open_dataset(tmp_path / "out.h5"), open_dataset(tmp_path / "a.h5"), np.arange(ROWS))
 
 
-@pytest.mark.parametrize("how", ["busy", "half"])
+@pytest.mark.parametrize("how", ["busy", "half", "slow"])
 def test_a_store_that_fails_for_a_moment_is_asked_again(
     how: str, bucket: str, tmp_path: Path, object_store: ObjectStore
 ) -> None:
@@ -127,9 +127,10 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(
 
 def test_what_goes_wrong_is_named(bucket: str, tmp_path: Path, object_store: ObjectStore) -> None:
     stored = open_dataset(f"{bucket}/a.h5")
-    object_store.fail("expired", 10**6)
-    with pytest.raises(UserError, match=r"s3://.*a\.h5 cannot be read: ExpiredToken: The provided token has expired"):
-        stored.read(np.arange(ROWS))
+    for how, said in (("expired", "ExpiredToken: The provided token"), ("skewed", "RequestTimeTooSkewed: The diff")):
+        object_store.fail(how, 10**6)
+        with pytest.raises(UserError, match=rf"s3://.*a\.h5 cannot be read: {said}"):
+            stored.read(np.arange(ROWS))
     object_store.fail("", 0)
     with pytest.raises(UserError, match=r"s3://.*b\.h5 does not exist"):
         open_dataset(f"{bucket}/b.h5")

@@ -338,14 +338,12 @@ def disk_of(num_bytes: int) -> Callable[[Path], Usage]:
 class TestFaults:
     """Of the store: retried, or one sentence; never other samples."""
 
-    def test_a_store_that_is_busy_for_a_moment(self, in_store: str, object_store: ObjectStore) -> None:
+    @pytest.mark.parametrize(("how", "times"), [("busy", 2), ("half", 1), ("slow", 3)])
+    def test_a_store_that_fails_for_a_moment(
+        self, how: str, times: int, in_store: str, object_store: ObjectStore
+    ) -> None:
         source = from_table(open_table(in_store, "parquet"), None)
-        object_store.fail("busy", 2)
-        assert np.concatenate([block["id"] for block in source.blocks()]).tolist() == IDS.tolist()
-
-    def test_half_an_object(self, in_store: str, object_store: ObjectStore) -> None:
-        source = from_table(open_table(in_store, "parquet"), None)
-        object_store.fail("half", 1)
+        object_store.fail(how, times)
         assert np.concatenate([block["id"] for block in source.blocks()]).tolist() == IDS.tolist()
 
     @pytest.mark.parametrize("how", ["busy", "expired"])
