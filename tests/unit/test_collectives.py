@@ -1,7 +1,8 @@
-"""What `make torture` leaves out is in the code, exactly once."""
+"""What `make torture` leaves out is in the code, exactly once, and so are the modules that `make mutants` changes."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from tests.mutants.collectives import changed, listed
@@ -16,3 +17,9 @@ def test_every_exchange_that_is_left_out_is_there() -> None:
         code = (ROOT / one.module).read_text(encoding="utf-8")
         compile(changed(code, one.call, one.without), one.module, "exec")
         assert (ROOT / one.tests[0].partition("::")[0]).exists()
+
+
+def test_the_modules_that_decide_and_their_tests_are_there() -> None:
+    modules = tomllib.loads((ROOT / "tests/mutants/modules.toml").read_text(encoding="utf-8"))
+    files = [*modules, *(word for words in modules.values() for word in words if word.startswith("tests/"))]
+    assert [file for file in files if not (ROOT / file).is_file()] == []
