@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ class Recipe:
     """Of all of them; by default they are stacked, and must be equal in shape."""
     seed: int = 0
     """Of random numbers."""
+
+
+def grouped(numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Each number, and where it is, in rising order."""
+    order = np.argsort(numbers, kind="stable")
+    for places in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(numbers) else ():
+        yield int(numbers[places[0]]), places
 
 
 def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:

@@ -31,10 +31,6 @@ class BlockCache:
         self.blocks: OrderedDict[Hashable, Any] = OrderedDict()
         self.lock = threading.Lock()
 
-    def __contains__(self, key: Hashable) -> bool:
-        with self.lock:
-            return key in self.blocks
-
     def get(self, key: Hashable, read: Callable[[], Block]) -> Block:
         """The block of this key, read if it is not here."""
         with self.lock:

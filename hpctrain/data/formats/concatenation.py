@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, content_fingerprint
-from hpctrain.data.samples import layout
+from hpctrain.data.samples import grouped, layout
 from hpctrain.errors import UserError
 
 
@@ -24,21 +24,12 @@ class ConcatDataset:
         return int(self.ends[-1])
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        owner = np.searchsorted(self.ends, indices, side="right")
         samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
-        by_owner = np.argsort(owner, kind="stable")
-        split = np.split(by_owner, np.flatnonzero(np.diff(owner[by_owner])) + 1)
-        places = {int(owner[rows[0]]): rows for rows in split if len(rows)}
-        wanted = {index: indices[rows] - (self.ends[index] - len(self.parts[index])) for index, rows in places.items()}
-        for rows, found in zip(places.values(), self.read_parts(wanted), strict=True):
-            for name, values in found.items():
+        for index, rows in grouped(np.searchsorted(self.ends, indices, side="right")):
+            part = self.parts[index]
+            for name, values in part.read(indices[rows] - (self.ends[index] - len(part))).items():
                 samples[name][rows] = values
         return samples
-
-    def read_parts(self, wanted: Mapping[int, NDArray[np.int64]]) -> Iterator[Samples]:
-        """Samples of parts, in turn; ``wanted`` has each part's own indices."""
-        for index, own in wanted.items():
-            yield self.parts[index].read(own)
 
     def fingerprint(self) -> str:
         return content_fingerprint(self)

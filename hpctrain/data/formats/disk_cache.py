@@ -59,7 +59,7 @@ class DiskCache:
             for _ in range(ATTEMPTS):
                 if not path.exists():
                     write(path)
-                    self._make_room()
+                    self.make_room()
                 with contextlib.suppress(UserError, FileNotFoundError):
                     os.utime(path)
                     return read(path)
@@ -67,14 +67,14 @@ class DiskCache:
             write(path)
             return read(path)
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Removes what was not used for longest, and what was not finished."""
         files = []
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 if BLOCK.fullmatch(path.name):
-                    files.append((status.st_mtime_ns, status.st_size, path))
+                    files.append((status.st_mtime_ns, 512 * status.st_blocks, path))
                 elif time.time() - status.st_mtime > LEFTOVER_S:
                     path.unlink(missing_ok=True)
         used = sum(size for _, size, _ in files)

@@ -21,8 +21,9 @@ from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_arrays import Array, MappedArray
 from hpctrain.data.formats.hdf5_files import LinkedFiles, asking, names_in
 from hpctrain.data.formats.hdf5_resolve import Known, resolve
-from hpctrain.data.formats.stored_hdf5 import files_of
+from hpctrain.data.formats.stored_hdf5 import StoredArray, files_of
 from hpctrain.data.formats.tables import listed_fingerprint
+from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
 
 BLOCK_BYTES = 64 * 2**10
@@ -39,6 +40,10 @@ class Reader(Protocol):
         """New array of the samples at these indices."""
 
 
+Taking = MappedArray | StoredArray
+"""Arrays from which samples are taken one by one."""
+
+
 class BlockArray:
     """An array that is slow to read sample by sample: chunked, compressed, virtual. Whole aligned blocks are kept."""
 
@@ -53,12 +58,8 @@ class BlockArray:
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         out = np.empty((len(indices), *self.field.shape), self.field.dtype)
-        blocks = indices // self.block_samples
-        by_block = np.argsort(blocks, kind="stable")
-        for rows in np.split(by_block, np.flatnonzero(np.diff(blocks[by_block])) + 1):
-            if len(rows):
-                block = int(blocks[rows[0]])
-                out[rows] = self._block(block)[indices[rows] - block * self.block_samples]
+        for block, rows in grouped(indices // self.block_samples):
+            out[rows] = self._block(block)[indices[rows] - block * self.block_samples]
         return out
 
     def _block(self, block: int) -> NDArray[Any]:
@@ -141,7 +142,9 @@ def open_hdf5(
         fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in arrays.items()}
         length = check_lengths({name: array.shape[0] for name, array in arrays.items()}, where)
     readers = {
-        name: array if isinstance(array, MappedArray) else BlockArray(path, name, array, fields[name], cache)
+        name: array
+        if isinstance(array, (MappedArray, StoredArray))
+        else BlockArray(path, name, array, fields[name], cache)
         for name, array in arrays.items()
     }
     dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin)

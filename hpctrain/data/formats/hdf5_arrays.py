@@ -47,11 +47,16 @@ class MappedBytes:
 
     def check(self) -> None:
         """Raises UserError if the file has become too short."""
-        if self.mapping.size() < self.end:
-            raise UserError(
-                f"{self.path} is truncated: it has {self.mapping.size()} bytes in place of at least {self.end}",
-                "copy or make it again, and leave data alone while it is read",
-            )
+        check_end(self.path, self.mapping.size(), self.end)
+
+
+def check_end(path: Path | str, num_bytes: int, end: int) -> None:
+    """Raises UserError if a file ends before bytes that are to be read."""
+    if num_bytes < end:
+        raise UserError(
+            f"{path} is truncated: it has {num_bytes} bytes in place of at least {end}",
+            "copy or make it again, and leave data alone while it is read",
+        )
 
 
 class MappedArray:

@@ -20,6 +20,7 @@ from typing import Any
 
 import h5py
 
+from hpctrain.data.formats.hdf5_arrays import Array, MappedArray, MappedBytes
 from hpctrain.errors import UserError
 
 MOST_HOPS = 16
@@ -134,6 +135,18 @@ class LinkedFiles:
                 f"if it is to be read, add this line below data: in the run file: `allow_outside: {line}`; "
                 f"hpctrain data takes --allow-outside {shlex.quote(str(real.parent))}",
             )
+
+    def contiguous(self, dataset: h5py.Dataset, begin: int, end: int) -> Array | None:
+        """The array of bytes of the file that owns it, which lie as NumPy would lay them; None if it has no map."""
+        owner = dataset.file
+        if owner.driver != "sec2":
+            return None
+        path = Path(owner.filename)
+        if not os.path.samestat(os.fstat(owner.id.get_vfd_handle()), os.stat(path)):
+            raise UserError(f"{path} was replaced while it was opened", "leave data alone while it is read")
+        where = MappedBytes(path, self.map(path), begin, end)
+        where.check()
+        return MappedArray(where, dataset.shape, dataset.dtype)
 
     def map(self, path: Path) -> mmap.mmap:
         """A file that ``locate`` found, or that is open, as a whole, read-only."""

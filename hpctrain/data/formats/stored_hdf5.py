@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gc
 import io
-import mmap
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
-from hpctrain.data.formats.block_cache import MAPPED_BYTES, BlockCache
+from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.disk_cache import DiskCache
+from hpctrain.data.formats.hdf5_arrays import check_end
 from hpctrain.data.formats.hdf5_files import LinkedFiles
+from hpctrain.data.formats.hdf5_selections import Box, slices
+from hpctrain.data.formats.segments import SEGMENT_BYTES, Segment, Segments
 from hpctrain.data.formats.tables import checksum
+from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
-from hpctrain.system.files import replacement
 from hpctrain.system.object_store import opened, shortened
 
 BLOCK_BYTES = 8 * 2**20
@@ -28,22 +33,12 @@ BLOCKS_AT_ONCE = 8
 """That are fetched if the block before them is here: whoever reads in order needs the next ones, too."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A part of an object."""
-
-    content: memoryview
-    nbytes: int
-    """What it counts in memory."""
-
-
 class StoredFile(io.RawIOBase):
     """An object as it is when it is opened, as a file to read: another one in its place is an error."""
 
     def __init__(self, url: str, cache: BlockCache) -> None:
         self.url = url
-        self.cache = cache
-        self.disk = DiskCache.of_node()
+        self.segments = Segments(cache, DiskCache.of_node())
         self.position = 0
         folder, _, self.name = url.rpartition("/")
         with asking(url):
@@ -51,6 +46,11 @@ class StoredFile(io.RawIOBase):
             found = self.store.head(self.name)
         self.size, self.mark = int(found["size"]), found["e_tag"] or found["last_modified"]
         self.condition = {"if_match" if found["e_tag"] else "if_unmodified_since": self.mark}
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of each segment but the last; without a disk segments are few, and small."""
+        return BLOCK_BYTES if self.segments.disk is None else SEGMENT_BYTES
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
@@ -61,51 +61,45 @@ class StoredFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
-        begin, end = self.position, min(self.position + len(out), self.size)
-        if begin < end:
-            first = begin // BLOCK_BYTES
-            for number, block in enumerate(self._blocks(first, (end - 1) // BLOCK_BYTES + 1), first):
-                start = number * BLOCK_BYTES
-                part = block.content[max(0, begin - start) : end - start]
-                out[self.position - begin : self.position - begin + len(part)] = part
-                self.position += len(part)
-        return self.position - begin
+        count = max(0, min(len(out), self.size - self.position))
+        collects = gc.isenabled()
+        gc.disable()  # in a thread that fetches it might wait for the library's lock, which the caller holds
+        try:
+            self.segments.read(lambda: self.copy(self.position, out[:count]))
+        finally:
+            if collects:
+                gc.enable()
+        self.position += count
+        return count
 
-    def _blocks(self, first: int, end: int) -> list[Block]:
-        """Those from ``first`` to ``end`` - 1; several at once from the store."""
-        here = [(self.url, each) in self.cache for each in range(first - 1, end)]
-        is_in_order = here[0] and not all(here)
-        wanted = max(end, min(first + BLOCKS_AT_ONCE, -(-self.size // BLOCK_BYTES))) if is_in_order else end
-        if wanted - first == 1:
-            return [self._block(first)]
-        with ThreadPoolExecutor(BLOCKS_AT_ONCE) as threads:
-            return list(threads.map(self._block, range(first, wanted)))[: end - first]
+    def copy(self, begin: int, out: memoryview) -> None:
+        """Fills ``out`` with the bytes from ``begin``."""
+        size, end = self.segment_bytes, begin + len(out)
+        for number in range(begin // size, -(-end // size)):
+            first, last = max(begin - number * size, 0), min(end - number * size, size)
+            segment = self.segment(number, size, partial(np.arange, first // BLOCK_BYTES, -(-last // BLOCK_BYTES)))
+            place = number * size + first - begin
+            out[place : place + last - first] = memoryview(segment.content)[first:last]
 
-    def _block(self, number: int) -> Block:
-        return self.cache.get((self.url, number), lambda: self._read(number))
+    def segment(self, number: int, size: int, blocks: Callable[[], NDArray[np.int64]]) -> Segment:
+        """A segment in which these blocks are here, in rising order; who reads in order gets the next ones, too."""
+        begin = number * size
+        length = min(size, self.size - begin)
 
-    def _read(self, number: int) -> Block:
-        """From the node's disk, or from the store."""
-        begin, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.size)
-        fetched: list[bytes] = []
+        def wanted(marks: NDArray[np.uint8]) -> NDArray[np.int64]:
+            numbers = blocks()
+            first = int(numbers[0])
+            if marks[numbers].all() or not first or not marks[first - 1]:
+                return numbers
+            return np.union1d(numbers, np.arange(first, min(first + BLOCKS_AT_ONCE, len(marks))))
 
-        def write(path: Path) -> None:
-            fetched.append(self._fetch(begin, end))
-            with replacement(path) as temporary:
-                temporary.write_bytes(fetched[0])
+        def fetch(block: int) -> list[tuple[int, memoryview]]:
+            place = block * BLOCK_BYTES
+            end = min(place + BLOCK_BYTES, length)
+            return [(place, memoryview(self._fetch(begin + place, begin + end)))]
 
-        def mapped(path: Path) -> Block:
-            with path.open("rb") as file:
-                content = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-            if len(content) != end - begin:
-                raise UserError(f"{path} is damaged", "remove it")
-            return Block(content, MAPPED_BYTES)
-
-        if self.disk is not None:
-            with contextlib.suppress(OSError):  # memory does without the disk
-                return self.disk.get(f"{self.url} {self.mark} {begin} {end}", write, mapped)
-        content = fetched[0] if fetched else self._fetch(begin, end)
-        return Block(memoryview(content), len(content))
+        key = f"{self.url} {self.mark} {begin} {length}"
+        return self.segments.get(key, length, -(-length // BLOCK_BYTES), wanted, fetch)
 
     def _fetch(self, begin: int, end: int) -> bytes:
         with asking(self.url):
@@ -113,6 +107,69 @@ class StoredFile(io.RawIOBase):
             if len(content) < end - begin:
                 raise EOFError(f"the store gave {len(content)} bytes in place of {end - begin}")
             return content
+
+
+class StoredArray:
+    """Bytes of an object that lie as NumPy would lay them: samples are copied out of blocks, without the library."""
+
+    layout = "contiguous"
+    chunk_samples = 1
+
+    def __init__(self, file: StoredFile, begin: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.file = file
+        self.begin = begin
+        self.shape = shape
+        self.dtype = dtype
+        self.sample_bytes = dtype.itemsize * math.prod(shape[1:])
+
+    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """New array of the samples at these indices."""
+        taken = self.file.segments.read(lambda: self._take(indices, self.file.segment_bytes))
+        return taken.astype(self.dtype.newbyteorder("="), copy=False)
+
+    def _take(self, indices: NDArray[np.int64], size: int) -> NDArray[Any]:
+        """From segments of this size."""
+        if len(indices):
+            least, most = self._segments(0, self.shape[0] - 1, size)
+            if least != most:
+                least, most = self._segments(indices.min(), indices.max(), size)
+            if least == most:
+                return self._within(int(least), size, indices)
+        out = np.empty((len(indices), *self.shape[1:]), self.dtype)
+        numbers, ends = self._segments(indices, indices, size)
+        for number, rows in grouped(np.where(ends == numbers, numbers, -1)):
+            if number >= 0:
+                out[rows] = self._within(number, size, indices[rows])
+                continue
+            for row in rows.tolist():
+                begin = self.begin + int(indices[row]) * self.sample_bytes
+                self.file.copy(begin, out[row : row + 1].data.cast("B"))
+        return out
+
+    def _segments(self, first: Any, last: Any, size: int) -> tuple[Any, Any]:
+        """Numbers of those in which samples begin and end."""
+        return (self.begin + first * self.sample_bytes) // size, (
+            self.begin + (last + 1) * self.sample_bytes - 1
+        ) // size
+
+    def _within(self, number: int, size: int, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """Samples that lie in one segment."""
+
+        def blocks() -> NDArray[np.int64]:
+            begins = self.begin - number * size + indices * self.sample_bytes
+            offsets = [*range(0, self.sample_bytes, BLOCK_BYTES), self.sample_bytes - 1]
+            return np.unique(np.add.outer(begins, offsets) // BLOCK_BYTES)
+
+        segment = self.file.segment(number, size, blocks)
+        first = max(0, -((self.begin - number * size) // self.sample_bytes))  # sample that begins in it
+        skipped = self.begin - number * size + first * self.sample_bytes
+        count = (min(size, self.file.size - number * size) - skipped) // self.sample_bytes
+        samples = segment.array((count, *self.shape[1:]), self.dtype, skipped)
+        return samples.take(indices - first, axis=0)
+
+    def read(self, box: Box) -> NDArray[Any]:
+        rows, *others = box
+        return self.take(np.asarray(rows))[slices((range(len(rows)), *others))]
 
 
 class StoredFiles(LinkedFiles):
@@ -128,6 +185,10 @@ class StoredFiles(LinkedFiles):
         if not self.opened:
             self.opened[Path(self.file.url)] = h5py.File(self.file, "r")
         return next(iter(self.opened.values()))
+
+    def contiguous(self, dataset: h5py.Dataset, begin: int, end: int) -> StoredArray:
+        check_end(self.path, self.file.size, end)
+        return StoredArray(self.file, begin, dataset.shape, dataset.dtype)
 
     def locate(self, owner: h5py.File, name: str, what: str) -> NoReturn:
         raise UserError(

@@ -4,130 +4,141 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint, from_arrays
-from hpctrain.data.formats.block_cache import MAPPED_BYTES, BlockCache
-from hpctrain.data.formats.concatenation import ConcatDataset
+from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint
+from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.disk_cache import DiskCache
 from hpctrain.data.formats.records import Decode, open_records
+from hpctrain.data.formats.segments import SEGMENT_BYTES, Segments
 from hpctrain.data.formats.tables import Part, Table, listed_fingerprint, reading, values
+from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 
-PARTS_AT_ONCE = 8
-"""Of a store: each takes long to begin."""
 RETRY_WAITS_S: tuple[float, ...] = (1.0, 4.0, 16.0)
 """Before a store is asked again, after its library has given up."""
+ALIGNED_BYTES = 64
 
 
-class TableDataset(ConcatDataset):
+@dataclass(frozen=True)
+class Run:
+    """Parts of a table that are kept together, column after column."""
+
+    first: int
+    last: int
+    """Part behind it."""
+    begin: int
+    """Row of the table."""
+    rows: int
+    places: Mapping[str, int]
+    """Where each column begins, in bytes."""
+    length: int
+    key: str
+    """Of what is decoded: the same content in other types is something else."""
+
+
+class TableDataset:
     """The rows of a table, column by column. Use ``open_table_dataset``, which checks it."""
 
-    def __init__(self, table: Table, parts: Sequence[TablePart]) -> None:
-        super().__init__(parts)
+    def __init__(self, table: Table, ends: NDArray[np.int64], fields: Mapping[str, Field], cache: BlockCache) -> None:
         self.table = table
-        self.blocks = parts
+        self.ends = ends
+        self.fields = fields
+        self.segments = Segments(cache, DiskCache.of_node() if table.is_remote else None)
+        self.runs: dict[tuple[int, int], Run] = {}
 
-    def read_parts(self, wanted: Mapping[int, NDArray[np.int64]]) -> Iterator[Samples]:
-        """Several at once from a store. A thread keeps no block: the cache alone decides what stays in memory."""
-        parts = [self.blocks[index] for index in wanted]
-        if not self.table.is_remote or sum(not part.is_loaded for part in parts) < 2:
-            yield from super().read_parts(wanted)
-            return
-        with ThreadPoolExecutor(PARTS_AT_ONCE) as threads:
-            yield from threads.map(TablePart.read, parts, wanted.values())
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        return self.segments.read(lambda: self._read(indices))
+
+    def _read(self, indices: NDArray[np.int64]) -> Samples:
+        num_bytes = len(self) * sum(field.num_bytes for field in self.fields.values())
+        count = max(1, SEGMENT_BYTES * len(self.ends) // max(1, num_bytes)) if self.segments.disk else 1
+        if len(indices):
+            least, most = self._parts((indices.min(), indices.max())) // count
+            if least == most:
+                return self._within(self._run(int(least), count), indices)
+        samples = {name: field.make_rows(len(indices)) for name, field in self.fields.items()}
+        for number, rows in grouped(self._parts(indices) // count):
+            for name, found in self._within(self._run(number, count), indices[rows]).items():
+                samples[name][rows] = found
+        return samples
+
+    def _parts(self, indices: Any) -> NDArray[np.int64]:
+        """That hold samples."""
+        found: NDArray[np.int64] = np.searchsorted(self.ends, indices, side="right")
+        return found
+
+    def _begin(self, part: int) -> int:
+        return int(self.ends[part - 1]) if part else 0
+
+    def _run(self, number: int, count: int) -> Run:
+        """One of the runs, of `count` parts each."""
+        if (number, count) not in self.runs:
+            first, last = number * count, min((number + 1) * count, len(self.ends))
+            rows, places, length = int(self.ends[last - 1]) - self._begin(first), {}, 0
+            for name, field in self.fields.items():
+                places[name] = length
+                length += -(-rows * field.num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+            types = [(name, str(self.table.schema.field(name).type)) for name in self.fields]
+            key = f"{' '.join(part.key for part in self.table.parts[first:last])} {types}"
+            self.runs[number, count] = Run(first, last, self._begin(first), rows, places, max(1, length), key)
+        return self.runs[number, count]
+
+    def _within(self, run: Run, indices: NDArray[np.int64]) -> Samples:
+        """Samples of one run."""
+
+        def wanted(marks: NDArray[np.uint8]) -> NDArray[np.int64]:
+            return np.unique(self._parts(indices)) - run.first
+
+        def make(piece: int) -> list[tuple[int, memoryview]]:
+            row = self._begin(run.first + piece) - run.begin
+            arrays = self._decoded(run.first + piece).items()
+            return [
+                (run.places[name] + row * self.fields[name].num_bytes, each.reshape(-1).view(np.uint8).data)
+                for name, each in arrays
+            ]
+
+        segment = self.segments.get(run.key, run.length, run.last - run.first, wanted, make)
+        return {
+            name: segment.array((run.rows, *field.shape), field.dtype, run.places[name]).take(
+                indices - run.begin, axis=0
+            )
+            for name, field in self.fields.items()
+        }
+
+    def _decoded(self, number: int) -> dict[str, NDArray[Any]]:
+        """Columns of a part."""
+        part, begin = self.table.parts[number], self._begin(number)
+        rows = int(self.ends[number]) - begin
+        arrays = columns_of(self.table, part, tuple(self.fields), begin)
+        for name, array in arrays.items():
+            if len(array) != rows:
+                raise UserError(
+                    f"{part.where} gave {len(array)} rows in place of {rows}", "leave data alone while it is read"
+                )
+            if array.shape[1:] != self.fields[name].shape:
+                raise UserError(
+                    f"{part.where}: column {name!r} has values of shape {array.shape[1:]}, those before them have "
+                    f"{self.fields[name].shape}",
+                    "pad them to one length, or give the task a collate, which takes them as they are",
+                )
+        return {name: np.ascontiguousarray(array, self.fields[name].dtype) for name, array in arrays.items()}
 
     def fingerprint(self) -> str:
         """Of what was listed, for a store; of samples, as that of a file, for a table on a disk without versions."""
         if not self.table.is_versioned:
             return content_fingerprint(self)
         return listed_fingerprint(self, self.table.address, self.table.origin)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part that has been decoded."""
-
-    dataset: Dataset
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class TablePart:
-    """A part of a table as a dataset, decoded when it is read."""
-
-    table: Table
-    part: Part
-    begin: int
-    """Its first row in the table."""
-    rows: int
-    fields: Mapping[str, Field]
-    cache: BlockCache
-    disk: DiskCache | None
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def read(self, indices: NDArray[np.int64]) -> Samples:
-        return self.load().dataset.read(indices)
-
-    def fingerprint(self) -> str:
-        return content_fingerprint(self)
-
-    def load(self) -> Block:
-        """Its samples, from the next place that has them."""
-        return self.cache.get(self.key, self._block)
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it is in memory, or mapped into it."""
-        return self.key in self.cache
-
-    @cached_property
-    def key(self) -> str:
-        """Of what is decoded: the same content in other types is something else."""
-        return f"{self.part.key} {[(name, str(self.table.schema.field(name).type)) for name in self.fields]}"
-
-    def _block(self) -> Block:
-        from hpctrain.data.packing.source import from_dataset
-        from hpctrain.data.packing.write import write_hdf5
-
-        made: dict[str, NDArray[Any]] = {}
-
-        def write(path: Path) -> None:
-            made.update(self._decoded())
-            write_hdf5(path, from_dataset(from_arrays(made)), overwrite=True)
-
-        if self.disk is not None:
-            with contextlib.suppress(UserError, OSError):  # memory does without the disk; a store's error comes again
-                return self.disk.get(self.key, write, mapped)
-        arrays = made or self._decoded()
-        return Block(from_arrays(arrays), sum(array.nbytes for array in arrays.values()))
-
-    def _decoded(self) -> dict[str, NDArray[Any]]:
-        arrays = columns_of(self.table, self.part, tuple(self.fields), self.begin)
-        for name, array in arrays.items():
-            if len(array) != self.rows:
-                raise UserError(
-                    f"{self.part.where} gave {len(array)} rows in place of {self.rows}",
-                    "leave data alone while it is read",
-                )
-            if array.shape[1:] != self.fields[name].shape:
-                raise UserError(
-                    f"{self.part.where}: column {name!r} has values of shape {array.shape[1:]}, those before them have "
-                    f"{self.fields[name].shape}",
-                    "pad them to one length, or give the task a collate, which takes them as they are",
-                )
-        return arrays
 
 
 def columns_of(table: Table, part: Part, names: tuple[str, ...], begin: int) -> dict[str, NDArray[Any]]:
@@ -157,13 +168,6 @@ def read_part(table: Table, part: Part, names: Sequence[str]) -> Any:
         return read()
 
 
-def mapped(path: Path) -> Block:
-    """The block of a file, which takes memory only while it is read."""
-    from hpctrain.data.formats.hdf5 import open_hdf5
-
-    return Block(open_hdf5(path, None, BlockCache(0)), MAPPED_BYTES)
-
-
 def open_table_dataset(
     table: Table, names: tuple[str, ...] | None, cache: BlockCache, ragged: bool, decode: Decode | None
 ) -> Dataset:
@@ -177,9 +181,8 @@ def open_table_dataset(
     ends = np.cumsum(counts, dtype=np.int64)
     if not len(ends) or not ends[-1]:
         raise UserError(f"{table.address} holds no rows", "give data with at least one sample")
-    disk = DiskCache.of_node() if table.is_remote else None
     if decode is not None or ragged:
-        return open_records(TableRows(table, ends, cache, disk), decode, names, ragged)
+        return open_records(TableRows(table, ends, cache), decode, names, ragged)
     chosen = choose(table.schema.names, names, table.address)
     for name in chosen:
         check_type(name, table)
@@ -189,11 +192,7 @@ def open_table_dataset(
     fields = {
         name: known[name] or check_field(name, first[name].shape, first[name].dtype, table.address) for name in chosen
     }
-    parts = [
-        TablePart(table, part, int(end) - rows, rows, fields, cache, disk)
-        for part, rows, end in zip(table.parts, counts, ends, strict=True)
-    ]
-    return TableDataset(table, parts)
+    return TableDataset(table, ends, fields, cache)
 
 
 def field_of(kind: Any) -> Field | None:
@@ -230,12 +229,12 @@ def check_type(name: str, table: Table) -> None:
 class TableRows:
     """The rows of a table as records, for those who decode each."""
 
-    def __init__(self, table: Table, ends: NDArray[np.int64], cache: BlockCache, disk: DiskCache | None) -> None:
+    def __init__(self, table: Table, ends: NDArray[np.int64], cache: BlockCache) -> None:
         self.path: str | Path = table.address
         self.table = table
         self.ends = ends
         self.cache = cache
-        self.disk = disk
+        self.disk = DiskCache.of_node() if table.is_remote else None
 
     def __len__(self) -> int:
         return int(self.ends[-1])

@@ -33,7 +33,9 @@ def main(folder: Path, steps: int, kinds: list[str]) -> None:
             task_args={"kind": kind, "folder": str(folder)},
             train=TrainConfig(steps=steps, global_batch=8),
             reduce=ReduceConfig(kind="mpi" if hpctrain.connect().size > 1 else "none"),
-            checkpoint=CheckpointConfig(verify_replicated=True, every_steps=8),
+            checkpoint=CheckpointConfig(
+                verify_replicated=True, every_steps=8, mode="sync"
+            ),  # there when a rank is killed
             monitor=MonitorConfig(enabled=False),
         )
         assert hpctrain.fit(config, hooks=[Killed()]).step == steps

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -33,6 +35,7 @@ def write(path: Path, rows: slice = slice(None)) -> Path:
     """Contiguous, chunked, compressed and of several numbers a value."""
     with h5py.File(path, "w") as file:
         file["x"] = X[rows]
+        file["z"] = X[rows, :3].astype(">f8")
         file.create_dataset("y", data=X[rows, :8].astype(np.float32), chunks=(64, 8))
         file.create_dataset("id", data=np.arange(ROWS)[rows], chunks=(100,), compression="gzip")
         file.attrs["hpctrain"] = '{"classes": ["a", "b"]}'
@@ -44,6 +47,7 @@ def bucket(tmp_path: Path, object_store: ObjectStore, monkeypatch: pytest.Monkey
     """With a.h5; blocks are small, and the store is given up early."""
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(stored_hdf5, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(stored_hdf5, "SEGMENT_BYTES", 3 * 2**16)
     monkeypatch.setattr(object_store_module, "RETRIES", 2)
     url = object_store.make_bucket(tmp_path.name.replace("_", "-"))
     put(f"{url}/a.h5", write(tmp_path / "a.h5"))
@@ -73,19 +77,51 @@ def test_samples_are_those_of_the_local_file_and_each_block_is_fetched_once(
 ) -> None:
     local, stored, other = (open_dataset(each) for each in (tmp_path / "a.h5", f"{bucket}/a.h5", f"{bucket}/a.h5"))
     assert len(stored) == ROWS and dict(stored.fields) == dict(local.fields)
-    assert all(same(stored, local, indices) for indices in orders())
+    with ThreadPoolExecutor(2) as threads:  # as two ranks of a node
+        assert all(threads.map(lambda data: all(same(data, local, each) for each in orders()), (stored, other)))
     blocks = -(-(tmp_path / "a.h5").stat().st_size // 2**16)
     assert object_store.reads() <= blocks, "the head of the object is not read"
     before = object_store.reads()
     del stored
     gc.collect()
     assert same(other, local, np.arange(ROWS)), "it is closed by itself"
+    assert not list((tmp_path / "cache").glob("*.block.*.lock"))
     again = open_dataset(f"{bucket}/a.h5", ["id", "x"], cache_bytes=2**20)
     assert same(again, open_dataset(tmp_path / "a.h5", ["id", "x"]), np.arange(ROWS))
     assert object_store.reads() == before, "the node's disk has all blocks"
     (tmp_path / "file").touch()
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "file"))
     assert same(open_dataset(f"{bucket}/a.h5"), local, np.arange(ROWS)), "memory does without the disk"
+
+
+@pytest.mark.parametrize("block", [64, 100, 1000])
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_samples_that_lie_in_several_blocks(
+    block: int, has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored_hdf5, "BLOCK_BYTES", block)
+    monkeypatch.setattr(stored_hdf5, "SEGMENT_BYTES", 7 * block)
+    if not has_disk:
+        (tmp_path / "cache").touch()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["wide"], file["narrow"] = X[:50, :31], np.arange(50, dtype=np.int16)
+    local, stored = open_dataset(tmp_path / "a.h5"), open_dataset(f"file://{tmp_path}/a.h5")
+    for indices in ([49], [], [3, 0, 48, 3], range(50), range(49, -1, -1)):
+        assert same(stored, local, np.array(indices, np.int64))
+
+
+def test_a_disk_that_becomes_full_is_done_without(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, local = open_dataset(f"{bucket}/a.h5"), open_dataset(tmp_path / "a.h5")
+    written = []
+
+    def full(handle: int, content: bytes, place: int) -> int:
+        written.append(place)
+        return len(content) // 2 if len(written) == 9 else pwrite(handle, content, place)
+
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", full)
+    assert all(same(stored, local, indices) for indices in orders()) and len(written) > 9
 
 
 def test_several_files_in_one_order(bucket: str, tmp_path: Path) -> None:

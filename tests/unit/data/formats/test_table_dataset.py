@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.data.dataset import Dataset, Samples
+from hpctrain.data.dataset import Samples
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.table_dataset import PARTS_AT_ONCE, TablePart, open_table_dataset
+from hpctrain.data.formats.segments import Segment, Segments
+from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tables import Part, Table
 from hpctrain.errors import UserError
 
@@ -40,7 +41,7 @@ class Store:
 
         return Part(f"part {index}", f"part {index}", None, scan)
 
-    def open(self, ragged: bool = False) -> Dataset:
+    def open(self, ragged: bool = False) -> Any:
         parts = [self.part(index) for index in range(len(self.counts))]
         origin = {"kind": "parquet", "files_sha256": ""}
         dataset = open_table_dataset(Table("s3://here", SCHEMA, parts, origin, True), None, BlockCache(0), ragged, None)
@@ -80,20 +81,32 @@ def test_parts_without_rows(ragged: bool) -> None:
 
 def test_few_parts_are_in_memory_at_once_and_each_is_read_once(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     cache.write_text("not a folder: nothing is kept on the disk")
-    store = Store(*[2] * 5 * PARTS_AT_ONCE)
+    store = Store(*[2] * 40)
     dataset = store.open()
-    alive: list[weakref.ref[Dataset]] = []
+    alive: list[weakref.ref[Segment]] = []
     most = 0
-    decode = TablePart._block
+    get = Segments.get
 
-    def noted(part: TablePart) -> Any:
+    def noted(segments: Segments, *arguments: Any) -> Segment:
         nonlocal most
-        block = decode(part)
-        alive.append(weakref.ref(block.dataset))
+        segment = get(segments, *arguments)
+        alive.append(weakref.ref(segment))
         most = max(most, sum(one() is not None for one in alive))
-        return block
+        return segment
 
-    monkeypatch.setattr(TablePart, "_block", noted)
+    monkeypatch.setattr(Segments, "get", noted)
     wanted = np.random.default_rng(0).permutation(len(dataset))
     assert is_right(dataset.read(wanted), wanted.tolist())
-    assert store.reads == len(store.counts) and most <= PARTS_AT_ONCE
+    assert store.reads == len(store.counts) and most <= 2
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 8, 100])
+def test_parts_are_kept_together(most_rows: int, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr("hpctrain.data.formats.table_dataset.SEGMENT_BYTES", 24 * most_rows)
+    store = Store(0, 2, 1, 0, 3, 5, 1)
+    dataset = store.open()
+    for ids in ([11, 0, 5, 5], [], range(12)):
+        assert is_right(dataset.read(np.array([3])), [3])
+        assert len(ids) == len(dataset.read(np.array(ids, np.int64))["id"])
+        assert not ids or is_right(dataset.read(np.array(ids)), list(ids))
+    assert store.reads == 5 and len(list(cache.glob("*.block"))) == {1: 5, 3: 5, 8: 2, 100: 1}[most_rows]

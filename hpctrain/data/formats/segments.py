@@ -1,0 +1,139 @@
+"""Parts of what lies in a store, on the node's disk or in memory; their pieces are made when they are wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.formats.block_cache import MAPPED_BYTES, BlockCache
+from hpctrain.data.formats.disk_cache import DiskCache, alone
+from hpctrain.errors import UserError
+from hpctrain.system.files import replacement
+
+PIECES_AT_ONCE = 8
+"""That are asked for: a store takes long to begin."""
+SEGMENT_BYTES = 2**30
+"""That lie in one file on the node's disk, in which only pieces that are here take room."""
+MOST_MAPPED = 16
+"""Segments of that size that a process maps: what it maps takes room on the disk even if others have removed it."""
+
+Read = TypeVar("Read")
+Wanted = Callable[[NDArray[np.uint8]], NDArray[np.int64]]
+"""wanted(marks) gives numbers of pieces."""
+Make = Callable[[int], Iterable[tuple[int, memoryview]]]
+"""make(piece) gives its bytes, and where in the segment they belong."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file that has a mark behind its bytes for each piece that is here."""
+
+    path: Path | None
+    """None in memory."""
+    handle: int
+    content: mmap.mmap
+    marks: NDArray[np.uint8]
+    """A view of the file: pieces that other ranks have made are here, too."""
+    nbytes: int
+    """What it counts in memory."""
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
+        """A view."""
+        return np.ndarray(shape, dtype, self.content, begin)
+
+    def put(self, piece: int, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Writes a piece, and marks it once it is on the disk. Raises OSError."""
+        for place, content in parts:
+            if os.pwrite(self.handle, content, place) < len(content):
+                raise OSError(errno.ENOSPC, "the disk is full")
+        os.fdatasync(self.handle)
+        os.pwrite(self.handle, b"\1", len(self.content) - len(self.marks) + piece)
+
+
+class Segments:
+    """Of one file or table."""
+
+    def __init__(self, cache: BlockCache, disk: DiskCache | None) -> None:
+        self.cache = cache
+        self.disk = disk
+
+    def read(self, read: Callable[[], Read]) -> Read:
+        """What ``read`` returns, which is called again without the disk if that is full, or gone."""
+        disk = self.disk
+        try:
+            return read()
+        except OSError:
+            if disk is None:
+                raise
+            self.disk = None
+            return read()
+
+    def get(self, key: str, length: int, count: int, wanted: Wanted, make: Make) -> Segment:
+        """A segment in which some pieces are here; several are made at once.
+
+        Args:
+            key: identifies its content.
+            length: in bytes.
+            count: of its pieces.
+            wanted: is asked if some are not here.
+            make: may be called by a thread.
+        """
+        name = key if self.disk is not None else f"{key} in memory"
+        segment = self.cache.get(name, lambda: self._open(key, length, count))
+        if not segment.marks.all():
+            pieces = [each for each in wanted(segment.marks).tolist() if not segment.marks[each]]
+            if len(pieces) == 1:
+                self._make(segment, pieces[0], make)
+            elif pieces:
+                with ThreadPoolExecutor(PIECES_AT_ONCE) as threads:
+                    list(threads.map(lambda piece: self._make(segment, piece, make), pieces))
+        return segment
+
+    def _make(self, segment: Segment, piece: int, make: Make) -> None:
+        """Unless another rank does."""
+        with contextlib.ExitStack() as stack:
+            if segment.path is not None:
+                lock = Path(f"{segment.path}.{piece}.lock")
+                stack.enter_context(alone(lock))
+                stack.callback(lock.unlink, missing_ok=True)
+            if not segment.marks[piece]:
+                segment.put(piece, make(piece))
+                if (disk := self.disk) is not None:
+                    disk.make_room()
+
+    def _open(self, key: str, length: int, count: int) -> Segment:
+        def write(path: Path) -> None:
+            with replacement(path) as temporary:
+                os.truncate(temporary, length + count)
+
+        def mapped(path: Path | None, handle: int, nbytes: int) -> Segment:
+            with contextlib.ExitStack() as stack:
+                stack.callback(os.close, handle)
+                if os.fstat(handle).st_size != length + count:
+                    raise UserError(f"{path} is damaged", "remove it")
+                content = mmap.mmap(handle, 0, prot=mmap.PROT_READ)
+                segment = Segment(path, handle, content, np.frombuffer(content, np.uint8, count, length), nbytes)
+                weakref.finalize(segment, stack.pop_all().close)
+            return segment
+
+        def open_file(path: Path) -> Segment:
+            nbytes = max(MAPPED_BYTES, self.cache.limit_bytes * length // (MOST_MAPPED * SEGMENT_BYTES))
+            return mapped(path, os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+
+        if self.disk is not None:
+            node = os.uname().nodename  # what other nodes write may be seen late, its marks before its bytes
+            return self.disk.get(f"{node} {key}", write, open_file)
+        handle = os.memfd_create("hpctrain")
+        os.truncate(handle, length + count)
+        return mapped(None, handle, length)
