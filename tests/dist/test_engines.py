@@ -28,6 +28,7 @@ import pytest
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import collect
+from tests.conftest import NOT_PERMITTED
 from tests.slurm import cluster as slurm_cluster
 from tests.support import foreign_programs as foreign
 from tests.support import grid_engine, netns
@@ -242,7 +243,7 @@ def hosts(network: netns.Network, folder: Path) -> Iterator[Place]:
 def gridengine(network: netns.Network, folder: Path) -> Iterator[Place]:
     """A Grid Engine: its master on the first host, which jobs prefer."""
     if grid_engine.missing():
-        pytest.skip("this machine lacks sge_qmaster (Debian: gridengine-master, gridengine-exec, gridengine-client)")
+        pytest.skip(f"{NOT_PERMITTED}Grid Engine is not installed (gridengine-master, -exec and -client)")
     with on_hosts(network):
         own = grid_engine.start(network, folder)
         of_all, for_two = ({"directives": [f"-pe mpi {hosts}"]} for hosts in (3, 2))
