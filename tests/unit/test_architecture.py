@@ -63,7 +63,7 @@ LINES: dict[str, int] = {
     "train": 1349,
     "parallel": 462,
     "tasks": 624,
-    "backends": 10330,
+    "backends": 10334,
     "checkpoint": 4756,
     "monitor": 2811,
     "track": 718,

@@ -110,7 +110,7 @@ def updated(world: World, make: Callable[[], Any]) -> dict[str, Any]:
             [np.random.default_rng([number, rank, index]).normal(size=one.shape) for index, one in enumerate(initial)]
             for rank in range(world.size)
         ]
-        step(pieces.pack(every[world.rank], {}))
+        step(pieces.pack(every[world.rank], 0.0))
         plain.apply([tf.constant(sum(parts)) for parts in zip(*every, strict=True)], wholes)
     reducer.close()
     found = [

@@ -57,7 +57,7 @@ def compared(candidate: Candidate, group: Group, wide: bool) -> dict[str, object
 
     @tf.function
     def summed(gradients: list[tf.Tensor], slots: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        sums = reducer.sum(pieces.pack(gradients, {LOSS: slots[0], WEIGHT: slots[1]}))
+        sums = reducer.sum(pieces.pack_with(gradients, {LOSS: slots[0], WEIGHT: slots[1]}))
         return pieces.unpack(sums), sums[-1]
 
     differences, same = [], True

@@ -20,7 +20,7 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.compression import CODECS
-from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
+from hpctrain.reduce.exchange_slots import LOSS, SLOTS, SQUARE
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.int8_sum import Residue, residue_of
 from hpctrain.reduce.layout import plan
@@ -311,13 +311,21 @@ class Pieces:
         self.layout = plan([math.prod(shape) for shape in self.shapes], None, SLOTS)
         """Of the pieces in one flat buffer, for sums that need one."""
 
-    def pack(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
+    def pack(self, gradients: Sequence[Any], loss: Any) -> list[tf.Tensor]:
         """The pieces, to be summed over the ranks.
 
         Args:
             gradients: in the order of the variables, each of its variable's shape; dense.
-            slots: scalars by their place among the slots; others are zero.
+            loss: scalar, this rank's part of the mean loss over all ranks' samples.
         """
+        return self.pack_with(gradients, {LOSS: loss})
+
+    def mean_loss(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The loss in summed pieces: a scalar."""
+        return pieces[-1][LOSS]
+
+    def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
+        """The pieces, with scalars by their place among the slots; zeros elsewhere."""
         known = [tf.cast(gradient, self.dtype) for gradient in gradients]
         for gradient, shape in zip(known, self.variable_shapes, strict=True):
             gradient.set_shape(shape)  # TensorFlow itself does not know that of Dense over three axes, for one

@@ -32,11 +32,11 @@ class Gradients:
         self.rows_of = [one for one, is_table in zip(variables, self.is_table, strict=True) if is_table]
         self.tables = Tables(self.rows_of, group, exchanged_dtype(self.rows_of))
 
-    def pack(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
+    def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
         """See Pieces; a gradient of a table may be tf.IndexedSlices, dense, or None."""
         pairs = list(zip(self.is_table, gradients, strict=True))
         rows = self.tables.pack([gradient for is_table, gradient in pairs if is_table])
-        return [*rows, *self.pieces.pack([gradient for is_table, gradient in pairs if not is_table], slots)]
+        return [*rows, *self.pieces.pack_with([gradient for is_table, gradient in pairs if not is_table], slots)]
 
     def apart(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Rows, and pieces."""

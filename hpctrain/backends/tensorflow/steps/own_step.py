@@ -298,7 +298,7 @@ class OwnStep:
         travelling, reducer = self.travelling[known], self.reducers[known]
         given = [gradients[each] for each in present]
         ready = refused_or_dense(travelling, [variables[each] for each in present], given, self.config.reduce.sparse)
-        rows, pieces = travelling.apart(travelling.pack(ready, {}))
+        rows, pieces = travelling.apart(travelling.pack_with(ready, {}))
         part = tf.cast(share, travelling.pieces.dtype)
         rows = travelling.tables.scaled(rows, part)
         *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # 0 of a rank without samples

@@ -154,7 +154,7 @@ class Passes:
             raise loss_of_nothing()
         known = refused_or_dense(self.travelling, self.variables, gradients, self.sparse)
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
-        return self.travelling.pack(known, slots)
+        return self.travelling.pack_with(known, slots)
 
     def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
         assert self.joint is not None, "see __init__"

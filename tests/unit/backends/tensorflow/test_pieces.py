@@ -37,7 +37,7 @@ def test_small_gradients_of_one_shape_travel_together_and_large_ones_alone() -> 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_is_packed_is_unpacked(dtype: str) -> None:
     pieces = Pieces(variables(dtype))
-    packed = pieces.pack(gradients(), {LOSS: 2.5, WEIGHT: 7})
+    packed = pieces.pack_with(gradients(), {LOSS: 2.5, WEIGHT: 7})
     assert [piece.dtype.name for piece in packed] == [dtype] * 5
     assert [tuple(piece.shape) for piece in packed] == [*pieces.shapes, (SLOTS,)]
     assert [tuple(piece.shape) for piece in pieces.zeros()] == [*pieces.shapes, (SLOTS,)]
@@ -48,7 +48,7 @@ def test_what_is_packed_is_unpacked(dtype: str) -> None:
 
 def test_one_rank_sums_nothing_and_knows_the_norm() -> None:
     pieces = Pieces(variables())
-    sums = NoReducer().sum(pieces.pack(gradients(), {LOSS: 1.0}))
+    sums = NoReducer().sum(pieces.pack_with(gradients(), {LOSS: 1.0}))
     square = sum(float(np.square(gradient).sum(dtype=np.float64)) for gradient in gradients())
     assert float(sums[-1][SQUARE]) == pytest.approx(square, rel=1e-5)
     assert float(sums[-1][LOSS]) == 1.0
@@ -79,7 +79,9 @@ class Doubled:
 def test_sums_are_ones_own_and_a_gpus_gradients_are_copied_as_one(joined: bool) -> None:
     pieces, host = Pieces(variables()), Doubled()
     reducer = HostReducer("mpi-flat", host, joined)
-    summed = tf.function(lambda factor: reducer.sum(pieces.pack([factor * one for one in gradients()], {LOSS: factor})))
+    summed = tf.function(
+        lambda factor: reducer.sum(pieces.pack_with([factor * one for one in gradients()], {LOSS: factor}))
+    )
     first, second = summed(tf.constant(1.0)), summed(tf.constant(10.0))
     assert host.seen == [2 if joined else 5] * 2
     for factor, found in ((1, first), (10, second)):

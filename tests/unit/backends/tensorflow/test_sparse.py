@@ -101,14 +101,14 @@ def test_rows_are_there_once_and_of_a_matrix_all() -> None:
     table, matrix = keras.Variable(np.zeros((6, 2))), keras.Variable(np.zeros((3,)))
     gradients = Gradients([table, matrix], [table], alone())
     slices = tf.IndexedSlices(tf.constant([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]]), tf.constant([5, 1, 5]))
-    packed = gradients.pack([slices, tf.ones((3,))], {})
+    packed = gradients.pack_with([slices, tf.ones((3,))], {})
     rows, pieces = gradients.apart(gradients.added(packed, gradients.added(gradients.zeros(), packed)))
     (given, ones) = gradients.unpack(rows, pieces, as_rows=True)
     assert given.indices.numpy().tolist() == [5, 1] and given.values.numpy().tolist() == [[10, 10], [4, 4]]
     assert ones.numpy().tolist() == [2, 2, 2]
     whole, _ = gradients.unpack(rows, pieces, as_rows=False)
     assert whole.numpy().tolist() == [[0, 0], [4, 4], [0, 0], [0, 0], [0, 0], [10, 10]]
-    dense, _ = gradients.unpack(*gradients.apart(gradients.pack([whole, tf.ones((3,))], {})), as_rows=True)
+    dense, _ = gradients.unpack(*gradients.apart(gradients.pack_with([whole, tf.ones((3,))], {})), as_rows=True)
     assert dense.indices.numpy().tolist() == list(range(6))
 
 
