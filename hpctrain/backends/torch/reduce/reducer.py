@@ -66,7 +66,8 @@ class Reducer(Protocol):
         """L2 norm of all summed gradients."""
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What has these gradients as its ``grad``: parameters by name, or this rank's parts of them."""
+        """What has these gradients as its ``grad``: parameters by name, or this rank's parts of them. It is for norms:
+        where each element counts once over the ranks, other ranks lack what they all update equally."""
 
     def spread(self) -> bool:
         """After the optimizer's step: all ranks get what each has updated. Whether there was something to wait for."""

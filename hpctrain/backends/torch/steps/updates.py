@@ -154,7 +154,7 @@ class Trained:
         """Divides by weights and loss scale, clips, and steps, unless the update is left out.
 
         Every update goes through here, whichever program makes it, under whichever strategy: this is the place for
-        what changes gradients. ``reducer.summed()`` has what this rank updates, by names of parameters.
+        what changes gradients. ``reducer.gradients()`` holds those of all that this rank updates.
 
         Raises:
             NotFinite: loss or gradient is not finite; on all ranks.
