@@ -82,7 +82,11 @@ class Link:
                 content = await asyncio.wait_for(self.reader.readexactly(length), SILENCE_S) if length else b""
                 if kind != Kind.BEAT:
                     return Kind(kind), number, content
-        except (OSError, EOFError, TimeoutError, ValueError) as error:
+        except TimeoutError as error:
+            raise Lost(f"it has been silent for {SILENCE_S:.0f} s") from error
+        except EOFError as error:
+            raise Lost("the connection has ended") from error
+        except (OSError, ValueError) as error:
             raise Lost(str(error) or type(error).__name__) from error
 
     async def beat(self) -> None:

@@ -26,6 +26,7 @@ from hpctrain.system.output import say
 
 RETRY_S = 0.5
 REAP_S = 1.0
+LEAVE_S = 0.5
 GOING = signal.SIGUSR1
 """Says that this machine is to go away: the run is asked to save and stop, and served until it has."""
 READ_BYTES = 1 << 16
@@ -66,7 +67,7 @@ async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
     asyncio.get_running_loop().add_signal_handler(GOING, link.send, Kind.GOING)
     commands: dict[int, asyncio.Task[None]] = {}
     started: dict[int, Process | None] = {}
-    async with _beating(link), _reaping(started):
+    async with _beating(link), _reaping(started), _ending(commands):
         while (said := await link.receive())[0] is not Kind.LEAVE:
             kind, number, content = said
             if kind is Kind.RUN:
@@ -87,6 +88,19 @@ async def _beating(link: Link) -> AsyncIterator[None]:
     finally:
         beat.cancel()
         link.writer.close()
+
+
+@contextlib.asynccontextmanager
+async def _ending(commands: Mapping[int, asyncio.Task[None]]) -> AsyncIterator[None]:
+    """Kills what runs while asyncio can still see it end; it would print tracebacks otherwise."""
+    try:
+        yield
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*commands.values(), return_exceptions=True), LEAVE_S)
 
 
 @contextlib.asynccontextmanager
