@@ -17,4 +17,5 @@ for step, batch in enumerate(loader):
     optimizer.step()
     if accelerator.is_main_process:
         print(f"step {step} loss {loss.item()!r}", flush=True)
+accelerator.wait_for_everyone()  # see foreign_ddp.py
 accelerator.end_training()
