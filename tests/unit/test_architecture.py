@@ -58,7 +58,7 @@ LINES: dict[str, int] = {
     "config": 1032,
     "comm": 365,
     "run": 2573,
-    "data": 4472,
+    "data": 4475,
     "reduce": 1312,
     "train": 1349,
     "parallel": 462,

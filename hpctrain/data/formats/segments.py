@@ -37,14 +37,14 @@ Make = Callable[[int], Iterable[tuple[int, memoryview]]]
 
 @dataclass(frozen=True)
 class Segment:
-    """A file that has a mark behind its bytes for each piece that is here."""
+    """Bytes of a file or of memory, with a mark behind them for each piece that is here."""
 
     path: Path | None
-    """None in memory."""
-    handle: int
-    content: mmap.mmap
+    """None in memory, as is the handle: a table may have more parts than a process has descriptors."""
+    handle: int | None
+    content: mmap.mmap | bytearray
     marks: NDArray[np.uint8]
-    """A view of the file: pieces that other ranks have made are here, too."""
+    """A view of the content: pieces of a file that other ranks have made are here, too."""
     nbytes: int
     """What it counts in memory."""
 
@@ -54,11 +54,16 @@ class Segment:
 
     def put(self, piece: int, parts: Iterable[tuple[int, memoryview]]) -> None:
         """Writes a piece, and marks it once it is on the disk. Raises OSError."""
+        mark = len(self.content) - len(self.marks) + piece, memoryview(b"\1")
+        if self.handle is None:
+            for place, content in (*parts, mark):
+                memoryview(self.content)[place : place + len(content)] = content
+            return
         for place, content in parts:
             if os.pwrite(self.handle, content, place) < len(content):
                 raise OSError(errno.ENOSPC, "the disk is full")
         os.fdatasync(self.handle)
-        os.pwrite(self.handle, b"\1", len(self.content) - len(self.marks) + piece)
+        os.pwrite(self.handle, mark[1], mark[0])
 
 
 class Segments:
@@ -117,23 +122,20 @@ class Segments:
             with replacement(path) as temporary:
                 os.truncate(temporary, length + count)
 
-        def mapped(path: Path | None, handle: int, nbytes: int) -> Segment:
+        def mapped(path: Path) -> Segment:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             with contextlib.ExitStack() as stack:
                 stack.callback(os.close, handle)
                 if os.fstat(handle).st_size != length + count:
                     raise UserError(f"{path} is damaged", "remove it")
-                content = mmap.mmap(handle, 0, prot=mmap.PROT_READ)
+                content = mmap.mmap(handle, 0, prot=mmap.PROT_READ)  # duplicates the descriptor
+                nbytes = max(2 * MAPPED_BYTES, self.cache.limit_bytes * length // (MOST_MAPPED * SEGMENT_BYTES))
                 segment = Segment(path, handle, content, np.frombuffer(content, np.uint8, count, length), nbytes)
                 weakref.finalize(segment, stack.pop_all().close)
             return segment
 
-        def open_file(path: Path) -> Segment:
-            nbytes = max(MAPPED_BYTES, self.cache.limit_bytes * length // (MOST_MAPPED * SEGMENT_BYTES))
-            return mapped(path, os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
-
         if self.disk is not None:
             node = os.uname().nodename  # what other nodes write may be seen late, its marks before its bytes
-            return self.disk.get(f"{node} {key}", write, open_file)
-        handle = os.memfd_create("hpctrain")
-        os.truncate(handle, length + count)
-        return mapped(None, handle, length)
+            return self.disk.get(f"{node} {key}", write, mapped)
+        memory = bytearray(length + count)
+        return Segment(None, None, memory, np.frombuffer(memory, np.uint8, count, length), length)

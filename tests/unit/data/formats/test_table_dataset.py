@@ -1,5 +1,6 @@
 """Tables whose parts are slow to read: without a cache on the disk, without rows in the first part."""
 
+import os
 import shutil
 import weakref
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain import open_dataset
 from hpctrain.data.dataset import Samples
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.segments import Segment, Segments
@@ -110,3 +112,14 @@ def test_parts_are_kept_together(most_rows: int, monkeypatch: pytest.MonkeyPatch
         assert len(ids) == len(dataset.read(np.array(ids, np.int64))["id"])
         assert not ids or is_right(dataset.read(np.array(ids)), list(ids))
     assert store.reads == 5 and len(list(cache.glob("*.block"))) == {1: 5, 3: 5, 8: 2, 100: 1}[most_rows]
+
+
+def test_parts_in_memory_take_no_descriptors(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    rows = pyarrow.table({"x": np.arange(600)})
+    parquet.write_table(rows, tmp_path / "rows.parquet", row_group_size=2)
+    dataset = open_dataset(tmp_path / "rows.parquet")
+    open_before = len(os.listdir("/proc/self/fd"))
+    assert dataset.read(np.arange(600)[::-1])["x"].tolist() == list(range(600))[::-1]
+    assert len(os.listdir("/proc/self/fd")) < open_before + 50
