@@ -30,10 +30,14 @@ find_python() {
     "install one (Debian: python3.11-venv), load your site's Python module, or set PYTHON"
 }
 
-site_mpicc() { # the first mpicc on PATH that is not this environment's own
+site_mpicc() { # the first mpicc on PATH that is not this environment's own, by whichever path PATH names that
   local found
-  found=$(type -ap mpicc | grep -vF "$venv/" | head -n 1) || true
-  printf '%s' "$found"
+  while read -r found; do
+    if [[ ! ${found%/*} -ef $venv/bin ]]; then
+      printf '%s' "$found"
+      return
+    fi
+  done < <(type -ap mpicc)
 }
 
 check_tools() {

@@ -121,6 +121,16 @@ def test_an_interrupted_build_ends_the_set_up(programs: Path, tmp_path: Path) ->
     assert horovod_builds(programs, tmp_path / "venv", ONE_GPU, True, code=130)[1] == [FOR_GPUS]
 
 
+def test_an_environment_that_path_names_by_a_link_keeps_its_mpi(programs: Path, tmp_path: Path) -> None:
+    """As where a home lies behind a link: its MPI would be taken away, as if the site had another."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    for name in ("python", "hpctrain", "mpicc"):
+        replace(tmp_path / "venv" / "bin" / name, "")
+    (tmp_path / "home").symlink_to(tmp_path)
+    done = set_up(programs, tmp_path / "venv", PATH=f"{tmp_path}/home/venv/bin:{programs}")
+    assert done.returncode == 0 and "MPI: Open MPI's wheel" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_no_network(programs: Path, tmp_path: Path) -> None:
     nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
