@@ -81,8 +81,8 @@ class Launch:
     """Hosts of ranks, where known before the start."""
     unheard: Callable[[str], bool] = lambda text: False
     """Whether a launcher with this output started nothing because the scheduler's controller was away."""
-    answers: Callable[[str], bool] = lambda host: True
-    """Whether a node of which the launcher hears nothing more can be reached; seconds at most."""
+    unreached: Callable[[Collection[str]], Collection[str]] = lambda hosts: ()
+    """Of nodes of which the launcher hears nothing more, those that cannot be reached; seconds at most."""
     away: Callable[[], Collection[str]] = tuple
     """Hosts that are known to be lost."""
     can_lose: Callable[[str], bool] = lambda host: False
@@ -351,11 +351,11 @@ class WatchedAttempt:
             self.end(now, lost([rank for rank, other in hosts.items() if other == gone], gone, by_slurm=False))
             self.kill_at = now if gone in cut_off else self.kill_at  # mpirun waits for it
             return
-        host = launcher_messages.silent_host(self.launcher_text(), hosts)
-        if host is None or now - self.suspicion.setdefault(f"silent {host}", now) < NODE_SILENCE_S:
+        silent = launcher_messages.silent_hosts(self.launcher_text(), hosts)
+        if not silent or now - self.suspicion.setdefault(f"silent {sorted(silent)}", now) < NODE_SILENCE_S:
             return
-        if not self.launch.answers(host):
-            self.end(now, lost([rank for rank, other in hosts.items() if other == host], host))
+        if unreached := self.launch.unreached(silent):
+            self.end(now, lost([rank for rank, other in hosts.items() if other in unreached], min(unreached)))
             self.kill_at = now
 
     def cut_off(self) -> set[str | None]:

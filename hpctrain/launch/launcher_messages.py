@@ -30,9 +30,12 @@ WAITS = re.compile(r"Waiting up to (\d+) seconds for job step to finish")
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
 LOST_NODE = re.compile(
     r"DUE TO NODE.?FAIL|srun: error: .*[Nn]ode failure(?: on (?P<host>\S+))?"
+    r"|srun: error: Task launch for \S+ failed on node (?P<unheard>\S+): Communication connection failure"
     r"|has\s+lost\s+communication\s+with\s+a\s+remote\s+daemon|daemon\s+has\s+(?:died|failed)"
     r"|Remote daemon\s*:\s*\[\S+\]\s+on\s+node\s+(?P<remote>\S+)"
 )
+FEW_HOSTS = 8
+"""Hosts that may be lost at once; where more are silent, srun has yet to hear of them."""
 NO_DAEMON = re.compile(r"daemon failed to report back after being spawned[\s\S]{0,900}?Remote host:\s+(\S+)")
 """Open MPI 5, on standard output."""
 
@@ -63,7 +66,7 @@ def lost_node(text: str, output: str = "") -> str | None:
 
     ``output`` is what came on standard output, where ranks may have written, too.
     """
-    hosts = [found["host"] or found["remote"] or "" for found in LOST_NODE.finditer(text)]
+    hosts = [found["host"] or found["unheard"] or found["remote"] or "" for found in LOST_NODE.finditer(text)]
     return max([*hosts, *NO_DAEMON.findall(output)], default=None)
 
 
@@ -84,14 +87,14 @@ def silent(text: str, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if rank not in heard] if GAVE_UP in text else []
 
 
-def silent_host(text: str, hosts: Mapping[int, str]) -> str | None:
-    """While srun waits for a step to end: the one host of whose ranks it has heard none, if of all the others.
+def silent_hosts(text: str, hosts: Mapping[int, str]) -> set[str]:
+    """While srun waits for a step to end: the few hosts of whose ranks it has heard none, if of all the others.
 
     ``hosts`` are those of ranks that left no last word.
     """
     heard = _heard(text) & hosts.keys()
     silent, told = ({host for rank, host in hosts.items() if (rank in heard) == is_told} for is_told in (False, True))
-    return silent.pop() if waits_s(text) and told and len(silent) == 1 and not silent & told else None
+    return silent if waits_s(text) and told and len(silent) <= FEW_HOSTS and not silent & told else set()
 
 
 def left(text: str, ranks: Iterable[int]) -> list[int]:

@@ -69,7 +69,7 @@ LINES: dict[str, int] = {
     "track": 718,
     "rank": 1569,
     "registry": 147,
-    "launch": 4878,
+    "launch": 4893,
     "report": 994,
     "watch": 450,
     "doctor": 550,

@@ -144,7 +144,8 @@ class Hosts:
             return None
         if chosen != list(self.used):
             self.used = chosen
-            say(f"continuing on {', '.join(chosen)} with {self.facts.ranks} ranks")
+            ranks = self.facts.ranks
+            say(f"continuing on {', '.join(chosen)} with {ranks} rank{'s' if ranks != 1 else ''}")
         return self.facts
 
     def of(self, verdict: RunVerdict) -> str | None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import Code
-from hpctrain.launch.launcher_messages import deaths, expand, left, lost_node, not_started, silent, silent_host
+from hpctrain.launch.launcher_messages import deaths, expand, left, lost_node, not_started, silent, silent_hosts
 from hpctrain.run.first_cause import Death, Standing, first_cause
 
 OPEN_MPI_5 = """--------------------------------------------------------------------------
@@ -131,11 +131,12 @@ def test_ranks_of_a_node_that_srun_lost():
     )
     assert silent(text, range(4)) == []
     assert silent(text + "srun: error: Timed out waiting for job step to complete\n", range(4)) == [2, 3]
-    assert silent_host(text, {0: "n1", 1: "n1", 2: "n2", 3: "n2"}) == "n2"
-    assert silent_host(text, {0: "n1", 1: "n1", 2: "n1", 3: "n2"}) is None, "and a rank of a node that was heard of"
-    assert silent_host(text, {0: "n1", 1: "n1"}) is None and silent_host(text, {2: "n2", 3: "n2"}) is None
-    assert silent_host(text.partition("\n")[2], {0: "n1", 1: "n1", 2: "n2"}) is None, "srun does not wait yet"
-    assert silent_host(text, {0: "n1", 1: "n1", 2: "n2", 3: "n3"}) is None, "two are missing"
+    assert silent_hosts(text, {0: "n1", 1: "n1", 2: "n2", 3: "n2"}) == {"n2"}
+    assert not silent_hosts(text, {0: "n1", 1: "n1", 2: "n1", 3: "n2"}), "and a rank of a node that was heard of"
+    assert not silent_hosts(text, {0: "n1", 1: "n1"}) and not silent_hosts(text, {2: "n2", 3: "n2"})
+    assert not silent_hosts(text.partition("\n")[2], {0: "n1", 1: "n1", 2: "n2"}), "srun does not wait yet"
+    assert silent_hosts(text, {0: "n1", 1: "n1", 2: "n2", 3: "n3"}) == {"n2", "n3"}, "a switch took both"
+    assert not silent_hosts(text, {0: "n1", 1: "n1"} | {rank: f"n{rank}" for rank in range(2, 20)}), "it is slow"
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True).map(sorted))

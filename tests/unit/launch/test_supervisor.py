@@ -134,7 +134,7 @@ def test_a_host_that_the_monitor_cannot_reach_is_lost_if_there_is_another_place(
 def test_a_node_that_neither_srun_hears_of_nor_answers_is_lost_at_once(tmp_path: Path, answers: bool) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    launch = Launch([], {}, 2, answers=lambda host: host != "n2" or answers)
+    launch = Launch([], {}, 2, unreached=lambda hosts: [] if answers else {"n2"} & set(hosts))
     attempt = WatchedAttempt(launch, run, 1, LiveLock(run, myself()), StopSignals(), Limits())
     said = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\nsrun: error: n1: task 0: Killed\n"
     run.log("launcher", 1).write_text(said)

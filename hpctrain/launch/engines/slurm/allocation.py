@@ -257,7 +257,7 @@ class Place:
         """Whether enough nodes are left without one that Slurm does not reach either."""
         name = host.partition(".")[0]
         try:
-            return self.choose(client.hosts(self.whole.nodelist), [name]) is not None and not client.answers(name)
+            return self.choose(client.hosts(self.whole.nodelist), [name]) is not None and bool(client.unreached([name]))
         except (HpctrainError, OSError):
             return False
 
@@ -275,6 +275,9 @@ class Place:
                 return False
             leave_out.note_culprit(self.config, self.run_dir)
             hosts = client.hosts(self.whole.nodelist)
+            # A switch or a power supply takes several nodes; the next attempt would find them one by one.
+            others = client.unreached(set(hosts) - self.lost) if verdict.code is Code.NODE else set()
+            self.lost |= others if self.choose(hosts, others) else set()
             chosen = self.choose(hosts)
         except (HpctrainError, OSError) as error:
             say(f"not started again in this job: {error}")
@@ -284,5 +287,5 @@ class Place:
         if chosen != list(self.job.part or hosts):
             self.job = self.whole.on(chosen)
             self.prepared = dataclasses.replace(self.prepared, hosts={})  # which node has which rank is not known
-            say(f"continuing on {', '.join(chosen)} with {self.job.ranks} ranks")
+            say(f"continuing on {', '.join(chosen)} with {self.job.ranks} rank{'s' if self.job.ranks != 1 else ''}")
         return True

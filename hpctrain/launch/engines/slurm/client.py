@@ -9,7 +9,8 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ SOON_S = 10
 
 DAEMON_S = 2
 """Longest time until a daemon takes a connection, or its node counts as gone."""
+CONNECTIONS = 64
+"""To daemons at a time."""
 COMMENT_CHARACTERS = 500
 """Of a verdict in a job's comment, which is one line."""
 ANSWER_S = 5
@@ -200,16 +203,27 @@ def job_fields(job: str) -> dict[str, str]:
     return parse_fields(text)
 
 
-def answers(host: str) -> bool:
-    """Whether Slurm's daemon on a node can be reached from here; True if it is not known where it listens."""
+def unreached(hosts: Collection[str]) -> set[str]:
+    """Nodes whose Slurm daemon cannot be reached from here; none if nothing says where they listen."""
+    if not hosts:
+        return set()
     try:
-        node = parse_fields(run(["scontrol", "--oneliner", "show", "node", host], SOON_S))
-        port = node.get("Port") or parse_port(run(["scontrol", "show", "config"], SOON_S))
-        socket.create_connection((node["NodeAddr"], int(port)), DAEMON_S).close()
-    except (HpctrainError, KeyError, ValueError, socket.gaierror):
-        return True
-    except OSError:
-        return False
+        text = run(["scontrol", "--oneliner", "show", "node", ",".join(sorted(hosts))], SOON_S)
+        nodes = [parse_fields(line) for line in text.splitlines() if line]
+        port = "" if all("Port" in node for node in nodes) else parse_port(run(["scontrol", "show", "config"], SOON_S))
+        places = {node["NodeName"]: (node["NodeAddr"], int(node.get("Port") or port)) for node in nodes}
+    except (HpctrainError, KeyError, ValueError):
+        return set()
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        return {host for host, reached in zip(places, pool.map(_listens, places.values()), strict=True) if not reached}
+
+
+def _listens(place: tuple[str, int]) -> bool:
+    """Whether something does at this address and port, or the address is not known here."""
+    try:
+        socket.create_connection(place, DAEMON_S).close()
+    except OSError as error:
+        return isinstance(error, socket.gaierror)
     return True
 
 

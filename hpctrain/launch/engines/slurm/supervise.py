@@ -181,7 +181,7 @@ def make_launch(
     # mpirun passes on only what is named; the supervisor adds the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
     words = prepared.launcher.words(command, named)
-    heard = (lambda text: bool(client.unheard(text)), client.answers)
+    heard = (lambda text: bool(client.unheard(text)), client.unreached)
     return Launch(words, env, job.ranks, bool(config.task), prepared.hosts, *heard)
 
 

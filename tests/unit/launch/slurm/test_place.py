@@ -34,6 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     run.create()
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2"])
+    monkeypatch.setattr(client, "unreached", lambda hosts: set())
     return Place(CONFIG, run, JOB, JOB, allocation.Prepared(SRUN, "python", {}, {}))
 
 
@@ -94,7 +95,7 @@ def test_a_node_that_the_monitor_cannot_reach_is_lost_if_slurm_cannot_either_and
 ) -> None:
     launch = dataclasses.replace(place.config.launch, min_nodes=min_nodes)
     place.config = dataclasses.replace(place.config, launch=launch)
-    monkeypatch.setattr(client, "answers", lambda host: answers or host != "n2")
+    monkeypatch.setattr(client, "unreached", lambda hosts: set() if answers else {"n2"} & set(hosts))
     assert place.can_lose("n2.cluster") is lost
 
 
@@ -131,6 +132,21 @@ def test_what_is_left_of_a_job_serves_if_the_run_stays_the_same(
     hosts: list[str], out: list[str], of: Config, chosen: list[str] | None
 ) -> None:
     assert choose(hosts, out, of) == chosen
+
+
+def test_nodes_lost_together_are_left_together_unless_too_few_are_left(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.config = config(min_nodes=1)
+    monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2", "n3"])
+    monkeypatch.setattr(client, "unreached", lambda hosts: {"n2", "n3"} & set(hosts))
+    assert place.serves(KILLED) and not place.lost, "no node was lost"
+    assert place.serves(failed_with(Code.NODE, "n2 was lost", "", host="n2"))
+    assert (place.facts.nodes, place.lost) == (1, {"n2", "n3"})
+    place.lost.clear()
+    monkeypatch.setattr(client, "unreached", set)
+    assert place.serves(failed_with(Code.NODE, "n3 was lost", "", host="n3"))
+    assert (place.facts.nodes, place.lost) == (2, {"n3"}), "none can be reached from here: that says nothing"
 
 
 def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place: Place) -> None:

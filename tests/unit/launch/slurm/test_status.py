@@ -413,15 +413,16 @@ def test_recoveries_are_told_with_where_the_time_went() -> None:
 def test_a_daemon_that_takes_no_connection_does_not_answer(slurm: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-        answer = f"case $3 in node) echo NodeName=n1 NodeAddr=$ADDRESS;; *) echo 'SlurmdPort      = {port}';; esac"
+        node = f"echo NodeName=n1 NodeAddr=$ADDRESS; echo NodeName=n2 NodeAddr=127.0.0.1 Port={port}"
+        answer = f"case $3 in node) {node};; *) echo 'SlurmdPort      = {port}';; esac"
         (slurm / "scontrol").write_text(f"#!/bin/sh\n[ $1 = show ] || shift\nset -- x $@\n{answer}\n")
         (slurm / "scontrol").chmod(0o755)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ADDRESS", "127.0.0.1")
-            assert client.answers("n1")
+            assert not client.unreached(["n1", "n2"])
             there.close()
-            assert not client.answers("n1")
+            assert client.unreached(["n1", "n2"]) == {"n1", "n2"}
             patch.setenv("ADDRESS", "no-such-host.invalid")
-            assert client.answers("n1"), "it is not known where it is"
+            assert client.unreached(["n1", "n2"]) == {"n2"}, "it is not known where n1 is"
     (slurm / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    assert client.answers("n1")
+    assert not client.unreached(["n1"])
