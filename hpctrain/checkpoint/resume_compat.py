@@ -10,29 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.sections import OptimizerConfig, ScheduleConfig, SyncConfig
+from hpctrain.config.sections import DECISIVE, PARTS
 from hpctrain.errors import UserError
 
-DECISIVE = (
-    "seed",
-    "task",
-    "task_args",
-    "train.accumulate",
-    "train.precision",
-    "train.clip_norm",
-    "train.ema_decay",
-    "train.sync_batchnorm",
-    "optimizer",
-    "schedule",
-    "reduce.compression",
-    "reduce.compress_where",
-    "reduce.compress_after_steps",
-    "sync",
-    "data.shuffle",
-    "data.block_samples",
-    "data.drop_last",
-)
-"""Keys of the run file that change what is computed. The global batch and the data are compared as resolved."""
 LENGTH = ("train.epochs", "train.steps")
 """Keys that a longer run changes; decisive only if the learning rate depends on the run's end."""
 DATA = ("global batch", "training data")
@@ -52,14 +32,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-EARLIER = {
-    **flat(dataclasses.asdict(ScheduleConfig()), "schedule."),
-    **flat(dataclasses.asdict(OptimizerConfig()), "optimizer."),
-    "train.sync_batchnorm": False,
-    **flat(dataclasses.asdict(SyncConfig()), "sync."),
-    "reduce.compress_where": "everywhere",
-    "reduce.compress_after_steps": 0,
-}
+EARLIER = flat({name: dataclasses.asdict(section()) for name, section in PARTS.items()})
 """Keys that an earlier version may lack, with its behaviour."""
 
 

@@ -18,9 +18,9 @@ from typing import (
     ClassVar,
     Literal,
     TypeAlias,
+    TypeVar,
     dataclass_transform,
     get_args,
-    get_origin,
     get_type_hints,
 )
 from urllib.parse import urlsplit
@@ -78,6 +78,19 @@ AboveZero = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(least=0)]
 Share = Annotated[float, Range(above=0, most=1)]
 
+Value = TypeVar("Value")
+DECIDES = "results depend on it"
+Decisive = Annotated[Value, DECIDES]
+"""Type of a key, or of a section, that changes what is computed: a resumed run must have the same value. An earlier
+version that lacks the key computed what its default does."""
+
+
+def marks(hint: Any) -> Iterator[object]:
+    """What a type, or a part of it, is annotated with."""
+    yield from getattr(hint, "__metadata__", ())
+    for part in get_args(hint):
+        yield from marks(part)
+
 
 @dataclass_transform(frozen_default=True)
 class Section:
@@ -87,12 +100,15 @@ class Section:
     """Of the section in the run file; empty for the whole file."""
     _ranges: ClassVar[Mapping[str, Range]]
     """By field: of its type, or of the items of a tuple."""
+    _decisive: ClassVar[tuple[str, ...]]
+    """Keys on which results depend, dotted."""
 
     def __init_subclass__(cls, key: str) -> None:
         cls._key = key
         hints = get_type_hints(cls, include_extras=True).items()
-        parts = [(name, part) for name, hint in hints for part in (hint, *get_args(hint))]
-        cls._ranges = {name: part.__metadata__[0] for name, part in parts if get_origin(part) is Annotated}
+        found = [(name, mark) for name, hint in hints for mark in marks(hint)]
+        cls._ranges = {name: mark for name, mark in found if isinstance(mark, Range)}
+        cls._decisive = tuple(f"{key}.{name}".lstrip(".") for name, mark in found if mark == DECIDES)
         dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
@@ -127,13 +143,13 @@ class TrainConfig(Section, key="train"):
     """Samples of one update over all ranks. Exactly one of global_batch and batch_per_rank."""
     batch_per_rank: Positive | None = None
     """Samples of one update on each rank: the global batch grows with the number of ranks."""
-    accumulate: Positive = 1
+    accumulate: Decisive[Positive] = 1
     """Micro-batches that one update is computed in; gradients are exchanged once an update."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Decisive[Literal["fp32", "bf16", "fp16"]] = "fp32"
     """Arithmetic of forward and backward; parameters and gradients stay fp32 (fp16 with loss scaling)."""
-    clip_norm: AboveZero | None = None
+    clip_norm: Decisive[AboveZero | None] = None
     """Largest global L2 norm of the averaged gradient; larger ones are scaled down to it."""
-    ema_decay: float | None = None
+    ema_decay: Decisive[float | None] = None
     """Decay of the exponential moving average of the weights; none if not given. Evaluation then uses the average."""
     eval_every_epochs: Positive | None = 1
     """Evaluate every N epochs."""
@@ -145,7 +161,7 @@ class TrainConfig(Section, key="train"):
     """Stop when a validation metric no longer improves."""
     compile: bool = False
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
-    sync_batchnorm: bool = False
+    sync_batchnorm: Decisive[bool] = False
     """BatchNorm normalises over the samples of all ranks, not of each one's part: N ranks train as one does."""
     recompute: tuple[str, ...] = ()
     """PyTorch: patterns of layers, such as blocks.* or * for all, whose activations are not kept for the backward pass
@@ -322,12 +338,12 @@ class ReduceConfig(Section, key="reduce"):
 
     kind: Literal["auto", "horovod", "mpi", "none"] = "auto"
     """The reducer; auto measures the candidates before the first update and keeps the fastest."""
-    compression: Literal["none", "fp16", "bf16", "int8", "auto"] = "none"
+    compression: Decisive[Literal["none", "fp16", "bf16", "int8", "auto"]] = "none"
     """What travels in place of fp32; auto lets the measurement choose between none and fp16. int8 keeps what it rounds
     off for the next update."""
-    compress_where: Literal["everywhere", "between_nodes"] = "everywhere"
+    compress_where: Decisive[Literal["everywhere", "between_nodes"]] = "everywhere"
     """What int8 compresses: all messages, or those between nodes, each of which forms its own sum in fp32 first."""
-    compress_after_steps: Natural = 0
+    compress_after_steps: Decisive[Natural] = 0
     """Updates at the beginning of a run that int8 leaves exact."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
@@ -378,12 +394,12 @@ class SyncConfig(Section, key="sync"):
 class DataConfig(Section, key="data"):
     """How samples are ordered and brought to the ranks."""
 
-    shuffle: Literal["full", "block", "none"] = "full"
+    shuffle: Decisive[Literal["full", "block", "none"]] = "full"
     """full: a permutation of all samples each epoch; block: of blocks, and within groups of them, for data that does
     not fit into memory."""
-    block_samples: Positive = 1024
+    block_samples: Decisive[Positive] = 1024
     """Samples in a block, for shuffle: block."""
-    drop_last: bool = False
+    drop_last: Decisive[bool] = False
     """Leave out the last, smaller global batch of an epoch."""
     prefetch_batches: Natural = 2
     """Batches that each rank keeps ready; 0 reads within the step."""
@@ -779,25 +795,25 @@ class Config(Section, key=""):
 
     name: str
     """Name of the run: letters, digits, dot, dash, underscore. The run folder is runs/<name>."""
-    task: str = ""
+    task: Decisive[str] = ""
     """package.module:function or path/file.py:function that returns a TorchTask or a KerasTask."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, how large, and in which precision."""
     run_dir: str | None = None
     """Run folder; by default runs/<name>."""
-    seed: Annotated[int, Range(least=0, most=LARGEST_SEED)] = 0
+    seed: Decisive[Annotated[int, Range(least=0, most=LARGEST_SEED)]] = 0
     """Seed of everything random in the run."""
-    task_args: dict[str, Any] = field(default_factory=dict)
+    task_args: Decisive[dict[str, Any]] = field(default_factory=dict)
     """Arguments of the task function."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Decisive[OptimizerConfig] = field(default_factory=OptimizerConfig)
     """The optimizer of a task that brings none."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: Decisive[ScheduleConfig] = field(default_factory=ScheduleConfig)
     """The learning rate."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How the model is partitioned over ranks."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     """How gradients are averaged."""
-    sync: SyncConfig = field(default_factory=SyncConfig)
+    sync: Decisive[SyncConfig] = field(default_factory=SyncConfig)
     """When ranks exchange what they have learned."""
     data: DataConfig = field(default_factory=DataConfig)
     """How samples are ordered and brought."""
@@ -860,6 +876,12 @@ class Config(Section, key=""):
             **{feature: self.parallel.shard == word for word, feature in SHARDS.items()},
         }
         return used(given) | self.reduce.features()
+
+
+PARTS = {name: kind for name, kind in get_type_hints(Config).items() if getattr(kind, "_key", "")}
+"""Sections of the run file by name."""
+DECISIVE = tuple(key for section in Section.__subclasses__() for key in section._decisive)
+"""Keys that change what is computed, dotted; a section for all in it."""
 
 
 @dataclass(frozen=True)

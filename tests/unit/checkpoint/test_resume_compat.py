@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint.resume_compat import config_hash, differences, identity_of, refuse_changes
+from hpctrain.config.sections import DECISIVE as DECISIVE_KEYS
 from hpctrain.config.sections import (
     CheckpointConfig,
     Config,
@@ -64,6 +65,14 @@ DECISIVE = {
     "optimizer.lr": change(optimizer=OptimizerConfig("adam", lr=0.1)),
     "schedule.kind": change(schedule=ScheduleConfig(kind="cosine")),
 }
+
+
+@pytest.mark.parametrize("key", [key for key in DECISIVE_KEYS if "." in key])
+def test_an_earlier_version_that_lacks_a_key_computed_what_its_default_does(key: str) -> None:
+    before, (section, _, name) = identity(BASE), key.partition(".")
+    del before["config"][section][name]
+    refuse_changes(before, identity(BASE), "here")
+    assert config_hash(before) == config_hash(identity(BASE))
 
 
 @pytest.mark.parametrize("config", HARMLESS.values(), ids=HARMLESS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.cli import main
 from hpctrain.config.loading import dump, load
 from hpctrain.config.reference import reference
-from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
+from hpctrain.config.sections import Config, Decisive, LaunchConfig, NotNegative, Section, TrainConfig, WrongValue
 from hpctrain.errors import ExitCode, UserError
 
 MINIMAL = "name: a\ntask: pkg.mod:make\ntrain: {epochs: 3, global_batch: 64}\n"
@@ -278,3 +278,13 @@ def test_accept_adds_to_what_a_resume_accepts(tmp_path: Path) -> None:
     assert load(path, words).checkpoint.accept == ("train.epochs", "task_args.lr")
     with pytest.raises(UserError, match="accept needs a value"):
         load(path, ["--accept"])
+
+
+def test_a_key_says_itself_that_results_depend_on_it() -> None:
+    class Noise(Section, key="train.noise"):
+        deviation: Decisive[NotNegative | None] = None
+        places: tuple[str, ...] = ()
+
+    assert Noise._decisive == ("train.noise.deviation",)
+    with pytest.raises(WrongValue, match=r"train\.noise\.deviation is -1"):
+        Noise(deviation=-1.0)
