@@ -74,7 +74,7 @@ build/torture/intruders: TESTS := HPCTRAIN_INTRUDERS=4500 $(addprefix tests/unit
 build/torture/intruders: AS_SOMEBODY := -m tests.support.somebody
 build/torture/relaunches: TESTS := HPCTRAIN_RELAUNCHES=200 tests/slurm/test_relaunches.py
 
-build/torture/updates: TESTS := HPCTRAIN_UPDATES=all tests/dist/test_plans_in_float32.py
+build/torture/updates: TESTS := HPCTRAIN_UPDATES=all tests/dist/test_plans.py::test_fifty_updates_are_those_of_one_process
 
 build/torture/collectives: | setup-dev
 	$(BIN)/python -m tests.mutants.collectives build/torture/seen

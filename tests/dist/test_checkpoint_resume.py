@@ -66,22 +66,24 @@ def runs(mpirun: Callable[..., Any], tmp_path: Path) -> Runs:
     return Runs(mpirun, tmp_path)
 
 
+TOUR = pytest.mark.tour
 CASES = [
     pytest.param("torch", 1, {"task_args": {"optimizer": "momentum"}}, id="torch-1-momentum"),
-    pytest.param("torch", 2, {"precision": "fp16", "save": {"writers": "node"}}, id="torch-2-fp16-writers-node"),
+    pytest.param(
+        "torch", 2, {"precision": "fp16", "save": {"writers": "node"}}, id="torch-2-fp16-writers-node", marks=TOUR
+    ),
     pytest.param("torch", 4, {"save": {"mode": "sync"}}, id="torch-4-sync"),
     pytest.param("torch", 2, {"task": f"{TASK['torch']}:holding"}, id="torch-2-held-state"),
-    pytest.param("tensorflow", 2, {"task": f"{TASK['tensorflow']}:holding"}, id="keras-2-held-state"),
-    pytest.param("torch", 2, {"task": f"{TASK['torch']}:declared"}, id="torch-2-declared-state"),
+    pytest.param("tensorflow", 2, {"task": f"{TASK['tensorflow']}:holding"}, id="keras-2-held-state", marks=TOUR),
+    pytest.param("torch", 2, {"task": f"{TASK['torch']}:declared"}, id="torch-2-declared-state", marks=TOUR),
     pytest.param("tensorflow", 2, {"task": f"{TASK['tensorflow']}:declared"}, id="keras-2-declared-state"),
     pytest.param("tensorflow", 1, {"task_args": {"optimizer": "momentum"}}, id="keras-1-momentum"),
     pytest.param("tensorflow", 2, {"precision": "fp16"}, id="keras-2-fp16"),
     pytest.param("tensorflow", 4, {"save": {"writers": "node"}}, id="keras-4-writers-node"),
-    pytest.param("tensorflow", 2, {"task": OWN_STEP, "whole_step": False}, id="keras-2-own-step"),
+    pytest.param("tensorflow", 2, {"task": OWN_STEP, "whole_step": False}, id="keras-2-own-step", marks=TOUR),
 ]
 
 
-@pytest.mark.tour
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("framework", "ranks", "options"), CASES)
 def test_killed_and_resumed_ends_bit_for_bit_the_same(
@@ -102,9 +104,8 @@ def test_killed_and_resumed_ends_bit_for_bit_the_same(
         assert len(runs.losses("straight", rank)) == STEPS
 
 
-@pytest.mark.tour
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=TOUR), "tensorflow"])
 def test_other_numbers_of_ranks_see_the_same_samples(runs: Runs, framework: str) -> None:
     options = {"task": f"{TASK[framework]}:plain"}
     runs.attempt("straight", 4, **options)

@@ -62,7 +62,6 @@ def agent_of(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-@pytest.mark.tour
 @pytest.mark.alone  # times are compared
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("victim", [0, 1])

@@ -61,7 +61,6 @@ def require_same_state(folder: Path, name: str, step: int = 6) -> None:
         np.testing.assert_allclose(found[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
 
 
-@pytest.mark.tour
 @pytest.mark.parametrize("name", [name for name in ALONE if name not in ("chain", "initial")])
 def test_stages_train_as_one_process_does(found: Callable[[], tuple[Path, Found]], name: str) -> None:
     """With uneven micro-batches, fewer of them than stages, and none; clipping, weight decay on matrices alone, moving

@@ -71,7 +71,6 @@ def begins_of(store: CheckpointStore, step: int, name: str, axis: int) -> set[in
     return {piece.box.begin[axis] for piece in pieces if piece.tensor.name == name}
 
 
-@pytest.mark.tour
 @pytest.mark.parametrize("name", EXACT)
 def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found]], name: str) -> None:
     """With accumulation, clipping, weight decay on matrices alone, moving averages, tied and fused weights."""
@@ -105,7 +104,6 @@ def test_what_is_not_cut_stays_equal_bit_for_bit(
     assert len({own for own, _ in hashes}) == tensor
 
 
-@pytest.mark.tour
 def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
     """Two ranks a model, four, one, two, and one process: the same samples, and the same state in the end."""
     folder, results = found()

@@ -51,7 +51,7 @@ def require_same_training(losses: list[float], wanted: list[float]) -> None:
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("reducer", ["auto", "mpi", "horovod"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tour), 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
     found = results(ranks)[reducer]
     assert len(found["losses"]) == 50

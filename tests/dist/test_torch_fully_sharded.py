@@ -35,7 +35,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run
 
 
-@pytest.mark.tour
 @pytest.mark.parametrize("plan", ["two", "four", "recompute", "hybrid"])
 def test_numbers_are_those_of_one_process(results: Results, plan: str) -> None:
     """Parameters, averages and slots after 6 updates, with accumulation, clipping and groups of weight decay."""

@@ -97,7 +97,6 @@ def test_sums_and_parameters_arrive(results: Any, ranks: int, name: str, kind: s
     assert all(all(rank) for rank in found["right"])
 
 
-@pytest.mark.tour
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_on_one_node_the_bits_are_those_of_a_replicated_run(results: Any, precision: str) -> None:
     hashes = results(2)["bits"][precision]
@@ -136,7 +135,6 @@ def test_the_probe_leaves_everything_as_it_was_and_names_what_cannot_be_sharded(
     assert all(said.startswith("parallel.shard is optimizer, and Coupled updates") for said in found["said"])
 
 
-@pytest.mark.tour
 def test_any_state_resumes_on_any_ranks_sharded_or_not(results: Any) -> None:
     found = results(4)["resumed"]
     assert len(found) == 12

@@ -59,7 +59,6 @@ def require_same_state(folder: Path, name: str, of: str, step: int = 6) -> None:
         np.testing.assert_allclose(mine[key], wanted[key], rtol=0, atol=1e-12, err_msg=key)
 
 
-@pytest.mark.tour
 @pytest.mark.parametrize("name", [*(f"{run}-{ranks}" for run in RUNS for ranks in (2, 4)), "horovod-4", "recomputed-4"])
 def test_numbers_are_those_of_one_process(found: Callable[[], tuple[Path, Found]], name: str) -> None:
     """Losses and all state after 6 updates, with accumulation, clipping, averages, and weight decay of tables alone."""

@@ -25,8 +25,8 @@ ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
     "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed", "watched",
     "frozen",
-    "own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined",
 )  # fmt: skip
+OWN_ELSEWHERE = ("own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined")
 
 pytestmark = pytest.mark.world_size(4)
 
@@ -40,10 +40,16 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """All scenarios on so many ranks, run once."""
-    more = {1: ("evaluated", "judged", "tables", "own-joined"), 2: (*ELSEWHERE, "tables"), 4: ("judged", "tables")}[
-        ranks
-    ]
-    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, *OWN_STEPS, "joined", *more)
+    more = {1: ("evaluated", "judged"), 2: ELSEWHERE, 4: ("judged",)}[ranks]
+    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", "tables", *more)
+    return found
+
+
+@functools.cache
+def own_results(ranks: int) -> dict[str, Any]:
+    """The same of steps of one's own."""
+    more = {1: ("own-joined",), 2: OWN_ELSEWHERE, 4: ()}[ranks]
+    found: dict[str, Any] = run("torch_training.py", ranks, *OWN_STEPS, *more)
     return found
 
 
@@ -66,7 +72,7 @@ def require_equal_ranks(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("reducer", REDUCERS)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.tour), 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
     found = results(ranks)[reducer]
     assert len(found["losses"]) == 50
@@ -106,7 +112,7 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
     ],
 )
 def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str, kind: str) -> None:
-    found = results(ranks)[scenario]
+    found = own_results(ranks)[scenario]
     wanted = {
         "gan": lambda: own.plain(own.plain_gan, own.gan, 8),
         "pairs": lambda: own.plain(own.plain_pairs, lambda: own.one(own.whole_step), 8),
@@ -116,15 +122,17 @@ def test_own_steps_do_what_a_loop_written_by_hand_does(ranks: int, scenario: str
     assert len(set(found["hashes"])) == 1
 
 
+@pytest.mark.tour
 def test_batchnorm_over_all_ranks_in_own_steps_is_that_of_one_process() -> None:
-    found, wanted = results(2)["own-joined"], results(1)["own-joined"]
+    found, wanted = own_results(2)["own-joined"], own_results(1)["own-joined"]
     np.testing.assert_allclose(found["weights"], wanted["weights"], rtol=1e-9, atol=1e-12)
     assert len(set(found["hashes"])) == len(set(found["pieces"])) == 1
     np.testing.assert_allclose(found["own"], found["plain"], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.tour
 def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:
-    for said in results(2)["own-apart"]["said"]:
+    for said in own_results(2)["own-apart"]["said"]:
         assert said == [
             "the ranks' steps differ: rank 0 ends its step, and rank 1 calls ctx.update()",
             "the ranks' steps differ: rank 0 calls ctx.update(), and rank 1 calls ctx.gather",
@@ -133,8 +141,9 @@ def test_ranks_whose_steps_differ_say_so_and_do_not_hang() -> None:
         ]
 
 
+@pytest.mark.tour
 def test_an_overflow_leaves_out_the_update_of_its_optimizer_on_all_ranks() -> None:
-    assert results(2)["own-overflow"]["moved"] == [[True, False], [True, False]]
+    assert own_results(2)["own-overflow"]["moved"] == [[True, False], [True, False]]
 
 
 def test_clipping_and_weights_matter() -> None:
@@ -218,7 +227,6 @@ def test_int8_is_exact_at_first_and_within_a_node() -> None:
     np.testing.assert_allclose(found["losses"], exact["losses"], rtol=1e-2)
 
 
-@pytest.mark.tour
 def test_evaluation_does_not_depend_on_the_number_of_ranks() -> None:
     one, two = results(1)["evaluated"], results(2)["evaluated"]
 

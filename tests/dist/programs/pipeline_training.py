@@ -1,9 +1,9 @@
 """Trains models whose layers are shared out among stages, by several plans, one run folder each; rank 0 prints what
 came out, as JSON.
 
-pipeline_training.py FOLDER [PLAN ...]
+pipeline_training.py FOLDER [UPDATES DTYPE PLAN ...]
 
-With names of PLANS, those alone, for LONG updates in float32.
+With names of PLANS, those alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hpctrain import BaseHook, HpctrainError, StepResult, Training, fit, load_co
 from hpctrain.checkpoint.format import layout
 from hpctrain.cli import main
 from hpctrain.comm.world import connect
-from tests.tasks import pipeline_tasks
+from tests.tasks import pipeline_tasks, table_tasks
 
 EVERYONE = connect().everyone
 layout.LEAST_TILE_BYTES = 64  # as large matrices are written
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
 """BatchNorm takes no single sample."""
 BOTH: dict[str, Any] = {"parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}
-LONG = 50
+TABLES = {"task": f"{table_tasks.__file__}:recommender"}
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
     "tp2": {"parallel__tensor": 2},
@@ -41,6 +41,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "fsdp-tp2": {"parallel__shard": "parameters", "parallel__tensor": 2},
     "tp2-horovod": {"parallel__tensor": 2, "reduce__kind": "horovod"},
     "pp2-horovod": {"parallel__pipeline": 2, "reduce__kind": "horovod"},
+    "whole-tables": TABLES,
+    "tables": {**TABLES, "parallel__shard": "tables"},
 }
 """Keys of the run file; the data axis has what ranks remain."""
 
@@ -149,15 +151,15 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def in_float32(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Plans, each with uneven micro-batches, clipping, weight decay on matrices alone and moving averages."""
+def by_plans(folder: Path, updates: int, dtype: str, names: list[str]) -> dict[str, Any]:
+    """Plans, each with uneven micro-batches, clipping, weight decay of some weights alone and moving averages."""
     found = {}
     for name in names:
-        own = PLANS[name] if EVERYONE.size > 1 else {}
+        own = PLANS[name]
         if own.get("parallel__shard") or EVERYONE.size == 1:
             own = own | {"reduce__kind": "auto", "reduce__verify_every_steps": "null"}
         label = f"{name}-{EVERYONE.size}"
-        found[label] = run(folder, label, LONG, task_args__dtype="float32", **own)
+        found[label] = run(folder, label, updates, task_args__dtype=dtype, **own)
     return found
 
 
@@ -178,7 +180,7 @@ def alone(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     given = Path(sys.argv[1])
     if sys.argv[2:]:
-        everything = in_float32(given, sys.argv[2:])
+        everything = by_plans(given, int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     else:
         everything = (on_four_ranks if EVERYONE.size == 4 else alone)(given)
     if EVERYONE.rank == 0:
