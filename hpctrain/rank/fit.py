@@ -94,9 +94,8 @@ def train(
             for one, _ in even_batches([batch] if batch else [], framework.sync_group):
                 framework.dry_call(one, validation)
         data = stack.enter_context(closing(make_data(problem, session.world, framework.host.place)))
-        attached = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
-        for hook in attached:
-            stack.enter_context(closing(hook))
+        made = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
+        attached = [stack.enter_context(closing(hook)) for hook in made]
         trainer = wiring.make_trainer(config, session.world, problem, framework, monitor.clock, attached, data)
         try:
             summary = trainer.fit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.backends.local_training import LocalFramework, inner_world
@@ -119,8 +119,9 @@ def make_hooks(
     sinks: Sequence[Sink],
     fresh: bool,
     data: BatchSource,
-) -> list[Hook]:
-    """Hooks of the loop, in calling order: the end of a run is reported after it is saved.
+) -> Iterator[Hook]:
+    """Hooks of the loop, in calling order: the end of a run is reported after it is saved. Each is to be closed, even
+    if the next one cannot be made.
 
     ``more`` and ``sinks`` are the caller's own; ``data`` is what is trained on, whose position is saved.
     """
@@ -128,10 +129,10 @@ def make_hooks(
     refuse(rate_features(problem.task, more))
     world = session.world
     writer = EventWriter(run_dir.events, session.warn)
-    hooks: list[Hook] = [StopRequests(session.signals, run_dir, writer.append)]
+    yield StopRequests(session.signals, run_dir, writer.append)
     if config.reduce.verify_every_steps is not None:
-        hooks.append(VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables"))
-    hooks.append(KeptMemory(session.warn))
+        yield VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables")
+    yield KeptMemory(session.warn)
     watch = watching(config.train.early_stop, config.schedule)
     what = config.track.profile
     profile = [] if what.first_step is None else [Profile(what, profiler_of(problem.task), session.warn)]
@@ -141,12 +142,14 @@ def make_hooks(
         identity = identity_of(dataclasses.asdict(config), batch, fingerprint, problem.sources())
         state = kept_state(problem.task.state)
         given = (config.checkpoint, identity, world, run_dir, writer.append, stateful, fresh, state)
-        hooks.append(checkpoint_hook(*given))
+        yield checkpoint_hook(*given)
     # What is stateful stands behind what restores its state.
-    hooks += [*stateful, *profile, MonitorHook(monitor), RecoveryNote(run_dir, writer.append)]
-    all_sinks = [*make_sinks(config.track, run_dir, config.name), *sinks] if world.rank == 0 else []
-    hooks.append(EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks))
-    return hooks
+    yield from (*stateful, *profile, MonitorHook(monitor), RecoveryNote(run_dir, writer.append))
+    all_sinks: list[Sink] = []
+    yield EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks)  # closes them
+    if world.rank == 0:
+        all_sinks += make_sinks(config.track, run_dir, config.name)
+        all_sinks += sinks
 
 
 def scheduler_hooks(task: Task) -> list[RateHook]:

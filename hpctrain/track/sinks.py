@@ -60,7 +60,7 @@ SINKS = {
 """By key of the section ``track`` that turns it on."""
 
 
-def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> list[Sink]:
+def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> Iterator[Sink]:
     """The console, logging, and the sinks that a run file names, for the run of this name; on rank 0.
 
     Raises:
@@ -68,11 +68,8 @@ def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> list[Sink]:
     """
     for error in missing_extras(track):
         raise error
-    return [
-        make_console(shown_columns()),
-        LoggingSink(),
-        *(SINKS[key].make(track, run_dir, name) for key in _named(track)),
-    ]
+    yield from (make_console(shown_columns()), LoggingSink())
+    yield from (SINKS[key].make(track, run_dir, name) for key in _named(track))
 
 
 def missing_extras(track: TrackConfig) -> Iterator[MissingExtra]:

@@ -15,7 +15,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.batch_systems import SYSTEMS, BatchSystem
 from hpctrain.launch.engines.jobs import LOGS, Plan, Submitted, Wish, note, note_refusal, write
-from hpctrain.launch.engines.scheduler import ask, to_submit
+from hpctrain.launch.engines.scheduler import ask, end_each, to_submit
 from hpctrain.launch.engines.slurm.directives import text
 from hpctrain.launch.engines.slurm.render import templates
 from hpctrain.launch.engines.slurm.submission import own_bin
@@ -78,15 +78,12 @@ class Batch:
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Those of the run by the path of their log."""
-        done, left = [], []
-        for run, job in [(run, job) for run, given in jobs for job in given]:
+
+        def is_of(run: RunDir, job: str) -> bool:
             about = re.sub(r"\s", "", ask(filled(self.system.details, job)))
-            if re.sub(r"\s", "", str(run.path / LOGS)) in about:
-                ask(filled(self.system.cancel, job))
-                done.append(job)
-            else:
-                left.append(f"job {job} is left alone: it is not known to be of {run.path}")
-        return done, left
+            return re.sub(r"\s", "", str(run.path / LOGS)) in about
+
+        return end_each(jobs, is_of, lambda job: ask(filled(self.system.cancel, job)))
 
     def log(self, run: RunDir, job: str) -> str:
         """It is in the run folder."""

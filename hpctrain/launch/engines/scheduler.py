@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from hpctrain.config.sections import Config
@@ -63,7 +63,11 @@ class Scheduler(Protocol):
         """
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
-        """Ends jobs of runs; which, and a sentence about each that is not the run's own."""
+        """Ends jobs of runs; which, and a sentence about each that is not the run's own.
+
+        Raises:
+            RunFailed: it did not end all; the message names those that it did end.
+        """
 
     def log(self, run: RunDir, job: str) -> str:
         """The job's own log if it is elsewhere than in the run folder, else an empty text."""
@@ -92,6 +96,32 @@ def to_submit(scheduler: Scheduler, run: RunDir, own_job: str | None = None) -> 
                     "wait for it, end it with hpctrain cancel, or give the new run another name",
                 )
         yield
+
+
+def end_each(
+    jobs: Sequence[tuple[RunDir, Sequence[str]]], is_of: Callable[[RunDir, str], bool], end: Callable[[str], object]
+) -> tuple[list[str], list[str]]:
+    """``Scheduler.end`` job by job: one that cannot be ended does not keep the others.
+
+    Raises:
+        RunFailed: what failed, and which jobs have been ended all the same.
+    """
+    ended, left, failed = [], [], []
+    for run, job in [(run, job) for run, given in jobs for job in given]:
+        try:
+            if is_of(run, job):
+                end(job)
+                ended.append(job)
+            else:
+                left.append(f"job {job} is left alone: it is not known to be of {run.path}")
+        except RunFailed as error:
+            failed.append(f"job {job}: {error.what}")
+    if failed:
+        told = [f"ended all the same: job {', '.join(ended)}"] * bool(ended)
+        raise RunFailed(
+            "; ".join([*failed, *told, *left]), "see whether the scheduler ends these jobs without hpctrain"
+        )
+    return ended, left
 
 
 def ask(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> str:

@@ -109,6 +109,18 @@ def test_a_job_of_somebody_else_is_left_alone(engine: str, capsys: pytest.Captur
     assert not any(word in each for each in asked() for word in ("qdel", "bkill", "flux cancel"))
 
 
+@pytest.mark.parametrize("engine", ["pbs"], indirect=True)
+def test_a_job_that_cannot_be_ended_keeps_no_other_and_hides_none(engine: str) -> None:
+    Path("qdel").write_text('#!/bin/sh\n[ "$1" != 2 ] || { echo no permission >&2; exit 1; }\n')
+    own, other = RunDir(Path("runs/r").absolute()), RunDir(Path("runs/other").absolute())
+    with pytest.raises(RunFailed) as caught:
+        schedulers.SCHEDULERS[engine].end([(own, ["1", "2", "3"]), (other, ["4"])])
+    assert caught.value.what == (
+        "job 2: qdel 2 refused: no permission; ended all the same: job 1, 3; "
+        f"job 4 is left alone: it is not known to be of {other.path}"
+    )
+
+
 @pytest.mark.parametrize("engine", [*SYSTEMS, "slurm"], indirect=True)
 def test_schedulers_are_asked_about_their_own_jobs_alone(engine: str) -> None:
     run = RunDir(Path("runs/r").absolute())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from hpctrain.config.sections import (
     TrainConfig,
 )
 from hpctrain.errors import UserError
+from hpctrain.rank import wiring
 from hpctrain.rank.fit import fit
+from hpctrain.run.events import Event
 from hpctrain.run.figures import read_pictures
 from hpctrain.system.output import quiet_environment
 from hpctrain.train.hooks import BaseHook, StopReason
@@ -158,3 +161,30 @@ def test_a_profile_needs_steps_in_order() -> None:
     ):
         with pytest.raises(UserError, match=r"track\.profile"):
             ProfileConfig(**wrong)
+
+
+class Closes(BaseHook):
+    """A hook, and a sink, that notes its end."""
+
+    closed = False
+
+    def event(self, event: Event) -> None:
+        """Is not called."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_hooks_and_sinks_are_closed_if_the_next_one_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook, sink = Closes(), Closes()
+
+    def sinks(*given: Any) -> Iterator[Closes]:
+        yield sink
+        raise UserError("the second sink cannot be made", "none")
+
+    monkeypatch.setattr(wiring, "make_sinks", sinks)
+    with pytest.raises(UserError, match="the second sink cannot be made"):
+        fit(dataclasses.replace(CONFIG, run_dir=str(tmp_path)), hooks=[hook])
+    assert hook.closed and sink.closed

@@ -34,7 +34,7 @@ def test_only_named_sinks_are_made_and_after_console_and_logging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: object())
-    assert len(make_sinks(TrackConfig(), RunDir(tmp_path), "digits")) == 2
+    assert len([*make_sinks(TrackConfig(), RunDir(tmp_path), "digits")]) == 2
     _, _, only = make_sinks(TrackConfig(mlflow="store", mlflow_experiment="night"), RunDir(tmp_path), "digits")
     assert isinstance(only, FollowerSink)
     assert (only.name, only.words) == ("mlflow", (str(tmp_path), "store", "night"))
@@ -47,6 +47,6 @@ def test_a_package_that_is_missing_is_named_before_the_run_and_by_the_doctor(
     assert not list(missing_extras(TrackConfig()))
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None if name == "prometheus_client" else name)
     with pytest.raises(MissingExtra, match=r"prometheus-client is not installed\n  fix: pip install .*prometheus]"):
-        make_sinks(track, RunDir(tmp_path), "digits")
+        [*make_sinks(track, RunDir(tmp_path), "digits")]
     (found,) = task.sinks(track)
     assert (found.status, found.value) == (Status.PROBLEM, "prometheus-client is not installed")

@@ -15,7 +15,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.launch.engines.jobs import Plan, Submitted, Wish, note, note_refusal, write
 from hpctrain.launch.engines.kubernetes import manifest
 from hpctrain.launch.engines.kubernetes.manifest import KINDS, Kind
-from hpctrain.launch.engines.scheduler import TIMEOUT_S, ask, to_submit
+from hpctrain.launch.engines.scheduler import TIMEOUT_S, ask, end_each, to_submit
 from hpctrain.launch.runners.ticket import KEY, KEY_BYTES
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
@@ -66,22 +66,18 @@ class Kubernetes:
         return [job], []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
-        """One question for each run, about its newest job."""
-        newest = [each[-1] for each in jobs if each]
-        found = {job: described(job, timeout_s) for job in newest}
-        return {job: entry(job, answer) for job, answer in found.items() if answer}
+        """One question about the newest job of each run."""
+        found = described([each[-1] for each in jobs if each], timeout_s)
+        return {job: entry(job, answer) for job, answer in found.items()}
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Deletes a run's objects: its pods get SIGTERM, and their grace period for a checkpoint."""
-        ended, left = [], []
-        for run, job in [(run, job) for run, given in jobs for job in given]:
-            about = (described(job, TIMEOUT_S) or {}).get("metadata", {})
-            if about.get("annotations", {}).get(manifest.RUN_FOLDER) != str(run.path):
-                left.append(f"job {job} is left alone: it is not known to be of {run.path}")
-                continue
-            remove(job)
-            ended.append(job)
-        return ended, left
+
+        def is_of(run: RunDir, job: str) -> bool:
+            about = described([job], TIMEOUT_S).get(job, {}).get("metadata", {})
+            return bool(about.get("annotations", {}).get(manifest.RUN_FOLDER) == str(run.path))
+
+        return end_each(jobs, is_of, remove)
 
     def log(self, run: RunDir, job: str) -> str:
         """What pod 0 has printed."""
@@ -95,11 +91,18 @@ def kubectl(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S)
     return ask(["kubectl", *words], given, timeout_s)
 
 
-def described(job: str, timeout_s: float) -> dict[str, Any] | None:
-    """A Job or TrainJob as the cluster has it; None if it knows no such job."""
-    kind, name, where = parts(job)
-    said = kubectl(["get", kind.resource, name, *where, "--ignore-not-found", "--output=json"], timeout_s=timeout_s)
-    return safe_read.parse_json(said.encode()) if said.strip() else None
+def described(jobs: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
+    """Jobs and TrainJobs as the cluster has them, without those that it does not know; asked once a namespace."""
+    asked: dict[tuple[str, ...], dict[str, str]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for job in jobs:
+        kind, name, where = parts(job)
+        asked.setdefault((kind.resource, *where), {})[name] = job
+    for (resource, *where), names in asked.items():
+        said = kubectl(["get", resource, *names, *where, "--ignore-not-found", "--output=json"], timeout_s=timeout_s)
+        answer = safe_read.parse_json(said.encode()) if said.strip() else {"items": []}
+        found |= {names[each["metadata"]["name"]]: each for each in answer.get("items", [answer])}
+    return found
 
 
 def remove(job: str) -> None:

@@ -48,7 +48,8 @@ def answer(folder: Path, **status: Any) -> str:
     """What the cluster will say of the newest job; its name."""
     run = RunDir(folder / "runs" / "digits")
     job = submissions(run)[-1].job
-    about = {"annotations": {"hpctrain/run-folder": str(run.path)}}
+    name = job.rpartition("/")[2].removesuffix(".trainjob")
+    about = {"name": name, "annotations": {"hpctrain/run-folder": str(run.path)}}
     (folder / "answer").write_text(json.dumps({"metadata": about, "status": status}))
     return job
 
@@ -103,8 +104,9 @@ def test_a_train_job_is_followed_and_ended(folder: Path, capsys: pytest.CaptureF
 def test_a_job_that_is_not_the_runs_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "run.yaml"]) == 0
     answer(folder, ready=2)
-    other = {"metadata": {"annotations": {"hpctrain/run-folder": "/elsewhere"}}, "status": {"ready": 2}}
-    (folder / "answer").write_text(json.dumps(other))
+    (folder / "answer").write_text(
+        (folder / "answer").read_text().replace(str(folder / "runs" / "digits"), "/elsewhere")
+    )
     assert main(["cancel", "run.yaml"]) == 0 and "is left alone" in capsys.readouterr().out
     assert "delete" not in (folder / "asked").read_text()
 
@@ -151,3 +153,20 @@ def condition(kind: str, **other: str) -> dict[str, Any]:
 )
 def test_states_in_slurms_words(found: dict[str, Any], state: str) -> None:
     assert entry("digits", found).state == state
+
+
+def test_all_runs_are_asked_about_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    items = []
+    for name in ("one", "two", "forgotten"):
+        (folder / "answer").write_text("")
+        assert main(["submit", "run.yaml", "--name", name]) == 0
+        job = submissions(RunDir(folder / "runs" / name))[-1].job
+        items.append({"metadata": {"name": job.rpartition("/")[2]}, "status": {"ready": len(items)}})
+    (folder / "answer").write_text(json.dumps({"kind": "List", "items": items[:2]}))
+    (folder / "asked").unlink()
+    capsys.readouterr()
+    assert main(["status", "--json"]) == 0
+    found = {Path(each["run"]).name: each["job_state"] for each in json.loads(capsys.readouterr().out)}
+    assert found == {"one": "PENDING", "two": "RUNNING", "forgotten": "UNKNOWN"}
+    (asked,) = (folder / "asked").read_text().splitlines()
+    assert asked.startswith("get job ") and asked.count("--namespace=team") == 1
