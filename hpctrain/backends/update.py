@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.int8_sum import Residue
+from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.train.framework import NonFiniteLoss, Sums
 from hpctrain.train.state import ArrayTensor, Placement
 

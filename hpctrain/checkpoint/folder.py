@@ -21,8 +21,7 @@ from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Manifest, shard_fil
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.errors import Code, RunFailed
-from hpctrain.run import step_folder
-from hpctrain.run.step_folder import PARTIAL
+from hpctrain.run.folder import PARTIAL, name_of_step, step_named
 from hpctrain.system.files import sync_folder
 
 TRASH = ".trash-"
@@ -56,12 +55,12 @@ class CheckpointFolder:
         Raises:
             UnreadableCheckpoint, UserError: the folder cannot be listed.
         """
-        found = map(step_folder.step_of, patiently(lambda: listed(self.path)))
+        found = map(step_named, patiently(lambda: listed(self.path)))
         return sorted(step for step in found if step is not None)
 
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint, which need not exist yet."""
-        return self.path / step_folder.name_of(step)
+        return self.path / name_of_step(step)
 
     def where(self, step: int) -> str:
         """Of a step's checkpoint, for people."""
@@ -78,7 +77,7 @@ class CheckpointFolder:
 
     def partial(self, step: int, token: str) -> Path:
         """Folder in which a checkpoint is written before it is committed."""
-        return self.path / f"{PARTIAL}{step_folder.name_of(step)}-{token}"
+        return self.path / f"{PARTIAL}{name_of_step(step)}-{token}"
 
     def prepare_folder(self, partial: Path) -> None:
         """Makes the folder of a partial checkpoint; any rank may be the first."""
@@ -164,7 +163,7 @@ class CheckpointFolder:
     def put_aside(self, step: int, why: str) -> Path:
         """Renames a checkpoint to ``<why>-step-...`` so that it is never chosen again; its files are kept."""
         self.fence()
-        aside = self.path / f"{why}-{step_folder.name_of(step)}-{secrets.token_hex(4)}"
+        aside = self.path / f"{why}-{name_of_step(step)}-{secrets.token_hex(4)}"
         os.rename(self.folder(step), aside)
         sync_folder(self.path)
         return aside

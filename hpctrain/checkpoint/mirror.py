@@ -16,7 +16,8 @@ from hpctrain.checkpoint.remote import FOLDER, Listing, look
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.config.sections import require_store
 from hpctrain.errors import UserError
-from hpctrain.run import resolve_run, step_folder
+from hpctrain.run import resolve_run
+from hpctrain.run.folder import step_named
 
 
 class Mirror(CheckpointStore):
@@ -66,7 +67,7 @@ def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | N
         require_store(text, "the URL")
         place, _, last = text.rstrip("/").rpartition("/")
         found = FOLDER.fullmatch(last)
-        store, named = Mirror(place if found else text), step_folder.step_of(found[1]) if found else None
+        store, named = Mirror(place if found else text), step_named(found[1]) if found else None
     else:
         path, named = resolve_run.checkpoints(text)
         store = CheckpointStore(path)

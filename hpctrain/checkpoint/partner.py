@@ -20,7 +20,7 @@ from typing import Any
 from hpctrain.checkpoint.format.files import created, write_at
 from hpctrain.checkpoint.snapshots import SHARD, SnapshotStore
 from hpctrain.comm.world import World
-from hpctrain.run.step_folder import PARTIAL
+from hpctrain.run.folder import PARTIAL
 from hpctrain.system.address import interfaces, listen, meeting_address, routed_address
 
 THREAD = "snapshot-copies"

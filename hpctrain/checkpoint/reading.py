@@ -21,7 +21,7 @@ from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, che
 from hpctrain.checkpoint.patience import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.run import step_folder
+from hpctrain.run.folder import name_of_step, step_named
 from hpctrain.tasks.user_errors import own_line, words
 from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, require_inside
 from hpctrain.train.stateful import STATE
@@ -123,7 +123,7 @@ OfRanks = dict[str, dict[int, NDArray[Any]]]
 
 def step_of(folder: Path) -> int:
     """Of a checkpoint's folder."""
-    step = step_folder.step_of(folder.name)
+    step = step_named(folder.name)
     assert step is not None, "folders of checkpoints have their names"
     return step
 
@@ -161,7 +161,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
     Raises:
         DamagedCheckpoint, UnreadableCheckpoint, UserError: as ``read_among`` does; also when arrays are read.
     """
-    folder, alone = path / step_folder.name_of(step), Group("alone")
+    folder, alone = path / name_of_step(step), Group("alone")
     manifest = read_manifest(folder, step, alone)
     own = own_state(folder, manifest, alone, alone, check_rest)
     with closing(Contents(folder, manifest, own_rank(manifest, alone), own.merged, patiently)) as contents:

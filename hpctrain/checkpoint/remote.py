@@ -36,9 +36,8 @@ from hpctrain.checkpoint.reading import step_of
 from hpctrain.comm.group import Group
 from hpctrain.config.sections import StoreTierConfig
 from hpctrain.errors import HpctrainError, Replaced
-from hpctrain.run import step_folder
 from hpctrain.run.events import CheckpointStored, Event, StoreAway
-from hpctrain.run.step_folder import BEGUN_AGAIN, CLAIMED, PARTIAL
+from hpctrain.run.folder import BEGUN_AGAIN, CLAIMED, PARTIAL, name_of_step, step_named
 from hpctrain.system.files import write_atomically
 
 T = TypeVar("T")
@@ -84,7 +83,7 @@ def look(objects: ObjectFolder) -> Listing:
     for name in sizes:
         folder, _, file = name.partition("/")
         found = FOLDER.fullmatch(folder)
-        if file == MANIFEST_FILE and found and (step := step_folder.step_of(found[1])) is not None:
+        if file == MANIFEST_FILE and found and (step := step_named(found[1])) is not None:
             if found[2] == token:
                 folders[step] = folder
             elif folder in older:
@@ -181,7 +180,7 @@ class Remote:
             )
         if told[1]:
             self.problem = told[1][0]
-        return [self.home / step_folder.name_of(step) for step in self.files]
+        return [self.home / name_of_step(step) for step in self.files]
 
     def has(self, folder: Path) -> bool:
         """Whether a checkpoint's folder is one of those that are fetched from the store."""
@@ -297,7 +296,7 @@ class Remote:
         job.future = self._spawn(self._send, job)
 
     def _name(self, job: Sending) -> str:
-        return f"{step_folder.name_of(job.step)}-{self.token}"
+        return f"{name_of_step(job.step)}-{self.token}"
 
     def _spawn(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         """Calls a function in a thread that does not keep the process from ending."""
@@ -384,12 +383,12 @@ class Remote:
 
         Those that an older attempt made of later steps stay until the run is there, too.
         """
-        counting = {**there.folders, step: f"{step_folder.name_of(step)}-{self.token}"}
+        counting = {**there.folders, step: f"{name_of_step(step)}-{self.token}"}
         unwanted = {counting[old] for old in self.keep.removable(counting, {step, *self.protected})}
         others = {name.partition("/")[0] for name in there.sizes} - {*counting.values()}
         for found in filter(None, map(FOLDER.fullmatch, others)):
             is_whole = f"{found[0]}/{MANIFEST_FILE}" in there.sizes
-            if not is_whole or (self.keep.last and (step_folder.step_of(found[1]) or 0) <= step):
+            if not is_whole or (self.keep.last and (step_named(found[1]) or 0) <= step):
                 unwanted.add(found[0])
         for folder in sorted(unwanted):
             files = sorted(name for name in there.sizes if name.startswith(f"{folder}/"))

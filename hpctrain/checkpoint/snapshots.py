@@ -30,9 +30,8 @@ from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, Dropped
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import HpctrainError
-from hpctrain.run import step_folder
 from hpctrain.run.attempts import Attempts
-from hpctrain.run.folder import RunDir
+from hpctrain.run.folder import RunDir, step_named
 from hpctrain.system import cgroups
 from hpctrain.system.files import make_private
 
@@ -116,7 +115,7 @@ def shards_here(home: Path, trained: int) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for head in home.glob(f"{ATTEMPT}*/step-*/{HEAD_FILE}") if is_own(home) else ():
         folder = head.parent
-        if number_of(folder.parent) >= trained and step_folder.step_of(folder.name) is not None:
+        if number_of(folder.parent) >= trained and step_named(folder.name) is not None:
             names = filter(None, map(SHARD.fullmatch, os.listdir(folder)))
             numbers = sorted((int(name[1]), int(name[2])) for name in names)
             if len({count for _, count in numbers}) == 1:

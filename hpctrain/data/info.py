@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset
-from hpctrain.data.formats.concatenation import ConcatDataset
 from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.records import RecordDataset
-from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, open_dataset
+from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.formats.table_dataset import TableDataset, TableRows
 from hpctrain.data.packing.source import packed_notes
 

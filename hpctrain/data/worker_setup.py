@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows
-from hpctrain.data.formats.concatenation import ConcatDataset
 from hpctrain.data.formats.records import RecordDataset
-from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, open_dataset
+from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.formats.table_dataset import TableDataset
 from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError

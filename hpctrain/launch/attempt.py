@@ -20,13 +20,13 @@ from hpctrain.launch import launcher_messages
 from hpctrain.launch.launcher_messages import Passing
 from hpctrain.launch.patience import PAUSES_S, read_patiently
 from hpctrain.launch.postmortem import all_ended_well, complete, facts_of, lost, lost_node, missing_ranks, settled
-from hpctrain.run import last_words, step_folder
+from hpctrain.run import last_words
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.decision import decide
 from hpctrain.run.events import CUT_OFF, Hang, decode
 from hpctrain.run.first_cause import Death, Fact, Found, Standing
-from hpctrain.run.folder import RunDir
+from hpctrain.run.folder import RunDir, bytes_in_flight
 from hpctrain.run.growing_file import Tail
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, WordReader, collect, pieces
 from hpctrain.run.live_lock import LiveLock
@@ -373,7 +373,7 @@ class WatchedAttempt:
         """After a stop request: each growth of the ranks' checkpoint renews their grace period."""
         if self.stop is None or self.stop_deadline == float("inf"):
             return
-        saved_bytes = step_folder.bytes_in_flight(self.run_dir.checkpoints)
+        saved_bytes = bytes_in_flight(self.run_dir.checkpoints)
         if saved_bytes > self.saved_bytes:
             self.stop_deadline = max(self.stop_deadline, now + self.limits.stop_grace_s)
         self.saved_bytes = saved_bytes

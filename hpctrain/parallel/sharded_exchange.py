@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.exchange_slots import SQUARE
+from hpctrain.reduce.layout import SQUARE
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, chunks, share_arrays
 from hpctrain.train.clock import Waiting
@@ -141,7 +141,7 @@ def open_sharded_exchange(
 
     Args:
         group: the ranks.
-        length: elements of the buffer, the slots of exchange_slots.py at its end.
+        length: elements of the buffer, the extra slots of layout.py at its end.
         gradients: elements before the slots.
         dtype: of the buffer.
         ranges: of the gradients, by rank.

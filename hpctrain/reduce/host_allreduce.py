@@ -11,14 +11,12 @@ from numpy.typing import DTypeLike, NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import Codec
-from hpctrain.reduce.exchange_slots import SLOTS
 from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
-from hpctrain.reduce.layout import Layout
+from hpctrain.reduce.layout import SLOTS, Layout
 from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce, duplicate
 from hpctrain.reduce.ring_allreduce import RingAllreduce
-from hpctrain.reduce.shm_allreduce import open_shm_allreduce, share_arrays
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce, open_shm_small, share_arrays
 from hpctrain.reduce.shm_pieces import open_shm_pieces, with_square
-from hpctrain.reduce.shm_small import open_shm_small
 from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 
 
@@ -37,7 +35,7 @@ def open_host_allreduce(
     Args:
         candidate: what was chosen.
         group: the ranks.
-        length: elements of the buffer, the slots of exchange_slots.py at its end.
+        length: elements of the buffer, the extra slots of layout.py at its end.
         dtype: of the buffer.
         codecs: 16-bit forms by the name of a compression.
         residue: of int8, if that is the compression.

@@ -4,19 +4,20 @@ Each rank passes one block after the other on to its right neighbour, first addi
 the finished sums (allgather): 2 (p - 1) / p of the buffer goes through each link, the least there is (Patarasuk and
 Yuan 2009). Blocks travel in pieces, and a piece is passed on as soon as it has arrived. MPI libraries choose other
 algorithms for some numbers of ranks, and send large messages after a handshake that waits behind other data: over TCP
-with Open MPI 5 that takes 1.5 to 3.3 times as long on two to four hosts.
+with Open MPI 5 that takes 1.5 to 3.3 times as long on two to four hosts. It goes over switches
+one after the other, if Slurm tells which are above each node.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.comm.switches import in_order, switches
 from hpctrain.reduce.layout import slices
 from hpctrain.reduce.mpi_allreduce import duplicate
 
@@ -28,10 +29,7 @@ PIECE_BYTES = 60 * 1024
 
 
 class Ring:
-    """Sums a buffer over the ranks of a communicator, in place and in the same order in every run.
-
-    The ring goes over switches one after the other, if Slurm tells which there are.
-    """
+    """Sums a buffer over the ranks of a communicator, in place and in the same order in every run."""
 
     def __init__(self, comm: MPI.Comm, buffer: NDArray[Any]) -> None:
         self.comm = comm
@@ -104,3 +102,34 @@ class RingAllreduce:
 
     def close(self) -> None:
         self.comm.Free()
+
+
+ADDRESS, PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
+"""Such as ``s0.s4.tux1`` and ``switch.switch.node``; set on each node if its cluster has a topology."""
+
+
+def switches(environment: Mapping[str, str]) -> list[str]:
+    """From the top of the network down to this node's; none if Slurm does not tell."""
+    kinds = environment.get(PATTERN, "").split(".")
+    names = environment.get(ADDRESS, "").split(".", len(kinds) - 1)  # the node's name comes last, and may have dots
+    return [name for name, kind in zip(names, kinds, strict=False) if name and kind not in ("", "node")]
+
+
+def in_order(paths: Sequence[Sequence[str]]) -> list[int]:
+    """Ranks, those of each switch one after the other; as they are if they are so already, or if a path is unknown.
+
+    Args:
+        paths: switches of each rank.
+    """
+    if not all(paths):
+        return list(range(len(paths)))
+    first: dict[tuple[str, ...], int] = {}
+
+    def place(rank: int) -> tuple[list[int], int]:
+        path = paths[rank]
+        return [first[tuple(path[: depth + 1])] for depth in range(len(path))], rank
+
+    for rank, path in enumerate(paths):
+        for depth in range(len(path)):
+            first.setdefault(tuple(path[: depth + 1]), rank)
+    return sorted(range(len(paths)), key=place)

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.exchange_slots import SQUARE
-from hpctrain.reduce.layout import Layout, slices
+from hpctrain.reduce.layout import SQUARE, Layout, slices
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, BetweenNodes, SharedArrays, add_pairwise, chunks, share_arrays
 
 

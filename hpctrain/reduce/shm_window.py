@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.layout import slices
-from hpctrain.reduce.shm_allreduce import SharedArrays, add_pairwise, share_arrays, sum_pairwise
-from hpctrain.reduce.shm_small import MOST_BYTES
+from hpctrain.reduce.shm_allreduce import MOST_BYTES, SharedArrays, add_pairwise, share_arrays, sum_pairwise
 
 PIECE = 2**20
 """Bytes of each rank that are shown at a time: more leave the caches, of fewer the meetings show."""

@@ -9,5 +9,5 @@ of different hosts are compared; ``bad_nodes`` are nodes to leave out.
 ``grid`` gives the places of ranks that partition a model. ``figures`` is what a report shows besides events: curves
 and matrices of metrics, plans, pictures.
 ``time_account`` says where the wall time went. ``event_log`` writes events, ``growing_file`` follows files, ``logs``
-reads what ranks printed, and ``step_folder`` names the folders of checkpoints.
+reads what ranks printed.
 """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import UserError
-from hpctrain.run import step_folder
 from hpctrain.system.files import Diverted, make_folder
 
 
@@ -96,5 +96,36 @@ class RunDir:
 
     def newest_checkpoint_step(self) -> int | None:
         """Step of the newest committed checkpoint (one that has its manifest), none if there is none."""
-        found = (step_folder.step_of(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
+        found = (step_named(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
         return max((step for step in found if step is not None), default=None)
+
+
+PARTIAL = ".partial-"
+"""Prefix of a folder that is being written."""
+BEGUN_AGAIN = ".begun-again"
+"""A file that each run with ``--fresh`` replaces: unless ``CLAIMED`` is in it, no checkpoint in the store counts."""
+CLAIMED = b"claimed"
+PATTERN = re.compile(r"step-(\d{9,18})")
+
+
+def name_of_step(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:09d}"
+
+
+def step_named(name: str) -> int | None:
+    """The step whose folder has this name, or None: longer numbers have no zeros before them."""
+    match = PATTERN.fullmatch(name)
+    return int(match[1]) if match and name == name_of_step(int(match[1])) else None
+
+
+def bytes_in_flight(checkpoints: Path) -> int:
+    """Bytes so far of the checkpoints that are being written in a folder; 0 if nothing is to be seen."""
+    total = 0
+    try:
+        for partial in os.scandir(checkpoints):
+            if partial.name.startswith(PARTIAL) and partial.is_dir(follow_symlinks=False):
+                total += sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(partial))
+    except OSError:  # it was committed, or cleared away, in between
+        return 0
+    return total

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UserError
-from hpctrain.run import step_folder
-from hpctrain.run.folder import RunDir
+from hpctrain.run.folder import RunDir, step_named
 from hpctrain.system.output import say
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def checkpoints(target: str) -> tuple[Path, int | None]:
         target: a run file, a run folder, a folder of checkpoints, or one checkpoint's folder.
     """
     path = Path(target)
-    step = step_folder.step_of(path.name)
+    step = step_named(path.name)
     if step is not None:
         return path.parent, step
     run = RunDir(path) if not path.is_file() else configured(target)[1]
@@ -96,5 +95,5 @@ def checkpoints(target: str) -> tuple[Path, int | None]:
 
 def _of_checkpoints(path: Path) -> Path | None:
     """The run folder that checkpoints, or one of them, lie in; None for other folders."""
-    inside = path.parent if step_folder.step_of(path.name) is not None else path
+    inside = path.parent if step_named(path.name) is not None else path
     return inside.parent if inside == RunDir(inside.parent).checkpoints else None

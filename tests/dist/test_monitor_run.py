@@ -32,7 +32,7 @@ SLOW = {"train": {"steps": 5000}, "track": {"every_steps": 1}}
 NOTE_COLLECTIVES = """
 import os
 from hpctrain.comm import group
-from hpctrain.reduce import mpi_allreduce, shm_allreduce, shm_small
+from hpctrain.reduce import mpi_allreduce, shm_allreduce
 
 def noting(owner, name):
     call = getattr(owner, name)
@@ -46,7 +46,7 @@ def noting(owner, name):
 
 for name in ("barrier", "allgather", "broadcast", "sum", "broadcast_array", "begin_min"):
     noting(group.Group, name)
-for owner in (mpi_allreduce.FlatAllreduce, shm_allreduce.ShmAllreduce, shm_small.SmallShmAllreduce):
+for owner in (mpi_allreduce.FlatAllreduce, shm_allreduce.ShmAllreduce, shm_allreduce.SmallShmAllreduce):
     noting(owner, "finish")
 """
 """A sitecustomize.py that notes each collective call of a process."""

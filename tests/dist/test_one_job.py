@@ -77,9 +77,9 @@ def test_without_the_exchange_the_ranks_drift_apart(tmp_path: Path) -> None:
     """Sabotage: what makes the weights equal is the exchange, and the hashes notice where it is missing."""
     sabotage = tmp_path / "sabotage.py"
     sabotage.write_text(
-        "from hpctrain.reduce import mpi_allreduce, shm_allreduce, shm_small\n"
+        "from hpctrain.reduce import mpi_allreduce, shm_allreduce\n"
         "from tests.tasks.torch_recording_task import task  # noqa: F401\n"
-        "for module in (mpi_allreduce, shm_allreduce, shm_small):\n"
+        "for module in (mpi_allreduce, shm_allreduce):\n"
         "    for kind in list(vars(module).values()):\n"
         "        for name in ('start', 'finish'):\n"
         "            if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, name):\n"

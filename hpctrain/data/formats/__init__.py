@@ -2,7 +2,5 @@
 
 ``sources.open_dataset`` opens them all, and imports only what the data at hand needs; ``hpctrain.data`` offers it.
 ``hdf5_files`` finds the files of a dataset, ``stored_hdf5`` those in a store, ``open_table`` a table and its version;
-``segments`` keeps on the node's disk what was read of a store.
-``row_file`` is the other direction: an HDF5 file into which several processes write their rows. Those of a framework
-are adapted by its backend.
+``segments`` keeps on the node's disk what was read of a store. Those of a framework are adapted by its backend.
 """

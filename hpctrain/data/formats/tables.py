@@ -94,7 +94,7 @@ def open_files(address: str, kind: str) -> Table:
             )
         form = csv_form(address) if kind == "csv" else kind
         files = dataset.dataset(path, filesystem=store, format=form, partitioning="hive" if folder else None)
-        if kind == "csv":  # as text: hpctrain.data.packing.csv_types says what it is
+        if kind == "csv":  # as text: hpctrain.data.packing.table says what it is
             schema = text_schema(files.schema.names)
             files = dataset.dataset(path, filesystem=store, format=form, schema=schema)
         return table_of(files, address, {"kind": kind, "uri": address}, is_remote(address))

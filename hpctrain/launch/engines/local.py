@@ -15,9 +15,8 @@ from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.folder import RunDir
+from hpctrain.run.folder import BEGUN_AGAIN, RunDir
 from hpctrain.run.rank_environment import CONVENTION, JOB, STOP_SIGNAL
-from hpctrain.run.step_folder import BEGUN_AGAIN
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import python
 from hpctrain.system.cgroups import thread_environment, threads_per_rank, usable_cores

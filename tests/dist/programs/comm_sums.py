@@ -17,22 +17,19 @@ import numpy as np
 
 from hpctrain.comm import group as group_module
 from hpctrain.comm.group import Arrays, Group
-from hpctrain.comm.switches import ADDRESS, PATTERN
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
 from hpctrain.reduce import shm_window, streamed_allreduce
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import CODECS
-from hpctrain.reduce.exchange_slots import SQUARE
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce, open_streamed_allreduce
 from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
-from hpctrain.reduce.layout import Layout, plan
+from hpctrain.reduce.layout import SQUARE, Layout, plan
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, FlatAllreduce, HostAllreduce
-from hpctrain.reduce.ring_allreduce import RingAllreduce
+from hpctrain.reduce.ring_allreduce import ADDRESS, PATTERN, RingAllreduce
 from hpctrain.reduce.row_exchange import RowExchange, Rows
-from hpctrain.reduce.shm_allreduce import open_shm_allreduce, share_arrays
+from hpctrain.reduce.shm_allreduce import SmallShmAllreduce, open_shm_allreduce, open_shm_small, share_arrays
 from hpctrain.reduce.shm_pieces import open_shm_pieces
-from hpctrain.reduce.shm_small import SmallShmAllreduce, open_shm_small
 from hpctrain.reduce.shm_window import ShmWindow, open_shm_window
 from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 from hpctrain.system import shared_memory

@@ -90,7 +90,7 @@ def run(
     watcher = Watcher()
     base = {
         "name": name,
-        "task": f"{pipeline_tasks.__file__}:{task}",
+        "task": task if ":" in task else f"{pipeline_tasks.__file__}:{task}",
         "run_dir": folder / name,
         "train.steps": steps,
         "train.global_batch": 7,

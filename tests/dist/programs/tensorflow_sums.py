@@ -14,7 +14,7 @@ from hpctrain.backends.tensorflow.reduce.reducer import Pieces, open_reducer
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import connect
 from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
-from hpctrain.reduce.exchange_slots import LOSS, SQUARE, WEIGHT
+from hpctrain.reduce.layout import LOSS, SQUARE, WEIGHT
 
 SHAPES = [(300, 301), (7,), (33, 3), (), (33, 3), (129, 128), (7,), (5, 2, 3), (33, 3)]
 """Two large ones, small ones of equal shapes, and small ones alone."""

@@ -26,7 +26,7 @@ from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
 from hpctrain.parallel import sharded_exchange
 from hpctrain.parallel.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
-from hpctrain.reduce.exchange_slots import SLOTS, SQUARE
+from hpctrain.reduce.layout import SLOTS, SQUARE
 from hpctrain.system import shared_memory
 from hpctrain.train.seeds import host_random_state
 from hpctrain.train.stateful import value_of

@@ -23,8 +23,7 @@ from hpctrain.launch.mpi_library import (
     probe,
     short,
 )
-from hpctrain.run.folder import RunDir
-from hpctrain.run.step_folder import BEGUN_AGAIN
+from hpctrain.run.folder import BEGUN_AGAIN, RunDir
 from hpctrain.system.cgroups import thread_environment, threads_per_rank
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.parallel.sharded_exchange import UPDATE, ShmSharded
-from hpctrain.reduce.exchange_slots import LOSS, SLOTS, SQUARE
+from hpctrain.reduce.layout import LOSS, SLOTS, SQUARE
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays
 
 LENGTH = 10

@@ -20,10 +20,9 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.compression import CODECS
-from hpctrain.reduce.exchange_slots import LOSS, SLOTS, SQUARE
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.int8_sum import Residue, residue_of
-from hpctrain.reduce.layout import plan
+from hpctrain.reduce.layout import LOSS, SLOTS, SQUARE, plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 
 JOINED_BYTES = 65536

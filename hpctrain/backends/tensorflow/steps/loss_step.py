@@ -23,7 +23,7 @@ from hpctrain.backends.tensorflow.strategies.zero1.sharding import ShardedUpdate
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.comm.group import Group
-from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, WEIGHT, read_slots
+from hpctrain.reduce.layout import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock

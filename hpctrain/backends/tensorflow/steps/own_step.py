@@ -27,7 +27,7 @@ from hpctrain.backends.update import NotFinite
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.exchange_slots import SQUARE
+from hpctrain.reduce.layout import SQUARE
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.user_errors import blamed, shapes

@@ -21,7 +21,7 @@ from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
-from hpctrain.reduce.exchange_slots import LOSS, WEIGHT, WEIGHTED
+from hpctrain.reduce.layout import LOSS, WEIGHT, WEIGHTED
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.user_errors import words
 from hpctrain.train.framework import HostBatch

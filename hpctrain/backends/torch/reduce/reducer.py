@@ -18,9 +18,8 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
-from hpctrain.reduce.exchange_slots import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.int8_sum import Residue, residue_of
-from hpctrain.reduce.layout import plan
+from hpctrain.reduce.layout import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, plan, read_slots
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
 

@@ -21,7 +21,7 @@ from hpctrain.backends.torch.task.dry_call import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.comm.world import World
-from hpctrain.reduce.exchange_slots import ExchangeResult
+from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
 from hpctrain.train.flops import Flops

@@ -24,8 +24,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig, TrainConfig
 from hpctrain.errors import RunFailed
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.exchange_slots import ExchangeResult
 from hpctrain.reduce.int8_sum import Residue
+from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.user_errors import advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock

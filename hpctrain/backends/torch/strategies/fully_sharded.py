@@ -46,7 +46,7 @@ from hpctrain.errors import UserError
 from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.parallel.sharded import RowRange, part_of_rows
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.exchange_slots import SLOTS, ExchangeResult, read_slots
+from hpctrain.reduce.layout import SLOTS, ExchangeResult, read_slots
 
 LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
 """Modules of which only the parts compute, unless a custom class can be called."""

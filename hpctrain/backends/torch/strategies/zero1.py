@@ -41,8 +41,7 @@ from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.parallel.sharded import RowRange, ShardedParameter, Shares, share_out
 from hpctrain.parallel.sharded_exchange import ShardedExchange, open_sharded_exchange
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, ExchangeResult, read_slots
-from hpctrain.reduce.layout import Layout, plan
+from hpctrain.reduce.layout import SLOTS, SQUARE, ExchangeResult, Layout, plan, read_slots
 
 Pairs: TypeAlias = Sequence[tuple[str, Parameter]]
 

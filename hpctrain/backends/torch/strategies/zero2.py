@@ -32,7 +32,7 @@ from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.parallel.sharded import Window, windows_of
 from hpctrain.parallel.sharded_exchange import Windows, open_windows
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.exchange_slots import SLOTS, WEIGHTED, ExchangeResult, read_slots
+from hpctrain.reduce.layout import SLOTS, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.shm_allreduce import chunks
 from hpctrain.train.clock import Neighbours, Waiting
 

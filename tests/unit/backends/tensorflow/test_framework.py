@@ -20,7 +20,7 @@ from hpctrain.backends.tensorflow.steps.loss_step import decision
 from hpctrain.backends.update import INITIAL, LossScale, UpdateRule
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError
-from hpctrain.reduce.exchange_slots import SLOTS, SQUARE, read_slots
+from hpctrain.reduce.layout import SLOTS, SQUARE, read_slots
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import NonFiniteLoss

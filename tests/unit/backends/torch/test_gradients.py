@@ -9,8 +9,7 @@ from torch import nn
 from hpctrain.backends.torch.reduce.gradients import FlatGradients
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer
 from hpctrain.errors import UserError
-from hpctrain.reduce.exchange_slots import SLOTS
-from hpctrain.reduce.layout import plan
+from hpctrain.reduce.layout import SLOTS, plan
 
 
 class Recorder:

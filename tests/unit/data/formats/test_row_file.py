@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data.dataset import Field
-from hpctrain.data.formats.row_file import RowWriter, create_row_file
 from hpctrain.errors import RunFailed
+from hpctrain.rank.predictions import RowWriter, create_row_file
 
 
 def test_rows_of_several_writers_read_back_in_order(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.comm.switches import ADDRESS, PATTERN, in_order, switches
+from hpctrain.reduce.ring_allreduce import ADDRESS, PATTERN, in_order, switches
 
 
 @pytest.mark.parametrize(
