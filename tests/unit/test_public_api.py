@@ -32,16 +32,24 @@ def test_the_names_are_those_of_the_stub() -> None:
 
 
 @pytest.mark.slow
-def test_every_name_is_there_and_stays_whatever_else_is_imported() -> None:
+def test_every_name_is_there_whatever_else_is_imported_and_docstrings_name_every_argument() -> None:
     """In a process of its own: the frameworks change the environment."""
     modules = sorted({module for module, _ in hpctrain._find_homes().values()})
     program = (
         f"import importlib, hpctrain\nfor module in {modules}: importlib.import_module(module)\n"
         "for name, (module, attribute) in hpctrain._find_homes().items():\n"
-        "    assert getattr(hpctrain, name) is getattr(importlib.import_module(module), attribute), name"
+        "    assert getattr(hpctrain, name) is getattr(importlib.import_module(module), attribute), name\n"
+        "import inspect, re\n"
+        "for name in hpctrain.__all__:\n"
+        "    thing = getattr(hpctrain, name)\n"
+        "    if inspect.isfunction(thing):\n"
+        "        told = re.findall(r'^ {4}(\\w+(?:, \\w+)*): ', inspect.getdoc(thing).partition('Args:')[2], re.M)\n"
+        "        missing = set(inspect.signature(thing).parameters) - set(', '.join(told).split(', '))\n"
+        "        print(*(f'{name}({one})' for one in missing))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
 
 
 def test_no_name_is_that_of_a_room() -> None:
@@ -93,19 +101,3 @@ def test_docs_and_examples_use_public_names_only() -> None:
     found = [(place, name) for place, source in sources() for name in used(source)]
     assert {name for _, name in found} >= {"TorchTask", "KerasTask", "CheckpointStore", "connect"}
     assert [(place, name) for place, name in found if name not in hpctrain.__all__] == []
-
-
-@pytest.mark.slow
-def test_docstrings_name_every_argument() -> None:
-    """In a process of its own: the frameworks change the environment."""
-    program = (
-        "import hpctrain, inspect, re\n"
-        "for name in hpctrain.__all__:\n"
-        "    thing = getattr(hpctrain, name)\n"
-        "    if inspect.isfunction(thing):\n"
-        "        told = re.findall(r'^ {4}(\\w+(?:, \\w+)*): ', inspect.getdoc(thing).partition('Args:')[2], re.M)\n"
-        "        missing = set(inspect.signature(thing).parameters) - set(', '.join(told).split(', '))\n"
-        "        print(*(f'{name}({one})' for one in missing))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == []

@@ -70,15 +70,19 @@ def test_one_compute_thread_is_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_task_gets_the_seed_and_precision_and_the_same_names_again() -> None:
+def test_a_task_gets_the_seed_and_precision_and_the_same_names_again_and_tensorflow_is_not_used_for_that() -> None:
     ended = run(
         "with without_chatter():\n    import keras\n"
+        "begin_task(3)\n"
+        "from tensorflow.python.eager import context\n"
+        "print(context.context()._context_handle)\n"
         "for precision in ('fp32', 'bf16'):\n"
         "    begin_task(3, precision)\n"
         "    layer = keras.layers.Dense(2); layer.build((None, 2))\n"
         "    print(layer.name, layer.compute_dtype, float(keras.ops.sum(layer.kernel)))\n"
     )
-    first, second = (line.split() for line in ended.stdout.splitlines())
+    unused, first, second = (line.split() for line in ended.stdout.splitlines())
+    assert unused == ["None"], ended.stderr
     assert first[:2] == ["dense", "float32"] and second[:2] == ["dense", "bfloat16"]
     assert first[2] == second[2]
 
@@ -103,17 +107,6 @@ tf.config.set_visible_devices = lambda device, kind: chosen.append(device.name)
 def test_each_rank_chooses_a_gpu_before_tensorflow_begins() -> None:
     ended = run(GPUS + "begin_task(3, local_rank=1)\nbegin_task(3, local_rank=6)\nprint(*chosen)\n")
     assert ended.stdout == "GPU:1 GPU:2\n", ended.stderr
-
-
-@pytest.mark.slow
-def test_making_a_task_ready_leaves_tensorflow_unused() -> None:
-    ended = run(
-        "with without_chatter():\n    import keras\n"
-        "begin_task(3)\n"
-        "from tensorflow.python.eager import context\n"
-        "print(context.context()._context_handle)\n"
-    )
-    assert ended.stdout == "None\n", ended.stderr
 
 
 @pytest.mark.slow
