@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.formats.block_cache import MAPPED_BYTES, BlockCache
-from hpctrain.data.formats.disk_cache import DiskCache, alone
+from hpctrain.data.formats.block_cache import MAPPED_BYTES, BlockCache, DiskCache, alone
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 

@@ -16,8 +16,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.disk_cache import DiskCache
+from hpctrain.data.formats.block_cache import BlockCache, DiskCache
 from hpctrain.data.formats.hdf5_arrays import check_end
 from hpctrain.data.formats.hdf5_files import LinkedFiles
 from hpctrain.data.formats.hdf5_selections import Box, slices

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint
-from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.disk_cache import DiskCache
+from hpctrain.data.formats.block_cache import BlockCache, DiskCache
 from hpctrain.data.formats.records import Decode, open_records
 from hpctrain.data.formats.segments import SEGMENT_BYTES, Segments
 from hpctrain.data.formats.tables import Part, Table, listed_fingerprint, reading, values

@@ -311,7 +311,7 @@ class TestDiskCache:
         assert np.array_equal(open_dataset(in_store).read(IDS)["x"], X)
 
     def test_what_was_not_used_goes(self, in_store: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hpctrain.data.formats.disk_cache.shutil.disk_usage", disk_of(16_000))
+        monkeypatch.setattr("hpctrain.data.formats.block_cache.shutil.disk_usage", disk_of(16_000))
         monkeypatch.setattr("hpctrain.data.formats.table_dataset.SEGMENT_BYTES", 1)
         dataset = open_dataset(in_store)
         for row in [*range(0, 1000, 50)] * 2:  # by no more than one thread
