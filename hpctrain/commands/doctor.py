@@ -32,10 +32,9 @@ def run(args: argparse.Namespace) -> int:
     config: Config | None = None
     more: list[Check] = []
     if args.run_file:
-        from hpctrain.doctor import task
         from hpctrain.run.folder import RunDir
 
-        config, more = task.findings(args.run_file)
+        config, more = software.of_run_file(args.run_file)
         folder = RunDir.of(config.name, config.run_dir).path if config else folder
     found = [*software.findings(), *machine.findings(folder), *slurm.findings(args.run_file), *more]
     if config and config.task and more[-1].status is not Status.PROBLEM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -153,14 +153,10 @@ class TrainingData:
     def _load(self, parts: Iterator[Part]) -> Generator[Batch, None, None]:
         parts, ahead = itertools.tee(parts)
         pieces = (piece for part in ahead for piece in part.pieces)
-        load = self.pool.load if self.pool else self._load_here
-        loaded = load(pieces)
+        here = (make_batch(self.dataset, self.recipe, drawn) for drawn in pieces)
+        loaded = self.pool.load(pieces) if self.pool else here
         for part in parts:
             yield self._batch(part, tuple(self.place(next(loaded)) for _ in part.pieces))
-
-    def _load_here(self, pieces: Iterable[Drawn]) -> Generator[Samples, None, None]:
-        for drawn in pieces:
-            yield make_batch(self.dataset, self.recipe, drawn)
 
     def _batch(self, part: Part, micro_batches: tuple[Samples, ...]) -> Batch:
         return Batch(

@@ -1,4 +1,5 @@
-"""What is installed: Python, MPI, the frameworks, Horovod, HDF5; and whether they fit together."""
+"""What is installed: Python, MPI, the frameworks, Horovod, HDF5; whether they fit together, and whether a run file can be
+read and what it names is there. Runs none of the user's code."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hpctrain
+from hpctrain.config.loading import load
+from hpctrain.config.sections import Config, TrackConfig
 from hpctrain.doctor import probe
 from hpctrain.doctor.probe import Check, Probe, note, problem
-from hpctrain.errors import HpctrainError, MissingExtra
+from hpctrain.errors import HpctrainError, MissingExtra, UserError
 from hpctrain.launch.mpi_library import find_mpirun
 from hpctrain.launch.mpi_library import probe as probe_mpi
 from hpctrain.reduce.horovod_setup import mpi_libraries
+from hpctrain.system.python import is_there
+from hpctrain.track.sinks import missing_extras
 
 INSTALL_HOROVOD = "run: hpctrain install-horovod"
 
@@ -169,3 +174,32 @@ def _version(framework: str) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "unknown"
+
+
+def of_run_file(path: str) -> tuple[Config | None, list[Check]]:
+    """The configuration, none if it cannot be read, and what is to be said of it."""
+    try:
+        config = load(path)
+    except UserError as error:
+        return None, [problem("run file", error.what, error.fix)]
+    return config, [Check("run file", path), *sinks(config.track), *task(config.task)]
+
+
+def sinks(track: TrackConfig) -> list[Check]:
+    """Packages of sinks that the run file names and that are not installed."""
+    return [problem("track", error.what, error.fix) for error in missing_extras(track)]
+
+
+def task(name: str) -> Iterator[Check]:
+    """Whether the module or file of a task is there."""
+    if not name:
+        return
+    module, _, _ = name.rpartition(":")
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            yield problem("task", f"{module} does not exist", "paths are relative to the folder you start hpctrain in")
+            return
+    elif not is_there(module):
+        yield problem("task", f"no module {module}", "install its package, or start hpctrain where it can be imported")
+        return
+    yield Check("task", name)

@@ -84,11 +84,6 @@ Place = tuple[SavedArrays, str]
 """Where a value is, and its name there."""
 
 
-def as_it_is(name: str, value: NDArray[Any]) -> NDArray[Any]:
-    """No change."""
-    return value
-
-
 class DerivedArrays(SavedArrays):
     """Values from elsewhere, under other names, or changed as they are read.
 
@@ -100,7 +95,9 @@ class DerivedArrays(SavedArrays):
     named: Mapping[str, Place]
 
     def __init__(
-        self, places: Mapping[str, Place], change: Callable[[str, NDArray[Any]], NDArray[Any]] = as_it_is
+        self,
+        places: Mapping[str, Place],
+        change: Callable[[str, NDArray[Any]], NDArray[Any]] = lambda name, value: value,
     ) -> None:
         super().__init__(places)
         self.change = change

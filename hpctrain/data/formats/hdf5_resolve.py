@@ -16,15 +16,19 @@ import numpy as np
 
 from hpctrain.data.formats.hdf5_arrays import (
     Array,
+    Box,
     FileSegment,
     LibraryArray,
     MappedArray,
     MappedBytes,
     SplitArray,
     VirtualArray,
+    aligned,
+    beyond,
+    boxes_of,
+    slices,
 )
 from hpctrain.data.formats.hdf5_files import LinkedFiles
-from hpctrain.data.formats.hdf5_selections import Box, aligned, beyond, boxes_of, slices
 from hpctrain.errors import UserError
 
 MOST_UNWRITTEN = 2**28

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.formats.block_cache import BlockCache, DiskCache
-from hpctrain.data.formats.hdf5_arrays import check_end
+from hpctrain.data.formats.hdf5_arrays import Box, check_end, slices
 from hpctrain.data.formats.hdf5_files import LinkedFiles
-from hpctrain.data.formats.hdf5_selections import Box, slices
 from hpctrain.data.formats.segments import SEGMENT_BYTES, Segment, Segments
 from hpctrain.data.formats.tables import checksum
 from hpctrain.data.samples import grouped

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.commands.doctor import show
-from hpctrain.doctor import machine, probe, ranks, slurm, software, task
+from hpctrain.doctor import machine, probe, ranks, slurm, software
 from hpctrain.doctor.probe import Check, Probe, Status, note, problem
 
 ONE_MAP = "7f00-7f01 r-xp 00000000 08:01 1 /opt/mpi/lib/libmpi.so.40.40\n"
@@ -177,11 +177,11 @@ def test_slurms_settings_are_judged():
 def test_a_run_file_is_read_and_its_task_looked_for(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("name: a\ntask: no_such.module:f\ntrain: {steps: 1, global_batch: 1}\n")
-    config, found = task.findings(str(path))
+    config, found = software.of_run_file(str(path))
     assert config is not None
     assert [finding.status for finding in found] == [Status.OK, Status.PROBLEM]
     path.write_text("nmae: a\n")
-    config, found = task.findings(str(path))
+    config, found = software.of_run_file(str(path))
     assert config is None
     assert "nmae" in found[0].value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.config.sections import TrackConfig
-from hpctrain.doctor import task
+from hpctrain.doctor import software
 from hpctrain.doctor.probe import Status
 from hpctrain.errors import MissingExtra
 from hpctrain.run.folder import RunDir
@@ -48,5 +48,5 @@ def test_a_package_that_is_missing_is_named_before_the_run_and_by_the_doctor(
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None if name == "prometheus_client" else name)
     with pytest.raises(MissingExtra, match=r"prometheus-client is not installed\n  fix: pip install .*prometheus]"):
         [*make_sinks(track, RunDir(tmp_path), "digits")]
-    (found,) = task.sinks(track)
+    (found,) = software.sinks(track)
     assert (found.status, found.value) == (Status.PROBLEM, "prometheus-client is not installed")
