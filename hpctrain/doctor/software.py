@@ -1,5 +1,5 @@
-"""What is installed: Python, MPI, the frameworks, Horovod, HDF5; whether they fit together, and whether a run file can be
-read and what it names is there. Runs none of the user's code."""
+"""What is installed: Python, MPI, the frameworks, Horovod, HDF5; whether they fit together, and whether a run file can
+be read and what it names is there. Runs none of the user's code."""
 
 from __future__ import annotations
 
