@@ -6,6 +6,7 @@ decide by codes; what people read is made here, last.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +29,7 @@ EXCHANGE_BOUND = 0.3
 SHOWN = 4
 """Recoveries that are shown one by one."""
 COSTLY = 0.05
-"""Share of the run that a straggler must cost to be named."""
+"""Share of the run's time that a straggler must cost to be named."""
 
 
 @dataclass(frozen=True)
@@ -245,18 +246,40 @@ def unknown(data: RunHistory, state: State | None = None) -> Explanation:
 
 
 def stragglers(data: RunHistory) -> list[Explanation]:
-    """Confirmed slow ranks that cost something."""
-    worst: dict[tuple[object, ...], events.Straggler] = {}
-    for event in data.all(events.Straggler):
-        key = (event.kind, event.rank, event.cause)
-        if event.state == "confirmed" and (event.cost or 0) >= COSTLY:
-            worst[key] = max(worst.get(key, event), event, key=lambda each: each.cost or 0)
-    ordered = sorted(worst.values(), key=lambda event: -(event.cost or 0))
-    return [
-        Explanation(Code.STRAGGLER, _capital(event.sentence or f"rank {event.rank} is slow"), (), "")
-        for event in ordered[:3]
-        if event.rank is not None or event.host
-    ]
+    """Confirmed slow ranks that cost something: of the run what is over, of the time what is not."""
+    cost: dict[tuple[object, ...], float] = defaultdict(float)
+    worst: dict[tuple[object, ...], tuple[float, str]] = {}
+    for event, until in _spells(data):
+        if event.rank is not None or event.host:
+            key = (event.kind, event.rank, event.cause)
+            about = event.text if until is None else f"from step {event.step} to {until}, {event.text}"
+            share = 1.0 if until is None else max(until - event.step, 0) / max(_last_step(data), 1)
+            cost[key] += (one := (event.cost or 0) * share)
+            worst[key] = max(worst.get(key, (one, about)), (one, about), key=lambda each: each[0])
+    ordered = sorted((key for key in cost if cost[key] >= COSTLY), key=lambda key: -cost[key])
+    return [Explanation(Code.STRAGGLER, _capital(worst[key][1]), (), "") for key in ordered[:3]]
+
+
+def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
+    """What was confirmed, and the step at which it was over; None if it held to the end of the newest attempt.
+
+    Without those in steps that a later attempt did again.
+    """
+    held: dict[tuple[object, ...], events.Straggler] = {}
+    spells: list[tuple[events.Straggler, int | None]] = []
+    for event in data.rare:
+        if isinstance(event, events.Straggler):
+            spells += [(one, event.step) for one in [held.pop(event.about, None)] if one]
+            if event.state == "confirmed":
+                held[event.about] = event
+        elif isinstance(event, (events.RunStarted, events.Resumed)):
+            over = [held.pop(key) for key, one in list(held.items()) if one.attempt < event.attempt]
+            spells = [spell for spell in [*spells, *((one, event.step) for one in over)] if spell[0].step < event.step]
+    return [*spells, *((one, None) for one in held.values())]
+
+
+def _last_step(data: RunHistory) -> int:
+    return max((int(series.step[-1]) for series in data.train.values() if len(series.step)), default=0)
 
 
 def phases(data: RunHistory) -> list[Explanation]:

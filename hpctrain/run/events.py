@@ -219,6 +219,11 @@ class Straggler(Event, name="straggler"):
     excluded: bool | None = None
 
     @property
+    def about(self) -> tuple[object, ...]:
+        """What is the same in another finding that takes its place; several ranks may be slow at a time."""
+        return (self.kind, *self.ranks) if self.kind in ("rank", "pauses", "host") else (self.kind,)
+
+    @property
     def text(self) -> str:
         """For people."""
         return self.sentence or f"rank {self.rank} on {self.host}: {self.cause}"

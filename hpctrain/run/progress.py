@@ -18,8 +18,6 @@ CURVE_POINTS = 256
 """Points of a curve that are kept at least half full: when there are more, neighbours are joined."""
 WARNINGS = 8
 """Newest warnings that are kept."""
-NAMING = ("rank", "pauses", "host")
-"""Kinds of findings of which there may be several at a time, about different ranks."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +192,9 @@ class Progress:
     def _find(self, event: events.Straggler) -> None:
         if event.attempt < self.attempt:
             return
-        key = (event.kind, *event.ranks) if event.kind in NAMING else (event.kind,)
-        self.findings.pop(key, None)
+        self.findings.pop(event.about, None)
         if event.state == "confirmed":
-            self.findings[key] = event
+            self.findings[event.about] = event
 
 
 def warning(event: events.Event) -> str | None:

@@ -53,7 +53,7 @@ def numbers(ranks: Sequence[int]) -> str:
 
 def costs(verdict: Finding) -> str:
     """What it costs."""
-    return f"costs {verdict.cost:.0%} of the run" + (f" {verdict.note}" if verdict.note else "")
+    return f"costs {verdict.cost:.0%} of the time" + (f" {verdict.note}" if verdict.note else "")
 
 
 def of_plan(verdict: Finding) -> str:
@@ -92,15 +92,15 @@ BY_KIND = {
         f"with so few ranks there is no telling which is off, {costs(v)}"
     ),
     Kind.ROTATING: lambda v: (
-        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the run: {nobody(v)} to blame"
+        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the time: {nobody(v)} to blame"
     ),
     Kind.IMBALANCE: lambda v: (
         f"ranks have unequal work{f' (most: {numbers(v.ranks)})' if v.ranks else ''}, "
-        f"which costs {v.cost:.0%} of the run: {nobody(v)} is slow"
+        f"which costs {v.cost:.0%} of the time: {nobody(v)} is slow"
     ),
     Kind.PLAN: lambda v: (
         f"{of_plan(v)} takes {v.slowdown:.0%} longer than the other{'s' if v.load else ' ranks'} on every rank that "
-        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the run: the plan is uneven, {nobody(v)} is slow"
+        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the plan is uneven, {nobody(v)} is slow"
         f"{moves(v)}"
     ),
     Kind.NETWORK: lambda v: (

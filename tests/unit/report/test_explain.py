@@ -18,6 +18,7 @@ from hpctrain.run.events import (
     CheckpointSaved,
     Event,
     Recovered,
+    Resumed,
     RunFinished,
     StopRequested,
     Straggler,
@@ -86,9 +87,9 @@ def test_both_are_told_the_first_as_the_title() -> None:
 
 def slow(rank: int | None, cost: float | None, state: str = "confirmed", **fields: Any) -> Straggler:
     told = None if rank is None else f"rank {rank} is slow"
-    return Straggler(
-        step=1, attempt=1, kind="rank", rank=rank, cause="data", cost=cost, state=state, sentence=told, **fields
-    )
+    ranks = () if rank is None else (rank,)
+    about = {"kind": "rank", "rank": rank, "ranks": ranks, "cause": "data", "sentence": told}
+    return Straggler(**{"step": 1, "attempt": 1, "cost": cost, "state": state, **about, **fields})
 
 
 def findings(*events: Straggler) -> list[str]:
@@ -108,8 +109,30 @@ def test_slow_ranks_are_told_if_they_are_confirmed_and_cost_a_twentieth() -> Non
 
 
 def test_the_three_that_cost_most_are_told_once_each_worst_first() -> None:
-    events = [slow(rank, cost) for rank, cost in ((1, 0.1), (2, 0.3), (3, 0.2), (4, 0.4), (2, 0.05))]
+    events = [slow(rank, cost) for rank, cost in ((2, 0.05), (1, 0.1), (2, 0.3), (3, 0.2), (4, 0.4))]
     assert findings(*events) == ["Rank 4 is slow", "Rank 2 is slow", "Rank 3 is slow"]
+
+
+def test_a_slow_rank_that_recovered_counts_for_the_steps_in_which_it_was_slow() -> None:
+    """It was told as if it had been slow all the time: 'rank 0 is 33% slower' of 1% of the steps."""
+
+    def told(*events: Event, steps: int = 1000) -> list[str]:
+        made = history(*events, attempts=[ended(Action.FAIL, "no", Code.USER_ERROR)])
+        loss = Series(np.array([1.0, steps]), np.ones(2), np.ones(2))
+        return list(explain(replace(made, train={"loss": loss})).findings)
+
+    def at(step: int, state: str, attempt: int = 1) -> Straggler:
+        return slow(1, 0.2, state, step=step, attempt=attempt)
+
+    assert told(at(100, "confirmed"), at(200, "cleared")) == []
+    assert told(at(100, "confirmed"), at(500, "cleared")) == ["From step 100 to 500, rank 1 is slow"]
+    flaps = [one for step in (100, 300, 500) for one in (at(step, "confirmed"), at(step + 100, "cleared"))]
+    assert told(*flaps) == ["From step 100 to 200, rank 1 is slow"], "their sum counts"
+    assert told(at(100, "confirmed"), at(150, "confirmed")) == ["Rank 1 is slow"], "it still is"
+    again = Resumed(step=700, attempt=2)
+    assert told(at(100, "confirmed"), again) == ["From step 100 to 700, rank 1 is slow"]
+    assert told(at(800, "confirmed"), again) == [], "in steps that were done again"
+    assert told(at(800, "confirmed"), again, at(900, "confirmed", 2)) == ["Rank 1 is slow"]
 
 
 @pytest.mark.parametrize(
