@@ -13,6 +13,7 @@ from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult
 from hpctrain.train.hooks import Hook, StopReason, Training, first_reason
 from hpctrain.train.metrics import Evaluation
+from hpctrain.train.schedule import sound_factors
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Trainer(Training):
     def update(self, batch: Batch) -> StepResult:
         """Forward, backward, exchange, update."""
         try:
-            self.framework.set_learning_rate(self.schedule(self.state.step))
+            self.framework.set_learning_rate(sound_factors(self.schedule(self.state.step), self.state.step))
             return self.framework.step(batch.micro_batches, batch.global_samples)
         except NonFiniteLoss as error:
             raise self.explain_non_finite(error, batch) from error

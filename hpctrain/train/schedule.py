@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,16 @@ Schedule = Callable[[int], Factors]
 """Factors for the update that follows ``step`` done ones."""
 Factor = Callable[[int], float]
 """A schedule with one factor for all groups."""
+
+
+def sound_factors(factors: Factors, step: int) -> Factors:
+    """The same; raises UserError if they are not numbers: every weight would be NaN after the next update."""
+    if isinstance(factors, OwnRates):
+        return factors
+    with contextlib.suppress(TypeError):
+        if all(map(math.isfinite, factors if isinstance(factors, Sequence) else [factors])):
+            return factors
+    raise UserError(f"the schedule gives {factors!r} after {step} updates", "return a finite number, or a list of them")
 
 
 def first_factor(factors: Factors) -> float:

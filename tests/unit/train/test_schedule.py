@@ -11,12 +11,23 @@ from hypothesis import strategies as st
 
 from hpctrain.config.sections import Config, ScheduleConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.train.schedule import OwnRates, first_factor, in_cycle, make_schedule, warm_up
+from hpctrain.train.schedule import OwnRates, first_factor, in_cycle, make_schedule, sound_factors, warm_up
 
 
 def factors(config: ScheduleConfig, ranks: int = 1, steps: int = 100, batch: int = 32, epoch: int = 10) -> list[float]:
     schedule = make_schedule(config, batch * ranks, ranks, steps, epoch)
     return [schedule(step) for step in range(steps + 1)]
+
+
+@pytest.mark.parametrize("given", [1, 0.5, [0.5, 1.0], OwnRates(float("nan"))])
+def test_factors_that_are_numbers_pass(given: object) -> None:
+    assert sound_factors(given, 3) is given  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf, [1.0, math.nan], "fast", None, ["a"]])
+def test_other_factors_are_refused_before_they_reach_the_weights(given: object) -> None:
+    with pytest.raises(UserError, match="after 3 updates"):
+        sound_factors(given, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["constant", "plateau"])
