@@ -11,6 +11,7 @@ from pathlib import Path
 from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
+from hpctrain.errors import UserError
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.supervisor import supervise
@@ -22,10 +23,14 @@ from hpctrain.system import python
 from hpctrain.system.cgroups import thread_environment, threads_per_rank, usable_cores
 from hpctrain.system.output import TERMINAL, quiet_environment, say, terminal_columns
 from hpctrain.system.processes import TETHER, own_folder
+from hpctrain.system.quantities import size
 from hpctrain.system.shared_memory import FOLDER as SHARED_MEMORY
 
 SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 """Where Open MPI 5 and 4 make files of shared memory, which ranks that are killed leave behind."""
+
+RANK_BYTES = 2**25
+"""Memory that a rank takes at least, without a framework."""
 
 
 def run(
@@ -41,9 +46,12 @@ def run(
         fresh: the first attempt that gets so far puts aside what is there.
 
     Raises:
-        UserError: no MPI for several ranks, or the run folder is in use.
+        UserError: no MPI for several ranks, too many of them, or the run folder is in use.
     """
-    cores = usable_cores()
+    cores, memory = usable_cores(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if ranks * RANK_BYTES > memory:
+        few = f"start {memory // RANK_BYTES} or fewer here, or divide them among launch.hosts"
+        raise UserError(f"{ranks} ranks do not fit into this machine's {size(memory)} of memory", few)
     mpirun = None
     if ranks > 1:
         library = probe()

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.config.sections import CheckpointConfig, Config, LaunchConfig, StoreTierConfig, TiersConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.local import rank_command, rank_environment
+from hpctrain.launch.engines.local import rank_command, rank_environment, run
 from hpctrain.launch.mpi_library import (
     Flavour,
     MpiLibrary,
@@ -25,6 +25,12 @@ from hpctrain.launch.mpi_library import (
 )
 from hpctrain.run.folder import BEGUN_AGAIN, RunDir
 from hpctrain.system.cgroups import thread_environment, threads_per_rank
+
+
+def test_more_ranks_than_the_memory_holds_are_refused():
+    """``-n 100000``, by mistake, kept the machine busy for minutes."""
+    with pytest.raises(UserError, match="1000000 ranks do not fit into this machine's"):
+        run(Config(name="x", task="m:f", train=TrainConfig(epochs=1, global_batch=10)), 1_000_000, ["train"])
 
 
 @pytest.mark.parametrize(
