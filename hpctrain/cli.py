@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("HOME", os.path.expanduser("~"))  # systemd and env -i leave it out; mpirun needs it
     try:
         return dispatch(words)
     except HpctrainError as error:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import NoReturn
 
 import pytest
 
 from hpctrain import cli
+
+
+def test_a_home_that_is_not_set_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mpirun ended with 'Unable to get the user home directory'."""
+    monkeypatch.delenv("HOME")
+    cli.main([])
+    assert os.path.isabs(os.environ["HOME"])
 
 
 def test_a_run_of_somebody_else_is_one_sentence(
