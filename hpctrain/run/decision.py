@@ -44,8 +44,8 @@ def decide(
     if found.action is not Action.REQUEUE:
         return found
     if stop is not None and stop.by_person:
-        reason = f"{found.reason}, after {stop.by} had asked it to stop"
-        return dataclasses.replace(found, action=Action.STOP, reason=reason)
+        asked = "" if stop.by in found.reason else f", after {stop.by} had asked it to stop"
+        return dataclasses.replace(found, action=Action.STOP, reason=found.reason + asked)
     if found.code is Code.NODE:
         return found
     if max_failures == 0:

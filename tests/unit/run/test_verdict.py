@@ -281,6 +281,12 @@ def test_what_the_supervisor_found_out_counts_whatever_the_ranks_say() -> None:
     assert decide(both(Ending.COMPLETED), [ADVANCED], 3, failure=hang) == hang
 
 
+def test_who_asked_a_failed_attempt_to_stop_is_told_once() -> None:
+    told = [failed(0, what, 1.0) for what in ("x", "stopped by signal SIGINT before training began (make the task)")]
+    reasons = [decide([one], [ADVANCED], 3, PERSON).reason for one in told]
+    assert [reason.count("signal SIGINT") for reason in reasons] == [1, 1]
+
+
 def test_ranks_without_a_word_are_named_up_to_eight() -> None:
     one = blame([word(2, Ending.VANISHED, note="its node is gone"), word(0, Ending.COMPLETED)])
     assert (one.reason, one.rank, one.host) == ("rank 2 ended without a word (its node is gone)", 2, "n2")
