@@ -20,9 +20,9 @@ from hpctrain.config.values import (
     RunFileDumper,
     RunFileLoader,
     converted,
-    in_words,
     of_word,
     refuse_credentials,
+    to_give,
     unquoted,
 )
 from hpctrain.errors import UserError
@@ -196,7 +196,7 @@ def _make(section: type, prefix: str, given: Mapping[str, typing.Any]) -> typing
 def _type_of(key: str) -> str:
     """What a key or section takes, in words."""
     example = next((name for name in keys() if name.startswith(f"{key}.")), key)
-    return in_words(keys()[key].kind) if key in keys() else f"a mapping with keys such as {example}"
+    return to_give(keys()[key].kind) if key in keys() else f"a mapping with keys such as {example}"
 
 
 def _nearest(key: str, dashes: str = "") -> str:

@@ -131,6 +131,12 @@ def refuse_credentials(text: object, what: str) -> None:
         raise UserError(f"{what} holds credentials", KEPT_BY_LIBRARIES)
 
 
+def to_give(kind: typing.Any) -> str:
+    """The same with its article, to follow "give"."""
+    words = in_words(kind)
+    return {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a "}.get(words.split()[0], "") + words
+
+
 def in_words(kind: typing.Any) -> str:
     """The type of a field for people: ``list of integer``; choices by name."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)

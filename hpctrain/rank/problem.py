@@ -269,7 +269,7 @@ def require_same_data(problem: Problem, world: World) -> None:
     others = [rank for rank, each in enumerate(prints) if each != prints[0]]
     if others:
         raise UserError(
-            f"ranks {', '.join(map(str, others[:8]))} read other training data than rank 0",
+            f"rank{'s' if others[1:] else ''} {', '.join(map(str, others[:8]))}: other training data than on rank 0",
             "look for old copies on node-local disks, and for task functions and samplers that draw data at random",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
@@ -26,6 +27,11 @@ def duration(seconds: float) -> str:
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02d} h"
     return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def number(value: float | None) -> str:
+    """Four significant digits."""
+    return "nan" if value is None or math.isnan(value) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def quantity(key: str, value: object) -> str | None:

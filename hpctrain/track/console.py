@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from typing import Any, TextIO
 
 from hpctrain.run.events import Eval, Event, RunFinished, RunStarted, Train
 from hpctrain.system import foreign_text
-from hpctrain.system.quantities import duration
+from hpctrain.system.quantities import duration, number
 
 PLAIN_EVERY_S = 1.0
 """Least seconds between two plain lines: fast steps must not flood a batch log."""
@@ -109,8 +108,3 @@ def _stages(event: RunStarted) -> str:
 
 def _how_far(event: RunStarted) -> str:
     return f"{event.total_steps or 0} steps" + (f", from step {event.step}" if event.step else "")
-
-
-def number(value: float | None) -> str:
-    """Four significant digits."""
-    return "nan" if value is None or math.isnan(value) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

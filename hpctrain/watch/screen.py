@@ -12,8 +12,7 @@ from rich.text import Text
 
 from hpctrain.run.run_status import LiveRank, Word
 from hpctrain.system.foreign_text import line as clean
-from hpctrain.system.quantities import duration, size
-from hpctrain.track.console import number
+from hpctrain.system.quantities import duration, number, size
 from hpctrain.watch.view import Line, View
 
 STALE_S = 30.0

@@ -19,7 +19,7 @@ from hpctrain.run.resolve_run import elements_of
 from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, State
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
-from hpctrain.system.quantities import duration
+from hpctrain.system.quantities import duration, number
 
 RECOVERIES = 3
 """Newest recoveries that are shown."""
@@ -184,11 +184,12 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
             untold = job.reason if job.state == UNKNOWN and job.reason not in why else ""
             text.append("  " + _join([named, untold if not ended else "", job.nodes, *times]))
         train, newest = made.newest(Train), found.newest
-        rate = f"{train.samples_per_s:.4g} samples/s" if train and train.samples_per_s else ""
+        rate = f"{number(train.samples_per_s)} samples/s" if train and train.samples_per_s else ""
         ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not ended else ""
         saved = f"checkpoint at {found.checkpoint_step}" if found.checkpoint_step is not None else ""
+        step = _step(made) if made.step is not None or not ended else ""
         begun = f"attempt {newest.number}" if newest else "no attempt yet"
-        text.append("  " + _join([begun, newest.plan if newest else "", _step(made), rate, ahead, saved]))
+        text.append("  " + _join([begun, newest.plan if newest else "", step, rate, ahead, saved]))
         if ended and ended not in why:
             text.append(f"  last attempt: {ended}")
         if account := found.account.text:

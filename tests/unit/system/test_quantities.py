@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.system.quantities import duration, quantity, size
+from hpctrain.system.quantities import duration, number, quantity, size
 
 UNIT_S = {"ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
@@ -65,3 +65,11 @@ def test_the_end_of_a_name_is_its_unit() -> None:
     assert {key: quantity(key, 2048) for key in told} == told
     assert quantity("stall_s", None) is None
     assert quantity("seconds", True) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "nan"), (0.123456, "0.1235"), (15727.4, "15,727"), (9999.0, "9999"), (-2e4, "-20,000")]
+)
+def test_numbers_have_four_digits_and_no_powers_of_ten(value: float | None, text: str) -> None:
+    """``status`` said 1.573e+04 samples/s, where ``watch`` said 15,727."""
+    assert number(value) == text

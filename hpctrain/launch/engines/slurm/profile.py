@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.config.sections import LaunchConfig, SlurmConfig
-from hpctrain.config.values import Misfit, converted, in_words
+from hpctrain.config.values import Misfit, converted, to_give
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm import FILES
 from hpctrain.system import safe_read
@@ -152,4 +152,4 @@ def _value(value: typing.Any, kind: typing.Any, place: str) -> typing.Any:
     try:
         return converted(value, kind)
     except Misfit as misfit:
-        raise UserError(f"{place} cannot be {misfit.value!r}", f"give {in_words(kind)}") from misfit
+        raise UserError(f"{place} cannot be {misfit.value!r}", f"give {to_give(kind)}") from misfit

@@ -55,8 +55,8 @@ def test_a_false_in_the_run_file_is_given(tmp_path: Path) -> None:
     [
         ('[launch.slurm]\npartitoin = "x"\n', r"(?s)launch.slurm.partitoin.*did you mean partition\?"),
         ("[launch.slurm]\npartition = 3\n", "cannot be 3"),
-        ("[launch.slurm]\nextra = [1]\n", "give list of text"),
-        ('[launch.slurm]\ngpus_per_node = "4"\n', "give integer"),
+        ("[launch.slurm]\nextra = [1]\n", "give a list of text"),
+        ('[launch.slurm]\ngpus_per_node = "4"\n', "give an integer"),
         ('[launch]\nlauncher = "ssh"\n', "auto, srun, mpirun"),
         ("[slurm]\n", r"has the key 'slurm'"),
         ("[launch]\nslurm = 3\n", "is not a table"),

@@ -119,6 +119,14 @@ def test_the_end_is_in_the_verdicts_words() -> None:
     assert "last attempt: rank 3 on n2 was killed" in text and "to go" not in text
 
 
+def test_a_rate_is_told_as_watch_tells_it_and_a_program_without_steps_has_none() -> None:
+    fast = of(found(event("train", 30, 100.0, loss=0.5, samples_per_s=15727.4, steps=10, seconds={})), Word.RUNNING)
+    assert "15,727 samples/s" in "\n".join(status.lines([fast]))
+    verdict = {"action": "done", "exit_code": 0, "reason": "done"}
+    program = of(found(attempts=[{"attempt": 2, "ended": 5.0, "verdict": verdict}]), Word.FINISHED)
+    assert "no step yet" not in "\n".join(status.lines([program]))
+
+
 def test_that_nothing_is_saved_is_shown() -> None:
     made = of(found(event("checkpoint_failed", 9, failures=4, error="disk full")), Word.RUNNING, "7", "RUNNING")
     text = "\n".join(status.lines([made]))
