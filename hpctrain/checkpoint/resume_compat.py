@@ -86,12 +86,17 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
     """(key, saved value, value now) of what is decisive and differs; a key that one side lacks counts as None there."""
     before, after = decisive(saved), decisive(now)
     keys = sorted(before.keys() | after.keys())
-    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+    pairs = [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+    return [pair for pair in pairs if pair[1:] not in (({}, None), (None, {}))]  # what was or is in it is a key as well
 
 
 def in_words(found: Iterable[tuple[str, Any, Any]]) -> str:
     """Differences, for a message."""
-    return "; ".join(f"{key} was {before!r} and is {after!r}" for key, before, after in found)
+
+    def said(value: Any) -> str:
+        return "not given" if value is None else repr(value)
+
+    return "; ".join(f"{key} was {said(before)} and is {said(after)}" for key, before, after in found)
 
 
 def length_as_one(key: str) -> str:

@@ -72,6 +72,8 @@ def ls(args: argparse.Namespace) -> int:
 
     store, only = locate(args.path)
     rows = [describe(store, step) for step in store.steps() if only in (None, step)]
+    for beaten in [row for row in rows if row.get("best")][:-1]:
+        beaten["best"] = False
     foreign_text.answer(args.json, rows, (row_text(row) for row in rows))
     return ExitCode.DONE
 
@@ -97,8 +99,8 @@ def row_text(row: dict[str, Any]) -> str:
     if "problem" in row:
         return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
     when = local_time(row["time"])
-    best = "  best" if row["best"] else ""
-    return f"step {row['step']:>9}  {when:19}  {size(row['bytes']):>10}  {row['ranks']:>4} ranks  {row['path']}{best}"
+    best, ranks = "  best" if row["best"] else "", "rank " if row["ranks"] == 1 else "ranks"
+    return f"step {row['step']:>9}  {when:19}  {size(row['bytes']):>10}  {row['ranks']:>4} {ranks}  {row['path']}{best}"
 
 
 def local_time(seconds: Any) -> str:

@@ -89,6 +89,13 @@ def test_decisive(key: str, config: Config) -> None:
     assert config_hash(identity(BASE)) != config_hash(identity(config))
 
 
+def test_a_first_argument_of_the_task_is_one_difference() -> None:
+    """It was two, one of them that of an empty mapping."""
+    with pytest.raises(UserError, match=r"task_args\.lr was not given and is 0\.1") as refused:
+        refuse_changes(identity(change(task_args={})), identity(change(task_args={"lr": 0.1})), "here")
+    assert refused.value.fix.endswith(" --accept task_args.lr") and refused.value.fix.count("--accept") == 1
+
+
 def test_a_file_of_the_task_may_be_named_by_its_full_path() -> None:
     here, job = change(task="wave.py:task"), change(task="/home/me/wave.py:task")
     refuse_changes(identity(here), identity(job), "here")

@@ -46,6 +46,18 @@ def test_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cut short" in second["problem"]
 
 
+def test_ls_names_one_checkpoint_as_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each that was the best when it was saved had the word."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step, is_best in ((1, True), (2, True), (3, False)):
+        store.save({"model/x": np.ones(2)}, {"time": 0, "best": is_best}, step)
+    store.close()
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert [line.endswith("  best") for line in text.splitlines()] == [False, True, False]
+    assert "1 rank " in text and "1 ranks" not in text
+
+
 @pytest.mark.slow
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "verify", str(run / "checkpoints")]) == 0
