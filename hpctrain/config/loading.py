@@ -201,8 +201,9 @@ def _type_of(key: str) -> str:
 
 def _nearest(key: str, dashes: str = "") -> str:
     known = list(keys()) if dashes else [*keys(), *sections()]
+    alike = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     by_last = {name.split(".")[-1]: name for name in known}
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(key, alike, n=1, cutoff=0) or difflib.get_close_matches(key, known, n=1)
     close = close or [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]
     return f"did you mean {dashes}{close[0]}?" if close else "docs/configuration.md lists all keys"
 

@@ -59,6 +59,13 @@ def test_what_to_give_is_a_sentence(run_file: Path, line: str, fix: str) -> None
     assert refused(run_file).fix == f"give {fix}"
 
 
+@pytest.mark.parametrize(("key", "near"), [("train.seed", "seed"), ("train.every_epochs", "checkpoint.every_epochs")])
+def test_a_key_in_the_wrong_section_is_found_by_its_name(run_file: Path, key: str, near: str) -> None:
+    section, _, name = key.partition(".")
+    run_file.write_text(f"name: x\ntask: m:f\n{section}: {{{name}: 1}}\n")
+    assert refused(run_file).fix == f"did you mean {near}?"
+
+
 def test_scalars_are_read_as_yaml_1_2(run_file: Path) -> None:
     run_file.write_text(
         MINIMAL + "reduce: {overlap: off}\nlaunch: {slurm: {time: 01:30:00}}\n"
