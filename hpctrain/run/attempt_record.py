@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.config.sections import ParallelConfig
+from hpctrain.errors import ExitCode
 from hpctrain.run.grid import Grid, grid_of
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system.json_shape import fields_of, is_count, is_time, maker, sound, without_misfits
@@ -66,6 +67,12 @@ class Attempt:
     def has_progressed(self) -> bool:
         """Whether it saved a checkpoint beyond the one that it began from."""
         return self.to_step is not None and (self.from_step is None or self.to_step > self.from_step)
+
+    @property
+    def found_complete(self) -> bool:
+        """Whether there was nothing left to do: somebody started a run again that had reached its end."""
+        is_done = self.verdict is not None and self.verdict.exit_code is ExitCode.DONE
+        return is_done and self.from_step is not None and self.from_step == self.to_step
 
     def under(self, parallel: ParallelConfig) -> Attempt:
         """The same with the plan of a run file."""

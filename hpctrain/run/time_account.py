@@ -92,9 +92,12 @@ class Sums:
             self._repeated += event.repeated_steps or 0
 
     def account(self, attempts: Sequence[Attempt]) -> TimeAccount:
-        """The account of these events and attempts (the oldest first)."""
+        """The account of these events and attempts (the oldest first), without those that found the run complete."""
+        idle = {each.number for each in attempts if each.found_complete}
+        attempts = [each for each in attempts if each.number not in idle]
         known = (attempts[0].started, attempts[-1].ended) if attempts else ()
-        moments = [each for each in known if each is not None] + [each for pair in self.times.values() for each in pair]
+        seen = [each for number, pair in self.times.items() if number not in idle for each in pair]
+        moments = [*seen, *(each for each in known if each is not None)]
         recovered = self.recoveries[-1].attempt if self.recoveries else 0
         waiting_s, of_failures_s = 0.0, 0.0
         for before, after in pairwise(attempts):

@@ -55,6 +55,17 @@ def test_a_run_that_is_killed_stopped_and_resumed() -> None:
     assert [each.attempt for each in made.sums.recoveries] == [2]
 
 
+def test_starts_of_a_complete_run_take_none_of_its_time() -> None:
+    """Its goodput fell with each, as if it had waited for them."""
+    events = event("run_started", 0, at=5), trained(10, at=15), event("run_started", 10, attempt=2, at=1005)
+    first = Attempt(1, 0.0, 20.0, from_step=None, to_step=10, verdict=DONE)
+    again = Attempt(2, 1000.0, 1010.0, from_step=10, to_step=10, verdict=DONE)
+    alone = progress(*events[:2]).sums.account([first])
+    assert progress(*events).sums.account([first, again]) == alone and alone.wall_s == 20
+    longer = Attempt(3, 2000.0, 2010.0, from_step=10, to_step=20, verdict=DONE)
+    assert progress(*events).sums.account([first, again, longer]).wall_s == 2010
+
+
 @pytest.mark.parametrize(("restarts", "waiting_s", "failures_s"), [(0, 0.0, 60.0), (1, 50.0, 10.0)])
 def test_a_requeue_waits_and_a_restart_in_the_job_does_not(restarts: int, waiting_s: float, failures_s: float) -> None:
     made = progress(trained(10, at=15), recovered(11, 2, at=80, seconds=60.0, repeated=0))
