@@ -137,6 +137,9 @@ def pack(args: argparse.Namespace, ranks: Ranks) -> int:
 
     if args.chunks is not None and args.chunks < 1:
         raise UserError(f"--chunks is {args.chunks}", "give at least 1 sample a chunk")
+    there = [one for one in (args.output, *args.sources) if os.path.exists(one)]
+    if args.output in there and any(os.path.samefile(args.output, one) for one in there[1:]):
+        raise UserError(f"{args.output} is to be packed into itself", "choose another name for what is made")
     together = kind_of(args.sources, args.kind) in TABLES
     if together or ranks.rank == 0:
         group = ranks if together else ALONE

@@ -75,7 +75,7 @@ LINES: dict[str, int] = {
     "doctor": 545,
     "horovod_wheel": 478,
     "bench": 1272,
-    "commands": 1647,
+    "commands": 1650,
     "cli": 117,
     "__main__": 16,
     "__init__": 35,

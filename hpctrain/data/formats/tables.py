@@ -135,8 +135,8 @@ def reading(where: str, kind: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise UserError(f"{where} does not exist: {shortened(error)}", "correct the path of the data") from error
     except pyarrow.ArrowException as error:
-        name = FORMATS.get(kind, kind)
-        raise UserError(f"{where} is not {name}, or is damaged: {shortened(error)}", "make it again") from error
+        what = f"{where} is not {FORMATS.get(kind, kind)}, or is damaged: {shortened(error)}"
+        raise UserError(what, "correct it, or make it again") from error
     except UnicodeDecodeError as error:
         raise not_utf8(where) from error
     except OSError as error:
@@ -147,8 +147,8 @@ def reading(where: str, kind: str) -> Iterator[None]:
 
 
 def shortened(error: Exception) -> str:
-    """Its first line."""
-    return str(error).partition("\n")[0][:600]
+    """Its first line, without what Arrow did before it found the fault."""
+    return str(error).partition("\n")[0].rpartition("Invalid: ")[2][:600]
 
 
 def not_utf8(where: str) -> UserError:

@@ -166,7 +166,7 @@ class TestCsv:
         [
             ("a,b\n1,2\n3,\n", "b.csv: column 'b' has '' in row 1, which is not a number"),
             ("a\n" + "1\n" * 200 + "0x10\n", "column 'a' has '0x10' in row 200, which is not a number"),
-            ("a,b\n1,2\n3\n", "b.csv is not CSV, or is damaged: Error creating dataset"),
+            ("a,b\n1,2\n3\n", "b.csv is not CSV, or is damaged: CSV parse error: Row #3: Expected 2 columns, got 1: 3"),
             ('a,b\n1,"2\n3,4\n', "column 'b' has '2\\n3,4' in row 0"),
             ("1,2\n3,4\n", "has no header line"),
             ("a,a\n3,4\n", "multiple columns named a"),
@@ -180,6 +180,14 @@ class TestCsv:
     def test_bad_tables(self, content: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
         Path("b.csv").write_text(content, encoding="latin1")
         assert what in refused(capsys, "b.csv", "-o", "b.h5")
+
+    @pytest.mark.parametrize("output", ["b.csv", "link.csv"])
+    def test_nothing_is_packed_into_itself(self, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """``--force`` replaced the source."""
+        Path("b.csv").write_text("a\n1\n")
+        Path("link.csv").symlink_to("b.csv")
+        assert "is to be packed into itself" in refused(capsys, "b.csv", "-o", output, "--force")
+        assert Path("b.csv").read_text() == "a\n1\n"
 
     def test_values_must_fit_their_dtype(self, capsys: pytest.CaptureFixture[str]) -> None:
         said = refused(capsys, "a.csv", "-o", "a.h5", "--dtype", "id=uint8")
