@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpctrain.errors import Code
-from hpctrain.report.summary import phase_share
+from hpctrain.report.summary import last_step, phase_share
 from hpctrain.run import events
 from hpctrain.run.decision import blame
 from hpctrain.run.grid import Grid
@@ -253,7 +253,7 @@ def stragglers(data: RunHistory) -> list[Explanation]:
         if event.rank is not None or event.host:
             key = (event.kind, event.rank, event.cause)
             about = event.text if until is None else f"from step {event.step} to {until}, {event.text}"
-            share = 1.0 if until is None else max(until - event.step, 0) / max(_last_step(data), 1)
+            share = 1.0 if until is None else max(until - event.step, 0) / max(last_step(data), 1)
             cost[key] += (one := (event.cost or 0) * share)
             worst[key] = max(worst.get(key, (one, about)), (one, about), key=lambda each: each[0])
     ordered = sorted((key for key in cost if cost[key] >= COSTLY), key=lambda key: -cost[key])
@@ -276,10 +276,6 @@ def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
             over = [held.pop(key) for key, one in list(held.items()) if one.attempt < event.attempt]
             spells = [spell for spell in [*spells, *((one, event.step) for one in over)] if spell[0].step < event.step]
     return [*spells, *((one, None) for one in held.values())]
-
-
-def _last_step(data: RunHistory) -> int:
-    return max((int(series.step[-1]) for series in data.train.values() if len(series.step)), default=0)
 
 
 def phases(data: RunHistory) -> list[Explanation]:

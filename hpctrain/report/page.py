@@ -22,7 +22,7 @@ from hpctrain.report.summary import Span, make_spans, summarize
 from hpctrain.run.events import CheckpointFailed, CheckpointSaved, Event, Hang, Recovered, Straggler
 from hpctrain.run.figures import Curve, Figure, Figures, Picture, Plans
 from hpctrain.run.history import RunHistory
-from hpctrain.system.quantities import quantity
+from hpctrain.system import quantities
 
 
 def make_sections(
@@ -121,11 +121,11 @@ def number(value: Any, key: str = "") -> str:
     """A value in a table: at most four significant digits, or with the unit that its key says; a dash for nothing."""
     if value is None:
         return "–"
-    if (told := quantity(key, value)) is not None:
+    if (told := quantities.quantity(key, value)) is not None:
         return told
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
+    return str(value) if isinstance(value, int) else quantities.number(value)
 
 
 def exact(value: Any) -> str:

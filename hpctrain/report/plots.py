@@ -62,7 +62,7 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
     wanted = [
         ("loss", "Loss", losses, False),
         ("metrics", "Validation metrics", others, False),
-        ("learning_rate", "Learning rate", {k: v for k, v in data.train.items() if k == "lr"}, True),
+        ("learning_rate", "Learning rate, as a factor", {k: v for k, v in data.train.items() if k == "lr"}, True),
         ("mfu", "Model FLOPs utilisation", {k: v for k, v in data.train.items() if k == "mfu"}, True),
         ("throughput", "Samples per second", {k: v for k, v in data.train.items() if k == "samples_per_s"}, True),
     ]

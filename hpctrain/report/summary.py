@@ -66,9 +66,10 @@ def summarize(data: RunHistory) -> dict[str, Any]:
 
 
 def last_step(data: RunHistory) -> int:
-    """The newest step of any event."""
+    """The newest step of any event, without what a later attempt did again or, begun afresh, put aside."""
     steps = [series.step[-1] for series in data.curves if len(series.step)]
-    return int(max([*steps, *(event.step for event in data.rare)], default=0))
+    newest = max((event.attempt for event in data.rare), default=0)
+    return int(max([*steps, *(event.step for event in data.rare if event.attempt == newest)], default=0))
 
 
 def last_time(data: RunHistory, before: float = math.inf) -> float:

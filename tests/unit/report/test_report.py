@@ -58,6 +58,14 @@ def attempt(number: int, begin: float, end: float | None, **verdict: Any) -> dic
     return entry if end is None else {**entry, "ended": BEGIN + end, "verdict": verdict}
 
 
+def test_the_step_of_a_run_is_that_of_its_newest_attempt(tmp_path: Path) -> None:
+    """After ``--fresh`` the page still named the last step of the run that was put aside."""
+    old = trained(8000), event("checkpoint_saved", 8000, bytes=1)
+    again = event("run_started", 0, 2, 9000, ranks=1), trained(80, 2, 9001)
+    assert summarize(RunView(folder(tmp_path, *old, *again).path).history())["steps"] == 80
+    assert summarize(RunView(folder(tmp_path / "one", *old).path).history())["steps"] == 8000
+
+
 def read(run: RunDir) -> RunHistory:
     return RunView(run.path).history()
 
@@ -146,7 +154,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     for title in (
         "Loss",
         "Validation metrics",
-        "Learning rate",
+        "Learning rate, as a factor",
         "Samples per second",
         "Where the time goes",
         "Attempts",
