@@ -58,6 +58,17 @@ COMMANDS_OF_TORCH = (
 )
 
 
+EVERY_HELP = """
+from hpctrain.cli import COMMANDS, main
+for command in COMMANDS:
+    try:
+        code = main([command, "--help"])
+    except SystemExit as end:
+        code = end.code
+    assert not code, command
+"""
+
+
 class Failed(Exception):
     """A command did not do what it has to."""
 
@@ -158,11 +169,7 @@ def prove_core(wheel: Path, place: Place) -> None:
     where = run([str(place.python), "-c", "import hpctrain; print(hpctrain.__file__)"], place.work, place.env).strip()
     if not Path(where).is_relative_to(place.bin.parent):
         raise Failed(f"hpctrain is imported from {where}")
-    listed = run(
-        [str(place.python), "-c", "from hpctrain.cli import COMMANDS; print(*COMMANDS)"], place.work, place.env
-    )
-    for command in listed.split():
-        place.hpctrain(command, "--help")
+    run([str(place.python), "-c", EVERY_HELP], place.work, place.env)
     for framework in ("torch", "keras"):
         for kind in ("image", "text", "table", "steps"):
             name = f"{framework}_{kind}"
@@ -170,7 +177,7 @@ def prove_core(wheel: Path, place: Place) -> None:
             script = place.hpctrain("render", f"{name}.yaml", "--launch.slurm.time", "00:10:00")
             if "#SBATCH" not in script:
                 raise Failed(f"render {name}.yaml prints no script")
-            place.hpctrain("submit", "--dry-run", f"{name}.yaml", "--launch.slurm.time", "00:10:00")
+    place.hpctrain("submit", "--dry-run", "torch_table.yaml", "--launch.slurm.time", "00:10:00")
     place.hpctrain("render", "torch_table.yaml", "--launch.slurm.profile", "example-gpu-infiniband")
     place.hpctrain("completion", "bash")
 

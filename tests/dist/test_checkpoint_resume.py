@@ -78,8 +78,7 @@ CASES = [
     pytest.param("torch", 2, {"task": f"{TASK['torch']}:declared"}, id="torch-2-declared-state", marks=TOUR),
     pytest.param("tensorflow", 2, {"task": f"{TASK['tensorflow']}:declared"}, id="keras-2-declared-state"),
     pytest.param("tensorflow", 1, {"task_args": {"optimizer": "momentum"}}, id="keras-1-momentum"),
-    pytest.param("tensorflow", 2, {"precision": "fp16"}, id="keras-2-fp16"),
-    pytest.param("tensorflow", 4, {"save": {"writers": "node"}}, id="keras-4-writers-node"),
+    pytest.param("tensorflow", 4, {"precision": "fp16", "save": {"writers": "node"}}, id="keras-4-fp16-writers-node"),
     pytest.param("tensorflow", 2, {"task": OWN_STEP, "whole_step": False}, id="keras-2-own-step", marks=TOUR),
 ]
 

@@ -1,6 +1,6 @@
 """What ranks take of checkpoints of layers that plans cut along either axis: memory_of_columns.py <folder>.
 
-A state of 128 MB, of few tensors and of hundreds, half of them weights and half an optimizer's, is saved at some plans
+A state of 64 MB, of few tensors and of hundreds, half of them weights and half an optimizer's, is saved at some plans
 and read at others. Prints JSON: of each reader, bytes read from files in units of those that it takes, and what it held
 at most beyond them in MiB.
 """
@@ -26,7 +26,7 @@ from hpctrain.train.state import Cut, Placement, Tiling
 from tests.support.memory_of_plans import Memory, take
 from tests.support.memory_of_reading import measured
 
-STATES = {"few": (12, (888, 3008)), "hundreds": (480, (264, 256))}
+STATES = {"few": (12, (444, 3008)), "hundreds": (240, (264, 256))}
 """Number of tensors, and the shape of each; no block ends with a row of the large ones."""
 Plan = tuple[int, Callable[[int, int, int, tuple[int, ...]], Box]]
 """Number of ranks; what one has of a tensor, by its own number, that of the tensor and how many there are, and its
