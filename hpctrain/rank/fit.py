@@ -19,9 +19,9 @@ from hpctrain.rank.session import Beginning, PeerFailed, RankResult, Session, at
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
+from hpctrain.train.evaluation import even_batches
 from hpctrain.train.hooks import Hook
 from hpctrain.train.loop import RunSummary
-from hpctrain.train.uneven_batches import even_batches
 
 
 def fit(

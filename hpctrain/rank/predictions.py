@@ -15,8 +15,8 @@ from hpctrain.comm.group import Group
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.pipeline import ValidationData
 from hpctrain.errors import RunFailed, UserError, file_errors
+from hpctrain.train.evaluation import even_batches
 from hpctrain.train.framework import Evaluator, samples_of
-from hpctrain.train.uneven_batches import even_batches
 
 
 def write_predictions(

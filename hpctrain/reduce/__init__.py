@@ -4,5 +4,5 @@
 ``compression`` in which 16 bits, ``int8_sum`` in 8, which keeps what it rounds off; ``mpi_allreduce``,
 ``shm_allreduce``, ``shm_pieces``, ``ring_allreduce`` and ``streamed_allreduce`` add it up in host memory, as
 ``host_allreduce`` opens them, and Horovod does if ``horovod_setup`` lets it. ``row_exchange`` is for rows of
-embeddings; ``shm_window`` sums what is not a gradient; ``outer_step`` is for ranks that train apart.
+embeddings; ``outer_step`` is for ranks that train apart.
 """

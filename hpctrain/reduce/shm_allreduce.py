@@ -207,6 +207,15 @@ def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:
         os.close(handle)
 
 
+def share_on_node(group: Group, length: int, dtype: DTypeLike) -> SharedArrays | None:
+    """The same for ranks of one node alone: None, on all ranks, if they are on several."""
+    shared = share_arrays(group, length, dtype)
+    if shared is not None and shared.peers:
+        shared.free()
+        return None
+    return shared
+
+
 MOST_BYTES = 2**17
 """That a rank of ``SmallShmAllreduce`` reads: from there on, half of them and a second meeting take less time."""
 
@@ -244,10 +253,59 @@ class SmallShmAllreduce:
 
 def open_shm_small(group: Group, length: int, dtype: DTypeLike) -> SmallShmAllreduce | None:
     """For ``length`` elements; None, on all ranks, if those are many or ranks are on several nodes. Collective."""
-    if length * np.dtype(dtype).itemsize * group.size > MOST_BYTES:
-        return None
-    shared = share_arrays(group, 2 * length, dtype)
-    if shared is not None and shared.peers:
-        shared.free()
-        return None
+    is_few = length * np.dtype(dtype).itemsize * group.size <= MOST_BYTES
+    shared = share_on_node(group, 2 * length, dtype) if is_few else None
     return SmallShmAllreduce(shared) if shared is not None else None
+
+
+PIECE = 2**20
+"""Bytes of each rank that are shown at a time: more leave the caches, of fewer the meetings show."""
+
+
+class ShmWindow:
+    """Sums arrays of any size and type, which the ranks of a node show to each other piece by piece.
+
+    The arrays stay where they are: their values pass through a little shared memory, whose pieces stay in the cores'
+    caches meanwhile. See ``open_shm_window``.
+    """
+
+    def __init__(self, shared: SharedArrays) -> None:
+        """
+        Args:
+            shared: uint8[even] for each rank: halves for pieces of even and of odd number. No rank overwrites
+                what another still reads: that one enters the next exchange only afterwards.
+        """
+        self.node, self.close = shared.node, shared.free
+        self.piece = len(shared.arrays[0]) // 2
+        self.places = [[part[: self.piece] for part in shared.arrays], [part[self.piece :] for part in shared.arrays]]
+
+    def sum(self, values: NDArray[np.number], out: NDArray[np.number], what: str) -> None:
+        """Elementwise sum over the ranks, with the same bits on all. Collective.
+
+        Args:
+            values: [n], contiguous, of one length and dtype on all ranks.
+            out: [n] of this dtype, contiguous, takes the sum; may be ``values``.
+            what: completes "waited for the other ranks to ..." in an error.
+        """
+        count = self.piece // values.itemsize
+        for begin in range(0, len(values), count):
+            self._sum_piece(values[begin : begin + count], out[begin : begin + count], what)
+
+    def _sum_piece(self, values: NDArray[np.number], out: NDArray[np.number], what: str) -> None:
+        parts = [place[: values.nbytes].view(values.dtype) for place in self.places[0]]
+        self.places.reverse()
+        parts[self.node.rank][:] = values
+        self.node.meet(what)
+        if len(parts) == 2 or values.nbytes * len(parts) <= MOST_BYTES:
+            sum_pairwise(parts, out)
+            return
+        own = slices(len(out), len(parts))[self.node.rank]
+        add_pairwise([part[own] for part in parts], parts[0][own])
+        self.node.meet(what)
+        out[:] = parts[0]
+
+
+def open_shm_window(group: Group) -> ShmWindow | None:
+    """Of all ranks of a group; None, on all of them, if they are on several nodes or share no memory. Collective."""
+    shared = share_on_node(group, 2 * PIECE, np.uint8)
+    return ShmWindow(shared) if shared is not None else None

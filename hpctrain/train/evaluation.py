@@ -1,14 +1,16 @@
-"""Over all ranks: validation, and the means of a reported interval."""
+"""Over all ranks: validation, and the means of a reported interval; equally many passes on each, for models whose ranks
+exchange something in each pass: a rank that has no batch left gets another's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
 
 from hpctrain.comm.group import Group
 from hpctrain.run.figures import Figure
 from hpctrain.train.framework import Evaluator, HostBatch, Sums
 from hpctrain.train.metrics import Evaluation, flattened
-from hpctrain.train.uneven_batches import even_batches
 
 
 def evaluate(framework: Evaluator, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
@@ -77,3 +79,42 @@ def mean_over_ranks(totals: Sums, group: Group, what: str) -> dict[str, float]:
     for sums in group.allgather(totals, what):
         add(everything, {name: (pair[0], pair[1]) for name, pair in sums.items()})
     return {name: value / weight for name, (value, weight) in sorted(everything.items()) if weight > 0}
+
+
+SHARE = "send a batch to ranks that have none"
+"""What a rank waits for."""
+
+
+def even_batches(batches: Iterable[HostBatch], sync_group: Group | None) -> Iterator[tuple[HostBatch, bool]]:
+    """This rank's batches, each with True; then others', with False, as long as some rank has batches. Collective.
+
+    Args:
+        batches: of this rank.
+        sync_group: ranks that exchange something in passes; None if each makes its own.
+    """
+    if sync_group is None:
+        yield from ((batch, True) for batch in batches)
+        return
+    left = iter(batches)
+    while True:
+        own = next(left, None)
+        have = sync_group.gather(np.array(own is not None), "see who has batches left")
+        if not have.any():
+            return
+        lent = None if have.all() else shared_batch(own, int(have.argmax()), sync_group)
+        if own is not None:
+            yield own, True
+        elif lent is not None:
+            yield lent, False
+
+
+def shared_batch(own: HostBatch | None, lender: int, group: Group) -> HostBatch:
+    """The batch of one rank, on all. Collective."""
+    told = {name: [list(array.shape), array.dtype.str] for name, array in (own or {}).items()}
+    shapes = group.broadcast(told, SHARE, lender)
+    lent = {name: np.empty(shape, kind) for name, (shape, kind) in shapes.items()}
+    for name, array in lent.items():
+        if group.rank == lender and own is not None:
+            array[...] = own[name]
+        group.broadcast_array(array, SHARE, lender)
+    return lent

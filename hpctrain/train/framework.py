@@ -135,7 +135,7 @@ class Evaluator(Protocol):
 
     @property
     def sync_group(self) -> Group | None:
-        """Ranks that exchange something in each pass, so that all make equally many (see uneven_batches.py); None if
+        """Ranks that exchange something in each pass, so that all make equally many (see ``even_batches``); None if
         each makes its own."""
 
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:

@@ -15,7 +15,7 @@ from hpctrain.backends.torch.metrics import to_host
 from hpctrain.backends.torch.state.source import Averages, TorchState
 from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
 from hpctrain.backends.torch.strategies.strategy import Prepared
-from hpctrain.backends.torch.task.dry_call import judges, try_metrics
+from hpctrain.backends.torch.task.checks import judges, try_metrics
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice

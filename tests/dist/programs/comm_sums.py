@@ -19,7 +19,7 @@ from hpctrain.comm import group as group_module
 from hpctrain.comm.group import Arrays, Group
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
-from hpctrain.reduce import shm_window, streamed_allreduce
+from hpctrain.reduce import shm_allreduce, streamed_allreduce
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce, open_streamed_allreduce
@@ -28,9 +28,15 @@ from hpctrain.reduce.layout import SQUARE, Layout, plan
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, FlatAllreduce, HostAllreduce
 from hpctrain.reduce.ring_allreduce import ADDRESS, PATTERN, RingAllreduce
 from hpctrain.reduce.row_exchange import RowExchange, Rows
-from hpctrain.reduce.shm_allreduce import SmallShmAllreduce, open_shm_allreduce, open_shm_small, share_arrays
+from hpctrain.reduce.shm_allreduce import (
+    ShmWindow,
+    SmallShmAllreduce,
+    open_shm_allreduce,
+    open_shm_small,
+    open_shm_window,
+    share_arrays,
+)
 from hpctrain.reduce.shm_pieces import open_shm_pieces
-from hpctrain.reduce.shm_window import ShmWindow, open_shm_window
 from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 from hpctrain.system import shared_memory
 
@@ -255,7 +261,7 @@ def check_window(world: World) -> None:
     assert shared is not None
     late = ShmWindow(dataclasses.replace(shared, node=LateReader("node", shared.node.comm)))
     window = open_shm_window(world.data)
-    assert window is not None and window.piece == shm_window.PIECE
+    assert window is not None and window.piece == shm_allreduce.PIECE
     for turn, (length, dtype) in enumerate(
         itertools.product((0, 1, 1000, 70_001, 300_000), (np.float32, np.float64, np.complex64, np.int64))
     ):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.group import TIMEOUT_S, Group
-from hpctrain.train.uneven_batches import even_batches
+from hpctrain.train.evaluation import even_batches
 from tests.support.thread_groups import ThreadGroup, in_threads
 
 

@@ -13,7 +13,7 @@ from torch.nn import Module
 from hpctrain.backends.torch.device import autocast
 from hpctrain.backends.torch.reduce.reducer import Number
 from hpctrain.backends.torch.steps.updates import Trained
-from hpctrain.backends.torch.task.dry_call import describe, require_score
+from hpctrain.backends.torch.task.checks import describe, require_score
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import Feature, refuse, used

@@ -17,17 +17,17 @@ from hpctrain.backends.torch.performance import trying
 from hpctrain.backends.torch.reduce.reducer import FlatReducer
 from hpctrain.backends.torch.steps.updates import ChosenExchanges, Exchanges, Passes, Trained
 from hpctrain.backends.torch.strategies.partition import Partition
-from hpctrain.backends.torch.task.dry_call import try_loss
+from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.comm.world import World
 from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
+from hpctrain.train.evaluation import even_batches
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, StepResult, copied, samples_of
 from hpctrain.train.state import ArrayTensor
-from hpctrain.train.uneven_batches import even_batches
 
 
 class PassRunner(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor
 from hpctrain.backends.torch.strategies.group import gloo, have_own_gpus, meet, nccl
 from hpctrain.comm.group import QUICK_LOOKS, TIMEOUT_S, Group
 from hpctrain.errors import RunFailed
-from hpctrain.reduce.shm_window import ShmWindow, open_shm_window
+from hpctrain.reduce.shm_allreduce import ShmWindow, open_shm_window
 from hpctrain.train.clock import Waiting
 
 SWAP = 1

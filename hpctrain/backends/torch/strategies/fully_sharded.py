@@ -36,7 +36,7 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
 )
 from hpctrain.backends.torch.strategies.partition import CUT, Partition, Slices
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
-from hpctrain.backends.torch.task.dry_call import try_sharded
+from hpctrain.backends.torch.task.checks import try_sharded
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone

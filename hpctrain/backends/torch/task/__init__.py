@@ -1,4 +1,4 @@
-"""From a PyTorch task to a model on this rank's device: ``opening``, after ``checks`` and a ``dry_call``.
+"""From a PyTorch task to a model on this rank's device: ``opening``, after ``checks`` and a dry call.
 
 Models built without values get memory in ``opening``. ``holdings`` finds state that a task keeps outside its model and
 optimizers; hidden states are ``carried`` over batches. ``shares`` are parameters by optimizer. ``recompute`` repeats

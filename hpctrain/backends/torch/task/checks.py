@@ -1,11 +1,14 @@
-"""What of a task cannot be trained, in sentences, before the first step."""
+"""What of a task cannot be trained, in sentences, before the first step; its forward pass, loss and metrics on one
+batch, with errors that name the field and the user's line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parameter import UninitializedParameter
 
@@ -14,6 +17,8 @@ from hpctrain.backends.torch.reduce.sparse_parameters import of_sparse_adam
 from hpctrain.backends.torch.state.optimizer import Part
 from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError
+from hpctrain.tasks.definition import Task
+from hpctrain.tasks.user_errors import blamed, of_float64, shapes
 
 
 def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -97,3 +102,107 @@ def require_scalar(loss: torch.Tensor) -> None:
             f"the loss has shape {list(loss.shape)}",
             "return its mean over the samples, a scalar, or (sum, weight), two scalars",
         )
+
+
+SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
+
+
+def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], trains: bool, hint: str = "") -> Any:
+    """The loss; raises UserError if it cannot be computed, or cannot be trained on.
+
+    Args:
+        batch: on the model's device.
+        trains: whether some parameter of the model is trained.
+        hint: what else may be wrong with the partition of the model; a sentence.
+    """
+    outputs = forward(task, model, batch, hint)
+    told = describe(outputs)
+    fix = f"loss(outputs, batch) gets outputs {told}, and the batch, a dict of {shapes(batch)}"
+    with blamed("loss", told_with(fix, hint)), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")  # broadcast: rarely what is meant
+        score = task.loss(outputs, batch)
+    require_score(score, "loss")
+    total = score[0] if isinstance(score, tuple) else score
+    if trains and not (isinstance(total, Tensor) and total.requires_grad):
+        raise UserError(
+            f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
+            "compute it from the outputs with torch operations, without .item(), .detach(), argmax or NumPy",
+        )
+    return total
+
+
+def try_sharded(loss: Tensor) -> None:
+    """Raises UserError if a loss asks sharded parameters for more than their layers give it. Collective."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        raise UserError(
+            f"the task's loss has no gradient while parallel.shard is parameters: {str(error).splitlines()[0]}",
+            "compute the loss from what the model returns, and not from gradients or parameters of it, which have "
+            "memory only while their layers compute; or set parallel.shard: optimizer",
+        ) from error
+
+
+def try_metrics(task: Task, model: Any, batch: Mapping[str, Tensor]) -> None:
+    """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
+    outputs = forward(task, model, batch)
+    for key, metric in judges(task).items():
+        name = f"metrics[{key!r}]" if key in task.metrics else key
+        fix = (
+            f"{name} gets (outputs, batch) in an evaluation: outputs {describe(outputs)}, and a dict of {shapes(batch)}"
+        )
+        with blamed(name, fix):
+            score = metric(outputs, batch)
+        require_score(score, name)
+
+
+def judges(task: Task) -> dict[str, Callable[[Any, Any], Any]]:
+    """What an evaluation reports, by name. A task with a custom step may have no loss."""
+    loss = {} if task.loss is None else {"loss": task.loss}
+    return {**loss, **task.mean_metrics}
+
+
+def forward(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "") -> Any:
+    """The outputs; ``hint`` as for ``try_loss``."""
+    fix = (
+        f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the model gets the first array"
+        f"{of_float64(batch)}"
+    )
+    with blamed("the model or forward", told_with(fix, hint)):
+        outputs = task.forward(model, batch)
+    if outputs is None:
+        raise UserError("the model or forward returned None", "return the outputs: a return is missing")
+    return outputs
+
+
+def told_with(fix: str, hint: str) -> str:
+    """What to do, and a sentence more if there is one."""
+    return f"{fix}. {hint}" if hint else fix
+
+
+def require_score(score: Any, field: str) -> None:
+    """Raises UserError unless it is a scalar, or two."""
+    if score is None:
+        raise UserError(f"{field} returned None", f"a return is missing: {SCALAR}")
+    parts = score if isinstance(score, tuple) else (score,)
+    if isinstance(score, tuple) and len(score) != 2:
+        raise UserError(f"{field} returned {len(score)} values", SCALAR)
+    for part in parts:
+        if isinstance(part, Tensor) and part.numel() != 1:
+            raise UserError(f"{field} returned a tensor of shape {list(part.shape)}", SCALAR)
+        if not isinstance(part, (Tensor, int, float)):
+            try:
+                float(part)  # a NumPy number
+            except (TypeError, ValueError):
+                raise UserError(f"{field} returned {describe(part)}", SCALAR) from None
+
+
+def describe(value: Any) -> str:
+    """Shapes and types, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(str, value))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -18,7 +18,7 @@ from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.pipelined import only_value
 from hpctrain.backends.torch.strategies.pipeline.stage import Entered, described, rebuilt
 from hpctrain.backends.torch.strategies.pipeline.stages import Layer, Stages, as_before, staged
-from hpctrain.backends.torch.task.dry_call import try_loss
+from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.holdings import Holdings
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError

@@ -23,7 +23,7 @@ from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.stage import ACTIVATION, OUTPUT, Received, Stage
 from hpctrain.backends.torch.strategies.pipeline.stages import Layer, is_chain
 from hpctrain.backends.torch.strategies.region import Region
-from hpctrain.backends.torch.task.dry_call import try_loss
+from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.holdings import Holdings, attributes
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, used
