@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -72,48 +72,38 @@ class BatchSource(Protocol):
         """Ends threads and processes; may be called again."""
 
 
+@dataclass(eq=False)
 class TrainingData:
     """Endless global batches, epoch after epoch, of which this rank gets its part."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        order: Order,
-        rank: int,
-        size: int,
-        accumulate: int = 1,
-        prefetch: int = 2,
-        workers: int = 0,
-        transform: Transform | None = None,
-        seed: int = 0,
-        place: Callable[[Samples], Samples] = lambda samples: samples,
-        collate: Collate | None = None,
-    ) -> None:
-        """
-        Args:
-            dataset: where samples come from.
-            order: over ``len(dataset)`` samples.
-            rank, size: of this process in the data-parallel group.
-            accumulate: micro-batches that a batch is cut into.
-            prefetch: batches held ready by a thread; 0 reads when a batch is asked for, and so does a dataset that
-                draws from global generators, unless worker processes read it.
-            workers: worker processes that read and transform; 0 leaves that to the thread.
-            transform: of one sample, with random numbers keyed by (seed, epoch, sample).
-            seed: for the transform; the order has its own.
-            place: moves a micro-batch to memory from which it reaches the device fastest.
-            collate: of the samples of one micro-batch; by default they are stacked.
-        """
-        self.dataset = dataset
-        self.order = order
-        self.rank = rank
-        self.size = size
-        self.accumulate = accumulate
-        self.prefetch = prefetch
-        self.workers = workers
-        self.recipe = Recipe(transform, collate, seed)
-        self.place = place
-        self.batches: Generator[Batch, None, None] | None = None
-        self.pool: WorkerPool | None = None
+    dataset: Dataset
+    order: Order
+    """Over ``len(dataset)`` samples."""
+    rank: int
+    size: int
+    """Of the data-parallel group, in which this process has the rank."""
+    accumulate: int = 1
+    """Micro-batches that a batch is cut into."""
+    prefetch: int = 2
+    """Batches held ready by a thread; 0 reads when a batch is asked for, and so does a dataset that draws from global
+    generators, unless worker processes read it."""
+    workers: int = 0
+    """Worker processes that read and transform; 0 leaves that to the thread."""
+    transform: Transform | None = None
+    """Of one sample, with random numbers keyed by (seed, epoch, sample)."""
+    seed: int = 0
+    """For the transform; the order has its own."""
+    place: Callable[[Samples], Samples] = lambda samples: samples
+    """Moves a micro-batch to memory from which it reaches the device fastest."""
+    collate: Collate | None = None
+    """Of the samples of one micro-batch; by default they are stacked."""
+    batches: Generator[Batch, None, None] | None = field(default=None, init=False)
+    pool: WorkerPool | None = field(default=None, init=False)
+
+    @property
+    def recipe(self) -> Recipe:
+        """From samples to a batch."""
+        return Recipe(self.transform, self.collate, self.seed)
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
         """Batches from this one on, without end; an earlier iterator of this object is closed."""

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -48,34 +48,24 @@ class Resumable(Protocol):
         """
 
 
+@dataclass(eq=False)
 class Stream:
     """Samples of one source, from the beginning or from a position. Use ``open_stream``, which checks it."""
 
-    def __init__(
-        self,
-        source: Any,
-        names: tuple[str, ...] | None,
-        first: Sample,
-        without: Callable[[int], Iterable[Any]],
-        decode: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """
-        Args:
-            source: where samples come from.
-            names: of the parts of samples.
-            first: sample.
-            without: without(n) gives the source's samples from its present position on, without the first n.
-            decode: makes samples of what the source gives; by default these are samples.
-        """
-        self.source = source
-        self.names = names
-        self.first = first
-        self.without = without
-        self.decode = decode
-        kind = type(source).__name__
-        shapes = {name: (1, *value.shape) for name, value in first.items()}
+    source: Any
+    names: tuple[str, ...] | None
+    """Of the parts of samples."""
+    first: Sample
+    without: Callable[[int], Iterable[Any]]
+    """without(n) gives the source's samples from its present position on, without the first n."""
+    decode: Callable[[Any], Any] | None = None
+    """Makes samples of what the source gives; by default these are samples."""
+
+    def __post_init__(self) -> None:
+        kind = type(self.source).__name__
+        shapes = {name: (1, *value.shape) for name, value in self.first.items()}
         self.fields: Mapping[str, Field] = {
-            name: check_field(name, shapes[name], value.dtype, kind) for name, value in first.items()
+            name: check_field(name, shapes[name], value.dtype, kind) for name, value in self.first.items()
         }
 
     def undecoded(self, skip: int = 0) -> Iterator[Any]:
@@ -233,42 +223,28 @@ class StreamOrder:
         return ""
 
 
+@dataclass(eq=False)
 class StreamingData:
     """Endless global batches of a stream, of which this rank gets its part; see TrainingData."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        order: StreamOrder,
-        rank: int,
-        size: int,
-        accumulate: int = 1,
-        prefetch: int = 2,
-        recipe: Recipe | None = None,
-        place: Callable[[Samples], Samples] = lambda samples: samples,
-    ) -> None:
-        """
-        Args:
-            stream: read whole by every rank.
-            order: how it is cut.
-            rank, size: of this process in the data-parallel group.
-            accumulate: micro-batches that a batch is cut into.
-            prefetch: batches held ready by a thread; 0 reads when a batch is asked for.
-            recipe: from samples to a batch.
-            place: moves a micro-batch to memory from which it reaches the device fastest.
-        """
-        self.stream = stream
-        self.order = order
-        self.rank = rank
-        self.size = size
-        self.accumulate = accumulate
-        self.prefetch = prefetch
-        self.recipe = recipe or Recipe()
-        self.place = place
-        self.batches: Generator[tuple[Batch, dict[str, Any]], None, None] | None = None
-        self.position = stream.state_dict()
-        self.at = (0, 0)
-        """Epoch and batch that begin at the position."""
+    stream: Stream
+    """Read whole by every rank."""
+    order: StreamOrder
+    """How it is cut."""
+    rank: int
+    size: int
+    accumulate: int = 1
+    prefetch: int = 2
+    """Batches held ready by a thread; 0 reads when a batch is asked for."""
+    recipe: Recipe = Recipe()
+    """From samples to a batch."""
+    place: Callable[[Samples], Samples] = lambda samples: samples
+    batches: Generator[tuple[Batch, dict[str, Any]], None, None] | None = field(default=None, init=False)
+    at: tuple[int, int] = field(default=(0, 0), init=False)
+    """Epoch and batch that begin at the position."""
+
+    def __post_init__(self) -> None:
+        self.position = self.stream.state_dict()
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
         """Batches from this one on, without end; an earlier iterator of this object is closed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,26 +79,17 @@ class BlockArray:
         return values.astype(self.field.dtype, copy=False)
 
 
+@dataclass(frozen=True, eq=False)
 class Hdf5Dataset:
     """The arrays of one file. Use ``open_hdf5``, which checks it."""
 
-    def __init__(
-        self,
-        path: Path | str,
-        fields: Mapping[str, Field],
-        length: int,
-        readers: Mapping[str, Reader],
-        cache: BlockCache,
-        outside: tuple[str, ...],
-        origin: Mapping[str, Any] | None,
-    ):
-        self.path = path
-        self.fields = fields
-        self.length = length
-        self.readers = readers
-        self.cache = cache
-        self.outside = outside
-        self.origin = origin
+    path: Path | str
+    fields: Mapping[str, Field]
+    length: int
+    readers: Mapping[str, Reader]
+    cache: BlockCache
+    outside: tuple[str, ...]
+    origin: Mapping[str, Any] | None
 
     def __len__(self) -> int:
         return self.length

@@ -7,6 +7,7 @@ import glob
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -67,7 +68,7 @@ def open_dataset(
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
         dataset = open_dataset(source(), names, cache_bytes, allow_outside, ragged, decode)
         called = CalledSeededDataset if isinstance(dataset, SeededDataset) else CalledDataset
-        return called(dataset, source, names, cache_bytes, allow_outside, ragged)
+        return called(dataset, source, names, cache_bytes, tuple(map(str, allow_outside)), ragged)
     if isinstance(source, Dataset):
         return source
     if isinstance(source, (str, Path)):
@@ -88,25 +89,21 @@ def open_dataset(
     )
 
 
+@dataclass(frozen=True, eq=False)
 class CalledDataset:
     """What a function returned; the function can be called again elsewhere."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        function: Callable[[], Any],
-        names: tuple[str, ...] | None,
-        cache_bytes: int,
-        outside: Sequence[str | Path],
-        ragged: bool,
-    ) -> None:
-        self.dataset = dataset
-        self.function = function
-        self.names = names
-        self.cache_bytes = cache_bytes
-        self.outside = tuple(map(str, outside))
-        self.ragged = ragged
-        self.fields = dataset.fields
+    dataset: Dataset
+    function: Callable[[], Any]
+    names: tuple[str, ...] | None
+    cache_bytes: int
+    outside: tuple[str, ...]
+    ragged: bool
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """Of the dataset."""
+        return self.dataset.fields
 
     def __len__(self) -> int:
         return len(self.dataset)
