@@ -236,7 +236,7 @@ class StreamingData:
     accumulate: int = 1
     prefetch: int = 2
     """Batches held ready by a thread; 0 reads when a batch is asked for."""
-    recipe: Recipe = Recipe()
+    recipe: Recipe = field(default_factory=Recipe)
     """From samples to a batch."""
     place: Callable[[Samples], Samples] = lambda samples: samples
     batches: Generator[tuple[Batch, dict[str, Any]], None, None] | None = field(default=None, init=False)

@@ -162,7 +162,9 @@ def model_card(data: RunHistory, step: int | None = None) -> str:
         fingerprint=trained_on(data, step).get("data"),
         sources=trained_on(data, step).get("data_sources") or (),
         git_commit=newest.git_commit,
-        finished=_date(newest.ended),
+        finished=datetime.datetime.fromtimestamp(newest.ended, datetime.UTC).strftime("%Y-%m-%d")
+        if newest.ended
+        else None,
         task_args=json.dumps(run.config.get("task_args") or {}),
     )
 
@@ -180,7 +182,3 @@ def trained_on(data: RunHistory, step: int | None) -> dict[str, Any]:
 
 def _store(data: RunHistory) -> CheckpointStore:
     return CheckpointStore(RunDir(data.run.path).checkpoints)
-
-
-def _date(seconds: float | None) -> str | None:
-    return None if not seconds else datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d")

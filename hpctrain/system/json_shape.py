@@ -56,7 +56,7 @@ def fits(shape: Shape) -> Fits:
         kind = type(None) if shape is None else shape
         return lambda value: type(value) is kind
     if isinstance(shape, tuple):
-        return functools.reduce(_either, map(fits, shape))
+        return functools.reduce(lambda one, other: lambda value: one(value) or other(value), map(fits, shape))
     if isinstance(shape, list):
         (item,) = map(fits, shape)
         return lambda value: type(value) is list and all(map(item, value))
@@ -68,10 +68,6 @@ def fits(shape: Shape) -> Fits:
         return lambda value: type(value) is dict and wrong(value) is None
     told: Fits = shape
     return told
-
-
-def _either(one: Fits, other: Fits) -> Fits:
-    return lambda value: one(value) or other(value)
 
 
 def sound(shape: Shape) -> Reads:

@@ -83,7 +83,10 @@ class BarConsole:
 def describe(event: Event) -> str:
     """One line for a person; empty for events that say nothing to one."""
     if isinstance(event, RunStarted):
-        return f"{_who(event)}: {event.framework}, reducer {event.reducer}, {_stages(event)}{_how_far(event)}"
+        stages = f"stages of {' + '.join(map(str, event.layers))} layers, " if event.layers else ""
+        begin = f", from step {event.step}" if event.step else ""
+        steps = f"{event.total_steps or 0} steps{begin}"
+        return f"{_who(event)}: {event.framework}, reducer {event.reducer}, {stages}{steps}"
     if isinstance(event, Train):
         of = f"/{event.total_steps}" if event.total_steps else ""
         rate = f"{number(event.samples_per_s)} samples/s"
@@ -100,11 +103,3 @@ def describe(event: Event) -> str:
 def _who(event: RunStarted) -> str:
     more = f" and {len(event.hosts) - 4} more" if len(event.hosts) > 4 else ""
     return f"{event.ranks} rank{'' if event.ranks == 1 else 's'} on {', '.join(event.hosts[:4])}{more}"
-
-
-def _stages(event: RunStarted) -> str:
-    return f"stages of {' + '.join(map(str, event.layers))} layers, " if event.layers else ""
-
-
-def _how_far(event: RunStarted) -> str:
-    return f"{event.total_steps or 0} steps" + (f", from step {event.step}" if event.step else "")

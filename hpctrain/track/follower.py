@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hpctrain.run.events import Event
 from hpctrain.run.folder import RunDir
@@ -63,7 +63,8 @@ class FollowerSink:
     def event(self, event: Event) -> None:
         """The events themselves reach the follower through the file."""
         if self.follower is None:
-            with contextlib.suppress(OSError), self._log() as log:
+            place = self.run_dir.logs / f"{self.name}.out"
+            with contextlib.suppress(OSError), os.fdopen(open_log(place, self.run_dir.path), "ab") as log:
                 self.follower = subprocess.Popen(
                     python.module(f"hpctrain.track.{self.name}", *self.words),
                     stdin=subprocess.PIPE,
@@ -74,9 +75,6 @@ class FollowerSink:
         if problem and not self.told:
             self.told = True
             foreign_text.show(f"hpctrain: {self.title} does not take the metrics: {problem}")
-
-    def _log(self) -> IO[bytes]:
-        return os.fdopen(open_log(self.run_dir.logs / f"{self.name}.out", self.run_dir.path), "ab")
 
     def begin_close(self) -> None:
         """Tells the follower that no more events come."""

@@ -94,7 +94,8 @@ def segments(shard: Shard) -> list[tuple[int, int | None, str]]:
     blocks = sorted(
         (begin, begin + length, crc, stored.piece.tensor.name)
         for stored in shard.pieces
-        for (begin, length), crc in zip(block_extents(stored), stored.crc32 or (), strict=True)
+        for extents in [blocks_of((stored.offset, stored.piece.num_bytes), stored.block_bytes)]
+        for (begin, length), crc in zip(extents, stored.crc32 or (), strict=True)
     )
     found: list[tuple[int, int | None, str]] = []
     position = 0
@@ -112,11 +113,6 @@ def damaged(path: Path, names: list[str]) -> NoReturn:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     text = f"the checksum of {listed or 'the bytes between the tensors'} does not match"
     raise DamagedCheckpoint(f"{path} is damaged: {text}")
-
-
-def block_extents(stored: StoredPiece) -> list[tuple[int, int]]:
-    """(offset in the file, length) of each block of a piece."""
-    return blocks_of((stored.offset, stored.piece.num_bytes), stored.block_bytes)
 
 
 def require_size(descriptor: int, path: Path, shard: Shard) -> None:

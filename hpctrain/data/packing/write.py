@@ -68,7 +68,10 @@ def write_hdf5(
                 check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
             with replacement(path) as temporary:
                 if compression is None and chunk_samples is None:
-                    write_contiguous(temporary, source, fields, on_progress)
+                    # HDF5 lays the file out and closes it, then the bytes go to their places: a full disk is a plain
+                    # error.
+                    with PatientFile(temporary, "w+b") as raw:
+                        write_samples(raw, source, 0, fields, lay_out(raw, source, fields), on_progress)
                 else:
                     write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
     except OSError as error:
@@ -89,14 +92,6 @@ def prepare(path: Path, overwrite: bool) -> None:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """The error for a file that cannot be made."""
     return UserError(f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere")
-
-
-def write_contiguous(
-    temporary: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None]
-) -> None:
-    """HDF5 lays out the file and closes it; then the bytes go to their places, so that a full disk is a plain error."""
-    with PatientFile(temporary, "w+b") as raw:
-        write_samples(raw, source, 0, fields, lay_out(raw, source, fields), on_progress)
 
 
 def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> dict[str, int]:

@@ -81,16 +81,12 @@ def joined(optimizer: Any) -> Any:
     if wrong or not optimizer:
         told = f"holds {wrong[0]}, which is not a torch.optim.Optimizer" if wrong else "is an empty list"
         raise UserError(f"optimizer of the task {told}", "give a list of objects: [SparseAdam(...), Adam(...)]")
-    updated = Counter(place for each in optimizer for place in {id(one) for one in parameters_of(each)})
+    own = ({id(one) for group in each.param_groups for one in group["params"]} for each in optimizer)
+    updated = Counter(place for places in own for place in places)
     if max(updated.values(), default=0) > 1:
         told = "some parameters appear in more than one"
         raise UserError(f"the optimizers of the task do not go together: {told}", "give each parameter to one")
     return Together(optimizer)
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Of all groups."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 @dataclass(frozen=True)
