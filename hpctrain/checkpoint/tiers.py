@@ -97,31 +97,25 @@ class Tier:
         return self.saver
 
 
+@dataclass(eq=False)
 class Tiers:
-    """The tiers of a run before its run folder, the fastest first. All calls are collective.
+    """The tiers of a run before its run folder, the fastest first. All calls are collective."""
 
-    Args:
-        tiers: in the order in which a resume looks.
-        world: the ranks.
-        attempts: of the run.
-        number: of this attempt.
-        homes: folders in which earlier attempts of the run may have left something.
-        firsts: the nodes' first ranks, on those.
-    """
-
-    def __init__(
-        self, tiers: Sequence[Tier], world: World, attempts: Attempts, number: int, homes: Sequence[Path], firsts: Group
-    ) -> None:
-        self.tiers = tiers
-        self.world = world
-        self.attempts = attempts
-        self.number = number
-        self.homes = homes
-        self.firsts = firsts
-        self.snapshots: dict[Path, Snapshot] = {}
-        """Those that are whole over the nodes, by their folders on this one."""
-        self.lost: list[NotUsed] = []
-        """Those that are not."""
+    tiers: Sequence[Tier]
+    """In the order in which a resume looks."""
+    world: World
+    attempts: Attempts
+    """Of the run."""
+    number: int
+    """Of this attempt."""
+    homes: Sequence[Path]
+    """Folders in which earlier attempts of the run may have left something."""
+    firsts: Group
+    """The nodes' first ranks, on those."""
+    snapshots: dict[Path, Snapshot] = field(default_factory=dict, init=False)
+    """Those that are whole over the nodes, by their folders on this one."""
+    lost: list[NotUsed] = field(default_factory=list, init=False)
+    """Those that are not."""
 
     def found(self) -> list[Path]:
         """Where this node has, or would have, the snapshots that a resume may use; not known to be sound."""

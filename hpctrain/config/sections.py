@@ -258,16 +258,7 @@ class ScheduleConfig(Section, key="schedule"):
     """The learning rate as a factor on the optimizer's own."""
 
     kind: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "step",
-        "polynomial",
-        "exponential",
-        "restarts",
-        "one_cycle",
-        "wsd",
-        "plateau",
+        "constant", "linear", "cosine", "step", "polynomial", "exponential", "restarts", "one_cycle", "wsd", "plateau"
     ] = "constant"
     """Shape after the warm-up. linear, cosine, polynomial, one_cycle and wsd (warm-up, stable, decay) fall to
     final_factor at the last step; the others do not depend on the run's length."""
@@ -472,11 +463,8 @@ class TiersConfig:
     """An object store."""
 
     def __post_init__(self) -> None:
-        for name, steps in (
-            ("memory", self.memory.every_steps),
-            ("scratch", self.scratch.every_steps),
-            ("run_dir", self.run_dir.every_steps),
-        ):
+        for name in ("memory", "scratch", "run_dir"):
+            steps = getattr(self, name).every_steps
             at_least(f"checkpoint.tiers.{name}.every_steps", None if steps == "auto" else steps, 1)
         for name, tier in (("memory", self.memory), ("scratch", self.scratch)):
             if tier.copies not in (0, 1):

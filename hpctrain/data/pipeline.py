@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples, SeededDataset
 from hpctrain.data.order import Drawn, Order, first_draw, part_of
-from hpctrain.data.samples import Collate, Recipe, Transform, make_batch
+from hpctrain.data.samples import Collate, Recipe, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
 
 T = TypeVar("T")
@@ -89,21 +89,12 @@ class TrainingData:
     generators, unless worker processes read it."""
     workers: int = 0
     """Worker processes that read and transform; 0 leaves that to the thread."""
-    transform: Transform | None = None
-    """Of one sample, with random numbers keyed by (seed, epoch, sample)."""
-    seed: int = 0
-    """For the transform; the order has its own."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """From samples to a micro-batch; its seed is that of transforms, and the order has its own."""
     place: Callable[[Samples], Samples] = lambda samples: samples
     """Moves a micro-batch to memory from which it reaches the device fastest."""
-    collate: Collate | None = None
-    """Of the samples of one micro-batch; by default they are stacked."""
     batches: Generator[Batch, None, None] | None = field(default=None, init=False)
     pool: WorkerPool | None = field(default=None, init=False)
-
-    @property
-    def recipe(self) -> Recipe:
-        """From samples to a batch."""
-        return Recipe(self.transform, self.collate, self.seed)
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
         """Batches from this one on, without end; an earlier iterator of this object is closed."""

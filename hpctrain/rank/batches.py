@@ -56,13 +56,13 @@ def make_validation_sets(problem: Problem, world: World) -> dict[str, Validation
 def make_data(problem: Problem, world: World, place: Callable[[Samples], Samples]) -> BatchSource:
     """This rank's part of each global batch; ``place`` puts a batch where it reaches the device fastest."""
     loading, rank, size = problem.loading, world.data.rank, world.data.size
-    common: dict[str, Any] = {"accumulate": loading.micro_batches, "prefetch": loading.prefetch_batches, "place": place}
+    common: dict[str, Any] = {"accumulate": loading.micro_batches, "prefetch": loading.prefetch_batches}
+    common |= {"recipe": loading.recipe, "place": place}
     if isinstance(problem.train, Stream):
         assert isinstance(problem.order, StreamOrder), "make_problem gives a stream its order"
-        return StreamingData(problem.train, problem.order, rank, size, recipe=loading.recipe, **common)
+        return StreamingData(problem.train, problem.order, rank, size, **common)
     assert isinstance(problem.order, Order), "make_problem gives a dataset its order"
-    of_recipe = {key: getattr(loading.recipe, key) for key in ("transform", "seed", "collate")}
-    return TrainingData(problem.train, problem.order, rank, size, workers=loading.workers, **of_recipe, **common)
+    return TrainingData(problem.train, problem.order, rank, size, workers=loading.workers, **common)
 
 
 class DataPosition(BaseHook):

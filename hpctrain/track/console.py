@@ -84,8 +84,7 @@ def describe(event: Event) -> str:
     """One line for a person; empty for events that say nothing to one."""
     if isinstance(event, RunStarted):
         stages = f"stages of {' + '.join(map(str, event.layers))} layers, " if event.layers else ""
-        begin = f", from step {event.step}" if event.step else ""
-        steps = f"{event.total_steps or 0} steps{begin}"
+        steps = f"{event.total_steps or 0} steps" + (f", from step {event.step}" if event.step else "")
         return f"{_who(event)}: {event.framework}, reducer {event.reducer}, {stages}{steps}"
     if isinstance(event, Train):
         of = f"/{event.total_steps}" if event.total_steps else ""

@@ -21,14 +21,8 @@ from hpctrain.train.framework import HostBatch, StepSettings
 
 def mlp() -> keras.Model:
     """784-2048-2048-10: 5.8 M parameters."""
-    return keras.Sequential(
-        [
-            keras.Input((784,)),
-            keras.layers.Dense(2048, activation="relu"),
-            keras.layers.Dense(2048, activation="relu"),
-            keras.layers.Dense(10),
-        ]
-    )
+    wide = [keras.layers.Dense(2048, activation="relu") for _ in range(2)]
+    return keras.Sequential([keras.Input((784,)), *wide, keras.layers.Dense(10)])
 
 
 def conv() -> keras.Model:

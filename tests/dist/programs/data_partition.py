@@ -10,6 +10,7 @@ from hpctrain.comm.world import connect
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data.samples import Recipe
 
 
 def noise(sample, rng):
@@ -26,7 +27,7 @@ def main() -> None:
     dataset = open_dataset(path)
     assert len(set(group.allgather(dataset.fingerprint(), "compare the data"))) == 1
     order = Order(len(dataset), 22, seed=5, shuffle=shuffle, block_samples=8)
-    data = TrainingData(dataset, order, group.rank, group.size, 2, workers=workers, transform=noise, seed=5)
+    data = TrainingData(dataset, order, group.rank, group.size, 2, workers=workers, recipe=Recipe(noise, seed=5))
     digest = []
     for batch in islice(data.starting_at(0, 2), order.batches_per_epoch * 3 // 2):
         pieces = [

@@ -11,6 +11,7 @@ from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.packing.source import from_dataset
 from hpctrain.data.pipeline import Batch, TrainingData, ValidationData
+from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 
 LENGTH = 31
@@ -26,7 +27,7 @@ def halve(sample, rng):
 
 def take(number: int, rank: int = 0, size: int = 1, workers: int = 0, **options) -> list[Batch]:
     dataset = options.pop("dataset", RAGGED)
-    data = TrainingData(dataset, Order(LENGTH, 8, 1), rank, size, 2, workers=workers, **options)
+    data = TrainingData(dataset, Order(LENGTH, 8, 1), rank, size, 2, workers=workers, recipe=Recipe(**options))
     try:
         return list(islice(data.starting_at(0, 0), number))
     finally:

@@ -28,6 +28,7 @@ from hpctrain.data.formats.hdf5_files import LinkedFiles
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
+from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 from hpctrain.rank.problem import make_problem
 
@@ -369,7 +370,7 @@ class TestOutside:
         problem = make_problem(loading.load(run_file), alone())
         assert problem.validation is not None
         order = Order(LENGTH, LENGTH, shuffle="none")
-        data = TrainingData(problem.train, order, 0, 1, workers=1, transform=unchanged)
+        data = TrainingData(problem.train, order, 0, 1, workers=1, recipe=Recipe(unchanged))
         try:
             assert np.array_equal(next(data.starting_at(0, 0)).micro_batches[0]["x"], NUMBERS)
         finally:

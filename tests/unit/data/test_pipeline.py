@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import Batch, TrainingData, ValidationData, prefetched
+from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 from tests.support.mpi import PATIENCE_S
 
@@ -80,7 +81,7 @@ def test_random_transforms_depend_on_seed_epoch_and_sample_only() -> None:
     def by_sample(size: int, prefetch: int, seed: int = 0, epoch: int = 0) -> dict[int, bytes]:
         seen = {}
         for rank in range(size):
-            data = TrainingData(DATASET, order, rank, size, 2, prefetch, transform=noise, seed=seed)
+            data = TrainingData(DATASET, order, rank, size, 2, prefetch, recipe=Recipe(noise, seed=seed))
             for batch in take(data, order.batches_per_epoch, epoch):
                 seen |= {
                     int(y): x.tobytes() for piece in batch.micro_batches for x, y in zip(*piece.values(), strict=True)
@@ -100,7 +101,7 @@ def test_a_failing_transform_names_the_sample() -> None:
         return sample
 
     with pytest.raises(UserError, match=r"sample 17 in epoch 0: ValueError: odd angle \(test_pipeline.py:\d+ in fail"):
-        take(TrainingData(DATASET, Order(LENGTH, 8), 0, 1, transform=fail), 10)
+        take(TrainingData(DATASET, Order(LENGTH, 8), 0, 1, recipe=Recipe(fail)), 10)
 
 
 def test_a_transform_that_changes_shapes_names_the_sample() -> None:
@@ -108,7 +109,7 @@ def test_a_transform_that_changes_shapes_names_the_sample() -> None:
         return {"x": sample["x"][: 3 if sample["y"] == 17 else 2]}
 
     with pytest.raises(UserError, match=r"the transform gives x float64\[3\] for sample 17 where x float64\[2\]"):
-        take(TrainingData(DATASET, Order(LENGTH, 8), 0, 1, transform=crop), 10)
+        take(TrainingData(DATASET, Order(LENGTH, 8), 0, 1, recipe=Recipe(crop)), 10)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 60])

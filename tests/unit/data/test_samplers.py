@@ -9,6 +9,7 @@ from hpctrain import CurriculumSampler, Epoch, LaneSampler, LengthGroupedSampler
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order, part_of
 from hpctrain.data.pipeline import TrainingData
+from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 
 LENGTH = 200
@@ -78,7 +79,7 @@ def test_a_sample_that_is_drawn_again_is_transformed_in_another_way() -> None:
         order = Order(3, 4, sampler=lambda epoch: np.array([2, 0, 2, 2, 0, 1, 2]))
         ranks = []
         for rank in range(size):
-            data = TrainingData(dataset, order, rank, size, prefetch=0, transform=noise)
+            data = TrainingData(dataset, order, rank, size, prefetch=0, recipe=Recipe(noise))
             ranks.append(list(islice(data.starting_at(0, 0), 2)))
             data.close()
         values = [

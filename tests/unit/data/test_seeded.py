@@ -11,6 +11,7 @@ import pytest
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData, ValidationData
+from hpctrain.data.samples import Recipe
 
 torch = pytest.importorskip("torch")
 LENGTH = 11
@@ -27,7 +28,9 @@ class Noisy(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
 
 
 def by_sample(rank: int, size: int, dataset=None, epoch: int = 0, seed: int = 5, **options) -> dict[int, bytes]:
-    data = TrainingData(dataset or open_dataset(Noisy()), Order(LENGTH, 4), rank, size, seed=seed, **options)
+    data = TrainingData(
+        dataset or open_dataset(Noisy()), Order(LENGTH, 4), rank, size, recipe=Recipe(seed=seed), **options
+    )
     try:
         batches = list(islice(data.starting_at(epoch, 0), data.order.batches_per_epoch))
     finally:

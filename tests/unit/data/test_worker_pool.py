@@ -17,6 +17,7 @@ from hpctrain.data.dataset import Field
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import Batch, TrainingData
+from hpctrain.data.samples import Recipe
 from hpctrain.data.worker_pool import IN_WORKER
 from hpctrain.errors import Code, RunFailed, UserError, code_of
 from tests.support.command import gone, wait_for
@@ -104,7 +105,7 @@ class Squares:
 
 
 def take(number, workers, transform=noise, size=2, rank=0, dataset=DATASET) -> list[Batch]:
-    data = TrainingData(dataset, ORDER, rank, size, 2, workers=workers, transform=transform)
+    data = TrainingData(dataset, ORDER, rank, size, 2, workers=workers, recipe=Recipe(transform))
     try:
         return list(islice(data.starting_at(0, 4), number))
     finally:
@@ -221,7 +222,7 @@ def test_workers_start_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_signals_to_all_processes_do_not_end_workers() -> None:
-    data = TrainingData(DATASET, ORDER, 0, 1, workers=1, transform=noise)
+    data = TrainingData(DATASET, ORDER, 0, 1, workers=1, recipe=Recipe(noise))
     batches = data.starting_at(0, 0)
     worker = int(next(batches).micro_batches[0]["worker"][0])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -269,7 +270,7 @@ def double(sample, rng):
 
 if __name__ == "__main__":
     order = Order(10, 10, shuffle="none")
-    data = TrainingData(open_dataset({"x": np.arange(10)}), order, 0, 1, workers=1, transform=double)
+    data = TrainingData(open_dataset({"x": np.arange(10)}), order, 0, 1, workers=1, recipe=Recipe(double))
     batch = next(data.starting_at(0, 0))
     print(batch.micro_batches[0]["x"].tolist(), batch.micro_batches[0]["rank"].any(), flush=True)
     if sys.argv[1:] == ["die"]:

@@ -59,33 +59,25 @@ class PassRunner(Protocol):
         """Raises UserError if a loss of ``dry_call`` cannot be differentiated. Collective."""
 
 
+@dataclass(eq=False)
 class LossPasses:
-    """Passes through a model that is called as it is; see PassRunner.
+    """Passes through a model that is called as it is; see PassRunner."""
 
-    Args:
-        task: whose loss.
-        model: all models of the task as one.
-        called, uncompiled: see PassRunner.
-        compute: where and how.
-        partition: what of the model this rank has.
-        batch_norms: of the model.
-        unchanged: a context in which passes leave no trace.
-    """
+    task: TorchTask
+    model: Module
+    """All models of the task as one."""
+    called: Any
+    """See PassRunner; so is ``uncompiled``."""
+    compute: Compute
+    partition: Partition
+    batch_norms: BatchNorms
+    """Of the model."""
+    unchanged: Callable[[], contextlib.AbstractContextManager[None]]
+    """A context in which passes leave no trace."""
 
-    def __init__(
-        self,
-        task: TorchTask,
-        model: Module,
-        called: Any,
-        compute: Compute,
-        partition: Partition,
-        batch_norms: BatchNorms,
-        unchanged: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self.task, self.model, self.called, self.compute = task, model, called, compute
-        self.uncompiled = task.model if isinstance(task.model, Mapping) else model
-        self.partition, self.batch_norms, self.unchanged = partition, batch_norms, unchanged
-        self.meets = partition.meets
+    def __post_init__(self) -> None:
+        self.uncompiled = self.task.model if isinstance(self.task.model, Mapping) else self.model
+        self.meets = self.partition.meets
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
         """Nothing: ranks see different samples."""

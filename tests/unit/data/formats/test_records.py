@@ -20,6 +20,7 @@ from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
+from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 
 LENGTH = 29
@@ -103,7 +104,7 @@ def test_each_rank_decodes_what_it_trains_on(kind: str, size: int, tmp_path: Pat
 
         dataset = open_dataset(tmp_path / f"a-*.{kind}", ragged=True, decode=decode)
         calls.clear()  # the first record of a file tells the shapes
-        data = TrainingData(dataset, Order(LENGTH, 8), rank, size, prefetch=0, collate=PAD)
+        data = TrainingData(dataset, Order(LENGTH, 8), rank, size, prefetch=0, recipe=Recipe(collate=PAD))
         assert [batch.ends_epoch for batch in islice(data.starting_at(0, 0), 4)] == [False] * 3 + [True]
         data.close()
         epochs.append(calls)
@@ -116,7 +117,12 @@ def test_worker_processes_read_them(kind: str, tmp_path: Path) -> None:
 
     def take(workers: int) -> list[dict]:
         data = TrainingData(
-            dataset, Order(LENGTH, 8, shuffle="block", block_samples=4), 0, 1, workers=workers, collate=PAD
+            dataset,
+            Order(LENGTH, 8, shuffle="block", block_samples=4),
+            0,
+            1,
+            workers=workers,
+            recipe=Recipe(collate=PAD),
         )
         try:
             return [batch.micro_batches[0] for batch in islice(data.starting_at(0, 1), 5)]
