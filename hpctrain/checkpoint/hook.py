@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ state that could not be saved, because its changes cannot be seen, is reported b
 state is compared between ranks then."""
 
 
+@dataclass(eq=False)
 class CheckpointHook(BaseHook):
     """Resumes, saves and reports. Use ``checkpoint_hook`` to make one from a run file.
 
@@ -65,56 +67,44 @@ class CheckpointHook(BaseHook):
 
     name = "checkpoint"
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        policy: Policy,
-        config: CheckpointConfig,
-        identity: Mapping[str, Any],
-        report: Callable[[events.Event], object],
-        hooks: Sequence[Hook] = (),
-        fresh: bool = False,
-        state: Sequence[Kept] = (),
-        tiers: Tiers | None = None,
-        remote: Remote | None = None,
-    ) -> None:
-        """
-        Args:
-            store: over all ranks of the run.
-            policy: when to save.
-            config: how to save.
-            identity: what a resumed run must share; see ``resume_compat``.
-            report: called with events, on rank 0; does not raise.
-            hooks: whose state is saved and restored with the run's; they stand behind this one.
-            fresh: do not resume.
-            state: further objects whose state is saved and restored.
-            tiers: where snapshots are kept as well.
-            remote: where checkpoints are copied to.
-        """
-        self.store = store
-        self.policy = policy
-        self.config = config
-        self.identity = identity
-        self.report = report
-        self.objects = [*state, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in (self, *hooks))]
-        self.fresh = fresh
-        self.tiers = tiers
-        self.remote = remote
-        self.saver: Saver | None = None
-        self.agreement: Callable[[], Any] | None = None
-        self.cost: Cost | None = None
-        self.constant: dict[str, Any] = {}
-        self.last_s = time.monotonic()
-        self.stall_s = 0.0
-        self.saved_step: int | None = None
-        self.preparations = 0
-        self.compared = 0
-        self.due = False
-        self.is_best = False
-        self.best: float | None = None
-        self.best_steps: set[int] = set()
-        self.best_saved: set[int] = set()
-        self.failures = 0
+    store: CheckpointStore
+    """Over all ranks of the run."""
+    policy: Policy
+    """When to save."""
+    config: CheckpointConfig
+    """How to save."""
+    identity: Mapping[str, Any]
+    """What a resumed run must share; see ``resume_compat``."""
+    report: Callable[[events.Event], object]
+    """Called with events, on rank 0; does not raise."""
+    hooks: Sequence[Hook] = ()
+    """Whose state is saved and restored with the run's; they stand behind this one."""
+    fresh: bool = False
+    """Do not resume."""
+    state: Sequence[Kept] = ()
+    """Further objects whose state is saved and restored."""
+    tiers: Tiers | None = None
+    """Where snapshots are kept as well."""
+    remote: Remote | None = None
+    """Where checkpoints are copied to."""
+    saver: Saver | None = field(default=None, init=False)
+    agreement: Callable[[], Any] | None = field(default=None, init=False)
+    cost: Cost | None = field(default=None, init=False)
+    constant: dict[str, Any] = field(default_factory=dict, init=False)
+    last_s: float = field(default_factory=time.monotonic, init=False)
+    stall_s: float = field(default=0.0, init=False)
+    saved_step: int | None = field(default=None, init=False)
+    preparations: int = field(default=0, init=False)
+    compared: int = field(default=0, init=False)
+    due: bool = field(default=False, init=False)
+    is_best: bool = field(default=False, init=False)
+    best: float | None = field(default=None, init=False)
+    best_steps: set[int] = field(default_factory=set, init=False)
+    best_saved: set[int] = field(default_factory=set, init=False)
+    failures: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.objects = [*self.state, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in (self, *self.hooks))]
 
     def before_fit(self, training: Training) -> None:
         """Resumes from the newest sound checkpoint, or takes over initial weights."""

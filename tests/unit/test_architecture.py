@@ -64,7 +64,7 @@ LINES: dict[str, int] = {
     "parallel": 462,
     "tasks": 624,
     "backends": 10312,
-    "checkpoint": 4728,
+    "checkpoint": 4720,
     "monitor": 2811,
     "track": 709,
     "rank": 1587,
