@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -62,33 +63,25 @@ def optimizers_in(optimizer: Any) -> dict[str, keras.optimizers.Optimizer]:
     return {path: value for path, value in reversed(places) if isinstance(value, keras.optimizers.Optimizer)}
 
 
+@dataclass(eq=False)
 class Holdings:
-    """Variables of a task's optimizer, of those that it wraps, and of the loss and ``forward``.
+    """Variables of a task's optimizer, of those that it wraps, and of the loss and ``forward``."""
 
-    Args:
-        optimizer: the task's, built; equal on all ranks. Or a dict of them, of a model that trains itself.
-        others: what sees each rank's own samples, by name: the loss, ``forward``.
-        model: its own variables are not looked at.
-        known: other variables that are saved by other names.
-        apart: objects that are saved under their own names: their contents are skipped.
-        own: where the optimizer's state lies, if its weights are sharded.
-    """
+    optimizer: Any
+    """The task's, built; equal on all ranks. Or a dict of them, of a model that trains itself."""
+    others: Mapping[str, Any]
+    """What sees each rank's own samples, by name: the loss, ``forward``."""
+    model: keras.Model
+    """Its own variables are not looked at."""
+    known: Sequence[tf.Variable]
+    """Other variables that are saved by other names."""
+    apart: Iterable[Any] = ()
+    """Objects that are saved under their own names: their contents are skipped."""
+    own: OwnSlots | None = None
+    """Where the optimizer's state lies, if its weights are sharded."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        others: Mapping[str, Any],
-        model: keras.Model,
-        known: Iterable[tf.Variable],
-        apart: Iterable[Any] = (),
-        own: OwnSlots | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.others = others
-        self.model = model
-        self.known = list(known)
-        self.own = own
-        self.apart = {id(each) for each in apart}
+    def __post_init__(self) -> None:
+        self.skipped = {id(each) for each in self.apart}
         self.made_with = {tensor.name for tensor in self.found()}
 
     def tensors(self) -> list[VariableTensor]:
@@ -127,8 +120,8 @@ class Holdings:
 
     def held(self, root: str, value: Any, placement: Placement) -> Iterator[VariableTensor]:
         """Variables in attributes, closures and globals; weights of layers are equal on all ranks."""
-        for path, each in reached(value, lambda each: is_end(each) or id(each) in self.apart):
-            for name, variable, is_weight in variables_of(path, each) if id(each) not in self.apart else ():
+        for path, each in reached(value, lambda each: is_end(each) or id(each) in self.skipped):
+            for name, variable, is_weight in variables_of(path, each) if id(each) not in self.skipped else ():
                 shared = Placement.REPLICATED if is_weight else placement
                 dtype = native(variable).dtype
                 if dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex:
