@@ -70,7 +70,7 @@ LINES: dict[str, int] = {
     "rank": 1587,
     "registry": 147,
     "launch": 4914,
-    "report": 1009,
+    "report": 1008,
     "watch": 449,
     "doctor": 545,
     "horovod_wheel": 478,
