@@ -7,7 +7,6 @@ dataset and imports the transform for itself; arrays in memory are shared, and r
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,18 +41,17 @@ IN_WORKER = "HPCTRAIN_DATA_WORKER"
 Ids = NDArray[np.int64]
 
 
+@dataclass(eq=False)
 class Worker:
     """One process, and what is shared with it. Use ``start_worker``."""
 
-    def __init__(
-        self, index: int, process: subprocess.Popen[bytes], channel: socket.socket, results: list[AnonymousMemory]
-    ) -> None:
-        self.index = index
-        self.process = process
-        self.channel = channel
-        self.lines: io.BufferedReader = channel.makefile("rb")
-        self.results = results
-        self.turns = itertools.cycle(results)
+    index: int
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    results: list[AnonymousMemory]
+
+    def __post_init__(self) -> None:
+        self.lines, self.turns = self.channel.makefile("rb"), itertools.cycle(self.results)
         self.asked: deque[Ids] = deque()
 
     def set_up(self, line: bytes) -> None:

@@ -58,7 +58,7 @@ LINES: dict[str, int] = {
     "config": 1035,
     "comm": 347,
     "run": 2577,
-    "data": 4352,
+    "data": 4350,
     "reduce": 1309,
     "train": 1353,
     "parallel": 462,
