@@ -43,13 +43,18 @@ class FlatAllreduce:
         """Waits for finish."""
 
     def finish(self) -> None:
-        from mpi4py import MPI
-
-        for begin in range(0, len(self.buffer), LARGEST_MESSAGE):
-            self.comm.Allreduce(MPI.IN_PLACE, self.buffer[begin : begin + LARGEST_MESSAGE])
+        add_everywhere(self.comm, self.buffer)
 
     def close(self) -> None:
         self.comm.Free()
+
+
+def add_everywhere(comm: MPI.Comm, values: NDArray[Any]) -> None:
+    """Replaces a one-dimensional array by its sum over the ranks."""
+    from mpi4py import MPI
+
+    for begin in range(0, len(values), LARGEST_MESSAGE):
+        comm.Allreduce(MPI.IN_PLACE, values[begin : begin + LARGEST_MESSAGE])
 
 
 def duplicate(group: Group) -> MPI.Comm:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.int8_sum import Int8Sum, Residue
 from hpctrain.reduce.layout import slices
-from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE
+from hpctrain.reduce.mpi_allreduce import add_everywhere
 from hpctrain.reduce.ring_allreduce import Ring
 from hpctrain.system import shared_memory
 
@@ -73,19 +74,19 @@ class ShmAllreduce:
         self.node.meet(ARRIVE)
         if self.between:
             self._sum_slice(write_back=False)
-            self.between.run()
+            self.between()
             for part in self.parts[1:]:
                 part[self.slice] = self.parts[0][self.slice]
         else:
             self._sum_slice(write_back=True)
         self.node.meet(ADD)
 
-    def _between(self, peers: MPI.Comm, ring: bool, residue: Residue | None) -> BetweenNodes | Int8Sum:
+    def _between(self, peers: MPI.Comm, ring: bool, residue: Residue | None) -> Callable[[], None]:
         values = self.parts[0][self.slice]
         if residue is None:
-            return BetweenNodes(peers, values, ring)
+            return between_nodes(peers, values, ring)
         compressed = max(0, min(self.slice.stop, len(residue.error)) - self.slice.start)
-        return Int8Sum(Group("peers", peers), values, compressed, residue, self.slice.start)
+        return Int8Sum(Group("peers", peers), values, compressed, residue, self.slice.start).run
 
     def _sum_slice(self, write_back: bool) -> None:
         for begin, end in chunks(self.slice.start, self.slice.stop):
@@ -95,23 +96,9 @@ class ShmAllreduce:
                     part[begin:end] = self.parts[0][begin:end]
 
 
-class BetweenNodes:
-    """Sums an array in place over ranks of equal local rank on all nodes: MPI's Allreduce or hpctrain's ring."""
-
-    def __init__(self, peers: MPI.Comm, values: NDArray[Any], ring: bool) -> None:
-        self.peers = peers
-        self.values = values
-        self.ring = Ring(peers, values) if ring else None
-
-    def run(self) -> None:
-        """Returns when the array holds the sums. All of these ranks call it."""
-        from mpi4py import MPI
-
-        if self.ring:
-            self.ring.run()
-            return
-        for begin in range(0, len(self.values), LARGEST_MESSAGE):
-            self.peers.Allreduce(MPI.IN_PLACE, self.values[begin : begin + LARGEST_MESSAGE])
+def between_nodes(peers: MPI.Comm, values: NDArray[Any], ring: bool) -> Callable[[], None]:
+    """What sums an array in place over ranks of equal local rank on all nodes: MPI's Allreduce or hpctrain's ring."""
+    return Ring(peers, values).run if ring else partial(add_everywhere, peers, values)
 
 
 def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.layout import SQUARE, Layout, slices
-from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, BetweenNodes, SharedArrays, add_pairwise, chunks, share_arrays
+from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, between_nodes, chunks, share_arrays
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ShmPieces:
             for piece, span in enumerate(spans)
             for begin, end in chunks(max(span.start, mine.start), min(span.stop, mine.stop))
         ]
-        self.between = BetweenNodes(shared.peers, total[mine], ring) if shared.peers else None
+        self.between = between_nodes(shared.peers, total[mine], ring) if shared.peers else None
         self.squares = [box[-1:] for box in boxes]
         """Of each rank's slice; behind the pieces."""
         self.views = [total[span].reshape(shape) for span, shape in zip(spans, shapes, strict=False)]
@@ -91,7 +91,7 @@ class ShmPieces:
             add_pairwise(terms, part.to, kept=self.node.rank)
             squared += self._square(part)  # while they are in the core's cache
         if self.between:
-            self.between.run()
+            self.between()
             squared = sum(map(self._square, self.sums))
         self.squares[self.node.rank][:] = squared
         self.node.meet(ADD)
