@@ -23,8 +23,11 @@ def test_means_of_weights_train_as_means_of_gradients_do(framework: str, tmp_pat
     found = {name: metrics["loss"] for name, metrics in json.loads((tmp_path / "found.json").read_text()).items()}
     exact = found.pop("every_step")
     apart = found.pop("apart")
-    assert found == pytest.approx(dict.fromkeys(("mean", "paced", "node", "warm"), exact), rel=1e-5)
-    assert abs(apart - exact) > 1e-4 * exact, "what is compared is sensitive to training apart"
+    clipped = found.pop("clipped")
+    assert found.pop("node_clipped") == pytest.approx(clipped, rel=1e-5)
+    assert found == pytest.approx(dict.fromkeys(("mean", "paced", "node", "warm", "accumulated"), exact), rel=1e-5)
+    for other in (apart, clipped):
+        assert abs(other - exact) > 1e-4 * exact, "what is compared is sensitive to training apart, and to clipping"
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])

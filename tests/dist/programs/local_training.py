@@ -25,6 +25,14 @@ SYNC: dict[str, dict[str, Any]] = {
     "node": {**LOCAL, "every_steps": 50, "within": "node"},
     "warm": {**LOCAL, "every_steps": 50, "after_steps": 8},
     "apart": {**LOCAL, "every_steps": 8},
+    "accumulated": LOCAL,
+    "clipped": {},
+    "node_clipped": {**LOCAL, "every_steps": 50, "within": "node"},
+}
+TRAIN: dict[str, dict[str, Any]] = {
+    "accumulated": {"accumulate": 2},
+    "clipped": {"clip_norm": 0.5},
+    "node_clipped": {"clip_norm": 0.5},
 }
 
 
@@ -70,7 +78,7 @@ def main() -> None:
             name="run",
             task=f"{__file__}:{framework}_task",
             run_dir=f"{folder}/{name}",
-            train=TrainConfig(steps=8, global_batch=16),
+            train=TrainConfig(steps=8, global_batch=16, **TRAIN.get(name, {})),
             sync=SyncConfig(**sync),
             reduce=ReduceConfig(kind="mpi"),
             monitor=MonitorConfig(enabled=False),

@@ -65,8 +65,8 @@ class Slices:
 
     def views(self, held: Tensor) -> Iterator[tuple[Tensor, Cut]]:
         """Each part of what this rank has, and where it lies in the whole tensor."""
-        if not self.whole:  # a number
-            yield held, Cut((), (), self.copy, self.copies)
+        if not self.whole or 0 in self.whole:  # a number, or nothing: there are no parts
+            yield held, Cut(self.whole, (0,) * len(self.whole), self.copy, self.copies)
             return
         top = self.rows.start if self.rows is not None else 0
         for number, begin in enumerate(self.begins):

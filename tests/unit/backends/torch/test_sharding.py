@@ -108,6 +108,21 @@ def test_a_parameter_without_elements_is_shared_out_too(shape: tuple[int, ...]) 
         assert {one.parameter for one in shares.pieces} == {0, 1, 2, 3, 4}, "each has an owner"
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_state_without_elements_is_saved_too(shape: tuple[int, ...]) -> None:
+    empty = Parameter(torch.zeros(shape))
+    optimizer = optim.Adam([empty])
+    empty.grad = torch.zeros(shape)
+    optimizer.step()
+    slices = {id(empty): uncut().rows("empty", shape, 0, len(empty))}
+    state = OptimizerState([Part("", optimizer)], {id(empty): "empty"}, Slots(slices, frozenset({"step"})))
+    saved = {one.name: value_of(one) for one in state.tensors()}
+    optimizer.state.clear()
+    state.load(saved)
+    optimizer.step()
+    assert optimizer.state[empty]["step"] == 2
+
+
 def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards() -> None:
     pairs = [("weight", Parameter(torch.zeros(4, 2))), ("empty", Parameter(torch.zeros(4, 0)))]
     parts = [Part("", optim.AdamW([parameter for _, parameter in pairs]))]
