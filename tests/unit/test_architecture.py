@@ -59,7 +59,7 @@ LINES: dict[str, int] = {
     "comm": 347,
     "run": 2577,
     "data": 4350,
-    "reduce": 1309,
+    "reduce": 1302,
     "train": 1353,
     "parallel": 462,
     "tasks": 624,
