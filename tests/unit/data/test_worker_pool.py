@@ -264,6 +264,7 @@ import numpy as np
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
+from hpctrain.data.samples import Recipe
 
 def double(sample, rng):
     return {"x": sample["x"] * 2, "rank": "OMPI_COMM_WORLD_RANK" in os.environ}
