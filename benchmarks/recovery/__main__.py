@@ -3,7 +3,7 @@
     python -m benchmarks.recovery [-n 2] [--rounds 5] [--kills 1] [--contenders hpctrain,torchrun,hpctrain-keras]
 
 All train one model (``torch_program``, ``keras_program``), in turns. Measured are the first start, from the command
-to the first step, and recoveries, from SIGKILL of a random rank to the next step taken.
+to the first step, and recoveries, from SIGKILL of a random rank to the first step that had not been done before.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,7 @@ import psutil
 from benchmarks.program import start
 from benchmarks.recovery.notes import SAVE_EVERY
 from hpctrain.errors import RunFailed
+from hpctrain.launch.forks.forking import STAND_IN
 
 STEPS, BATCH = 10_000, 64
 KILL_AT = 35
@@ -36,28 +38,28 @@ PATIENCE_S = 60.0
 """Seconds for a start or a recovery; one that takes longer has failed."""
 
 
-def ours(framework: str, ranks: int, folder: Path) -> list[str]:
+def ours(framework: str, ranks: int, folder: Path, kills: int) -> list[str]:
     """The command of ``hpctrain run``."""
     keys = {
         "name": "recovery", "run_dir": folder / "run", "task": f"benchmarks.recovery.{framework}_program:task",
         "task_args.log": folder / "log",
         "train.steps": STEPS, "train.global_batch": BATCH, "train.threads": 1, "reduce.kind": "mpi",
-        "checkpoint.every_steps": SAVE_EVERY, "launch.max_failures": 3,
+        "checkpoint.every_steps": SAVE_EVERY, "launch.max_failures": kills + 1,
     }  # fmt: skip
     (folder / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items() if "." not in key))
     options = [word for key, value in keys.items() if "." in key for word in (f"--{key}", str(value))]
     return [sys.executable, "-m", "hpctrain", "run", "-n", str(ranks), str(folder / "run.yaml"), *options]
 
 
-def torchrun(ranks: int, folder: Path) -> list[str]:
+def torchrun(ranks: int, folder: Path, kills: int) -> list[str]:
     """The command of torchrun on one machine."""
     program = ["-m", "benchmarks.recovery.torch_program", "--notes", str(folder / "log")]
     options = ["--checkpoint", str(folder / "state.pt"), "--steps", str(STEPS), "--batch", str(BATCH)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(kills + 1)]
     return [*launcher, "--nproc-per-node", str(ranks), *program, *options]
 
 
-CONTENDERS: dict[str, Callable[[int, Path], list[str]]] = {
+CONTENDERS: dict[str, Callable[[int, Path, int], list[str]]] = {
     "hpctrain": functools.partial(ours, "torch"),
     "torchrun": torchrun,
     "hpctrain-keras": functools.partial(ours, "keras"),
@@ -68,18 +70,34 @@ def ranks_below(pid: int) -> list[psutil.Process]:
     """Processes that train."""
     words = {"train", "benchmarks.recovery.torch_program"}
     below = [each for each in psutil.Process(pid).children(recursive=True) if words & set(each.cmdline())]
+    below = [each for each in below if str(STAND_IN) not in each.cmdline()]
     parents = {each.ppid() for each in below}
     return sorted((each for each in below if each.pid not in parents), key=lambda each: each.pid)
 
 
-def step_after(log: Path, count: int, moment: float, child: subprocess.Popen[bytes]) -> float:
-    """Time of the ``count``-th step behind a moment (Unix seconds). Raises RunFailed if there will be none."""
+@dataclass(frozen=True)
+class Step:
+    """A line of the notes."""
+
+    at: float
+    """Unix seconds."""
+    attempt: int
+    number: int
+
+
+def noted(log: Path) -> list[Step]:
+    """All steps so far."""
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []
+    return [Step(float(at), int(attempt), int(number)) for at, attempt, number in map(str.split, lines)]
+
+
+def awaited(log: Path, child: subprocess.Popen[bytes], attempt: int = 0, number: int = 0) -> Step:
+    """The first step with this number or a higher one, in this attempt or a later one. Raises RunFailed: none comes."""
     end = time.time() + PATIENCE_S
     while time.time() < end and child.poll() is None:
-        times = [float(line) for line in log.read_text().split("\n")[:-1]] if log.exists() else []
-        later = [each for each in times if each > moment]
-        if len(later) >= count:
-            return later[count - 1]
+        for step in noted(log):
+            if step.attempt >= attempt and step.number >= number:
+                return step
         time.sleep(0.01)
     raise RunFailed(f"no step within {PATIENCE_S:.0f} s, or the command ended", "see its output above")
 
@@ -105,18 +123,21 @@ def turn(name: str, ranks: int, kills: int, chance: random.Random) -> dict[str, 
     seconds: dict[str, list[float]] = {"start": [], "recovery": []}
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         log, begin = Path(folder, "log"), time.time()
-        with started(CONTENDERS[name](ranks, Path(folder))) as child:
+        with started(CONTENDERS[name](ranks, Path(folder), kills)) as child:
             what, moment = "start", begin
             try:
-                step = step_after(log, 1, begin, child)
+                step = awaited(log, child)
                 for _ in range(kills):
-                    seconds[what].append(step - moment)
-                    step_after(log, KILL_AT, step, child)
+                    seconds[what].append(step.at - moment)
+                    awaited(log, child, step.attempt, step.number + KILL_AT)
+                    victim = chance.choice(ranks_below(child.pid))
                     what, moment = "recovery", time.time()
-                    chance.choice(ranks_below(child.pid)).kill()
+                    victim.kill()
+                    again = awaited(log, child, step.attempt + 1)
                     # A step that had begun may still be noted by the ranks that are left.
-                    step = step_after(log, 1, moment + 0.5, child)
-                seconds[what].append(step - moment)
+                    done = max(each.number for each in noted(log) if each.attempt == step.attempt)
+                    step = awaited(log, child, again.attempt, done + 1)
+                seconds[what].append(step.at - moment)
             except RunFailed:
                 seconds[what].append(math.nan)
     return seconds
@@ -143,12 +164,13 @@ def measure(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(seconds))
         return 0
-    print(f"{'':14}  start s  recovery s  ratio  recovered")
+    print(f"{'':14}  start s  recovery s (median, largest)  ratio (median, largest)  recovered")
     for name, all_turns in seconds.items():
         begun, whole = ([each for each in all_turns[what] if not math.isnan(each)] for what in ("start", "recovery"))
         first, again = (statistics.median(values or [math.nan]) for values in (begun, whole))
-        recovered = f"{len(whole)} of {args.rounds * args.kills}"
-        print(f"{name:14}  {first:7.2f}  {again:10.2f}  {again / first:5.2f}  {recovered}")
+        most, recovered = max(whole, default=math.nan), f"{len(whole)} of {args.rounds * args.kills}"
+        seen = f"{again:18.2f}, {most:7.2f}  {again / first:14.2f}, {most / first:7.2f}"
+        print(f"{name:14}  {first:7.2f}  {seen}  {recovered}")
     return 0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import numpy as np
 
 from hpctrain import BaseHook
+from hpctrain.run.rank_environment import ATTEMPT
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import Training
 
@@ -18,10 +20,11 @@ PAUSE_S = 0.02
 """Seconds that each step takes longer, as if the model were larger."""
 
 
-def note(log: Path) -> None:
-    """Notes the time of a step, Unix seconds, and pauses."""
+def note(log: Path, step: int) -> None:
+    """Notes the time of a step, Unix seconds, its attempt and its number, and pauses."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get(ATTEMPT, "0")
     with log.open("a") as file:
-        file.write(f"{time.time()}\n")
+        file.write(f"{time.time()} {attempt} {step}\n")
     time.sleep(PAUSE_S)
 
 
@@ -34,7 +37,7 @@ class Notes(BaseHook):
     def after_step(self, training: Training, result: StepResult) -> None:
         """See ``Hook``."""
         if training.world.rank == 0:
-            note(self.log)
+            note(self.log, training.state.step)
 
 
 def samples() -> dict[str, np.ndarray]:

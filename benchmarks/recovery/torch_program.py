@@ -56,7 +56,7 @@ def main() -> None:
         torch.nn.functional.cross_entropy(net(x[mine]), y[mine]).backward()
         optimizer.step()
         if rank == 0:
-            note(args.notes)
+            note(args.notes, step + 1)
             if (step + 1) % SAVE_EVERY == 0:
                 partial = args.checkpoint.with_suffix(".partial")
                 torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, partial)

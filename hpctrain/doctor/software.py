@@ -21,7 +21,7 @@ from hpctrain.errors import HpctrainError, MissingExtra, UserError
 from hpctrain.launch.mpi_library import find_mpirun
 from hpctrain.launch.mpi_library import probe as probe_mpi
 from hpctrain.reduce.horovod_setup import mpi_libraries
-from hpctrain.system.python import is_there
+from hpctrain.system.python import spec_of
 from hpctrain.track.sinks import missing_extras
 
 INSTALL_HOROVOD = "run: hpctrain install-horovod"
@@ -199,7 +199,7 @@ def task(name: str) -> Iterator[Check]:
         if not Path(module).is_file():
             yield problem("task", f"{module} does not exist", "paths are relative to the folder you start hpctrain in")
             return
-    elif not is_there(module):
+    elif spec_of(module) is None:
         yield problem("task", f"no module {module}", "install its package, or start hpctrain where it can be imported")
         return
     yield Check("task", name)

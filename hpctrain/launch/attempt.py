@@ -85,6 +85,8 @@ class Launch:
     """Of nodes of which the launcher hears nothing more, those that cannot be reached; seconds at most."""
     away: Callable[[], Collection[str]] = tuple
     """Hosts that are known to be lost."""
+    parent: int = 0
+    """Process that forks the ranks, and outlives them; 0 if none does."""
     can_lose: Callable[[str], bool] = lambda host: False
     """Whether to continue without a host that the monitor cannot reach; otherwise it is waited for."""
 
@@ -262,7 +264,8 @@ class WatchedAttempt:
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
-            processes.end_descendants(KILLED_GRACE_S if self.has_killed else KILL_GRACE_S, others)
+            patience_s = KILLED_GRACE_S if self.has_killed else KILL_GRACE_S
+            processes.end_descendants(patience_s, others, self.launch.parent)
             self.passing.pump(LAST_PUMP_S)
             self.process.stdout.close()
             self.show_launcher_text()

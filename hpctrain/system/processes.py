@@ -185,19 +185,20 @@ def has_children(pid: int) -> bool:
     return False
 
 
-def end_descendants(patience_s: float, spared: Collection[int] = ()) -> list[int]:
+def end_descendants(patience_s: float, spared: Collection[int] = (), alone: int = 0) -> list[int]:
     """Waits for all descendants of this process to end, kills those that do not, and reaps them; whom it killed.
 
     Args:
         patience_s: how long they may take.
         spared: processes that are left alone, with their descendants.
+        alone: the one of them whose descendants are not.
     """
-    _, alive = psutil.wait_procs(_descendants(spared), timeout=patience_s)
+    _, alive = psutil.wait_procs(_descendants(spared, alone), timeout=patience_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=5)
-    for process in _descendants(spared):  # born meanwhile, by those just killed
+    for process in _descendants(spared, alone):  # born meanwhile, by those just killed
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     _reap()
@@ -242,11 +243,11 @@ def descendants() -> list[int]:
     return [process.pid for process in _descendants()]
 
 
-def _descendants(spared: Collection[int] = ()) -> list[psutil.Process]:
+def _descendants(spared: Collection[int] = (), alone: int = 0) -> list[psutil.Process]:
     kept, found = set(spared), []
     for process in psutil.Process().children(recursive=True):  # parents come before their children
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.pid in kept or process.ppid() in kept:
+            if process.pid in kept or process.ppid() in kept - {alone}:
                 kept.add(process.pid)
             else:
                 found.append(process)

@@ -41,15 +41,15 @@ def stay_findable() -> None:
         os.environ[SEARCH_PATH] = environment()[SEARCH_PATH]
 
 
-def is_there(name: str) -> bool:
-    """Whether the current folder, or else this process's path, has a module of a dotted name. Imports nothing."""
+def spec_of(name: str) -> ModuleSpec | None:
+    """A module of a dotted name in the current folder, or else on this process's path. Imports nothing."""
     top, *rest = name.split(".")
     spec = PathFinder.find_spec(top, [os.getcwd()]) or _find(top, None)
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
-            return False
+            return None
         spec = _find(f"{spec.name}.{part}", spec.submodule_search_locations)
-    return spec is not None
+    return spec
 
 
 def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:

@@ -14,7 +14,16 @@ import pytest
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself, read
-from tests.support.command import endings, hpctrain, leftovers, misbehaving_run, processes_of, started, wait_for
+from tests.support.command import (
+    endings,
+    hpctrain,
+    is_parent,
+    leftovers,
+    misbehaving_run,
+    processes_of,
+    started,
+    wait_for,
+)
 from tests.support.mpi import PATIENCE_S
 
 SLOWLY = {"STEP_S": "0.1"}
@@ -100,7 +109,7 @@ def test_ranks_whose_supervisor_sleeps_on(tmp_path: Path) -> None:
     with started("run", "-n", 2, path, env=SLOWLY) as child:
         wait_for("checkpoint", lambda: committed(run))
         stop([psutil.Process(child.pid)])
-        lock, below = take_over(run), processes_of(child.pid)
+        lock, below = take_over(run), [each for each in processes_of(child.pid) if not is_parent(each)]
         wait_for("end of the ranks, which look for themselves", lambda: not any(map(runs, below)))
         steps = committed(run)
         child.send_signal(signal.SIGCONT)

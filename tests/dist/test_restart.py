@@ -20,6 +20,7 @@ from tests.support.command import (
     endings,
     events,
     hpctrain,
+    is_parent,
     last_words,
     leftovers,
     misbehaving_run,
@@ -70,6 +71,11 @@ def kill_a_rank(pid: int) -> None:
     ranks_of(pid)[pid % 4].kill()
 
 
+def kill_the_parent(pid: int) -> None:
+    """What forks the ranks."""
+    next(filter(is_parent, psutil.Process(pid).children())).kill()
+
+
 def kill_the_launcher(pid: int) -> None:
     launcher_of(pid).kill()
 
@@ -93,6 +99,7 @@ def digits(folder: Path, framework: str) -> Path:
     [
         ("torch", kill_a_rank, waits),
         ("torch", kill_the_launcher, waits),
+        ("torch", kill_the_parent, waits),
         ("torch", kill_a_rank, saves),
         ("tensorflow", kill_a_rank, waits),
     ],
@@ -103,7 +110,7 @@ def test_a_run_that_loses_a_rank_or_its_launcher_ends_as_one_that_does_not(
     (tmp_path / "whole").mkdir()
     hpctrain("run", "-n", 4, digits(tmp_path / "whole", framework), warm=framework)
     gate = Gate(tmp_path / "gate").close(1)
-    with started("run", "-n", 4, digits(tmp_path, framework), warm=framework) as child:
+    with started("run", "-n", 4, digits(tmp_path, framework)) as child:
         when(gate, tmp_path / "run")
         befall(child.pid)
         gate.open()

@@ -21,7 +21,7 @@ from pathlib import Path
 from hpctrain.rank.convention import reserve_port
 from tests.conftest import NOT_PERMITTED
 from tests.support.mpi import GIVES_WAY, LAUNCH_S, PATIENCE_S, python_path
-from tests.support.warm_ranks import STAND_IN
+from tests.support.warm_ranks import WARM
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
 NODES = ("n1", "n2")
@@ -192,7 +192,7 @@ class Cluster:
         for old in (path, path.with_name(f"{path.name}.new")):
             old.unlink(missing_ok=True)
         inside = ["nsenter", "-t", str(self.init(name)), "-u", "-p", "-m"]
-        ranks = [*inside, sys.executable, "-m", "tests.support.warm_ranks", str(path), "torch"]
+        ranks = [*inside, sys.executable, "-P", "-m", "tests.support.warm_ranks", str(path), "torch"]
         self.daemons[f"ranks-{name}"] = self.spawn(f"ranks-{name}", ranks)
 
     def socket(self, name: str) -> Path:
@@ -241,7 +241,7 @@ def two_nodes(base: Path) -> Iterator[Cluster]:
     folder.chmod(0o755)  # munged refuses a socket in a folder that others may write
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{SEARCH_PATH}",
-        "PYTHONPATH": python_path(STAND_IN.parent, Path(__file__).parents[2]),
+        "PYTHONPATH": python_path(WARM, Path(__file__).parents[2]),
         "HOME": str(home),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),

@@ -18,7 +18,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import read as read_words
 from hpctrain.run.view import RunView
 from tests.support.mpi import LAUNCH_S, PATIENCE_S, Result, rank_environment, run_in_group
-from tests.support.warm_ranks import variables
+from tests.support.warm_ranks import STAND_IN, variables
 
 ONE_ATTEMPT = {"max_failures": 0}
 """For the section ``launch``: what fails is not started again."""
@@ -153,8 +153,13 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     found = []
     for each in processes_of(pid):
         with suppress(psutil.NoSuchProcess):  # something that the supervisor has asked, and that has answered
-            found += [each] if "train" in each.cmdline() else []
+            found += [each] if "train" in (words := each.cmdline()) and str(STAND_IN) not in words else []
     return sorted(found, key=lambda each: each.pid)
+
+
+def is_parent(process: psutil.Process) -> bool:
+    """Whether it forks a run's ranks."""
+    return "hpctrain.launch.forks.parent" in process.cmdline()
 
 
 def leftovers(folder: Path) -> list[str]:

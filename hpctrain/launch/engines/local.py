@@ -13,7 +13,8 @@ from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import UserError
 from hpctrain.launch.attempt import Launch, Limits
-from hpctrain.launch.mpi_library import MpiRun, find_mpirun, launcher_environment, probe
+from hpctrain.launch.forks.forking import Forking
+from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.folder import BEGUN_AGAIN, RunDir
@@ -60,6 +61,9 @@ def run(
         say(f"{ranks} ranks share {cores} cores: the run will work, slowly")
     threads = config.train.threads or threads_per_rank(cores, ranks)
     environment = rank_environment(config, ranks, threads, verbose, os.environ)
+    before_mpi = {**os.environ, **environment}
+    # Ranks of MPICH find mpirun by a descriptor that they inherit.
+    forks = mpirun is not None and mpirun.flavour is not Flavour.HYDRA and not config.launch.command
     if mpirun is not None:
         environment |= launcher_environment(mpirun.flavour, os.environ)
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
@@ -67,14 +71,19 @@ def run(
     command = rank_command(config, rank_words, fresh)
     with own_folder(SHARED_MEMORY) as segments:
         environment |= {name: segments for name in SEGMENTS if segments and name not in os.environ}
+        run_dir = RunDir.of(config.name, config.run_dir)
+        forking = Forking(config.task, run_dir, before_mpi, segments if forks else "")
 
         def launch(number: int) -> Launch:
             for left in Path(segments).iterdir() if segments else ():
                 with contextlib.suppress(OSError):
-                    left.unlink()  # by ranks of the attempt before, which were killed
-            return Launch([*prefix, *command()], environment, ranks, saves=not config.launch.command)
+                    if not left.is_socket():
+                        left.unlink()  # by ranks of the attempt before, which were killed
+            argv = [*prefix, *forking.words(command())]
+            return Launch(argv, environment, ranks, saves=not config.launch.command, parent=forking.pid)
 
-        return supervised(config, launch, facts, lambda verdict: facts, verbose)
+        with contextlib.closing(forking):
+            return supervised(config, launch, facts, lambda verdict: facts, verbose)
 
 
 def rank_command(config: Config, rank_words: Sequence[str], fresh: bool) -> Callable[[], list[str]]:

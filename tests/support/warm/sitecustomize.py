@@ -7,6 +7,7 @@ COMMANDS = ("train", "evaluate", "predict")
 words = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-P"] else sys.orig_argv[1:]
 path = os.environ.get("WARM_RANKS", "").replace("%h", os.uname().nodename)
 if path and words[:2] == ["-m", "hpctrain"] and [*words, ""][2] in COMMANDS and os.path.exists(path):
-    import stand_in  # type: ignore[import-not-found]  # its folder is on the path by then
+    from hpctrain.launch.forks.stand_in import main
 
-    stand_in.main(path, *sys.orig_argv[1:])
+    del os.environ["WARM_RANKS"]  # a stand-in that nobody answers becomes the rank
+    main(path, *sys.orig_argv[1:])

@@ -1,0 +1,107 @@
+"""Starts the process that forks the ranks of a run on this machine, and says what mpirun starts in their place."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError
+from hpctrain.run.events import RunStarted
+from hpctrain.run.folder import RunDir
+from hpctrain.run.view import RunView
+from hpctrain.system import python
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+FORKS = "HPCTRAIN_FORKS"
+"""Environment variable: 0 if each rank is to import everything by itself."""
+COMMON = ("hpctrain.commands.train", "hpctrain.rank.fit", "hpctrain.rank.session", "mpi4py")
+"""What every rank imports. mpi4py.MPI is not among that: importing it is what starts MPI."""
+TORCH, KERAS = "hpctrain.backends.torch.task.opening", "hpctrain.backends.tensorflow.task.opening"
+BACKENDS = {"torch": TORCH, "TorchTask": TORCH, "tensorflow": KERAS, "keras": KERAS, "KerasTask": KERAS}
+"""By names that a task's file imports, or that an earlier attempt recorded."""
+
+
+@dataclass
+class Forking:
+    """The parent of a run's ranks, started again if it has ended; to be closed."""
+
+    task: str
+    run_dir: RunDir
+    environment: Mapping[str, str]
+    """Of the ranks, but for what mpirun adds."""
+    folder: str
+    """Where its socket is; only this user may enter. Empty if ranks are not to be forked."""
+    process: subprocess.Popen[bytes] | None = None
+    modules: Sequence[str] = ()
+    """What it has imported."""
+
+    def words(self, command: Sequence[str]) -> list[str]:
+        """What mpirun is to start for each rank, in place of its command; the parent need not be there yet."""
+        if self.folder and self.environment.get(FORKS) != "0":
+            self.begin(command, [*COMMON, *backends(self.task, self.run_dir)])
+        if self.process is None:
+            return list(command)
+        return [sys.executable, "-I", "-S", str(STAND_IN), self.socket, *command[1:]]
+
+    def begin(self, command: Sequence[str], modules: Sequence[str]) -> None:
+        """Starts the parent unless it lives."""
+        if self.process is not None and self.process.poll() is None and modules == self.modules:
+            return
+        self.close()
+        words = python.module("hpctrain.launch.forks.parent", str(os.getpid()), ",".join(modules), shlex.join(command))
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.socket)
+            listener.listen(1024)
+            self.process = subprocess.Popen(
+                words, env=self.environment, start_new_session=True, stdin=listener.fileno(),
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            self.modules = modules
+
+    @property
+    def socket(self) -> str:
+        """Where the parent listens."""
+        return str(Path(self.folder, "forks"))
+
+    @property
+    def pid(self) -> int:
+        """The parent's process; 0 if there is none."""
+        return self.process.pid if self.process is not None else 0
+
+    def close(self) -> None:
+        """Ends the parent, and with it all its ranks."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+            Path(self.socket).unlink(missing_ok=True)
+
+
+def backends(task: str, run_dir: RunDir) -> list[str]:
+    """The backends of frameworks that the task's file imports at its top; of the attempt before if it shows none.
+
+    Nothing of the user's is run: the file may have changed before another attempt.
+    """
+    where = task.rpartition(":")[0]
+    try:
+        spec = None if where.endswith(".py") else python.spec_of(where)
+        body = ast.parse(Path((spec and spec.origin) or where).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []  # the ranks will say so
+    statements = [each for each in body if isinstance(each, (ast.Import, ast.ImportFrom))]
+    names = [alias.name for each in statements for alias in each.names]
+    names += [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
+    found = {BACKENDS.get(name.partition(".")[0]) for name in names} - {None}
+    if not found:
+        with contextlib.suppress(HpctrainError, OSError):
+            started = RunView(run_dir.path).look().progress.newest(RunStarted)
+            found = {BACKENDS.get(started.framework or "")} - {None} if started else set()
+    return sorted(map(str, found))
