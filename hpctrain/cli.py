@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import hpctrain
-from hpctrain.errors import ExitCode, HpctrainError, UserError
+from hpctrain.errors import ExitCode, HpctrainError, MissingExtra, UserError
+
+FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "mpi4py": "mpi"}
+"""Extras that install what the core lacks."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HpctrainError as error:
         say(str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:  # imported where it is needed first
+        if (extra := FRAMEWORKS.get(error.name or "")) is None:
+            raise
+        say(str(missing := MissingExtra(error.name or "", extra)))
+        return missing.exit_code
     except BrokenPipeError:
         sys.stderr.close()
         return ExitCode.DONE

@@ -19,6 +19,24 @@ def test_a_home_that_is_not_set_is_looked_up(
     assert os.path.isabs(os.environ["HOME"])
 
 
+def test_a_framework_that_is_not_installed_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``ckpt export -o x.pt`` and ``plan`` ended with a traceback."""
+
+    def refused(name: str) -> int:
+        def dispatch(words: list[str]) -> NoReturn:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        monkeypatch.setattr(cli, "dispatch", dispatch)
+        return cli.main([])
+
+    assert refused("torch") == 64
+    assert capsys.readouterr().err == 'hpctrain: torch is not installed\n  fix: pip install "hpctrain[torch]"\n'
+    with pytest.raises(ModuleNotFoundError, match="own"):
+        refused("own")
+
+
 def test_a_run_of_somebody_else_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
