@@ -125,7 +125,7 @@ def make_hooks(
 
     ``more`` and ``sinks`` are the caller's own; ``data`` is what is trained on, whose position is saved.
     """
-    require_plain_names(config.features(), problem.validation)
+    require_watched(config.features(), problem.validation, problem.task)
     refuse(rate_features(problem.task, more))
     world = session.world
     writer = EventWriter(run_dir.events, session.warn)
@@ -172,15 +172,21 @@ def profiler_of(task: Task) -> Profiler:
     return KerasProfiler()
 
 
-def require_plain_names(features: Mapping[Feature, Any], validation: Iterable[str]) -> None:
-    """Raises UserError if a watched metric is named with the prefix of the first set of validation data."""
+def require_watched(features: Mapping[Feature, Any], validation: Iterable[str], task: Task) -> None:
+    """Raises UserError if a watched metric is none of the task, or has the prefix of the first set of validation data.
+
+    Keras models may report others, which are known after the first evaluation.
+    """
     first = next(iter(validation), None)
+    known = ["loss", *task.metrics] if isinstance(task, TorchTask) else []
     for key, metric in ((feature, features[feature]) for feature in WATCHED if feature in features):
         if metric.startswith(f"{first}/"):
             raise UserError(
                 f"{key} is {metric!r}, and metrics of the first set of validation data have plain names",
                 f"write {key}: {metric.partition('/')[2]}",
             )
+        if known and not any(f"/{name}/" in f"/{metric}/" for name in known):
+            raise UserError(f"{key} is {metric!r}, which the task does not report", f"name one of {', '.join(known)}")
 
 
 def make_trainer(

@@ -26,7 +26,7 @@ from hpctrain.errors import UserError
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import make_validation
 from hpctrain.rank.problem import Loading, Problem, make_problem, task_features, validation_sets
-from hpctrain.rank.wiring import require_plain_names
+from hpctrain.rank.wiring import require_watched
 from hpctrain.reduce.candidates import Surroundings, candidates
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import TorchTask
@@ -94,11 +94,26 @@ def test_the_first_sets_metrics_are_watched_by_their_plain_names() -> None:
     for metric, fits in (("loss", True), ("hard/loss", True), ("dev/loss", False)):
         config = dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric=metric))
         if fits:
-            require_plain_names(config.features(), ["dev", "hard"])
+            require_watched(config.features(), ["dev", "hard"], task_with(ARRAYS))
             continue
         with pytest.raises(UserError, match=r"metrics of the first set .* have plain names") as caught:
-            require_plain_names(config.features(), ["dev", "hard"])
+            require_watched(config.features(), ["dev", "hard"], task_with(ARRAYS))
         assert caught.value.fix == "write checkpoint.best_metric: loss"
+
+
+def test_a_watched_metric_that_the_task_lacks_is_refused_before_the_first_step() -> None:
+    """It was after the first evaluation: an epoch was trained for nothing."""
+    for metric in ("acc", "hard/acc", "acc/0", "loss", "hard/loss"):
+        watching = dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric=metric)).features()
+        require_watched(watching, ["dev", "hard"], task_with(ARRAYS, acc=len))
+    stopping = dataclasses.replace(PLAIN.train, early_stop=EarlyStopConfig(metric="acc"))
+    for watching in (
+        dataclasses.replace(PLAIN, checkpoint=CheckpointConfig(best_metric="acc")).features(),
+        dataclasses.replace(PLAIN, train=stopping).features(),
+    ):
+        with pytest.raises(UserError, match="'acc', which the task does not report") as caught:
+            require_watched(watching, ["dev", "hard"], task_with(ARRAYS, f1=len))
+        assert caught.value.fix == "name one of loss, f1"
 
 
 def test_validation_has_a_batch_of_its_own() -> None:
