@@ -198,7 +198,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.checkpoint.exports.weights import Selection, model_weights, replace_whole
     from hpctrain.checkpoint.format.strict_json import Reader
     from hpctrain.comm.world import alone
-    from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task
+    from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_its_loss
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
@@ -218,7 +218,9 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
-    make_weights(task, lambda: examples_of(open_training_data(task)), seed)
+    train = examples_of(open_training_data(task))
+    task = with_its_loss(task, tuple(train.fields))
+    make_weights(task, lambda: train, seed)
     from hpctrain.backends.tensorflow.state.weights import export_keras
 
     weights, _ = model_weights(loaded, selection)

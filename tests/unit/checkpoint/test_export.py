@@ -188,6 +188,26 @@ def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path) ->
     np.testing.assert_array_equal(model(IMAGES), task.model(IMAGES))
 
 
+def test_weights_of_a_model_with_a_step_of_its_own_load_in_stock_keras(tmp_path: Path) -> None:
+    """The export did not know what ``compile`` had set, and Keras thinks that a model without ``call`` is not built."""
+    pytest.importorskip("keras")
+    from tests.tasks import keras_own_steps
+
+    train = TrainConfig(steps=STEPS, global_batch=8)
+    task = f"{keras_own_steps.__name__}:vae_task"
+    config = Config(name="run", task=task, train=train, reduce=ReduceConfig(kind="none"))
+    problem = make_problem(config, alone())
+    with closing(wiring.make_framework(config, alone(), problem.task, IntervalClock())) as framework:
+        framework.step([{"picture": keras_own_steps.pictures(8)}], 8)
+        path = saved(framework, config, tmp_path / "checkpoints")
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.weights.h5")]) == 0
+    fresh = keras_own_steps.vae()
+    fresh.built, fresh.optimizer = True, None
+    fresh.load_weights(tmp_path / "out.weights.h5")
+    for mine, trained in zip(fresh.decoder.weights, problem.task.model.decoder.weights, strict=True):
+        np.testing.assert_array_equal(mine, trained)
+
+
 def test_adapters_of_keras_are_merged(tmp_path: Path) -> None:
     pytest.importorskip("keras")
     from tests.tasks import adapted_keras

@@ -100,6 +100,7 @@ def export_keras(model: keras.Model, arrays: Mapping[str, NDArray[Any]], path: P
         OSError: the file cannot be written.
     """
     load_tensors(model_tensors(model), arrays)
+    model.built = True  # one without ``call`` is not to Keras, though its own step has made its weights
     model.save_weights(path)
 
 
