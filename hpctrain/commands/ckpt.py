@@ -218,9 +218,9 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
-    train = examples_of(open_training_data(task))
-    task = with_its_loss(task, tuple(train.fields))
-    make_weights(task, lambda: train, seed)
+    samples = examples_of(open_training_data(task))
+    task = with_its_loss(task, tuple(samples.fields))
+    make_weights(task, lambda: samples, seed)
     from hpctrain.backends.tensorflow.state.weights import export_keras
 
     weights, _ = model_weights(loaded, selection)
