@@ -63,7 +63,7 @@ LINES: dict[str, int] = {
     "train": 1353,
     "parallel": 462,
     "tasks": 624,
-    "backends": 10308,
+    "backends": 10312,
     "checkpoint": 4720,
     "monitor": 2811,
     "track": 709,

@@ -148,7 +148,11 @@ class KerasEvaluator:
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         """A list of outputs is named ``output_0``, ``output_1``, and so on."""
-        outputs = named_outputs(self.passes.predict(on_device(batch)))
+        try:
+            outputs = named_outputs(self.passes.predict(on_device(batch)))
+        except NotImplementedError as error:
+            what = f"the model {type(self.task.model).__name__} has no call, and nothing else predicts"
+            raise UserError(what, "define call(self, inputs), or give the task forward=") from error
         return {name: np.asarray(value) for name, value in outputs.items()}
 
 

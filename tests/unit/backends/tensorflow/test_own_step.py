@@ -186,6 +186,13 @@ def test_predictions_are_the_models_own() -> None:
     np.testing.assert_allclose(framework.predict(batch)["output"], wanted, rtol=1e-5)
 
 
+def test_a_model_without_a_call_cannot_predict() -> None:
+    """``hpctrain predict`` ended with a traceback and 70."""
+    framework = framework_of(keras_own_steps.vae_task, alone())
+    with pytest.raises(UserError, match="has no call, and nothing else predicts"):
+        framework.predict({"picture": keras_own_steps.pictures(4)})
+
+
 def test_the_classes_of_optimizers_are_as_before_after_an_interception() -> None:
     before = [vars(cls).get("apply") for cls in keras.optimizers.SGD.__mro__]
     seen = []
