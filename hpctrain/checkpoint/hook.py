@@ -39,6 +39,7 @@ from hpctrain.train.clock import Phase
 from hpctrain.train.hooks import BaseHook, Hook, StopReason, Training
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, Kept
+from hpctrain.train.watchers import unreported
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
 """The agreement before the first one: nothing finished, nothing sound, nothing due by the clock."""
@@ -183,7 +184,7 @@ class CheckpointHook(BaseHook):
         if self.config.best_metric is None:
             return None
         if self.config.best_metric not in metrics:
-            raise missing_metric(self.config.best_metric, metrics)
+            raise unreported("checkpoint.best_metric", self.config.best_metric, metrics)
         value, sign = metrics[self.config.best_metric], 1 if self.config.best_mode == "min" else -1
         if math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
             self.best = value
@@ -477,12 +478,6 @@ def best_steps(store: CheckpointStore) -> set[int]:
         except (UnreadableCheckpoint, UserError):
             found.add(step)
     return found
-
-
-def missing_metric(name: str, metrics: Mapping[str, float]) -> UserError:
-    """An error: the task does not report the watched metric."""
-    known = ", ".join(sorted(metrics))
-    return UserError(f"checkpoint.best_metric is {name!r}, which the task does not report", f"name one of {known}")
 
 
 def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize: Callable[[], None], step: int) -> None:

@@ -39,7 +39,7 @@ from hpctrain.train.schedule import Schedule, duration_of, make_schedule
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import kept_state
-from hpctrain.train.watchers import Profile, Profiler, VerifyWeights, watching
+from hpctrain.train.watchers import Profile, Profiler, VerifyWeights, unreported, watching
 
 if TYPE_CHECKING:
     from hpctrain.backends.tensorflow.framework import KerasFramework
@@ -186,7 +186,7 @@ def require_watched(features: Mapping[Feature, Any], validation: Iterable[str], 
                 f"write {key}: {metric.partition('/')[2]}",
             )
         if known and not any(f"/{name}/" in f"/{metric}/" for name in known):
-            raise UserError(f"{key} is {metric!r}, which the task does not report", f"name one of {', '.join(known)}")
+            raise unreported(key, metric, known)
 
 
 def make_trainer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +11,11 @@ from hpctrain.errors import NoRequeue, UserError
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, RateHook, StopReason, Training
 from hpctrain.train.schedule import Schedule, first_factor
+
+
+def unreported(key: str, metric: str | None, known: Iterable[str]) -> UserError:
+    """An error: a key watches a metric that the task does not report."""
+    return UserError(f"{key} is {metric!r}, which the task does not report", f"name one of {', '.join(sorted(known))}")
 
 
 class BestMetric:
@@ -34,10 +39,7 @@ class BestMetric:
         """
         watched = self.config.metric
         if watched is None or watched not in metrics:
-            raise UserError(
-                f"{self.key}.metric is {watched!r}, which the task does not report",
-                f"name one of {', '.join(sorted(metrics))}",
-            )
+            raise unreported(f"{self.key}.metric", watched, metrics)
         if improves(metrics[watched], self.value, self.config):
             self.value, self.evaluations_since = metrics[watched], 0
         else:

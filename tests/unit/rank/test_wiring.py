@@ -113,7 +113,7 @@ def test_a_watched_metric_that_the_task_lacks_is_refused_before_the_first_step()
     ):
         with pytest.raises(UserError, match="'acc', which the task does not report") as caught:
             require_watched(watching, ["dev", "hard"], task_with(ARRAYS, f1=len))
-        assert caught.value.fix == "name one of loss, f1"
+        assert caught.value.fix == "name one of f1, loss"
 
 
 def test_validation_has_a_batch_of_its_own() -> None:
