@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from hpctrain.errors import Code
 from hpctrain.report.summary import last_step, phase_share
@@ -247,17 +248,16 @@ def unknown(data: RunHistory, state: State | None = None) -> Explanation:
 
 def stragglers(data: RunHistory) -> list[Explanation]:
     """Confirmed slow ranks that cost something: of the run what is over, of the time what is not."""
-    cost: dict[tuple[object, ...], float] = defaultdict(float)
-    worst: dict[tuple[object, ...], tuple[float, str]] = {}
+    found: dict[tuple[object, ...], list[tuple[float, str]]] = defaultdict(list)
     for event, until in _spells(data):
         if event.rank is not None or event.host:
-            key = (event.kind, event.rank, event.cause)
             about = event.text if until is None else f"from step {event.step} to {until}, {event.text}"
             share = 1.0 if until is None else max(until - event.step, 0) / max(last_step(data), 1)
-            cost[key] += (one := (event.cost or 0) * share)
-            worst[key] = max(worst.get(key, (one, about)), (one, about), key=lambda each: each[0])
-    ordered = sorted((key for key in cost if cost[key] >= COSTLY), key=lambda key: -cost[key])
-    return [Explanation(Code.STRAGGLER, _capital(worst[key][1]), (), "") for key in ordered[:3]]
+            found[event.kind, event.rank, event.cause].append(((event.cost or 0) * share, about))
+    costs = sorted(
+        ((sum(cost for cost, _ in each), max(each, key=itemgetter(0))[1]) for each in found.values()), reverse=True
+    )
+    return [Explanation(Code.STRAGGLER, _capital(about), (), "") for cost, about in costs[:3] if cost >= COSTLY]
 
 
 def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:

@@ -93,10 +93,9 @@ Factor = Callable[[int], float]
 
 def sound_factors(factors: Factors, step: int) -> Factors:
     """The same; raises UserError if they are not numbers: every weight would be NaN after the next update."""
-    if isinstance(factors, OwnRates):
-        return factors
+    each = [] if isinstance(factors, OwnRates) else factors if isinstance(factors, Sequence) else [factors]
     with contextlib.suppress(TypeError):
-        if all(map(math.isfinite, factors if isinstance(factors, Sequence) else [factors])):
+        if all(map(math.isfinite, each)):
             return factors
     raise UserError(f"the schedule gives {factors!r} after {step} updates", "return a finite number, or a list of them")
 
