@@ -49,6 +49,7 @@ child = int(before.stdout.readline())
 others = descendants()
 ours = subprocess.Popen(["sleep", "60"])
 print(end_descendants(0.1, others) == [ours.pid] and before.poll() is None and child in descendants(), flush=True)
+print(end_descendants(0.1, [before.pid], before.pid) == [child] and before.poll() is None, flush=True)
 end_descendants(0.1)
 """
 
@@ -65,9 +66,9 @@ def test_a_process_is_known_by_number_and_birth():
     assert processes.birth(child.pid) == 0.0
 
 
-def test_what_was_there_before_is_spared_with_its_children():
+def test_what_was_there_before_is_spared_with_or_without_its_children():
     done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.stdout == "True\n", done.stderr
+    assert done.stdout == "True\nTrue\n", done.stderr
 
 
 def test_a_tethered_process_dies_with_its_parent():
