@@ -195,6 +195,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     """Through the model that the run's task makes: Keras files number layers as the model holds them."""
     import numpy as np
 
+    from hpctrain.backends.tensorflow import runtime
     from hpctrain.checkpoint.exports.weights import Selection, model_weights, replace_whole
     from hpctrain.checkpoint.format.strict_json import Reader
     from hpctrain.comm.world import alone
@@ -215,7 +216,8 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     train = Reader(config.get("train", dict, "an object"), identity.where)
     name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
     seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
-    task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
+    with runtime.without_chatter():
+        task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
     samples = examples_of(open_training_data(task))

@@ -51,6 +51,7 @@ def try_task(config: Config) -> None:
     world = alone()
     with foreign_errors(told_shortly):
         problem = make_problem(config, world)
+        wiring.require_watched(config.features(), problem.validation, problem.task)
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
             validation = first_validation(problem)
             framework.dry_call(first_batch(problem, world, MOST_SAMPLES), validation)

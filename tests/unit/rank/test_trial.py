@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.world import alone
 from hpctrain.commands.doctor import trial
-from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
+from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, TrainConfig
 from hpctrain.doctor.probe import Status
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
@@ -281,6 +281,10 @@ def test_the_doctor_tells_what_is_wrong_with_a_task() -> None:
     assert (wrong.topic, wrong.status) == ("trial", Status.PROBLEM)
     assert "KeyError: 'label' (wrong_torch_tasks.py:" in wrong.value
     assert right.status is Status.OK
+    watching = dataclasses.replace(
+        config_of(wrong_torch_tasks, "validation_only"), checkpoint=CheckpointConfig(best_metric="f1")
+    )
+    assert "checkpoint.best_metric is 'f1', which the task does not report" in trial(watching).value
 
 
 def test_a_single_process_has_a_log_with_the_traceback(tmp_path: Path) -> None:
