@@ -1,0 +1,168 @@
+"""Runs of many plans that are killed and go on, with a model that has weights without elements.
+
+    killed_plans.py FOLDER
+
+On two ranks each plan trains straight, and again, where rank 0 is killed after a random update: this program ends
+there, and goes on with that plan when it is started again. On three ranks it continues what has trained without the
+last updates. FOLDER gets ``<plan>.json``: what came of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain import TorchTask, columns, fit, rows
+from hpctrain.comm.world import World, connect
+from hpctrain.config.sections import (
+    CheckpointConfig,
+    Config,
+    MonitorConfig,
+    ParallelConfig,
+    ReduceConfig,
+    ScheduleConfig,
+    SyncConfig,
+    TrainConfig,
+)
+from hpctrain.train.hooks import BaseHook
+from hpctrain.train.stateful import value_of
+
+SAMPLES, FEATURES, WIDTH = 48, 6, 8
+STEPS, BATCH = 11, 12
+INT8 = {"kind": "mpi", "compression": "int8"}
+LOCAL = {"kind": "local", "every_steps": 4}
+NARROW = {"clip_norm": 0.1, "accumulate": 2}
+Plan = dict[str, dict[str, Any]]
+PLANS: dict[str, Plan] = {
+    "int8": {"reduce": INT8, "train": NARROW},
+    "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
+    "zero1": {"parallel": {"shard": "optimizer"}, "train": {**NARROW, "ema_decay": 0.5}},
+    "local-node": {"sync": {**LOCAL, "overlap": True, "within": "node"}, "train": NARROW},
+    "int8-average": {"reduce": {**INT8, "compress_after_steps": 4}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
+    "local": {"sync": LOCAL, "train": {**NARROW, "precision": "bf16"}},
+    "fp16": {"parallel": {"shard": "optimizer"}, "train": {"precision": "fp16"}},
+    "zero2": {"parallel": {"shard": "gradients"}, "train": {**NARROW, "ema_decay": 0.5}},
+    "tensor": {"parallel": {"tensor": 2, "shard": "optimizer"}, "task": {"cut": True}},
+    "pipeline": {"parallel": {"pipeline": 2, "shard": "gradients"}, "train": NARROW},
+}
+UNITED = ("local-overlap",)
+"""Who trained apart, and exchanges gradients in the end."""
+
+
+def samples() -> dict[str, np.ndarray]:
+    """Of a linear law."""
+    x = np.random.default_rng(0).normal(size=(SAMPLES, FEATURES)).astype(np.float32)
+    return {"x": x, "y": (x @ np.arange(FEATURES)).astype(np.float32)[:, None]}
+
+
+def task(cut: bool = False) -> Any:
+    """Without elements are a layer, a table, a vector, and something that takes no part in the loss."""
+
+    class Empty(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.table = torch.nn.Linear(WIDTH, 0), torch.nn.Embedding(0, 4)
+            self.vector, self.idle = (torch.nn.Parameter(torch.empty(shape)) for shape in ((0,), (3, 0, 2)))
+
+        def forward(self, x: Any) -> Any:
+            return torch.cat([x, self.layer(x)], -1) + self.table.weight.sum() + self.vector.sum()
+
+    whole = torch.nn.Sequential(torch.nn.Linear(FEATURES, WIDTH), Empty())
+    divided = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+    model = torch.nn.Sequential(whole, divided, Empty(), torch.nn.Linear(WIDTH, 1))
+    words = {"tensor": {"1.0": columns, "1.2": rows}} if cut else {}
+    return TorchTask(model, "mse", torch.optim.Adam(model.parameters(), 0.01), samples(), samples(), **words)
+
+
+class End(BaseHook):
+    """Keeps hashes at the end of a run, by rank; kills rank 0 after an update, if it is given one."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        self.killed_at = killed_at
+        self.weights: list[str] = []
+        self.state: list[dict[str, str]] = []
+        """Of all that checkpoints hold, by name."""
+
+    def after_step(self, training: Any, result: Any) -> None:
+        if training.state.step == self.killed_at and training.world.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_fit(self, training: Any, reason: Any) -> None:
+        everyone, state = training.world.everyone, training.framework.state()
+        hashes = {one.name: hashlib.sha256(value_of(one).tobytes()).hexdigest()[:8] for one in state}
+        self.state = everyone.allgather(hashes, "compare their state")
+        self.weights = everyone.allgather(training.framework.weights_hash(True), "compare their weights")
+
+
+def run(folder: Path, plan: Plan, killed_at: int | None = None, **train: Any) -> dict[str, Any]:
+    """Trains to the end, or from where it was killed; ``train`` adds to what the plan says."""
+    config = Config(
+        name="run",
+        task=f"{__file__}:task",
+        task_args=plan.get("task", {}),
+        run_dir=str(folder),
+        train=TrainConfig(steps=STEPS, global_batch=BATCH, **{**plan.get("train", {}), **train}),
+        schedule=ScheduleConfig(kind="constant"),
+        reduce=ReduceConfig(**plan.get("reduce", {"kind": "mpi"})),
+        sync=SyncConfig(**plan.get("sync", {})),
+        parallel=ParallelConfig(**plan.get("parallel", {})),
+        monitor=MonitorConfig(enabled=False),
+        checkpoint=CheckpointConfig(every_steps=2, accept=("sync",)),
+    )
+    end = End(killed_at)
+    metrics = fit(config, hooks=[end]).metrics
+    return {"loss": metrics["loss"], "weights": end.weights, "state": end.state}
+
+
+def on_two(folder: Path, name: str, plan: Plan, world: World) -> None:
+    """Straight, with evaluations on the way, and killed and resumed."""
+    was_killed = world.everyone.broadcast((folder / f"{name}-killed").exists(), "see what has been done")
+    if not was_killed:
+        evaluated = {} if name == "tensor" else {"eval_every_steps": 3}  # cut layers draw a number in each pass
+        straight = run(folder / f"{name}-straight", plan, **evaluated)
+        if world.rank == 0:
+            (folder / f"{name}.json").write_text(json.dumps({"straight": straight}))
+        run(folder / f"{name}-killed", plan, random.randint(2, STEPS - 1))
+    resumed = run(folder / f"{name}-killed", plan)
+    if world.rank == 0:
+        found = json.loads((folder / f"{name}.json").read_text())
+        (folder / f"{name}.json").write_text(json.dumps({**found, "resumed": resumed}))
+
+
+def on_three(folder: Path, name: str, plan: Plan, world: World) -> None:
+    """The last updates on other ranks, each of which has the whole model; some train apart no longer."""
+    run_dir = folder / f"{name}-straight"
+    if world.rank == 0:
+        shutil.rmtree(run_dir / f"checkpoints/step-{STEPS:09}")
+    world.everyone.barrier("take the last checkpoint away")
+    left = {"parallel", "sync"} if name in UNITED else {"parallel"}
+    found = run(run_dir, {key: value for key, value in plan.items() if key not in left})
+    if world.rank == 0:
+        known = json.loads((folder / f"{name}.json").read_text())
+        (folder / f"{name}.json").write_text(json.dumps({**known, "three": found}))
+
+
+def main() -> None:
+    """All plans that are not done."""
+    folder, world = Path(sys.argv[1]), connect()
+    for name, plan in PLANS.items():
+        done = folder / f"{name}-done-on-{world.size}"
+        if world.everyone.broadcast(done.exists(), "see what has been done"):
+            continue
+        (on_two if world.size == 2 else on_three)(folder, name, plan, world)
+        if world.rank == 0:
+            done.touch()
+
+
+if __name__ == "__main__":
+    main()
