@@ -88,7 +88,8 @@ class Forking:
 def backends(task: str, run_dir: RunDir) -> list[str]:
     """The backends of frameworks that the task's file imports at its top; of the attempt before if it shows none.
 
-    Nothing of the user's is run: the file may have changed before another attempt.
+    Nothing of the user's is run: the file may have changed before another attempt. A file that looks at variables of
+    the environment outside its functions may set some that a framework reads when it is imported: it does that itself.
     """
     where = task.rpartition(":")[0]
     try:
@@ -96,6 +97,10 @@ def backends(task: str, run_dir: RunDir) -> list[str]:
         body = ast.parse(Path((spec and spec.origin) or where).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return []  # the ranks will say so
+    outside = [each for each in body if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+    words = (vars(node).get("attr") or vars(node).get("name") for each in outside for node in ast.walk(each))
+    if not {"environ", "putenv"}.isdisjoint(words):
+        return []
     statements = [each for each in body if isinstance(each, (ast.Import, ast.ImportFrom))]
     names = [alias.name for each in statements for alias in each.names]
     names += [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
