@@ -70,6 +70,12 @@ def lost_node(text: str, output: str = "") -> str | None:
     return max([*hosts, *NO_DAEMON.findall(output)], default=None)
 
 
+def refusal(text: str, output: str, host: str) -> str:
+    """What the remote shell said of a host on which mpirun could start nothing; empty if it said nothing of it."""
+    lines = [line.strip() for line in text.splitlines() if host in line or "verification failed" in line]
+    return lines[-1] if lines and host in NO_DAEMON.findall(output) else ""
+
+
 def waits_s(text: str) -> float:
     """Seconds that srun gives a step to end before it says which ranks it has lost; 0 if it does not end one."""
     return max((float(seconds) for seconds in WAITS.findall(text)), default=0.0)

@@ -132,6 +132,9 @@ def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[
     where known before the start.
     """
     if (host := launcher_messages.lost_node(text, banner)) is not None:
+        if said := launcher_messages.refusal(text, banner, host):
+            fix = "log in there once without a password, as launch.remote_shell would; then run the same command again"
+            return failed_with(Code.NODE, f"{host} could not be reached: {said}", fix, host=host)
         what = f"{host} was lost, or the launcher's daemon on it" if host else f"a node was lost: {last_line(text)}"
         return failed_with(Code.NODE, what, "the same command resumes it", host=host or None)
     untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}

@@ -69,7 +69,7 @@ LINES: dict[str, int] = {
     "track": 709,
     "rank": 1591,
     "registry": 147,
-    "launch": 5194,
+    "launch": 5200,
     "report": 1008,
     "watch": 449,
     "doctor": 545,

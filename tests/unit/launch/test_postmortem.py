@@ -275,6 +275,20 @@ def test_a_lost_node_is_named_if_the_launcher_names_it(named: str, host: str | N
     assert verdict is not None and (verdict.host, verdict.reason) == (host, reason)
 
 
+@pytest.mark.parametrize(
+    ("shell", "reason"),
+    [
+        ("ssh: Could not resolve hostname n2: Name or service not known\n", "n2 could not be reached: ssh: Could not "),
+        ("Host key verification failed.\n", "n2 could not be reached: Host key verification failed."),
+        ("ssh: connect to host n3 port 22: Connection refused\n", "n2 was lost, or the launcher's daemon on it"),
+    ],
+)
+def test_a_host_that_the_remote_shell_does_not_reach_is_told_in_its_words(shell: str, reason: str) -> None:
+    banner = "A daemon failed to report back after being spawned. This could\n\n  Remote host:   n2\n"
+    verdict = lost_node([], shell, banner, {})
+    assert verdict is not None and verdict.host == "n2" and verdict.reason.startswith(reason)
+
+
 def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
