@@ -73,7 +73,7 @@ def test_requeues_have_a_cap_that_counts_those_by_hand(new_run: Callable[..., Ru
 
 
 def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
-    run = train(0.05, fault="exit", rank=1, at=40, launch={"max_failures": 1})  # agents watch by then
+    run = train(0.4, fault="exit", rank=1, at=5, launch={"max_failures": 1})  # agents watch by then
     job = run.submit()
     run.wait(job, "FAILED")
     verdict = first_verdict(run)
