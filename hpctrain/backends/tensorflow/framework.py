@@ -149,11 +149,12 @@ class KerasEvaluator:
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
         """A list of outputs is named ``output_0``, ``output_1``, and so on."""
         try:
-            outputs = named_outputs(self.passes.predict(on_device(batch)))
+            return {name: np.asarray(one) for name, one in named_outputs(self.passes.predict(on_device(batch))).items()}
         except NotImplementedError as error:
+            if type(self.task.model).call is not keras.Model.call:
+                raise  # something of the user's is missing, and says what
             what = f"the model {type(self.task.model).__name__} has no call, and nothing else predicts"
             raise UserError(what, "define call(self, inputs), or give the task forward=") from error
-        return {name: np.asarray(value) for name, value in outputs.items()}
 
 
 def keras_meters(task: Task) -> dict[str, Meter]:
@@ -211,10 +212,9 @@ class KerasMeter:
     def _require_doubled(self, once: list[Any], twice: list[Any]) -> None:
         for variable, one, two in zip(self.metric.variables, once, twice, strict=True):
             if not np.allclose(2 * one, two, rtol=1e-4, equal_nan=True):
-                kind = type(self.metric).__name__
                 raise UserError(
-                    f"{self.entry.field} of the task, {kind}, keeps {variable.name!r}, which is not a sum over "
-                    "samples: those of several ranks do not add up",
+                    f"{self.entry.field} of the task, {type(self.metric).__name__}, keeps {variable.name!r}, which is "
+                    "not a sum over samples: those of several ranks do not add up",
                     "write it as an hpctrain.Metric, whose merge says how states of two ranks become one",
                 )
 

@@ -193,6 +193,16 @@ def test_a_model_without_a_call_cannot_predict() -> None:
         framework.predict({"picture": keras_own_steps.pictures(4)})
 
 
+def test_what_a_call_itself_has_not_implemented_is_not_taken_for_a_missing_call() -> None:
+    class Unfinished(Late):
+        def predict_step(self, data: Any) -> Any:
+            raise NotImplementedError("the decoder is to be written")
+
+    framework = framework_of(lambda: KerasTask(Unfinished(), train=numbers()), alone())
+    with pytest.raises(NotImplementedError, match="the decoder is to be written"):
+        framework.predict(numbers(5))
+
+
 def test_the_classes_of_optimizers_are_as_before_after_an_interception() -> None:
     before = [vars(cls).get("apply") for cls in keras.optimizers.SGD.__mro__]
     seen = []
