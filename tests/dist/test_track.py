@@ -196,8 +196,8 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
     run_file = write_run(
         tmp_path,
         task=SLOW,
-        task_args={"step_s": 0.05, "until": str(over)},
-        train={"steps": 6000, "global_batch": 16},
+        task_args={"step_s": 0.2, "until": str(over)},
+        train={"steps": 1000, "global_batch": 16},
         track={"mlflow": uri, "every_steps": 5},
     )
     run = tmp_path / "runs/run"
@@ -212,7 +212,7 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
     over.touch()
     assert training.wait(PATIENCE_S) == 0
     times = [event["time"] for event in events(run, "train")]
-    assert max(np.diff(times)) < 10.0, "an interval of 0.25 s may not wait for a server, whose clients try for minutes"
+    assert max(np.diff(times)) < 10.0, "an interval of 1 s may not wait for a server, whose clients try for minutes"
     lost = hpctrain("track", "sync", run, cwd=tmp_path, code=70)
     assert "start the server" in lost.stderr
     with mlflow_server(tmp_path, port):

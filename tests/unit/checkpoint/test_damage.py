@@ -29,7 +29,6 @@ from tests.support.checkpoint_of_plan import forge_manifest
 
 SEED = int.from_bytes(os.urandom(4), "little")
 CORRUPTIONS = int(os.environ.get("HPCTRAIN_CORRUPTIONS", "1000"))
-WIDTHS = dict(enumerate([*range(1, 20), 400]))
 BLOCK_BYTES = 1024
 """So that large tensors have several checksums here."""
 
