@@ -258,7 +258,7 @@ def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gr
         chosen = full if len(full) > 1 else own
         work = fit_amdahl([timing.shape.ranks for timing, _ in chosen], [seconds for _, seconds in chosen])
     most = max(timing.shape.nodes for timing in timings)
-    spread = [each for each in timings if each.shape.ranks > 1 and (each.shape.nodes > 1 or most == 1)]
+    spread = [each for each in timings if each.shape.nodes > 1 or most == 1]
     pairs = [(float(each.typical[EXCHANGE]), exchange.seconds(each.shape, gradients.bytes)) for each in spread]
     known = [(measured, model) for measured, model in pairs if model > 0]
     if not known:

@@ -59,6 +59,14 @@ def test_more_nodes_are_predicted_within_the_bounds(mode: Mode) -> None:
         assert each.low <= each.efficiency <= each.high
 
 
+def test_with_several_nodes_only_they_tell_how_far_exchanges_are_from_the_model() -> None:
+    own = StepGradients(GRADIENTS.bytes, through_mpi=False)
+    timings = [timing(shape, "weak", noise=0, overhead_s=0) for shape in (Shape(1, 2), Shape(2, 2))]
+    for each, factor in zip(timings, (0.1, 0.5), strict=True):
+        each.parts[:, EXCHANGE] *= factor
+    assert model.fit_steps("weak", timings, LINKS, own).scale == pytest.approx(0.5)
+
+
 def bounds_s(noise: float, shape: Shape) -> float:
     """Width of a prediction from runs of one node and two."""
     shapes = [Shape(1, 1), Shape(2, 1)]
