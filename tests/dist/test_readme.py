@@ -135,9 +135,9 @@ def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_the_gpt_of_the_page_on_larger_models(newcomer: Path) -> None:
-    """On two ranks that share out samples, the layers, and the sequence of layers."""
+    """On two ranks that split the samples, the layers, and the sequence of layers."""
     shutil.copytree(PROJECT / "docs", newcomer / "docs")
-    section = PARALLEL.partition("## A GPT at any plan")[2].partition("\n## ")[0]
+    section = PARALLEL.partition("## A GPT under any plan")[2].partition("\n## ")[0]
     for words in commands(section):
         more = ["--train.steps", 8, "--track.every_steps", 1] if words[0] == "run" else []
         hpctrain(*words, *more, cwd=newcomer, timeout=250, warm="torch")
