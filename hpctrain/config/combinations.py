@@ -1,4 +1,4 @@
-"""What goes with what: features of runs, and the combinations of them that are refused.
+"""Features of runs, and the combinations of them that are refused.
 
 Each combination that is refused is a ``Row``, kept in the room or strategy's folder that it concerns, in
 a module that ``MODULES`` names. Features that share no row go together. Whoever knows which features a run uses calls
@@ -255,7 +255,7 @@ def refuse(uses: Uses) -> None:
 
 def page() -> str:
     """The table, in Markdown."""
-    lines = ["| what | does not go with | instead |", "|---|---|---|"]
+    lines = ["| feature | does not work with | instead |", "|---|---|---|"]
     for first, *others, fix in sorted([*map(shown, row.features), escaped(row.fix)] for row in table()):
         lines.append(f"| {first} | {', and '.join(others)} | {fix} |")
     return "\n".join(lines) + "\n"

@@ -72,7 +72,7 @@ def help_text(width: int = 100) -> str:
     lines = ["keys of the run file, each an option that wins over it:"]
     for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
         default = "required" if key.default is None else f"default {key.default}"
-        text = f"{meaning} ({in_words(key.kind)}; {default})"
+        text = f"{meaning.replace('``', '')} ({in_words(key.kind)}; {default})"
         lines.append(f"  --{name}")
         lines += textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     lines += ["  --accept KEY", f"{' ' * 8}Adds to checkpoint.accept: resume although this key has changed."]
@@ -106,7 +106,7 @@ def _default(entry: dataclasses.Field[typing.Any]) -> str | None:
     value = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
     if value is dataclasses.MISSING:
         return None
-    return yaml.safe_dump(list(value) if isinstance(value, tuple) else value).splitlines()[0]
+    return yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True).splitlines()[0]
 
 
 if __name__ == "__main__":
