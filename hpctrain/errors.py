@@ -151,6 +151,13 @@ class Replaced(NoRequeue):
         super().__init__(what, fix)
 
 
+def kind_of(value: object) -> str:
+    """The type of a value, with its article, for a sentence: ``an int``, ``the class Adam``."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{'an' if type(value).__name__[0] in 'aeiouAEIOU' else 'a'} {type(value).__name__}"
+
+
 class MissingExtra(UserError):
     """An optional dependency is not installed."""
 

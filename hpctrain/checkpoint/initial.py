@@ -62,8 +62,6 @@ def load_initial(
     """
     framework.host.synchronize()
     if source.path.endswith(KERAS_FILE):
-        pass
-
         return load_keras_file(source, framework)
     present = PresentState(framework.state())
     own = {name.removeprefix(MODEL): present.shape_of(name) for name in present if name.startswith(MODEL)}

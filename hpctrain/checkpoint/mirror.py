@@ -73,8 +73,8 @@ def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | N
         store = CheckpointStore(path)
     step = step if named is None else named
     steps = store.steps()
-    if step is not None and step not in steps:
-        raise UserError(f"{text} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
     if not steps:
         raise UserError(f"{text} has no checkpoint", "give a run folder, its checkpoints folder, or one checkpoint")
+    if step is not None and step not in steps:
+        raise UserError(f"{text} has no checkpoint of step {step}", f"choose one of {', '.join(map(str, steps))}")
     return store, step

@@ -107,7 +107,7 @@ class CheckpointStore(CheckpointFolder):
             DamagedCheckpoint: none is sound; says why for each.
             UnreadableCheckpoint: one cannot be read now; nothing older is taken in its place.
         """
-        return load_newest(self._candidates(step), self.group, self.peers)
+        return load_newest(self.candidates(step), self.group, self.peers)
 
     def load_into(self, use: Use, step: int | None = None) -> Loaded:
         """Loads a checkpoint into memory that the caller already has. Collective over the store's group.
@@ -122,7 +122,7 @@ class CheckpointStore(CheckpointFolder):
         Raises:
             UserError, DamagedCheckpoint, UnreadableCheckpoint: as ``load``, and what ``use`` raises.
         """
-        return load_newest(self._candidates(step), self.group, self.peers, use)
+        return load_newest(self.candidates(step), self.group, self.peers, use)
 
     @contextmanager
     def opened(self, step: int) -> Iterator[Loaded]:
@@ -134,13 +134,15 @@ class CheckpointStore(CheckpointFolder):
         with self.whole(step), opened(self.path, step) as loaded:
             yield loaded
 
-    def _candidates(self, step: int | None) -> list[Path]:
-        """Folders to try. Collective."""
+    def candidates(self, step: int | None) -> list[Path]:
+        """Folders to try. Collective. Raises UserError if there are none."""
         steps: list[int] = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
-        if step is not None and step not in steps:
-            raise UserError(f"{self.path} has no checkpoint of step {step}", f"choose one of {steps or '(none)'}")
         if not steps:
             raise UserError(f"{self.path} has no checkpoint", "save one first, or check the path")
+        if step is not None and step not in steps:
+            raise UserError(
+                f"{self.path} has no checkpoint of step {step}", f"choose one of {', '.join(map(str, steps))}"
+            )
         return [self.folder(each) for each in ([step] if step is not None else steps[::-1])]
 
     def close(self) -> None:

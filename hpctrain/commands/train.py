@@ -128,12 +128,12 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
         # No gradients are exchanged here, so no reducer has to be there.
         config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="auto", compression="none"))
     session.arrange(config.parallel.tensor, config.parallel.pipeline)
+    folder = RunDir.of(config.name, config.run_dir).checkpoints
+    store = CheckpointStore(folder, group=session.world.everyone, peers=session.world.data)
+    store.candidates(args.step)  # before a framework is imported
     with session.phase("make the task"):
         problem = make_problem(config, session.world, session.verbose)
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
-        world = session.world
-        folder = RunDir.of(config.name, config.run_dir).checkpoints
-        store = CheckpointStore(folder, group=world.everyone, peers=world.data)
         loaded = load_weights(framework, store, args.step, kept_state(problem.task.state))
         yield config, framework, problem, loaded.step

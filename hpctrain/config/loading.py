@@ -14,7 +14,7 @@ import yaml
 
 from hpctrain.config.combinations import Refused
 from hpctrain.config.reference import keys, sections
-from hpctrain.config.sections import ONE_OF, Config, WrongValue, is_given
+from hpctrain.config.sections import DECISIVE, ONE_OF, Config, WrongValue, is_given
 from hpctrain.config.values import (
     Misfit,
     RunFileDumper,
@@ -74,7 +74,16 @@ def load(
         wrong = [error.key] if isinstance(error, WrongValue) else [one.partition(":")[0] for one in error.row.features]
         places = [f"{path}:{lines[key]}: " for key in wrong if key in lines]
         raise UserError("".join(places[:1]) + error.what, error.fix) from error
+    refuse_unknown_accepted(config.checkpoint.accept)
     return dataclasses.replace(config, task_args=config.task_args | arguments) if arguments else config
+
+
+def refuse_unknown_accepted(accepted: Sequence[str]) -> None:
+    """Raises UserError for what no run can differ in; keys of earlier versions are left to their section."""
+    roots = (*DECISIVE, "state")
+    for key in accepted:
+        if key not in keys() and key not in sections() and not f"{key}.".startswith(tuple(f"{one}." for one in roots)):
+            raise UserError(f"checkpoint.accept names {key!r}, which is not a key of the run file", _nearest(key))
 
 
 def giving_way(in_file: Mapping[str, typing.Any], values: Mapping[str, typing.Any]) -> Iterator[tuple[str, str]]:

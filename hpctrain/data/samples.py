@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively, with_place
 from hpctrain.data.order import Drawn, Stream, keyed_generator
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 
 Sample = dict[str, NDArray[Any]]
 """The arrays of one sample."""
@@ -82,7 +82,7 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
     try:
         made = collate(samples)
         if not isinstance(made, Mapping):
-            raise UserError(f"collate returned a {type(made).__name__}", "return a dict of arrays: one for each name")
+            raise UserError(f"collate returned {kind_of(made)}", "return a dict of arrays: one for each name")
         batch = {name: np.asarray(array) for name, array in made.items()}
     except UserError:
         raise

@@ -147,7 +147,8 @@ class WatchedAttempt:
             self.watch_until_heard(session)
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
         told = collect(self.run_dir, self.number)
-        words, failure = self.concluded(told) if not all_ended_well(told, self.launch.ranks) else (told, self.failure)
+        well = all_ended_well(told, self.launch.ranks) or (self.stop is not None and not told)
+        words, failure = (told, self.failure) if well else self.concluded(told)
         try:
             attempts = read_patiently(self.attempts_so_far)
         except RunFailed as error:
@@ -328,6 +329,8 @@ class WatchedAttempt:
         if self.words is None:
             self.words = WordReader(pieces(self.run_dir, self.number))
         words = self.words.look()
+        if self.stop is not None and not words:  # else they see the request themselves
+            self.suspect("unborn", now, FAILURE_GRACE_S, None)
         self.look_at_nodes(now, words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
         if self.ended_at == float("inf"):

@@ -24,7 +24,7 @@ from hpctrain.data.info import sources_of
 from hpctrain.data.order import Order, first_draw
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.data.stream import Stream, StreamOrder, is_stream, open_stream
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
 from hpctrain.tasks.loading import load_task, require_callables, require_fields, require_function, require_shares
@@ -278,8 +278,7 @@ def require_hooks(task: Task) -> None:
     """Raises UserError if one of the task's hooks is not a hook."""
     for hook in task.hooks:
         if isinstance(hook, type) or not isinstance(hook, Hook):
-            name = hook.__name__ if isinstance(hook, type) else type(hook).__name__
-            what = f"hooks= of the task holds {'the class' if isinstance(hook, type) else 'a'} {name}"
+            what = f"hooks= of the task holds {kind_of(hook)}"
             raise UserError(what, "derive hooks from hpctrain.BaseHook, and give objects: hooks=[MyHook()]")
 
 

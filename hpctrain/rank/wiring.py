@@ -172,19 +172,29 @@ def profiler_of(task: Task) -> Profiler:
     return KerasProfiler()
 
 
+def reported(task: Task) -> list[str]:
+    """Names of what evaluations of a task report; empty if only an evaluation tells."""
+    if isinstance(task, TorchTask):
+        return ["loss", *task.metrics]
+    from hpctrain.backends.tensorflow.steps.compiled import reported as reported_by_keras
+
+    assert isinstance(task, KerasTask), "load_task returns one of the two"
+    return reported_by_keras(task)
+
+
 def require_watched(features: Mapping[Feature, Any], validation: Iterable[str], task: Task) -> None:
     """Raises UserError if a watched metric is none of the task, or has the prefix of the first set of validation data.
 
-    Keras models may report others, which are known after the first evaluation.
+    A Keras model was tried before. One with a ``test_step`` may report others, known after the first evaluation.
     """
     first = next(iter(validation), None)
-    known = ["loss", *task.metrics] if isinstance(task, TorchTask) else []
     for key, metric in ((feature, features[feature]) for feature in WATCHED if feature in features):
         if metric.startswith(f"{first}/"):
             raise UserError(
                 f"{key} is {metric!r}, and metrics of the first set of validation data have plain names",
                 f"write {key}: {metric.partition('/')[2]}",
             )
+        known = reported(task)
         if known and not any(f"/{name}/" in f"/{metric}/" for name in known):
             raise unreported(key, metric, known)
 

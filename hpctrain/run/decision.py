@@ -38,7 +38,7 @@ def decide(
     Returns:
         DONE or STOP or REQUEUE for orderly ends; for others REQUEUE while trying again makes sense.
     """
-    if failure is None and words and all(word.ending in GOOD_ENDINGS for word in words):
+    if failure is None and (words or stop) and all(word.ending in GOOD_ENDINGS for word in words):
         return _orderly(words, attempts, stop, saves)
     found = failure or blame(words, attempts[-1].grid if attempts else None)
     if found.action is not Action.REQUEUE:
@@ -90,15 +90,17 @@ def blame(words: Sequence[LastWord], grid: Grid | None = None) -> RunVerdict:
 
 
 def repeats(words: Sequence[LastWord], before: Sequence[LastWord]) -> str:
-    """Where the task's own error ended both attempts in the same words, for a sentence; empty if it did not.
+    """Where the task's own error in the same words, or a full disk, ended both attempts, for a sentence; else empty.
 
-    The last output of a plain command is not such an error, nor are those of disks and file systems, which may be over.
+    The last output of a plain command is not such an error, nor are other errors of file systems, which may be over.
     """
     now, earlier = first_cause(words), first_cause(before)
     if not (isinstance(now, LastWord) and isinstance(earlier, LastWord) and now.error and earlier.error):
         return ""
-    same = (now.error.what, now.error.type, now.step) == (earlier.error.what, earlier.error.type, earlier.step)
-    if not same or is_victim(now) or now.error.code is not Code.EXCEPTION or now.error.type == "exit":
+    full = now.error.code is earlier.error.code is Code.DISK_FULL  # whose words say how full
+    same = full or (now.error.what, now.error.type) == (earlier.error.what, earlier.error.type)
+    own = full or now.error.code is Code.EXCEPTION
+    if not same or not own or now.step != earlier.step or is_victim(now) or now.error.type == "exit":
         return ""
     return "before the first step" if now.step is None else f"at step {now.step}"
 
@@ -132,28 +134,29 @@ def trailing_failures(attempts: Sequence[Attempt]) -> int:
 
 def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop | None, saves: bool) -> RunVerdict:
     step = max((word.step or 0 for word in words), default=0)
-    if not any(word.ending is Ending.STOPPED for word in words):
+    if words and not any(word.ending is Ending.STOPPED for word in words):
         early = any(word.ending is Ending.EARLY for word in words)
         when = f" after step {step}" if saves else ""
         return RunVerdict(
             Action.DONE, ExitCode.DONE, ("stopped early" if early else "done") + when, code=Code.COMPLETED
         )
-    by, again = stop.by if stop else "a request", "the same command resumes it"
-    code = stop.code if stop else Code.STOPPED
+    again, code = "the same command resumes it", stop.code if stop else Code.STOPPED
+    at = f" at step {step}" if words else " before any rank began"
+    reason = f"stopped by {stop.by if stop else 'a request'}{at}"
     if not saves and not (stop and stop.by_person):
-        reason = f"stopped by {by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
+        reason = f"stopped by {stop.by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
         return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)
     if stop is None or stop.by_person:
-        return RunVerdict(Action.STOP, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
-    if attempts and not attempts[-1].has_progressed:
+        return RunVerdict(Action.STOP, ExitCode.STOPPED, reason, again, code=code)
+    if words and attempts and not attempts[-1].has_progressed:
         return RunVerdict(
             Action.DO_NOT_REQUEUE,
             ExitCode.DO_NOT_REQUEUE,
-            f"stopped by {by} at step {step} without a new checkpoint: another attempt would get no further",
+            f"{reason} without a new checkpoint: another attempt would get no further",
             "give the job more time, or let it signal its end earlier",
             code=Code.NO_PROGRESS,
         )
-    return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, f"stopped by {by} at step {step}", again, code=code)
+    return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)
 
 
 def _blame_death(word: LastWord, grid: Grid) -> RunVerdict:

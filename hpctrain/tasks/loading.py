@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.world import World
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
 from hpctrain.tasks.user_errors import no_such_field
 
@@ -190,16 +190,14 @@ def spoken(value: Any) -> str:
     """A value of a wrong type, for a message."""
     if value is None:
         return "missing"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
     if isinstance(value, types.FunctionType):
         return f"the function {value.__name__}"
     if isinstance(value, (str, int, float)):
         return f"{type(value).__name__} {value!r:.40}"
     if isinstance(value, (list, tuple)):
         kinds = ", ".join(kind.__name__ for kind in dict.fromkeys(map(type, value)))
-        return f"a {type(value).__name__} of {kinds}" if value else f"an empty {type(value).__name__}"
-    return f"a {type(value).__name__}"
+        return f"{kind_of(value)} of {kinds}" if value else f"an empty {type(value).__name__}"
+    return kind_of(value)
 
 
 def place_of(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import HpctrainError, UserError, kind_of
 from hpctrain.tasks.user_errors import own_line, shapes, words
 from hpctrain.train.metrics import Arrays, Metric, MetricState, Seen
 
@@ -94,7 +94,7 @@ class Entry:
         """What the metric gets of a batch."""
         found = self.select(outputs, batch)
         if not isinstance(found, (tuple, list)):
-            what = f"the function of {self.field} returned a {type(found).__name__}"
+            what = f"the function of {self.field} returned {kind_of(found)}"
             raise UserError(what, "return a tuple: (predictions, targets)")
         return tuple(found)
 
@@ -188,13 +188,12 @@ def meter_of(entry: Entry, native: type, library: str) -> MetricMeter | None:
         return MetricMeter(entry)
     if isinstance(entry.metric, native) and not isinstance(entry.metric, type):
         return None
-    kind = type(entry.metric).__name__
     if isinstance(entry.metric, type):
-        kind = entry.metric.__name__
-        raise UserError(f"{entry.field} of the task is the class {kind}", f"make an object of it: {kind}()")
+        fix = f"make an object of it: {entry.metric.__name__}()"
+        raise UserError(f"{entry.field} of the task is {kind_of(entry.metric)}", fix)
     lacking = [name for name in ("init", "update", "merge", "compute") if name not in dir(entry.metric)]
     raise UserError(
-        f"{entry.field} of the task is a {kind}, which is not a metric of {library}, nor an hpctrain.Metric without "
-        f"{', '.join(lacking)}",
+        f"{entry.field} of the task is {kind_of(entry.metric)}, which is not a metric of {library}, nor an "
+        f"hpctrain.Metric without {', '.join(lacking)}",
         f"give a function(outputs, batch), a metric of {library}, or an object with init, update, merge and compute",
     )

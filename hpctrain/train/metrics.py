@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.run.figures import Curve, Figure, Matrix, is_drawable
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -122,7 +122,7 @@ def _flatten(name: str, result: Any, numbers: dict[str, float], figures: dict[st
     if isinstance(result, (Curve, Matrix)):
         if not is_drawable(result):
             raise UserError(
-                f"metrics[{name!r}] gives a {type(result).__name__} whose parts do not fit each other, or not finite",
+                f"metrics[{name!r}] gives {kind_of(result)} whose parts do not fit each other, or not finite",
                 "give as many x as y, all of them finite; or a square of counts with a label for each row",
             )
         figures[name] = result
@@ -148,7 +148,7 @@ def _numbers(name: str, result: Any) -> NDArray[np.float64]:
     is_square = values.ndim == 2 and values.shape[0] == values.shape[1] > 0 and bool((values % 1 == 0).all())
     if values.ndim < 2 or is_square:
         return values
-    kind = f"{type(result).__name__}{list(values.shape) if values.size else ''}"
+    kind = f"{kind_of(result)}{list(values.shape) if values.size else ''}"
     raise UserError(
-        f"metrics[{name!r}] gives a {kind}", "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix"
+        f"metrics[{name!r}] gives {kind}", "return a number, a dict of numbers, hpctrain.Curve or hpctrain.Matrix"
     )

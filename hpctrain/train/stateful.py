@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.train.framework import StateSource
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.tree import LEAF_NAME, Leaves, tree_tensors, tree_value
@@ -67,7 +67,7 @@ class PerRank:
             raise UserError(f"PerRank(..., on_other_ranks={self.on_other_ranks!r}) is not a rule", fix)
         if self.on_other_ranks == "split" and not isinstance(self.value, Splits):
             raise UserError(
-                f"PerRank(..., on_other_ranks='split') holds a {type(self.value).__name__}, which cannot be split",
+                f"PerRank(..., on_other_ranks='split') holds {kind_of(self.value)}, which cannot be split",
                 "give it merge(states) and split(whole, rank, ranks), or write on_other_ranks='keep' or 'reset'",
             )
 
@@ -113,7 +113,7 @@ def kept_state(state: Any) -> list[Kept]:
     """
     if not isinstance(state, Mapping):
         fix = 'write state={"name": object}'
-        raise UserError(f"state= of the task is a {type(state).__name__}, not a dict of objects by name", fix)
+        raise UserError(f"state= of the task is {kind_of(state)}, not a dict of objects by name", fix)
     return [_kept(name, value) for name, value in state.items()]
 
 
@@ -123,9 +123,8 @@ def _kept(name: Any, given: Any) -> Kept:
         raise UserError(f"state= of the task has the key {name!r}, under which nothing can be saved", fix)
     value, rule = (given.value, given.on_other_ranks) if isinstance(given, PerRank) else (given, None)
     if isinstance(value, type) or not isinstance(value, Stateful):
-        kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise UserError(
-            f"state {name!r} of the task is {kind}, which does not say what its state is",
+            f"state {name!r} of the task is {kind_of(value)}, which does not say what its state is",
             "give an object with state_dict() and load_state_dict(saved)",
         )
     return Kept(f"{STATE}{name}", value, rule)

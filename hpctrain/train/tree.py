@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 STRUCTURE, INTEGERS, FLOATS = "structure", "integers", "floats"
@@ -192,6 +192,6 @@ def _node(value: Any, describe: Callable[[Any], Any], where: str, path: tuple[st
         )
         return ["dict", [[key, node] for key, node in nodes]]
     raise UserError(
-        f"{where} is a {type(value).__name__}, which cannot be saved",
+        f"{where} is {kind_of(value)}, which cannot be saved",
         "build it of dicts (keys: strings, whole numbers), lists, tuples, numbers, strings, bytes, arrays and tensors",
     )

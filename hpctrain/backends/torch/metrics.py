@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hpctrain.backends.torch.strategies.region import HALVES
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.run.figures import Curve
 from hpctrain.tasks.definition import Task
 from hpctrain.tasks.meters import Entry, TorchMetric, entries_of, meter_of
@@ -50,8 +50,7 @@ class TorchMetricMeter:
         self.reductions = {name: reduction_of(entry, name) for name in entry.metric._defaults}
         parts = [part for part in entry.metric.modules() if part is not entry.metric and isinstance(part, TorchMetric)]
         if parts or not self.reductions:
-            kind = type(entry.metric).__name__
-            what = f"{entry.field} of the task is a {kind}, which keeps its state in other metrics"
+            what = f"{entry.field} of the task is {kind_of(entry.metric)}, which keeps its state in other metrics"
             raise UserError(what, "give these by themselves, each under a unique name")
 
     def reset(self) -> None:

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.format.files import reading
 from hpctrain.checkpoint.format.shard_reading import Checks, RecentBlocks, read_part
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 from hpctrain.checkpoint.patience import patiently
+from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
 
 CODES = {
@@ -80,14 +81,15 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
     """Arrays (bfloat16 as uint16), read on demand, and logical types by name.
 
     Raises:
-        DamagedCheckpoint: it is not a safetensors file.
+        UserError: it is not a safetensors file.
+        DamagedCheckpoint: its header does not fit its content.
         UnreadableCheckpoint: it cannot be read now; also when arrays are read.
     """
     with reading(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         size = os.fstat(descriptor).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise layout.DamagedCheckpoint(f"{path} is not a safetensors file", "give a .safetensors file")
+            raise UserError(f"{path} is not a safetensors file", "give one, or a .pt file of a model.state_dict()")
         header = Reader(parse_json(file.read(length), str(path)), str(path))
     first, pieces = 8 + length, {}
     for name in header.value:

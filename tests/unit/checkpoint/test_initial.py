@@ -108,7 +108,7 @@ class Evil:
         ({"weight": Evil()}, "not a file of PyTorch that holds only weights"),
         (b"hello", "not a file of PyTorch"),
         ({"epoch": 3}, "holds no state_dict"),
-        ({"weight": torch.zeros(2), "epoch": 3}, "epoch of .* is a int"),
+        ({"weight": torch.zeros(2), "epoch": 3}, "epoch of .* is an int, not"),
         ({"weight": torch.zeros(2).to_sparse()}, "is a torch.sparse_coo, not a dense tensor"),
         ({"weight": torch.zeros(2, dtype=torch.float8_e4m3fn)}, "float8_e4m3fn, which cannot be read"),
     ],
@@ -121,6 +121,14 @@ def test_files_that_hold_more_than_weights_are_refused_and_nothing_is_run(
     with pytest.raises(UserError, match=said):
         load_initial(WeightSource(str(path)), make_framework(alone(), Network))
     assert "unpickled" not in capsys.readouterr().out
+
+
+def test_a_file_of_another_kind_is_wrong_input(tmp_path: Path) -> None:
+    """It was a failure, exit code 70, after which a run is started again."""
+    path = tmp_path / "wave.py"
+    path.write_text("import numpy as np\n")
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        load_initial(WeightSource(str(path)), make_framework(alone(), Network))
 
 
 def test_a_partial_match_has_to_be_meant() -> None:

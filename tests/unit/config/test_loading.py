@@ -289,6 +289,11 @@ def test_accept_adds_to_what_a_resume_accepts(tmp_path: Path) -> None:
     path.write_text("name: a\ntask: m:f\ntrain: {steps: 3, global_batch: 2}\n")
     words = ["--accept", "train.epochs", "--accept=task_args.lr"]
     assert load(path, words).checkpoint.accept == ("train.epochs", "task_args.lr")
+    for known in ("schedule", "task_args", "state", "state.replay", "optimizer.options.betas"):
+        load(path, ["--accept", known])
+    with pytest.raises(UserError, match=r"checkpoint.accept names 'tain.epochs', which is not a key") as caught:
+        load(path, ["--accept", "tain.epochs"])
+    assert caught.value.fix == "did you mean train.epochs?"
     with pytest.raises(UserError, match="accept needs a value"):
         load(path, ["--accept"])
 

@@ -225,6 +225,20 @@ def test_ranks_that_save_after_a_stop_request_have_time_as_long_as_the_checkpoin
     assert attempt.stop_deadline == 210, "it has not grown"
 
 
+def test_a_launcher_that_starts_nothing_is_not_waited_for_after_a_stop_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was for launch.stop_grace_s."""
+    monkeypatch.setattr(attempts, "FAILURE_GRACE_S", 0.0)
+    monkeypatch.setattr(attempts, "WORDS_EVERY_S", 0.05)
+    run = RunDir(tmp_path)
+    run.create()
+    program = "import sys, time; open(sys.argv[1], 'x').close(); time.sleep(600)"
+    launch = Launch([sys.executable, "-c", program, str(run.stop_file)], {}, 1)
+    verdict = supervise(run, lambda number: launch, Limits(stop_grace_s=600), Attempt())
+    assert (verdict.exit_code, verdict.reason) == (ExitCode.STOPPED, "stopped by STOP file before any rank began")
+
+
 @pytest.mark.parametrize(
     ("received", "ended"),
     [

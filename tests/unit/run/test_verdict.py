@@ -366,6 +366,22 @@ def test_an_error_that_repeats_at_the_same_step_is_not_tried_again() -> None:
     assert decide(disk, [ADVANCED], 3, before=disk).action is Action.REQUEUE
     dead = [word(1, Ending.KILLED, note="was killed by SIGKILL", code=Code.KILLED)]
     assert decide(dead, [ADVANCED], 3, before=dead).action is Action.REQUEUE
+    full, fuller = (
+        [dataclasses.replace(failed(0, f"{left} MB free", 1.0, code=Code.DISK_FULL), step=20)] for left in (2, 1)
+    )
+    assert decide(full, [STUCK], 3).action is Action.REQUEUE, "somebody may free space meanwhile"
+    verdict = decide(fuller, [STUCK, STUCK], 3, before=full)
+    assert (verdict.action, verdict.code) == (Action.DO_NOT_REQUEUE, Code.DISK_FULL)
+    assert verdict.reason.endswith("1 MB free, for the second time at step 20")
+
+
+@pytest.mark.parametrize(
+    ("by_person", "saves", "action"), [(True, True, "stop"), (False, True, "requeue"), (True, False, "stop")]
+)
+def test_a_stop_before_any_rank_has_begun_is_a_stop(by_person: bool, saves: bool, action: str) -> None:
+    verdict = decide([], [STUCK], 3, Stop("SIGTERM", by_person), saves=saves)
+    assert (verdict.action.value, verdict.exit_code) == (action, 75)
+    assert verdict.reason == "stopped by SIGTERM before any rank began"
 
 
 def test_if_no_failure_is_allowed_the_first_one_ends_the_run_with_its_own_code() -> None:

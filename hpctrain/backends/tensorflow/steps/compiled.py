@@ -11,7 +11,7 @@ import keras
 
 from hpctrain.backends.tensorflow.task.by_name import MEANS, as_loss, refuse_masked
 from hpctrain.backends.tensorflow.task.holdings import optimizers_in
-from hpctrain.backends.tensorflow.task.overrides import trains_itself
+from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
 from hpctrain.config.combinations import Feature, refusal
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask, first_field
@@ -133,6 +133,14 @@ def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
         require_means({one.name: one for one in given if isinstance(one, keras.metrics.Metric)})
     forward = functools.partial(of_compiled, task.fit_data) if task.forward is first_field else task.forward
     return dataclasses.replace(task, loss=CompiledLoss(model, task.fit_data), forward=forward)
+
+
+def reported(task: KerasTask) -> list[str]:
+    """Names of what evaluations report; empty if its own ``test_step`` names them, or the model has not been tried."""
+    compiled = task.model._compile_metrics if isinstance(task.loss, CompiledLoss) else None
+    if evaluates_itself(task.model) or (compiled is not None and not compiled.built):
+        return []
+    return ["loss", *task.metrics, *(compiled.result() if compiled is not None else ())]
 
 
 def with_own_optimizers(task: KerasTask, fields: Sequence[str]) -> KerasTask:

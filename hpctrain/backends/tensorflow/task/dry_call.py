@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
 from hpctrain.backends.tensorflow.steps.passes import BatchScore, Passes, Tensors, loss_of_nothing, score_of
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.user_errors import blamed, shapes
 
@@ -63,4 +63,4 @@ def describe(outputs: Any) -> str:
         return f"a dict of {shapes(outputs)}"
     if isinstance(outputs, tf.Tensor):
         return f"a tensor of shape {list(outputs.shape)}"
-    return f"a {type(outputs).__name__}"
+    return kind_of(outputs)

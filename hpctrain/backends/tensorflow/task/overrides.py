@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask
 
 
@@ -43,7 +43,7 @@ def scalars(logs: Any, name: str) -> dict[str, tf.Tensor]:
     """
     if not isinstance(logs, Mapping):
         raise UserError(
-            f"{name} of the model returned {'None' if logs is None else f'a {type(logs).__name__}'}",
+            f"{name} of the model returned {'None' if logs is None else kind_of(logs)}",
             "return a dict of scalars: {'loss': loss}, or {m.name: m.result() for m in self.metrics}",
         )
     found: dict[str, tf.Tensor] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hpctrain.backends.joint_statistics import JointBatchNorms
 from hpctrain.backends.tensorflow.reduce.reducer import broadcast
 from hpctrain.comm.group import Group
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.train.clock import StepClock
 
 
@@ -46,7 +46,7 @@ class SyncBatchNorm(JointBatchNorms):
         for layer in layers:
             if type(layer)._moments is not self.own:
                 raise UserError(
-                    f"{layer.path} is a {type(layer).__name__}, which computes statistics in its own way",
+                    f"{layer.path} is {kind_of(layer)}, which computes statistics in its own way",
                     "use keras.layers.BatchNormalization itself, or train without train.sync_batchnorm",
                 )
         self.layers = {id(layer) for layer in layers}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hpctrain.backends.named_state import load_tensors
 from hpctrain.backends.torch.state.tensors import NUMBER, TorchTensor, tensor_of, tensors_of
 from hpctrain.backends.torch.strategies.partition import Slices
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.train.saved_arrays import SavedArrays, as_saved
 from hpctrain.train.schedule import Factors, OwnRates
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
@@ -73,7 +73,7 @@ def joined(optimizer: Any) -> Any:
     if isinstance(optimizer, Mapping):
         return {name: joined(one) for name, one in optimizer.items()}
     if isinstance(optimizer, Iterator):
-        what = f"optimizer of the task is a {type(optimizer).__name__}, which can be read only once"
+        what = f"optimizer of the task is {kind_of(optimizer)}, which can be read only once"
         raise UserError(what, "give a list of objects: optimizer=[SparseAdam(...), Adam(...)]")
     if not isinstance(optimizer, (list, tuple)):
         return optimizer
@@ -241,7 +241,7 @@ class OptimizerState:
                     tensors += self.slots.placed(number, slot, parameter)
                 elif value is not None:
                     raise UserError(
-                        f"{type(part.optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of a parameter",
+                        f"{type(part.optimizer).__name__} keeps {kind_of(value)} as {slot!r} of a parameter",
                         "use an optimizer whose state is tensors and numbers: others cannot be saved",
                     )
         changed = [(name, value) for name, value in self.group_numbers() if value != self.made_with.get(name)]

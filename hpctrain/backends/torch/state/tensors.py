@@ -16,7 +16,7 @@ from torch.nn import Module
 from hpctrain.backends.named_state import digest as digest_of
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
 from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling, part_of
 
@@ -192,8 +192,8 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
         if str(name).endswith("_extra_state"):  # which is state, but no weight
             continue
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            kind = str(value.layout) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise UserError(f"{name} of {path} is a {kind}, not a dense tensor", "save model.state_dict() alone")
+            kind = f"a {value.layout}" if isinstance(value, torch.Tensor) else kind_of(value)
+            raise UserError(f"{name} of {path} is {kind}, not a dense tensor", "save model.state_dict() alone")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in known:
             raise UserError(f"{name} of {path} is {dtype}, which cannot be read", "save weights as numbers of 16 bits")

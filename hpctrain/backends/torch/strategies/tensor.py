@@ -27,7 +27,7 @@ from hpctrain.backends.torch.strategies.region import (
 )
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.comm.group import Group
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock
 from hpctrain.train.state import Tiling
@@ -93,7 +93,7 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
     }
     for pattern, word in words.items():
         if not isinstance(word, LayerCut):
-            what = f"tensor[{pattern!r}] of the task is a {type(word).__name__}"
+            what = f"tensor[{pattern!r}] of the task is {kind_of(word)}"
             raise UserError(what, "write hpctrain.columns, hpctrain.rows or hpctrain.vocabulary")
         found = [(name, layer) for name, layer in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not found:
@@ -141,8 +141,7 @@ def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds
     weight, told = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
     if type(layer) not in kinds[word.kind] or weight is None:
         raise UserError(
-            f"tensor= of the task cuts {name}, a {type(layer).__name__}, by {word.kind}, which takes a plain "
-            f"torch.nn.{told}",
+            f"tensor= of the task cuts {name}, {kind_of(layer)}, by {word.kind}, which takes a plain torch.nn.{told}",
             f"name the {told} layers in it, or leave it whole",
         )
     if isinstance(layer, Embedding | EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):

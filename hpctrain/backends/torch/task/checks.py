@@ -16,7 +16,7 @@ from hpctrain.backends.torch.reduce.gradients import watched
 from hpctrain.backends.torch.reduce.sparse_parameters import of_sparse_adam
 from hpctrain.backends.torch.state.optimizer import Part
 from hpctrain.config.combinations import Feature, used
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
 from hpctrain.tasks.user_errors import blamed, of_float64, shapes
 
@@ -204,5 +204,5 @@ def describe(value: Any) -> str:
     if isinstance(value, dict):
         return f"a dict of {', '.join(map(str, value))}"
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+        return f"{kind_of(value)} of {len(value)}"
+    return kind_of(value)

@@ -20,7 +20,7 @@ from hpctrain.data.dataset import Field, Samples, check_field, with_place
 from hpctrain.data.order import Epoch
 from hpctrain.data.samplers import WeightedSampler
 from hpctrain.data.samples import Sample, layout, named, stack
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
 
 Sampler = Callable[[Epoch], NDArray[np.int64]]
@@ -98,7 +98,7 @@ def check_validation(loader: data.DataLoader[Any]) -> None:
     if loader.drop_last:
         raise UserError("the DataLoader of validation has drop_last=True", "leave it out: every sample counts once")
     if (found := order_of(loader)) is not None and found not in (in_order, shuffled):
-        what = f"the DataLoader of validation has a {type(loader.sampler).__name__}"
+        what = f"the DataLoader of validation has {kind_of(loader.sampler)}"
         raise UserError(what, "give data whose samples all count once, such as a torch.utils.data.Subset")
 
 
@@ -110,15 +110,14 @@ def sampler_of(task: Task, loader: data.DataLoader[Any], shuffle: str) -> Sample
     """
     if isinstance(loader.dataset, data.IterableDataset):
         return task.sampler
-    found = order_of(loader)
-    kind = type(loader.sampler).__name__
+    found, kind = order_of(loader), kind_of(loader.sampler)
     if found is None:
         fix = "give TorchTask(sampler=...), a function of an hpctrain.Epoch that returns indices"
-        raise UserError(f"the DataLoader of train has a {kind}, which hpctrain cannot share between ranks", fix)
+        raise UserError(f"the DataLoader of train has {kind}, which hpctrain cannot share between ranks", fix)
     if task.sampler is not None:
         if found is in_order:
             return task.sampler
-        raise UserError(f"the DataLoader of train has a {kind}, and the task a sampler", "keep one of them")
+        raise UserError(f"the DataLoader of train has {kind}, and the task a sampler", "keep one of them")
     if found is shuffled:
         if shuffle == "none":
             raise UserError("the DataLoader of train shuffles, and data.shuffle is none", "set data.shuffle: full")

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from hpctrain.backends.torch.state.optimizer import Part
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import TorchTask
 
 ONLY = ""
@@ -41,7 +41,7 @@ def whole_model(task: TorchTask) -> torch.nn.Module:
         if not isinstance(name, str) or not name.isidentifier() or hasattr(torch.nn.ModuleDict, name):
             raise UserError(f"a model cannot have the name {name!r}", "choose one such as generator")
         if not isinstance(model, torch.nn.Module):
-            raise UserError(f"model[{name!r}] of the task is a {type(model).__name__}", "give torch.nn.Module objects")
+            raise UserError(f"model[{name!r}] of the task is {kind_of(model)}", "give torch.nn.Module objects")
     return torch.nn.ModuleDict(task.model)
 
 

@@ -11,6 +11,7 @@ from keras import layers
 
 from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
+from hpctrain.backends.tensorflow.steps.compiled import reported
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask
@@ -59,6 +60,15 @@ def class_of(target: Any, outputs: Any) -> Any:
 def right(target: Any, outputs: Any) -> Any:
     """Whether each sample is classified rightly."""
     return keras.ops.cast(keras.ops.equal(keras.ops.argmax(outputs, 1), target), "float32")
+
+
+def test_what_evaluations_report_is_known_once_the_model_has_been_tried() -> None:
+    """A watched metric that is not among it was refused after the first epoch."""
+    model = two_outputs(loss={"kind": class_loss(), "size": "mse"}, metrics={"kind": ["accuracy"]}, optimizer="sgd")
+    fit = KerasTask(model, train=data(), validation=data(), fit_data=two, metrics={"far": lambda outputs, batch: 1.0})
+    framework = framework_of(lambda: fit, alone())
+    framework.dry_call(data(), [data()])
+    assert sorted(reported(framework.task)) == sorted(framework.evaluate(data())) == ["far", "kind_accuracy", "loss"]
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

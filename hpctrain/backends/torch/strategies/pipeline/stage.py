@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
 from hpctrain.comm.group import Group
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.parallel.pipeline import Pass, one_forward_one_backward
 from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
 
@@ -212,7 +212,7 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) in PLAIN:
         return {"value": value}
     raise UserError(
-        f"a layer at the end of a stage passes on a {type(value).__name__}",
+        f"a layer at the end of a stage passes on {kind_of(value)}",
         "let layers pass on tensors, by themselves or in tuples, lists and dicts",
     )
 

@@ -15,7 +15,7 @@ from torch.nn import Embedding, Module, Parameter, Sequential
 from torch.optim import Optimizer
 
 from hpctrain.backends.torch.strategies.parameter_traits import replace_parameters
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, kind_of
 from hpctrain.parallel.pipeline import balanced
 from hpctrain.train.reach import reached
 
@@ -90,7 +90,7 @@ def layers_of(model: Module, given: Callable[[Any], Sequence[Any]] | None) -> li
     for number, (call, stage) in enumerate(zip(calls, stage_of, strict=True)):
         if isinstance(call, Module) and type(call).forward is Module.forward:
             raise UserError(
-                f"layer {number} of {FIELD} is a {type(call).__name__}, which holds layers and cannot be called",
+                f"layer {number} of {FIELD} is {kind_of(call)}, which holds layers and cannot be called",
                 "give the layers that it holds: *model.blocks in place of model.blocks",
             )
         held = {id(one): one for one in used_by(call, model, f"layer {number} of {FIELD}")}
