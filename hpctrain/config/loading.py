@@ -30,6 +30,7 @@ from hpctrain.system import bounded_yaml, safe_read
 
 ACCEPT = "accept"
 """An option that adds to checkpoint.accept: ``--accept train.epochs``."""
+SLURM = "launch.slurm."
 
 
 def load(
@@ -126,7 +127,8 @@ def _read_file(path: Path) -> tuple[dict[str, typing.Any], dict[str, int]]:
         nodes = dict(_nodes(root, "", path, lines))
         return {key: loader.construct_object(node, deep=True) for key, node in nodes.items()}, lines
     except FileNotFoundError as error:
-        raise UserError(f"run file {path} does not exist", "give the path of a YAML run file") from error
+        program = "" if path.suffix else f"; a program follows two dashes: hpctrain run -- {path} ..."
+        raise UserError(f"run file {path} does not exist", f"give the path of a YAML run file{program}") from error
     except safe_read.TooLarge as error:
         fix = "put large values into a separate file, and its name into task_args"
         raise UserError(f"run file {path} is too large: {error.strerror}", fix) from error
@@ -209,12 +211,20 @@ def _type_of(key: str) -> str:
 
 
 def _nearest(key: str, dashes: str = "") -> str:
+    """What was probably meant by an unknown key: one of its name, of a similar one, or that shares a word with it."""
     known = list(keys()) if dashes else [*keys(), *sections()]
-    alike = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    otherwise = "docs/configuration.md lists all keys"
+    if key.startswith(SLURM):  # nothing in other sections is meant by Slurm's words
+        key, dashes, otherwise = key.removeprefix(SLURM), dashes + SLURM, f"{SLURM}extra takes further directives"
+        known = [name.removeprefix(SLURM) for name in known if name.startswith(SLURM)]
+    section, _, last = key.rpartition(".")
+    alike = [name for name in known if name.rpartition(".")[2] == last]
     by_last = {name.split(".")[-1]: name for name in known}
     close = difflib.get_close_matches(key, alike, n=1, cutoff=0) or difflib.get_close_matches(key, known, n=1)
-    close = close or [by_last[last] for last in difflib.get_close_matches(key.split(".")[-1], by_last, n=1)]
-    return f"did you mean {dashes}{close[0]}?" if close else "docs/configuration.md lists all keys"
+    close = close or [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1)]
+    own = {name: {*name.rpartition(".")[2].split("_")} for name in known if name.rpartition(".")[0] == section}
+    close = close or [name for name, words in own.items() if words & {*last.split("_")}]
+    return f"did you mean {dashes}{close[0]}?" if close else otherwise
 
 
 def _plain(value: typing.Any) -> typing.Any:

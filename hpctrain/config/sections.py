@@ -817,7 +817,7 @@ class Config(Section, key=""):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not NAME.fullmatch(self.name):
-            fix = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
+            fix = "use up to 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
             raise WrongValue("name", f"name is {self.name!r}", fix)
         for pair in ONE_OF if self.task else ONE_OF[:1]:
             pair.check(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import socket
 import time
@@ -19,6 +20,8 @@ from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, noted_deaths
 from hpctrain.run.verdict import RunVerdict, failed_with
 from hpctrain.system import cgroups, processes
 
+RULE = re.compile(r"^-{60,}$", re.MULTILINE)
+"""Around banners of Open MPI."""
 LATE_NOTE_S = 2.0
 """Longest wait for the note of a death that explains the others."""
 LOOK_AGAIN_S = 0.1
@@ -100,7 +103,10 @@ def ran_out_of_memory(word: LastWord) -> bool:
 
 
 def last_line(text: str) -> str:
-    """The last line of a launcher's text with content."""
+    """What a launcher's text ends with: a line with content, or the first paragraph of a banner between dashes."""
+    *before, banner, rest = ["", *RULE.split(text.rstrip())]
+    if before and not rest:
+        return " ".join(banner.strip().partition("\n\n")[0].split())[:300]
     lines = [line.strip() for line in text.splitlines() if line.strip(" -=\t")]
     return lines[-1][:300] if lines else ""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -238,14 +239,26 @@ def open_validation(task: Task, name: str, given: Any, allow_outside: Sequence[s
             f"the validation data{which} of the task is a stream",
             "give data of known length: take its first samples into arrays, or write them to HDF5",
         )
-    return open_dataset(given, allow_outside=allow_outside, ragged=task.collate is not None)
+    with of_field("validation" if name == "validation" else f"validation[{name!r}]"):
+        return open_dataset(given, allow_outside=allow_outside, ragged=task.collate is not None)
+
+
+@contextlib.contextmanager
+def of_field(field: str) -> Iterator[None]:
+    """UserErrors in the body name the task's field."""
+    try:
+        yield
+    except UserError as error:
+        error.what = f"{field} of the task: {error.what}"
+        raise
 
 
 def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:
     """The training data."""
-    if is_stream(task.train):
-        return open_stream(task.train)
-    return open_dataset(task.train, allow_outside=allow_outside, ragged=task.collate is not None)
+    with of_field("train"):
+        if is_stream(task.train):
+            return open_stream(task.train)
+        return open_dataset(task.train, allow_outside=allow_outside, ragged=task.collate is not None)
 
 
 def examples_of(train: Dataset | Stream) -> Dataset:

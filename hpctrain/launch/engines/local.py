@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def run(
     # Ranks of MPICH find mpirun by a descriptor that they inherit.
     forks = mpirun is not None and mpirun.flavour is not Flavour.HYDRA and not config.launch.command
     if mpirun is not None:
-        environment |= launcher_environment(mpirun.flavour, os.environ)
+        environment |= launcher_environment(mpirun.flavour, os.environ) | temporary(environment)
     prefix = mpirun.argv(ranks, {}, cores) if mpirun is not None else []
     facts = Attempt(ranks=ranks).under(config.parallel)
     command = rank_command(config, rank_words, fresh)
@@ -84,6 +85,15 @@ def run(
 
         with contextlib.closing(forking):
             return supervised(config, launch, facts, lambda verdict: facts, verbose)
+
+
+def temporary(environment: Mapping[str, str]) -> dict[str, str]:
+    """TMPDIR in place of one in which nothing can be written, for which mpirun would end without saying so."""
+    given = os.environ.get("TMPDIR")
+    if not given or "TMPDIR" in environment or os.path.abspath(given) == (found := tempfile.gettempdir()):
+        return {}
+    say(f"nothing can be written in TMPDIR, {given}: {found} takes its place")
+    return {"TMPDIR": found}
 
 
 def rank_command(config: Config, rank_words: Sequence[str], fresh: bool) -> Callable[[], list[str]]:

@@ -27,6 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(client, "find", lambda name: name)
     monkeypatch.setattr(schedulers, "alive", lambda run: entries)
     monkeypatch.setattr(client, "origin", lambda job: client.Origin("r", f"{tmp_path}/job.sbatch", "/", ""))
+    (tmp_path / "jobs.jsonl").touch()
     return RunDir(tmp_path)
 
 

@@ -42,6 +42,21 @@ def test_defaults_and_overrides(run_file: Path) -> None:
     assert config.train.early_stop.patience == 9
 
 
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("train.batch_size", "did you mean --train.batch_per_rank?"),
+        ("launch.slurm.gpus", "did you mean --launch.slurm.gpus_per_node?"),
+        ("launch.slurm.dependency", "launch.slurm.extra takes further directives"),
+        ("launch.slurm.gres", "launch.slurm.extra takes further directives"),
+    ],
+)
+def test_keys_of_other_programs_lead_to_ours(run_file: Path, key: str, fix: str) -> None:
+    with pytest.raises(UserError, match="unknown option") as caught:
+        load(run_file, [f"--{key}", "3"])
+    assert caught.value.fix == fix
+
+
 def test_arguments_of_the_task_are_given_together_or_one_by_one(run_file: Path) -> None:
     run_file.write_text(MINIMAL + "task_args: {a: 1, b: 2}\n")
     assert load(run_file, ["--task_args.b", "[3]", "--task_args", "{c: x}"]).task_args == {"a": 1, "b": [3], "c": "x"}

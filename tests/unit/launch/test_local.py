@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.config.sections import CheckpointConfig, Config, LaunchConfig, StoreTierConfig, TiersConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.local import rank_command, rank_environment, run
+from hpctrain.launch.engines.local import rank_command, rank_environment, run, temporary
 from hpctrain.launch.mpi_library import (
     Flavour,
     MpiLibrary,
@@ -158,3 +159,16 @@ def test_a_fresh_run_leaves_the_checkpoints_of_a_store_once(tmp_path: Path) -> N
     assert words()[-1] == "a.yaml"
     assert rank_command(config, ["train", "a.yaml"], fresh=True)()[-1] == "--fresh"
     assert rank_command(config, ["train", "a.yaml"], fresh=False)()[-1] == "a.yaml"
+
+
+def test_a_folder_of_temporary_files_that_cannot_be_written_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mpirun ended without a reason."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what gettempdir has found
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert temporary({}) == {} and capsys.readouterr().err == ""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
+    assert temporary({"TMPDIR": "of launch.env"}) == {}
+    assert temporary({}) == {"TMPDIR": str(tmp_path)}
+    assert "nothing can be written in TMPDIR" in capsys.readouterr().err

@@ -333,6 +333,12 @@ def test_one_more_kill_of_the_control_group_is_this_rank_s(
 
 def test_the_last_line_says_something() -> None:
     assert last_line("first\n  second  \n-----\n\t=== \n\n") == "second"
+    dashes = "-" * 74
+    told = f"[vm:1] PMIX ERROR\n{dashes}\nThe listener failed to start. We cannot\ncontinue.\n{dashes}\n"
+    assert last_line(told) == "The listener failed to start. We cannot continue."
+    told = f"{dashes}\nold\n{dashes}\n{dashes}\nThere are not enough slots.\n\n  python\n\nUse fewer.\n{dashes}\n\n"
+    assert last_line(told) == "There are not enough slots."
+    assert last_line(f"{told}then this\n") == "then this"
     assert last_line("") == "" and last_line("x" * 400) == "x" * 300
 
 

@@ -25,7 +25,15 @@ from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import make_validation
-from hpctrain.rank.problem import Loading, Problem, make_problem, task_features, validation_sets
+from hpctrain.rank.problem import (
+    Loading,
+    Problem,
+    make_problem,
+    open_training_data,
+    open_validation,
+    task_features,
+    validation_sets,
+)
 from hpctrain.rank.wiring import require_watched
 from hpctrain.reduce.candidates import Surroundings, candidates
 from hpctrain.reduce.reducer_choice import ReducerChoice
@@ -151,3 +159,16 @@ def test_nothing_is_measured_while_nodes_train_apart(compression: Any, monkeypat
     wiring.make_local_framework(config, alone(), task_with(None), NO_CLOCK, wiring.KeptReducer())
     around = Surroundings(ranks=2, nodes=1, shared_memory=True, horovod=True, gpu=False)
     assert [len(candidates(each.config, around)) for each in choices] == [1]
+
+
+@pytest.mark.parametrize(
+    ("validation", "field"),
+    [(np.zeros((0, 2)), "validation"), ({"hard": {"x": np.zeros((0, 2))}}, r"validation\['hard'\]")],
+)
+def test_what_is_wrong_with_data_names_the_field(validation: Any, field: str) -> None:
+    task = task_with({"x": validation} if field == "validation" else validation)
+    (name, given), *_ = validation_sets(task).items()
+    with pytest.raises(UserError, match=f"^{field} of the task: the dict of arrays holds no samples"):
+        open_validation(task, name, given)
+    with pytest.raises(UserError, match=r"^train of the task: the dict of arrays holds no samples"):
+        open_training_data(dataclasses.replace(task, train={"x": np.zeros((0, 2))}))

@@ -88,3 +88,12 @@ def test_a_checkpoint_is_meant_by_its_folder_in_a_run_or_not(run: RunDir, tmp_pa
     named.rename(moved)
     assert resolve_run.checkpoints(str(moved)) == (moved.parent, 10)
     assert resolve_run.checkpoints(str(moved.parent)) == (moved.parent, None)
+
+
+@pytest.mark.parametrize("command", ["status", "stop", "report", "explain", "watch", "logs"])
+def test_a_folder_without_a_run_is_left_alone(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert main([command, str(tmp_path)]) == 64
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "notes.txt"]
