@@ -249,8 +249,7 @@ def of_field(field: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        error.what = f"{field} of the task: {error.what}"
-        raise
+        raise UserError(f"{field} of the task: {error.what}", error.fix, error.code) from error
 
 
 def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:

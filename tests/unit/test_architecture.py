@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "checkpoint": 4720,
     "monitor": 2811,
     "track": 709,
-    "rank": 1606,
+    "rank": 1605,
     "registry": 147,
     "launch": 5215,
     "report": 1008,
