@@ -411,7 +411,7 @@ def test_a_hook_that_is_new_begins_anew_and_one_that_is_gone_is_told(
 @pytest.mark.parametrize(
     ("states", "problem"),
     [
-        (({"model": object()},), "the state_dict of hook 'memory', model is a object, which cannot be saved"),
+        (({"model": object()},), "the state_dict of hook 'memory', model is an object, which cannot be saved"),
         (({"names": np.array(["a"])},), "hooks/memory/names' has the type"),
         (({"count": 1}, {"count": 2}), "two objects with state are called hook 'memory'"),
     ],

@@ -164,7 +164,7 @@ def test_an_error_while_loading_is_one_sentence_with_the_state_and_the_line() ->
         (["box"], "state= of the task is a list"),
         ({"a/b": Box(1)}, "has the key 'a/b'"),
         ({3: Box(1)}, "has the key 3"),
-        ({"level": 3}, "state 'level' of the task is a int, which does not say what its state is"),
+        ({"level": 3}, "state 'level' of the task is an int, which does not say what its state is"),
         ({"level": Box}, "state 'level' of the task is the class Box"),
         ({"level": Box({"seen": {1, 2}})}, "the state_dict of state 'level', seen is a set, which cannot be saved"),
         ({"level": Box({"x": np.array([object()])})}, "tensor 'state/level/x' has the type object"),

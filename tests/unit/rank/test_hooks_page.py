@@ -120,7 +120,7 @@ def test_a_profiler_of_ones_own(tmp_path: Path) -> None:
     assert "aten::" in (tmp_path / "run/memory.txt").read_text()
 
 
-@pytest.mark.parametrize(("hook", "message"), [("WeightNorms", "holds the class WeightNorms"), ("3", "holds a int")])
+@pytest.mark.parametrize(("hook", "message"), [("WeightNorms", "holds the class WeightNorms"), ("3", "holds an int")])
 def test_what_is_no_hook_is_refused(hook: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         run(tmp_path, hook)

@@ -97,7 +97,7 @@ def test_statistics_of_ones_own_are_refused() -> None:
         def _moments(self, inputs: Any, mask: Any) -> Any:
             return super()._moments(inputs, mask)
 
-    with pytest.raises(UserError, match="is a Own, which computes statistics in its own way"):
+    with pytest.raises(UserError, match="is an Own, which computes statistics in its own way"):
         SyncBatchNorm([Own()], Group("alone"), IntervalClock())
 
 

@@ -110,7 +110,7 @@ WRONG = {
         "batch_per_rank to 3",
     ),
     "drop_last": (lambda: task(data.DataLoader(PAIRS, 4, drop_last=True)), "drop_last=True", "data.drop_last: true"),
-    "sampler": (lambda: task(data.DataLoader(PAIRS, 4, sampler=Odd())), "train has a Odd", "sampler="),
+    "sampler": (lambda: task(data.DataLoader(PAIRS, 4, sampler=Odd())), "train has an Odd", "sampler="),
     "two_samplers": (
         lambda: task(data.DataLoader(PAIRS, 4, shuffle=True), sampler=lambda epoch: np.arange(3)),
         "RandomSampler, and the task a sampler",

@@ -573,7 +573,7 @@ def test_extra_state_that_cannot_be_saved_is_refused_by_name() -> None:
         def get_extra_state(self) -> Any:
             return {"deep": [object()]}
 
-    with pytest.raises(UserError, match=r"the extra state of Odd, deep, 0 is a object, which cannot be saved"):
+    with pytest.raises(UserError, match=r"the extra state of Odd, deep, 0 is an object, which cannot be saved"):
         make_framework(alone(), model=lambda: nn.Sequential(*plain_model(), Odd())).state()
 
 
