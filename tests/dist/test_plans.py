@@ -12,12 +12,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from hpctrain import CheckpointStore
+from tests.support.attempts import furthest
 from tests.support.mpi import mpirun
 
 PROGRAM = Path(__file__).parent / "programs" / "pipeline_training.py"
@@ -79,13 +78,8 @@ def require_near(
     whole, own = (CheckpointStore(folder / "checkpoints").load(updates).arrays for folder, _ in (one, many))
     weights = [key for key in whole if key.startswith(("model/", "ema/"))]
     assert len(weights) >= 18
-    of_losses, of_weights = furthest(many[1], one[1]), max(furthest(own[key], whole[key]) for key in weights)
+    of_losses = furthest(many[1], one[1])
+    of_weights = furthest([own[key] for key in weights], [whole[key] for key in weights])
     print(f"{plan}: losses {of_losses:.1e}, weights {of_weights:.1e}")
     assert of_losses <= near
     assert of_weights <= near
-
-
-def furthest(ones: Any, others: Any) -> float:
-    """Largest difference, relative to the larger of 1 and the number."""
-    found, wanted = np.asarray(ones, np.float64), np.asarray(others, np.float64)
-    return float(np.max(np.abs(found - wanted) / np.maximum(1, np.abs(wanted))))

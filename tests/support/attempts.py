@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SETTINGS = {"global_batch": 25, "accumulate": 2, "clip_norm": 0.05, "ema_decay": 0.9}
 
 
-def furthest(ones: list[Any], others: list[Any]) -> float:
+def furthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
     """Largest difference, relative to the larger of 1 and the number."""
     pairs = zip(ones, others, strict=True)
     return max(float(np.max(np.abs(one - other) / np.maximum(1, np.abs(other)), initial=0)) for one, other in pairs)

@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.data.order import part_of
 from hpctrain.errors import RunFailed, UserError
+from tests.support.attempts import furthest
 
 UPDATES, SAMPLES = 3, 9
 """Global batches and their size: the parts of 2 and of 4 ranks differ, and none has fewer than 2 samples."""
@@ -111,16 +112,9 @@ def _compare(problem: Problem, found: Found, after: Weights, exact: Callable[[Pr
     if found.refusal or found.crash:
         return found
     try:
-        return replace(found, difference=difference(after, exact(problem)))
+        return replace(found, difference=furthest(after, exact(problem)))
     except Exception:
         return replace(found, crash=traceback.format_exc())
-
-
-def difference(found: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> float:
-    """The largest between two lists of arrays, relative to the larger of 1 and what was wanted."""
-    return max(
-        float(np.max(np.abs(a - b) / np.maximum(1, np.abs(b)), initial=0.0)) for a, b in zip(found, wanted, strict=True)
-    )
 
 
 def numbers(shape: tuple[int, ...], below: int | None = None) -> NDArray[Any]:

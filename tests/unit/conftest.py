@@ -1,9 +1,10 @@
-"""A store of objects for the tests of tables and of checkpoints."""
+"""A store of objects for the tests of tables and of checkpoints, and what a run sets in its environment."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from hpctrain.system.output import quiet_environment
 from tests.support.object_store import ObjectStore, serving
 
 
@@ -23,3 +24,10 @@ def object_store(_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Objec
         monkeypatch.setenv(name, value)
     _server.fail("", 0)
     return _server
+
+
+@pytest.fixture
+def environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run sets, for the test only."""
+    for name, value in quiet_environment(False, {}).items():
+        monkeypatch.setenv(name, value)

@@ -193,6 +193,13 @@ def test_the_slowest_are_told_singly_and_the_others_together(slow: int, sizes: l
         assert confirmed[-1].ranks == tuple(range(32 - slow, 32 - 8))
 
 
+def test_a_host_is_as_slow_as_its_ranks_are_on_average() -> None:
+    """It is the least slow of nine, though its two ranks together lose more than any other."""
+    judge = Judge([*(f"n{rank}" for rank in range(32)), "both", "both"], EXACT)
+    findings = watched(judge, *(window(index, [1.0] * 24 + [1.6] * 8 + [1.5] * 2) for index in range(2)))
+    assert [each.ranks for each in findings if each.state is State.CONFIRMED][8:] == [(32, 33)]
+
+
 def test_a_host_is_named_only_if_all_its_ranks_are_slow() -> None:
     for slow, kinds in ((1, {Kind.RANK}), (2, {Kind.HOST})):
         judge = Judge(["a"] * 4 + ["b"] * 2 + ["c"] * 4, EXACT)

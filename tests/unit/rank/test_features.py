@@ -26,7 +26,6 @@ from hpctrain.rank.problem import make_problem, task_features
 from hpctrain.rank.wiring import make_framework
 from hpctrain.registry.register import register_model
 from hpctrain.run.folder import RunDir
-from hpctrain.system.output import quiet_environment
 from hpctrain.train.clock import IntervalClock
 from tests.tasks import combined_keras_tasks, combined_tasks
 
@@ -92,14 +91,10 @@ KERAS_ONLY = {
 }
 TWO = {"data": Feature.RANKS, "tensor": Feature.TENSOR, "pipeline": Feature.PIPELINE}
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch.compile itself
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets, for the test only."""
-    for name, value in quiet_environment(False, {}).items():
-        monkeypatch.setenv(name, value)
+pytestmark = [
+    pytest.mark.usefixtures("environment_of_a_run"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),  # by torch.compile itself
+]
 
 
 class Pair(Group):

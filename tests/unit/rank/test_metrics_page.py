@@ -14,21 +14,13 @@ from hpctrain.report.explain import explain
 from hpctrain.report.page import make_sections, render
 from hpctrain.run.events import Eval
 from hpctrain.run.view import RunView
-from hpctrain.system.output import quiet_environment
 from tests.tasks import interrupted_metric
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("environment_of_a_run"), pytest.mark.slow]
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 EXAMPLE = next(block for block in BLOCKS if "Calibration" in block)
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets, for the test only."""
-    for name, value in quiet_environment(False, {}).items():
-        monkeypatch.setenv(name, value)
 
 
 def config_of(folder: Path, source: str) -> Config:

@@ -16,11 +16,10 @@ from hpctrain.rank.trial import try_task
 from hpctrain.run.event_log import read_events
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
-from hpctrain.system.output import quiet_environment
 from hpctrain.train.hooks import BaseHook, StopReason
 from hpctrain.train.loop import RunSummary
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("environment_of_a_run"), pytest.mark.slow]
 
 GAN_FILE = Path(__file__).parents[3] / "examples" / "gan.py"
 PAGE = Path(__file__).parents[3] / "docs" / "own-steps.md"
@@ -34,13 +33,6 @@ def task():
     data = {"one": torch.rand(64, 9).numpy(), "other": torch.rand(64, 9).numpy()}
     return TorchTask(model=model, optimizer=torch.optim.Adam(model.parameters()), step=step, train=data)
 """
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets, for the test only."""
-    for name, value in quiet_environment(False, {}).items():
-        monkeypatch.setenv(name, value)
 
 
 def config(task: str, folder: Path, **changes: Any) -> Config:

@@ -21,10 +21,11 @@ from hpctrain.config.sections import (
 )
 from hpctrain.errors import UserError
 from hpctrain.rank.fit import fit
-from hpctrain.system.output import quiet_environment
 from hpctrain.tasks.definition import TorchScheduler
 from hpctrain.train.hooks import BaseHook, StopReason
 from tests.tasks import scheduled_keras_tasks, scheduled_tasks
+
+pytestmark = pytest.mark.usefixtures("environment_of_a_run")
 
 STEPS = 20
 """Batches of 8 out of 40 samples: 5 an epoch."""
@@ -37,13 +38,6 @@ CONFIG = Config(
     checkpoint=CheckpointConfig(interval="none"),
     monitor=MonitorConfig(enabled=False),
 )
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets, for the test only."""
-    for name, value in quiet_environment(False, {}).items():
-        monkeypatch.setenv(name, value)
 
 
 class Rates(BaseHook):

@@ -20,9 +20,10 @@ from hpctrain.rank.batches import first_batch, first_validation
 from hpctrain.rank.problem import make_problem
 from hpctrain.rank.session import message
 from hpctrain.rank.trial import try_task
-from hpctrain.system.output import quiet_environment
 from hpctrain.train.clock import IntervalClock
 from tests.tasks import wrong_keras_tasks, wrong_torch_tasks
+
+pytestmark = pytest.mark.usefixtures("environment_of_a_run")
 
 TORCH = {
     "no_forward": ("the model or forward fails", r'missing the required "forward" function', "x .8, 4."),
@@ -170,13 +171,6 @@ KERAS = {
         r"x \[None, 4\], y \[None\]",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets, for the test only."""
-    for name, value in quiet_environment(False, {}).items():
-        monkeypatch.setenv(name, value)
 
 
 def config_of(module: Any, which: str) -> Config:

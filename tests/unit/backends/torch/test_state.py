@@ -211,7 +211,8 @@ def test_threads_are_those_of_the_run_file_also_where_no_supervisor_set_the_envi
 def test_averaging_leaves_no_graph_that_grows_from_step_to_step() -> None:
     framework = make_framework(alone(), ema_decay=0.9)
     train(framework, 2)
-    assert all(average.grad_fn is None for average in framework.source.averages.values)
+    averages = framework.source.averages.values
+    assert averages and all(average.grad_fn is None for average in averages)
 
 
 def test_no_memory_for_a_snapshot_is_told_as_such() -> None:

@@ -11,15 +11,9 @@ from torch import nn
 
 from hpctrain import BaseHook, StepResult, Training, UserError, fit, load_config
 from hpctrain.backends.torch.task.opening import give_memory
-from hpctrain.system.output import quiet_environment
 from tests.tasks.valueless_tasks import on_meta, words, write_weights
 
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets, for the test only."""
-    for name, value in quiet_environment(False, {}).items():
-        monkeypatch.setenv(name, value)
+pytestmark = pytest.mark.usefixtures("environment_of_a_run")
 
 
 class Losses(BaseHook):
