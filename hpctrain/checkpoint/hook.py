@@ -31,6 +31,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run import events
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts, versions
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_attempt
@@ -426,6 +427,13 @@ def told(event: events.Event) -> Iterator[str]:
                 yield f"{kind}: {', '.join(names)}"
 
 
+def gone_since(attempts: Sequence[Attempt]) -> str:
+    """What the attempt before the present one, the last, had saved, if it is gone: file systems purge old files."""
+    before, now = attempts[-2:] if len(attempts) > 1 else (Attempt(), Attempt())
+    is_gone = before.to_step is not None and now.from_step is None
+    return f"the checkpoint of step {before.to_step}, which attempt {before.number} left, is gone" if is_gone else ""
+
+
 def checkpoint_hook(
     config: CheckpointConfig,
     identity: Mapping[str, Any],
@@ -453,7 +461,10 @@ def checkpoint_hook(
     fence = lambda: Attempts(run_dir).check_fence(attempt)  # noqa: E731
     store = CheckpointStore(run_dir.checkpoints, kept, world.everyone, fence, world.data, world.tensor)
     tiers = open_tiers(config, world, Attempts(run_dir), attempt, fence)
-    policy = policy_of(config, Attempts(run_dir).all() if world.rank == 0 else ())
+    attempts = Attempts(run_dir).all() if world.rank == 0 else []
+    if not fresh and (purged := gone_since(attempts)):
+        foreign_text.show(f"{purged}; unless there is a copy, training begins again")
+    policy = policy_of(config, attempts)
     remote = open_remote(config.tiers.store, run_dir.checkpoints, world.everyone, kept, fence)
     return CheckpointHook(store, policy, config, identity, report, hooks, fresh, state, tiers, remote)
 

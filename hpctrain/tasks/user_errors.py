@@ -147,4 +147,5 @@ def no_such_field(error: TypeError, fields: Sequence[str]) -> UserError:
 def of_float64(batch: Mapping[str, Any]) -> str:
     """What is added to a fix if arrays have NumPy's type of numbers, and not that of models."""
     wide = [name for name, array in batch.items() if str(array.dtype).rpartition(".")[2] == "float64"]
-    return f". {', '.join(wide)} is float64 and models are float32: use array.astype(np.float32)" if wide else ""
+    verb = "are" if wide[1:] else "is"
+    return f". {', '.join(wide)} {verb} float64 and models are float32: use array.astype(np.float32)" if wide else ""

@@ -132,6 +132,7 @@ WRONG: dict[str, Any] = {
     "optimizers_other": lambda: made(optimizer=[torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1), "adam"]),
     "optimizers_twice": lambda: twice(nn.Linear(4, 3)),
     "other_parameters": lambda: made(optimizer=torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)),
+    "frozen": lambda: made(model=nn.Linear(4, 3).requires_grad_(False)),
     "no_super": lambda: made(model=NoSuper()),
     "lazy": lambda: made(model=nn.LazyLinear(3)),
     "two_outputs": lambda: made(model=Two()),

@@ -16,7 +16,7 @@ import pytest
 
 from hpctrain.checkpoint import policy as policy_module
 from hpctrain.checkpoint import saver as saver_module
-from hpctrain.checkpoint.hook import CheckpointHook, best_steps
+from hpctrain.checkpoint.hook import CheckpointHook, best_steps, gone_since
 from hpctrain.checkpoint.policy import Retention, policy_of
 from hpctrain.checkpoint.store import CheckpointStore, load_weights
 from hpctrain.comm.world import alone
@@ -25,6 +25,7 @@ from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
+from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.events import CheckpointFailed, Event
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.framework import Facts
@@ -425,3 +426,11 @@ def test_state_that_cannot_be_saved_is_refused_before_the_first_step(
     with pytest.raises(UserError, match=problem):
         Run(tmp_path).attempt(*hooks)
     assert hooks[0].steps == []
+
+
+def test_a_checkpoint_that_was_purged_is_told() -> None:
+    """Training began again without a word."""
+    one, two = Attempt(number=1, to_step=64), Attempt(number=2)
+    assert gone_since([one, two]) == "the checkpoint of step 64, which attempt 1 left, is gone"
+    for fine in ([], [two], [one, dataclasses.replace(two, from_step=32)], [Attempt(number=1), two]):
+        assert gone_since(fine) == ""

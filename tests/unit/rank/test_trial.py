@@ -63,6 +63,7 @@ TORCH = {
     "optimizers_other": ("optimizer of the task holds str, which is not a torch.optim.Optimizer", "", r"\[SparseAdam"),
     "optimizers_twice": ("do not go together: some parameters appear in more than one", "", "each parameter to one"),
     "other_parameters": ("optimizer updates tensors that are not parameters", "", r"model.parameters\(\)"),
+    "frozen": ("no parameter of the task's model wants a gradient", "", "leave requires_grad on"),
     "no_super": ("cannot assign module before", r"wrong_torch_tasks.py:\d+: `self.layer = ", r"super\(\).__init__\(\)"),
     "lazy": ("parameter weight has no shape yet", "", "example batch"),
     "two_outputs": ("loss fails", r"not tuple \(wrong_torch_tasks.py:\d+: `return", "outputs a tuple of 2"),

@@ -102,9 +102,8 @@ class LossPasses:
             clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived
 
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
-        trains = any(parameter.requires_grad for parameter in self.model.parameters())
         with self.partition.passing():
-            return try_loss(self.task, self.model, batch, trains, self.partition.hint)
+            return try_loss(self.task, self.model, batch, self.partition.hint)
 
     def try_loss(self, loss: Any) -> None:
         self.partition.try_loss(loss)

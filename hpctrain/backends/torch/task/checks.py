@@ -31,6 +31,9 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
                 f"parameter {name} has no shape yet, since its layer is a lazy one",
                 "pass an example batch through the model before the task returns it",
             )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        what = "no parameter of the task's model wants a gradient: nothing would be trained"
+        raise UserError(what, "leave requires_grad on where the model is to learn")
     if not optimizers:
         raise UserError(
             "the task's optimizer neither is nor holds a torch.optim.Optimizer", "derive it from torch.optim.Optimizer"
@@ -107,12 +110,11 @@ def require_scalar(loss: torch.Tensor) -> None:
 SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
 
 
-def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], trains: bool, hint: str = "") -> Any:
+def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "") -> Any:
     """The loss; raises UserError if it cannot be computed, or cannot be trained on.
 
     Args:
         batch: on the model's device.
-        trains: whether some parameter of the model is trained.
         hint: what else may be wrong with the partition of the model; a sentence.
     """
     outputs = forward(task, model, batch, hint)
@@ -123,7 +125,7 @@ def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], trains: bool, 
         score = task.loss(outputs, batch)
     require_score(score, "loss")
     total = score[0] if isinstance(score, tuple) else score
-    if trains and not (isinstance(total, Tensor) and total.requires_grad):
+    if not isinstance(total, Tensor) or not total.requires_grad:
         raise UserError(
             f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
             "compute it from the outputs with torch operations, without .item(), .detach(), argmax or NumPy",

@@ -78,7 +78,7 @@ class Whole:
         timed = Timed(layers, self.model, self.compute.device)
         try:
             with self.compute.autocast(cache_enabled=False):
-                loss = try_loss(self.task, timed, batch, trains=True, hint=self.partition.hint)
+                loss = try_loss(self.task, timed, batch, self.partition.hint)
             timed.end_layer([loss])
         finally:
             self.partition.leave()

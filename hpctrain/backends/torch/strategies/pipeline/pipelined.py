@@ -171,7 +171,7 @@ class Pipelined:
     def dry_call(self, batch: dict[str, Tensor]) -> None:
         """A forward pass as in an update, on all stages, with errors that name the field of the task."""
         with self._update([]), contextlib.suppress(HandedOn):
-            try_loss(self.task, self, batch, trains=True, hint=self.partition.hint)
+            try_loss(self.task, self, batch, self.partition.hint)
         self.stage.settle()
 
     def try_loss(self, loss: Any) -> None:
