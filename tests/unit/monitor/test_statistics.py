@@ -198,6 +198,8 @@ def test_work_that_differs_between_ranks_only_excuses_up_to_its_share() -> None:
     assert explained.tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4], "half as much again of the median's 2 s"
     one_more = statistics.work_explains(np.full((3, 4), 2.0), work - (work > 4))
     assert one_more.tolist() == [[0.0] * 4, [0.0] * 4, [0.5] * 4]
+    nearly = statistics.work_explains(np.full((3, 4), 2.0), work * [1.0, 1.005, 1.0, 1.005])
+    assert nearly[2] == pytest.approx(explained[2], rel=0.02), "half a percent from step to step is no variation"
     lazy = statistics.work_explains(np.full((3, 4), 2.0), np.repeat([[4.0], [4.0], [2.0]], 4, axis=1))
     assert not lazy.any(), "less work is no debt"
 
