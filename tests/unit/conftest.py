@@ -1,11 +1,17 @@
 """A store of objects for the tests of tables and of checkpoints, and what a run sets in its environment."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from hpctrain.system.output import quiet_environment
 from tests.support.object_store import ObjectStore, serving
+
+
+def pytest_configure() -> None:
+    """Two processes compute at a time: with a thread for each core they would wait for each other's."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
