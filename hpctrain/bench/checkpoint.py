@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.bench.ranks import existing_folder
-from hpctrain.checkpoint.format.checksum import crc32
-from hpctrain.checkpoint.format.files import BLOCK_BYTES, created, write_block
+from hpctrain.checkpoint.format.files import BLOCK_BYTES, crc32, created, write_at
 from hpctrain.checkpoint.format.paced_write import threads
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
@@ -151,8 +150,8 @@ def copy(arrays: Arrays, buffers: Arrays) -> None:
 def write_raw(path: Path, data: NDArray[np.uint8]) -> None:
     """Only the bytes and an fsync, with the number of threads a checkpoint uses."""
     with created(path) as descriptor, ThreadPoolExecutor(threads(data.size)) as workers:
-        blocks = [(begin, min(data.size, begin + BLOCK_BYTES)) for begin in range(0, data.size, BLOCK_BYTES)]
-        for done in [workers.submit(write_block, descriptor, data.data, *block) for block in blocks]:
+        begins = range(0, data.size, BLOCK_BYTES)
+        for done in [workers.submit(write_at, descriptor, data.data[at : at + BLOCK_BYTES], at) for at in begins]:
             done.result()
         os.fsync(descriptor)
 

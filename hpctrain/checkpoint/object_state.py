@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.checksum import crc32
+from hpctrain.checkpoint.format.files import crc32
 from hpctrain.checkpoint.format.layout import TensorSpec, check_tensors
 from hpctrain.checkpoint.reading import Loaded
-from hpctrain.checkpoint.resume_compat import flat, is_accepted
+from hpctrain.checkpoint.resume_compat import is_accepted
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, foreign_errors
+from hpctrain.system.json_shape import flat
 from hpctrain.tasks.user_errors import own_line, words
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of

@@ -103,12 +103,13 @@ def load_newest(
             if taken and not replaces(manifest, taken):
                 fix = "rename the folders of the damaged ones, then run the same command again"
                 break
+            candidate = Candidate(folder, manifest, group, peers, tuple(rejected))
             if use is None:
-                return shared(folder, manifest, group, peers, tuple(rejected))
+                return candidate.shared()
             is_replaced = older is None or replaced_by(older, manifest, group)
-            own = own_state(folder, manifest, group, peers, check_rest if is_replaced else check_shard)
+            own = candidate.own_state(check_rest if is_replaced else check_shard)
             taken = manifest
-            return read_by_each(folder, manifest, group, peers, own, use, tuple(rejected))
+            return candidate.read_by_each(own, use)
         except layout.DamagedCheckpoint as error:
             rejected.append(NotUsed(step, error.what, folder))
     reasons = "; ".join(found.reason for found in rejected)
@@ -163,22 +164,10 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
     """
     folder, alone = path / name_of_step(step), Group("alone")
     manifest = read_manifest(folder, step, alone)
-    own = own_state(folder, manifest, alone, alone, check_rest)
-    with closing(Contents(folder, manifest, own_rank(manifest, alone), own.merged, patiently)) as contents:
-        yield loaded_of(folder, manifest, contents, own.of_ranks, ())
-
-
-def loaded_of(
-    folder: Path, manifest: layout.Manifest, arrays: SavedArrays, of_ranks: OfRanks, rejected: tuple[NotUsed, ...]
-) -> Loaded:
-    """A checkpoint with these arrays."""
-    dtypes = {spec.name: spec.dtype for spec in manifest.tensors().values()}
-    return Loaded(manifest.step, folder, manifest.ranks, manifest.meta, arrays, dtypes, rejected, of_ranks)
-
-
-def own_rank(manifest: layout.Manifest, peers: Group) -> int | None:
-    """The rank whose own values this rank takes; None if there were more or fewer ranks."""
-    return peers.rank if manifest.ranks == peers.size else None
+    candidate = Candidate(folder, manifest, alone, alone)
+    own = candidate.own_state(check_rest)
+    with closing(Contents(folder, manifest, candidate.own_rank, own.merged, patiently)) as contents:
+        yield candidate.loaded(contents, own.of_ranks)
 
 
 def read_manifest(folder: Path, step: int, group: Group) -> layout.Manifest:
@@ -196,28 +185,97 @@ Check = Callable[[Path, layout.Shard], None]
 """Looks at a shard; raises DamagedCheckpoint, UnreadableCheckpoint or UserError."""
 
 
-def own_state(folder: Path, manifest: layout.Manifest, group: Group, peers: Group, check: Check) -> OwnState:
-    """Checks each shard on one of the ranks, and gathers the saved ranks' local state. Collective.
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that ranks take together, if it turns out to be sound."""
 
-    With as many ranks as saved it, each takes its own, and nothing is gathered. Raises as ``read_among`` does.
-    """
-    kept = [own_pieces(shard) if manifest.ranks != peers.size else [] for shard in manifest.shards]
+    folder: Path
+    manifest: layout.Manifest
+    group: Group
+    """Ranks that load together."""
+    peers: Group
+    """Those of them that have rank-local state."""
+    rejected: tuple[NotUsed, ...] = ()
+    """Newer ones, newest first."""
 
-    def look(index: int) -> NDArray[np.uint8]:
-        check(folder, manifest.shards[index])
-        with closing(ShardFiles(folder)) as files:
-            values = [files.read_whole(manifest.shards[index], stored) for stored in kept[index]]
-        return np.concatenate([np.empty(0, np.uint8), *(value.reshape(-1).view(np.uint8) for value in values)])
+    @property
+    def own_rank(self) -> int | None:
+        """The rank whose own values this rank takes; None if there were more or fewer ranks."""
+        return self.peers.rank if self.manifest.ranks == self.peers.size else None
 
-    held, holders = read_among(group, len(manifest.shards), look, f"verify {folder.name}")
-    of_ranks: OfRanks = {}
-    for index, pieces in enumerate(kept):
-        if pieces:
-            size = sum(stored.piece.num_bytes for stored in pieces)
-            image = held[index] if index in held else np.empty(size, np.uint8)
-            group.broadcast_array(image, f"send ranks' own state of {manifest.shards[index].file}", holders[index])
-            take_own(pieces, image, of_ranks)
-    return own_state_of(of_ranks, peers.rank)
+    def loaded(self, arrays: SavedArrays, of_ranks: OfRanks) -> Loaded:
+        """The checkpoint with these arrays."""
+        saved = self.manifest
+        dtypes = {spec.name: spec.dtype for spec in saved.tensors().values()}
+        return Loaded(saved.step, self.folder, saved.ranks, saved.meta, arrays, dtypes, self.rejected, of_ranks)
+
+    def own_state(self, check: Check) -> OwnState:
+        """Checks each shard on one of the ranks, and gathers the saved ranks' local state. Collective.
+
+        With as many ranks as saved it, each takes its own, and nothing is gathered. Raises as ``read_among`` does.
+        """
+        shards = self.manifest.shards
+        kept = [own_pieces(shard) if self.own_rank is None else [] for shard in shards]
+
+        def look(index: int) -> NDArray[np.uint8]:
+            check(self.folder, shards[index])
+            with closing(ShardFiles(self.folder)) as files:
+                values = [files.read_whole(shards[index], stored) for stored in kept[index]]
+            return np.concatenate([np.empty(0, np.uint8), *(value.reshape(-1).view(np.uint8) for value in values)])
+
+        held, holders = read_among(self.group, len(shards), look, f"verify {self.folder.name}")
+        of_ranks: OfRanks = {}
+        for index, pieces in enumerate(kept):
+            if pieces:
+                size = sum(stored.piece.num_bytes for stored in pieces)
+                image = held[index] if index in held else np.empty(size, np.uint8)
+                self.group.broadcast_array(image, f"send ranks' own state of {shards[index].file}", holders[index])
+                take_own(pieces, image, of_ranks)
+        return own_state_of(of_ranks, self.peers.rank)
+
+    def read_by_each(self, own: OwnState, use: Use) -> Loaded:
+        """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
+        mine: Exception | None = None
+        problem: tuple[str, str, str] | None = None
+        kept: Mapping[str, NDArray[Any]] = {}
+        with closing(Contents(self.folder, self.manifest, self.own_rank, own.merged)) as contents:
+            view = self.loaded(contents, own.of_ranks)
+            try:
+                kept = use(view)
+            except (*FINAL, layout.UnreadableCheckpoint) as error:
+                mine, problem = error, (type(error).__name__, error.what, error.fix)
+            except Exception as error:  # of a program's own code: the others must not wait for this rank
+                said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+                what = f"rank {self.group.rank} failed while it took over {self.folder.name}: {said}"
+                mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
+        told = [each for each in self.group.allgather(problem, f"read {self.folder.name}") if each]
+        if not told:
+            return replace(view, arrays=HeldArrays(kept))
+        if damage := next((what for name, what, _ in told if name == layout.DamagedCheckpoint.__name__), None):
+            raise layout.DamagedCheckpoint(damage)
+        final = next(((what, fix) for name, what, fix in told if name != layout.UnreadableCheckpoint.__name__), None)
+        if final:
+            raise mine if mine and not isinstance(mine, layout.UnreadableCheckpoint) else UserError(*final)
+        view = self.shared()
+        return replace(view, arrays=HeldArrays(use(view)))
+
+    def shared(self) -> Loaded:
+        """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
+
+        Raises as ``read_among`` does.
+        """
+        shards, what = self.manifest.shards, f"verify {self.folder.name}"
+        images, holders = read_among(
+            self.group, len(shards), lambda index: read_shard(self.folder, shards[index]), what
+        )
+        arrays: Arrays = {}
+        of_ranks: OfRanks = {}
+        for index, shard in enumerate(shards):
+            image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
+            self.group.broadcast_array(image, f"send {shard.file}", root=holders[index])
+            take(shard, image, arrays, of_ranks, self.own_rank)
+        own = own_state_of(of_ranks, self.peers.rank)
+        return self.loaded(HeldArrays(arrays | own.merged), own.of_ranks)
 
 
 def own_pieces(shard: layout.Shard) -> list[layout.StoredPiece]:
@@ -255,61 +313,6 @@ def same(values: Mapping[int, NDArray[Any]]) -> bool:
     return len({value.tobytes() for value in values.values()}) < 2
 
 
-def read_by_each(
-    folder: Path,
-    manifest: layout.Manifest,
-    group: Group,
-    peers: Group,
-    own: OwnState,
-    use: Use,
-    rejected: tuple[NotUsed, ...],
-) -> Loaded:
-    """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
-    mine: Exception | None = None
-    problem: tuple[str, str, str] | None = None
-    kept: Mapping[str, NDArray[Any]] = {}
-    with closing(Contents(folder, manifest, own_rank(manifest, peers), own.merged)) as contents:
-        view = loaded_of(folder, manifest, contents, own.of_ranks, rejected)
-        try:
-            kept = use(view)
-        except (*FINAL, layout.UnreadableCheckpoint) as error:
-            mine, problem = error, (type(error).__name__, error.what, error.fix)
-        except Exception as error:  # of a program's own code: the others must not wait for this rank
-            said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
-            what = f"rank {group.rank} failed while it took over {folder.name}: {said}"
-            mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
-    told = [each for each in group.allgather(problem, f"read {folder.name}") if each]
-    if not told:
-        return replace(view, arrays=HeldArrays(kept))
-    if damage := next((what for name, what, _ in told if name == layout.DamagedCheckpoint.__name__), None):
-        raise layout.DamagedCheckpoint(damage)
-    if final := next(((what, fix) for name, what, fix in told if name != layout.UnreadableCheckpoint.__name__), None):
-        raise mine if mine and not isinstance(mine, layout.UnreadableCheckpoint) else UserError(*final)
-    view = shared(folder, manifest, group, peers, rejected)
-    return replace(view, arrays=HeldArrays(use(view)))
-
-
-def shared(
-    folder: Path, manifest: layout.Manifest, group: Group, peers: Group, rejected: tuple[NotUsed, ...]
-) -> Loaded:
-    """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
-
-    Raises as ``read_among`` does.
-    """
-    what = f"verify {folder.name}"
-    images, holders = read_among(
-        group, len(manifest.shards), lambda index: read_shard(folder, manifest.shards[index]), what
-    )
-    arrays: Arrays = {}
-    of_ranks: OfRanks = {}
-    for index, shard in enumerate(manifest.shards):
-        image = images[index] if index in images else np.empty(shard.num_bytes, dtype=np.uint8)
-        group.broadcast_array(image, f"send {shard.file}", root=holders[index])
-        take(shard, image, arrays, of_ranks, own_rank(manifest, peers))
-    own = own_state_of(of_ranks, peers.rank)
-    return loaded_of(folder, manifest, HeldArrays(arrays | own.merged), own.of_ranks, rejected)
-
-
 def take(shard: layout.Shard, image: NDArray[np.uint8], arrays: Arrays, of_ranks: OfRanks, rank: int | None) -> None:
     """Adds replicated values and this rank's to ``arrays``, or if ``rank`` is None every rank's to ``of_ranks``."""
     for stored in shard.pieces:
@@ -336,14 +339,6 @@ def merge(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
     return values[rank % len(values)]
 
 
-Read = Callable[[], NDArray[Any]]
-
-
-def at_once(read: Read) -> NDArray[Any]:
-    """Reads once: errors of the file system are left to the caller."""
-    return read()
-
-
 class Contents(SavedArrays):
     """Arrays by name, bfloat16 as uint16; each access reads the file again. Close it after use.
 
@@ -363,7 +358,7 @@ class Contents(SavedArrays):
         manifest: Manifest,
         rank: int | None,
         merged: Mapping[str, NDArray[Any]],
-        patience: Callable[[Read], NDArray[Any]] = at_once,
+        patience: Callable[[Callable[[], NDArray[Any]]], NDArray[Any]] = lambda read: read(),
     ) -> None:
         self.files = ShardFiles(folder)
         self.merged = merged

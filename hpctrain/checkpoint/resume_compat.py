@@ -12,6 +12,7 @@ from typing import Any
 
 from hpctrain.config.sections import DECISIVE, PARTS
 from hpctrain.errors import UserError
+from hpctrain.system.json_shape import flat
 
 LENGTH = ("train.epochs", "train.steps")
 """Keys that a longer run changes; decisive only if the learning rate depends on the run's end."""
@@ -19,19 +20,6 @@ DATA = ("global batch", "training data")
 """Keys that determine what a position in the data means; a change is never accepted."""
 ENDLESS = ("constant", "step", "exponential", "restarts", "plateau")
 """Schedules that do not depend on the run's end."""
-
-
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key, lists for tuples, as JSON would give them back."""
-    result: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return result
-
-
 EARLIER = flat({name: dataclasses.asdict(section()) for name, section in PARTS.items()})
 """Keys that an earlier version may lack, with its behaviour."""
 

@@ -224,10 +224,10 @@ class SealedImage(ShardImage):
     def write(self, path: Path, is_dropped: Callable[[], bool] = lambda: False, mode: int = 0o666) -> None:
         """Sums the file up, adds its index, and gives it its name. Raises OSError, Dropped."""
         size = self.buffer.size
-        for number, begin in enumerate(range(0, size, BLOCK_BYTES)):
+        for begin in range(0, size, BLOCK_BYTES):
             if is_dropped():
                 raise Dropped("its writer was asked to stop", "nothing is to be done")
-            self.sums.add(number, begin, min(size, begin + BLOCK_BYTES))
+            self.sum_up(begin, begin + BLOCK_BYTES)
         write_at(self.descriptor, memoryview(self._index(path.name)), size)
         os.fsync(self.descriptor)
         os.link(self.file, path)

@@ -9,6 +9,7 @@ from typing import Any
 from hpctrain.report.plots import ReportSection, line_of, line_section
 from hpctrain.report.summary import summarize
 from hpctrain.run.history import RunHistory
+from hpctrain.system.json_shape import flat
 
 RESULTS = (
     "state",
@@ -37,7 +38,7 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
     names, paths = [str(summary["name"]) for summary in summaries], [str(run.run.path) for run in runs]
     return {
         "runs": names if len(set(names)) == len(names) else paths,
-        "configuration": differences([flatten(run.run.config) for run in runs]),
+        "configuration": differences([flat(run.run.config) for run in runs]),
         "results": results,
     }
 
@@ -63,14 +64,6 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     keys = sorted({key for config in configs for key in config})
     rows = {key: [config.get(key) for config in configs] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys, dotted."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return flat
 
 
 def sweep_table(runs: Sequence[RunHistory], metric: str | None = None, mode: str = "min") -> dict[str, Any]:

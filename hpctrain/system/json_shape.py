@@ -1,7 +1,7 @@
 """Whether a value that was read from JSON is of the types that its reader takes for granted.
 
 A shape is written as the values are: ``{"rank": int, "hosts": [str], "host": (str, None), "seconds": {str: float}}``.
-Dataclasses are read by the types of their fields (``maker``).
+Dataclasses are read by the types of their fields (``maker``), nested keys are put in one row by ``flat``.
 """
 
 from __future__ import annotations
@@ -163,3 +163,14 @@ def _reading(hint: typing.Any) -> Reads:
         make, a_text = getattr(hint, "read", hint), sound(lambda value: isinstance(value, str))
         return lambda value: make(a_text(value))
     return sound(is_count if hint is int else hint)
+
+
+def flat(section: Mapping[str, typing.Any], prefix: str = "") -> dict[str, typing.Any]:
+    """Values by dotted key, lists for tuples, as JSON would give them back."""
+    result: dict[str, typing.Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return result

@@ -13,7 +13,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +222,6 @@ def stdin_closes(seconds: float) -> bool:
     """Waits for the sink to close our standard input, or to die."""
     ready, _, _ = select.select([sys.stdin.buffer], [], [], seconds)
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted keys and plain values."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def shown(config: Mapping[str, Any]) -> dict[str, Any]:

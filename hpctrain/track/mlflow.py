@@ -13,7 +13,8 @@ from typing import Any
 from hpctrain.run.events import Event, RunFinished, RunStarted
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import Outcome
-from hpctrain.track.follower import Follower, flat, main, shown
+from hpctrain.system.json_shape import flat
+from hpctrain.track.follower import Follower, main, shown
 from hpctrain.track.sink import scalars
 
 LONGEST_NAME = 250
@@ -68,7 +69,7 @@ class MlflowFollower(Follower):
         from mlflow.entities import Param
 
         config = self.view.look(within_s=0.0).config
-        values = {accepted(key): str(value)[:6000] for key, value in flat(shown(config)) if value is not None}
+        values = {accepted(key): str(value)[:6000] for key, value in flat(shown(config)).items() if value is not None}
         params = [Param(key, value) for key, value in values.items()]
         for begin in range(0, len(params), 100):
             self.client.log_batch(self.run_id, params=params[begin : begin + 100])

@@ -24,8 +24,6 @@ TRAINED_WHOLE = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
 """Part of the name of a weight that PEFT trains whole, such as a head's."""
 REPLACED = ".original_module."
 """Part of the name of what such a weight replaces."""
-
-
 KERAS = re.compile(r"(?P<layer>(.+/)?)lora_(?P<weight>kernel|embeddings)_a")
 """As Keras' ``enable_lora`` names the first matrix of an adapter."""
 BY_HAND = {
@@ -33,6 +31,8 @@ BY_HAND = {
     True: "merge it in Python: layer.kernel is what a Keras layer computes with",
 }
 """What helps with other adapters, by whether they are of Keras."""
+Weights = tuple[SavedArrays, dict[str, str]]
+"""Arrays (bfloat16 as uint16), read on demand, and logical types, by name."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,13 @@ class Adapter:
     right: str
 
 
-def merge_lora(
-    weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], alpha: float
-) -> tuple[SavedArrays, dict[str, str]]:
+def under_names(arrays: SavedArrays, dtypes: Mapping[str, str], names: Mapping[str, str]) -> Weights:
+    """Weights by other names, given the old one of each."""
+    places = {new: (arrays, old) for new, old in names.items()}
+    return DerivedArrays(places), {new: dtypes[old] for new, old in names.items()}
+
+
+def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], alpha: float) -> Weights:
     """Weights under the names that the model has without adapters: ``X.base_layer.weight`` becomes ``X.weight``.
 
     Args:
@@ -74,14 +78,11 @@ def merge_lora(
             BY_HAND["/" in left[0]],
         )
     names = {
-        name: TRAINED_WHOLE.sub("", name.removeprefix(WRAPPER).replace(FROZEN, "."))
+        TRAINED_WHOLE.sub("", name.removeprefix(WRAPPER).replace(FROZEN, ".")): name
         for name in arrays
         if name not in used and REPLACED not in name
     }
-    merged = MergedArrays(arrays, dtypes, adapters, alpha)
-    return DerivedArrays({new: (merged, old) for old, new in names.items()}), {
-        new: dtypes[old] for old, new in names.items()
-    }
+    return under_names(MergedArrays(arrays, dtypes, adapters, alpha), dtypes, names)
 
 
 def peft_adapters(arrays: SavedArrays) -> dict[str, Adapter]:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint.exports import safetensors
-from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE, merge_lora
+from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE, Weights, merge_lora, under_names
 from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replacement
-from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays
+from hpctrain.train.saved_arrays import SavedArrays
 from hpctrain.train.tree import put_together
 
 MODEL = "model/"
@@ -27,8 +27,6 @@ AVERAGE = "ema/"
 """Prefix of moving averages of parameters."""
 EXTRA = "held/model/extra/"
 """Prefix of modules' extra state."""
-Weights = tuple[SavedArrays, dict[str, str]]
-"""Arrays (bfloat16 as uint16), read on demand, and logical types, by name."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,7 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     if selection.trainable_only:
         trained = trained_names(loaded, source)
         source = {name: full for name, full in source.items() if name in trained}
-    weights: Weights = (
-        DerivedArrays({name: (loaded.arrays, full) for name, full in source.items()}),
-        {name: loaded.dtypes[full] for name, full in source.items()},
-    )
+    weights = under_names(loaded.arrays, loaded.dtypes, source)
     if selection.lora_alpha is not None:
         weights = merge_lora(*weights, selection.lora_alpha)
     if selection.rename:
@@ -83,12 +78,6 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
             *weights, renamed({name: name for name in weights[0]}, selection.rename, str(loaded.path))
         )
     return weights
-
-
-def under_names(arrays: SavedArrays, dtypes: Mapping[str, str], names: Mapping[str, str]) -> Weights:
-    """Weights by other names, given the old one of each."""
-    places = {new: (arrays, old) for new, old in names.items()}
-    return DerivedArrays(places), {new: dtypes[old] for new, old in names.items()}
 
 
 def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:

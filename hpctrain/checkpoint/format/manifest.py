@@ -19,7 +19,7 @@ from typing import Any
 from hpctrain.checkpoint.format import layout, shard_index
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
 from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.strict_json import Reader, is_crc32, parse_json, to_json
+from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json, to_json
 from hpctrain.errors import UserError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -170,7 +170,7 @@ def piece_from_json(value: Any, where: str) -> layout.StoredPiece:
     rows, crc32 = value.get("rows"), value.get("crc32")
     if not shard_index.are_counts(rows) or len(rows) != 2 or not rows[0] <= rows[1] <= tensor.rows:
         raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the rows {str(rows)[:100]}")
-    if not is_crc32(crc32):
+    if not is_hex(crc32, 8):
         raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the checksum {str(crc32)[:50]}")
     piece = layout.rows_of(tensor, rows[0], rows[1] - rows[0])
     size = piece.num_bytes

@@ -16,7 +16,7 @@ from threading import Condition
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.files import created, write_at, write_block
+from hpctrain.checkpoint.format.files import created, write_at
 from hpctrain.errors import HpctrainError
 
 THREADS = 2
@@ -39,7 +39,7 @@ class Dropped(HpctrainError):
 def write_paced(
     path: Path,
     data: NDArray[np.uint8],
-    visit: Callable[[int, int, int], None] = lambda index, begin, end: None,
+    visit: Callable[[int, int], None] = lambda begin, end: None,
     is_dropped: Callable[[], bool] = lambda: False,
     ending: Callable[[], bytes] = bytes,
     mode: int = 0o666,
@@ -49,7 +49,7 @@ def write_paced(
     Args:
         path: of the file.
         data: its bytes.
-        visit: called once for each block as visit(index, begin, end), by any thread, before the block is written.
+        visit: called once for each block as visit(begin, end), by any thread, before the block is written.
         is_dropped: asked again and again; once it says so, the file is left unfinished.
         ending: gives what is appended, when all blocks were visited and written.
         mode: permissions, of which the process' mask is taken.
@@ -74,7 +74,7 @@ class PacedWrite:
         self,
         descriptor: int,
         data: NDArray[np.uint8],
-        visit: Callable[[int, int, int], None],
+        visit: Callable[[int, int], None],
         is_dropped: Callable[[], bool],
     ) -> None:
         self.descriptor = descriptor
@@ -111,8 +111,8 @@ class PacedWrite:
         try:
             while (begin := self._take()) < self.size:
                 end = min(self.size, begin + BLOCK_BYTES)
-                self.visit(begin // BLOCK_BYTES, begin, end)
-                write_block(self.descriptor, self.view, begin, end)
+                self.visit(begin, end)
+                write_at(self.descriptor, self.view[begin:end], begin)
                 with self.changed:
                     self.written += end - begin
                     if self.written == self.size or self.written - self.durable >= self.ahead // 2:

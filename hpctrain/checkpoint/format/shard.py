@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
-from hpctrain.checkpoint.format.checksum import Checksums, crc32
+from hpctrain.checkpoint.format.files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MOST_TILES, TensorPiece
-from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, write_paced
+from hpctrain.checkpoint.format.paced_write import write_paced
 
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used in place, in the image."""
@@ -167,7 +168,8 @@ class ShardImage:
             self.summed_bytes = max(SUMMED_BYTES // MOST_TILES, shard_index.LEAST_BLOCK_BYTES)
         blocks = [blocks_of(extent, self.summed_bytes) for extent in self.extents]
         self.num_blocks = [len(each) for each in blocks]
-        self.sums = Checksums(self.buffer, [block for each in blocks for block in each], BLOCK_BYTES)
+        self.blocks = [block for each in blocks for block in each]
+        self.sums = [0] * len(self.blocks)
         self.between = crc32(b"".join(bytes(self.buffer[slice(*gap)]) for gap in gaps(self.extents, plan.num_bytes)))
         self.texts = [shard_index.piece_text(piece, offset) for offset, piece in layout]
 
@@ -184,11 +186,17 @@ class ShardImage:
         Raises:
             OSError, Dropped: see ``write_paced``.
         """
-        write_paced(path, self.buffer, self.sums.add, is_dropped, lambda: self._index(path.name), mode)
+        write_paced(path, self.buffer, self.sum_up, is_dropped, lambda: self._index(path.name), mode)
+
+    def sum_up(self, begin: int, end: int) -> None:
+        """Takes the checksums of the blocks that begin between these bytes."""
+        for number in range(bisect_left(self.blocks, (begin,)), bisect_left(self.blocks, (end,))):
+            offset, length = self.blocks[number]
+            self.sums[number] = crc32(self.buffer[offset : offset + length].data)
 
     def _index(self, file: str) -> bytes:
         """The index, which follows the HDF5 bytes, once these are all summed up."""
-        texts = (f"{crc:08x}" for crc in self.sums.result())
+        texts = (f"{crc:08x}" for crc in self.sums)
         sums = ["".join(islice(texts, count)) for count in self.num_blocks]
         text = shard_index.shard_text(file, self.buffer.size, self.between, self.summed_bytes, self.texts, sums)
         return shard_index.framed(text, self.buffer.size)

@@ -72,7 +72,7 @@ class Reader:
     def crc32(self) -> int:
         """The value of ``crc32``."""
         text = self.get("crc32", str, "a string")
-        if not is_crc32(text):
+        if not is_hex(text, 8):
             self.fail("crc32 is not 8 hex digits")
         return int(text, 16)
 
@@ -80,11 +80,6 @@ class Reader:
         """Each item of a list, converted."""
         items = self.get(key, list, "a list")
         return tuple(convert(item, f"{self.where}, {key} {index}") for index, item in enumerate(items))
-
-
-def is_crc32(value: Any) -> bool:
-    """Whether a value is 8 hex digits."""
-    return is_hex(value, 8)
 
 
 def is_hex(value: Any, digits: int) -> bool:

@@ -23,11 +23,11 @@ MIB = 1 << 20
 @pytest.mark.parametrize("size", [0, 1, MIB, 5 * MIB + 3, 40 * MIB + 1])
 def test_all_bytes_are_written_and_every_block_is_visited_once(tmp_path: Path, size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    visited: list[tuple[int, int, int]] = []
+    visited: list[tuple[int, int]] = []
     write_paced(tmp_path / "file", data, lambda *block: visited.append(block))
     assert (tmp_path / "file").read_bytes() == data.tobytes()
     begins = range(0, size, paced_write.BLOCK_BYTES)
-    assert sorted(visited) == [(begin // MIB, begin, min(size, begin + MIB)) for begin in begins]
+    assert sorted(visited) == [(begin, min(size, begin + MIB)) for begin in begins]
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
 def test_a_file_is_not_far_ahead_of_what_is_durable_and_can_be_dropped(tmp_path: Path, stalled: Event) -> None:
     taken, full, dropped = [], Event(), Event()
 
-    def visit(index: int, begin: int, end: int) -> None:
-        taken.append(index)
+    def visit(begin: int, end: int) -> None:
+        taken.append(begin)
         if len(taken) * MIB == paced_write.FIRST_AHEAD_BYTES:
             full.set()
 

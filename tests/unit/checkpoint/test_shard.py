@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
+import zlib
 from pathlib import Path
 
 import h5py
@@ -15,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.folder import index_of
-from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, TensorSpec, check_tensors, whole
+from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.layout import (
+    ITEM_TYPES,
+    DamagedCheckpoint,
+    Shard,
+    TensorPiece,
+    TensorSpec,
+    check_tensors,
+    whole,
+)
 from hpctrain.checkpoint.format.shard import ShardImage, SparseFile, skeleton, view_of
 from hpctrain.checkpoint.format.shard_index import parse_text
 from hpctrain.checkpoint.format.shard_reading import check_shard, read_shard
@@ -105,6 +116,28 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
         time.sleep(0.01)
     write(image_of(*ALL_TYPES), tmp_path / "second" / "a.h5")
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "second" / "a.h5").read_bytes()
+
+
+@pytest.mark.parametrize("columns", [7, 5], ids=["whole rows", "some of the columns"])
+def test_every_block_has_the_checksum_that_zlib_gives_it(tmp_path: Path, columns: int) -> None:
+    """Blocks begin where pieces do, so nearly all of them lie in two of the blocks that are written in one go."""
+    wide = TensorSpec("wide", (90_000, 7), "float64")
+    part = TensorPiece(wide, Box((5, 0), (80_001, columns)))
+    pieces = [whole(TensorSpec("first", (3,), "int8")), part, *map(whole, ODD_SHAPES)]
+    image = ShardImage(skeleton(pieces))
+    for seed in (1, 2):
+        fill(image, seed)
+        shard = write(image, tmp_path / f"shard-{seed}.h5")
+        data = (tmp_path / shard.file).read_bytes()
+        for stored in shard.pieces:
+            end = stored.offset + stored.piece.num_bytes
+            blocks = range(stored.offset, end, stored.block_bytes)
+            assert stored.crc32 == tuple(zlib.crc32(data[at : min(at + stored.block_bytes, end)]) for at in blocks)
+
+
+def test_without_isal_sums_are_those_of_zlib() -> None:
+    code = "import sys; sys.modules['isal'] = None; from hpctrain.checkpoint.format import files; "
+    subprocess.run([sys.executable, "-c", code + "assert files.crc32.__module__ == 'zlib'"], check=True, timeout=60)
 
 
 def test_arrays_begin_at_cache_lines() -> None:

@@ -18,7 +18,7 @@ from hpctrain.cli import main
 from hpctrain.commands.report import print_comparison
 from hpctrain.errors import Code, ExitCode, UserError
 from hpctrain.report import drawing, page
-from hpctrain.report.compare import compare, differences, flatten
+from hpctrain.report.compare import compare, differences
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin, time_unit
 from hpctrain.report.summary import make_spans, rank_hours, summarize
@@ -31,6 +31,7 @@ from hpctrain.run.progress import Progress
 from hpctrain.run.run_status import RunSnapshot
 from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.run.view import RunView, run_config
+from hpctrain.system.json_shape import flat
 
 BEGIN = 1_700_000_000.0
 
@@ -294,14 +295,14 @@ def test_a_run_that_cannot_save_is_told_what_that_means(tmp_path: Path) -> None:
 
 
 def test_comparison_shows_what_differs_only() -> None:
-    first = flatten({"train": {"epochs": 3, "steps": None}, "seed": 1, "env": {}})
-    second = flatten({"train": {"epochs": 4, "steps": None}, "seed": 1, "env": {}})
+    first = flat({"train": {"epochs": 3, "steps": None}, "seed": 1, "env": {}})
+    second = flat({"train": {"epochs": 4, "steps": None}, "seed": 1, "env": {}})
     assert differences([first, second]) == {"train.epochs": [3, 4]}
 
 
 def test_values_of_the_run_file_are_shown_as_they_were_meant(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("reduce: {overlap: off}\nlaunch: {slurm: {time: 10:30:00}}\n")
-    assert flatten(run_config(tmp_path / "run.yaml")) == {"reduce.overlap": "off", "launch.slurm.time": "10:30:00"}
+    assert flat(run_config(tmp_path / "run.yaml")) == {"reduce.overlap": "off", "launch.slurm.time": "10:30:00"}
 
 
 def test_comparison_of_two_folders(tmp_path: Path) -> None:
