@@ -6,13 +6,14 @@ import hashlib
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, foreign_errors
 
 Samples = dict[str, NDArray[Any]]
 """Arrays by field name, each with the samples along its first axis. Of a field whose samples differ in shape: an array
@@ -248,3 +249,8 @@ def with_place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def users_code(what: str, fix: str) -> AbstractContextManager[None]:
+    """Errors in the body, which runs code of the user's, become UserErrors: ``what``, the error and its place."""
+    return foreign_errors(lambda error: UserError(f"{what}: {with_place(error)}", fix))

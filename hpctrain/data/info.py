@@ -120,9 +120,6 @@ def _sources(dataset: Any) -> list[dict[str, Any]]:
         return [dataset.records.table.record(len(dataset))]
     if isinstance(dataset, ConcatDataset):
         return [each for part in dataset.parts for each in _sources(part)]
-    from hpctrain.data.formats.hdf5 import Hdf5Dataset
-    from hpctrain.data.packing.source import packed_notes
-
     if not isinstance(dataset, Hdf5Dataset):
         return []
     copied = [{**source, "packed": str(dataset.path)} for source in packed_notes(dataset.path).get("sources", ())]

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import with_place
+from hpctrain.data.dataset import users_code
 from hpctrain.errors import UserError
 
 ROUNDS = 8
@@ -132,6 +132,10 @@ class Drawn:
         return Drawn(self.epoch, self.ids[which], self.repeats[which])
 
 
+EpochOrder = Callable[[int, int], Drawn]
+"""Gives the samples at positions ``begin`` to ``end - 1`` of an epoch."""
+
+
 def first_draw(ids: NDArray[np.int64], epoch: int = 0) -> Drawn:
     """Samples of which none has been drawn before."""
     return Drawn(epoch, ids, np.zeros(len(ids), np.int64))
@@ -217,14 +221,13 @@ class Order:
             raise IndexError(f"batch {batch} of an epoch of {self.batches_per_epoch}")
         begin = batch * self.global_batch
         end = min(begin + self.global_batch, self.epoch_samples)
-        order = self._epoch(epoch)
-        return Drawn(epoch, order.samples(begin, end), order.repeats(begin, end))
+        return self._epoch(epoch)(begin, end)
 
     def _epoch(self, epoch: int) -> EpochOrder:
         order = self._epochs.get(epoch)
         if order is None:
             try:
-                order = make_epoch_order(self, epoch)
+                order = order_of(self, epoch)
             except MemoryError as error:
                 raise UserError(
                     f"the order of {self.length} samples does not fit into memory with data.shuffle {self.shuffle}",
@@ -235,56 +238,7 @@ class Order:
         return order
 
 
-class EpochOrder:
-    """The order of one epoch, as stored."""
-
-    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Samples at positions ``begin`` to ``end - 1``."""
-        return np.arange(begin, end, dtype=np.int64)
-
-    def repeats(self, begin: int, end: int) -> NDArray[np.int64]:
-        """How often each of these samples has been drawn before in the epoch."""
-        return np.zeros(end - begin, np.int64)
-
-
-class Sampled(EpochOrder):
-    """What a sampler named."""
-
-    def __init__(self, ids: NDArray[np.int64]) -> None:
-        self.ids = ids
-        by_id = np.argsort(ids, kind="stable")
-        begins = np.searchsorted(ids[by_id], ids[by_id])
-        self.before = np.empty_like(ids)
-        self.before[by_id] = np.arange(len(ids)) - begins
-
-    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        return self.ids[begin:end]
-
-    def repeats(self, begin: int, end: int) -> NDArray[np.int64]:
-        return self.before[begin:end]
-
-
-class LargeShuffle(EpochOrder):
-    """A permutation of all samples that is never held in memory."""
-
-    def __init__(self, permutation: FeistelPermutation) -> None:
-        self.permutation = permutation
-
-    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        return self.permutation(begin, end)
-
-
-class FullShuffle(EpochOrder):
-    """A permutation of all samples."""
-
-    def __init__(self, permutation: NDArray[Any]) -> None:
-        self.permutation = permutation
-
-    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
-        return self.permutation[begin:end].astype(np.int64)
-
-
-class BlockShuffle(EpochOrder):
+class BlockShuffle:
     """Blocks in permuted order; within each group of them, their samples in permuted order."""
 
     def __init__(self, order: Order, epoch: int, blocks: NDArray[np.int64]) -> None:
@@ -297,7 +251,7 @@ class BlockShuffle(EpochOrder):
         """Position of each group's first sample."""
         self.cached: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
-    def samples(self, begin: int, end: int) -> NDArray[np.int64]:
+    def __call__(self, begin: int, end: int) -> NDArray[np.int64]:
         first, last = np.searchsorted(self.begins, [begin, end - 1], side="right") - 1
         parts = [
             self._group(group)[max(0, begin - self.begins[group]) : end - self.begins[group]]
@@ -317,7 +271,7 @@ class BlockShuffle(EpochOrder):
         return samples
 
 
-def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
+def order_of(order: Order, epoch: int) -> EpochOrder:
     """Draws an epoch's permutation."""
     if order.sampler is not None:
         ids = draw(order.sampler, order, epoch)
@@ -326,30 +280,42 @@ def make_epoch_order(order: Order, epoch: int) -> EpochOrder:
                 f"the sampler gives {len(ids)} samples for epoch {epoch} and {order.epoch_samples} for epoch 0",
                 "give the same number for every epoch: draw some samples again, or fewer of them",
             )
-        return Sampled(ids)
+        drawn = Drawn(epoch, ids, repeats_in(ids))
+        return lambda begin, end: drawn.part(slice(begin, end))
+    shuffled = shuffle_of(order, epoch)
+    return lambda begin, end: first_draw(shuffled(begin, end), epoch)
+
+
+def repeats_in(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How often each of these stands before its place."""
+    by_id = np.argsort(ids, kind="stable")
+    begins = np.searchsorted(ids[by_id], ids[by_id])
+    before = np.empty_like(ids)
+    before[by_id] = np.arange(len(ids)) - begins
+    return before
+
+
+def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], NDArray[np.int64]]:
+    """Gives what stands at positions ``begin`` to ``end - 1`` of the epoch."""
     if order.shuffle == "none":
-        return EpochOrder()
+        return lambda begin, end: np.arange(begin, end, dtype=np.int64)
     if order.shuffle == "block":
         blocks = np.arange(-(-order.length // order.block_samples), dtype=np.int64)
         keyed_generator(order.seed, epoch, Stream.ORDER).shuffle(blocks)
         return BlockShuffle(order, epoch, blocks)
     rng = keyed_generator(order.seed, epoch, Stream.ORDER)
     if order.length >= LARGE_SAMPLES:
-        return LargeShuffle(FeistelPermutation.draw(order.length, rng))
+        return FeistelPermutation.draw(order.length, rng)
     permutation = np.arange(order.length, dtype=np.int32)
     rng.shuffle(permutation)
-    return FullShuffle(permutation)
+    return lambda begin, end: permutation[begin:end].astype(np.int64)
 
 
 def draw(sampler: Sampler, order: Order, epoch: int) -> NDArray[np.int64]:
     """What the sampler names for an epoch; raises UserError if these are not samples of the dataset."""
     rng = keyed_generator(order.seed, epoch, Stream.SAMPLER)
-    try:
+    with users_code(f"the sampler failed in epoch {epoch}", "correct the sampler"):
         ids = np.asarray(sampler(Epoch(epoch, rng, order.length, order.global_batch)))
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"the sampler failed in epoch {epoch}: {with_place(error)}", "correct the sampler") from error
     fix = f"return an array of whole numbers from 0 to {order.length - 1}"
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise UserError(f"the sampler gives {ids.dtype}{list(ids.shape)} for epoch {epoch}", fix)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively, with_place
+from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively, users_code, with_place
 from hpctrain.data.order import Drawn, Stream, keyed_generator
-from hpctrain.errors import UserError, kind_of
+from hpctrain.errors import UserError, foreign_errors, kind_of
 
 Sample = dict[str, NDArray[Any]]
 """The arrays of one sample."""
@@ -79,19 +79,17 @@ def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples
 def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Samples:
     """What the user's function makes of the samples; raises UserError if that is not a batch of them."""
     shown = f"{', '.join(map(str, ids[:4]))}{' and others' if len(ids) > 4 else ''}"
-    try:
+
+    def failed(error: Exception) -> UserError:
+        held = layout({name: Field(array.shape, array.dtype) for name, array in samples[0].items()})
+        fix = f"correct collate: collate(samples) gets a list of dicts of NumPy arrays, here {held}"
+        return UserError(f"collate failed on samples {shown}: {with_place(error)}", fix)
+
+    with foreign_errors(failed):
         made = collate(samples)
         if not isinstance(made, Mapping):
             raise UserError(f"collate returned {kind_of(made)}", "return a dict of arrays: one for each name")
         batch = {name: np.asarray(array) for name, array in made.items()}
-    except UserError:
-        raise
-    except Exception as error:
-        held = layout({name: Field(array.shape, array.dtype) for name, array in samples[0].items()})
-        raise UserError(
-            f"collate failed on samples {shown}: {with_place(error)}",
-            f"correct collate: collate(samples) gets a list of dicts of NumPy arrays, here {held}",
-        ) from error
     for name, array in batch.items():
         if array.dtype.kind not in "biufc":
             raise UserError(
@@ -108,20 +106,14 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
 
 def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int, repeat: int) -> Sample:
     """The transformed sample; raises UserError naming it."""
-    try:
+    what = f"the transform failed on sample {sample_id} in epoch {epoch}"
+    with users_code(what, "correct the transform, or the sample"):
         transformed = transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id, repeat))
         if transformed is None:
             raise UserError(
                 f"the transform returned None for sample {sample_id}", "return the sample: a return is missing"
             )
         return named(transformed, None)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"the transform failed on sample {sample_id} in epoch {epoch}: {with_place(error)}",
-            "correct the transform, or the sample",
-        ) from error
 
 
 def named(sample: Any, names: tuple[str, ...] | None) -> Sample:
@@ -172,3 +164,10 @@ def stack(
 def layout(fields: Mapping[str, Field]) -> str:
     """The fields as a person writes them: ``image float32[3, 32, 32], label int64``."""
     return ", ".join(f"{name} {f.dtype}{list(f.shape) or ''}" for name, f in fields.items()) or "nothing"
+
+
+def require_alike(fields: Sequence[Mapping[str, Field]], names: Sequence[str], fix: str) -> None:
+    """Raises UserError, with this fix, unless all of what has these names holds the same."""
+    for each, name in zip(fields, names, strict=True):
+        if dict(each) != dict(fields[0]):
+            raise UserError(f"{name} holds {layout(each)} but {names[0]} holds {layout(fields[0])}", fix)

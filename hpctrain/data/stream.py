@@ -17,11 +17,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from hpctrain.data.dataset import ArrayDataset, Field, Samples, check_field, from_arrays, with_place
+from hpctrain.data.dataset import ArrayDataset, Field, Samples, check_field, from_arrays, users_code, with_place
 from hpctrain.data.order import first_draw, part_of
 from hpctrain.data.pipeline import Batch, prefetched
 from hpctrain.data.samples import Recipe, Sample, batch_of, named
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, foreign_errors
 
 UNKNOWN_LENGTH = 2**62
 """Stands for the batches of an epoch that is never seen to end before it does."""
@@ -70,17 +70,15 @@ class Stream:
 
     def undecoded(self, skip: int = 0) -> Iterator[Any]:
         """From the present position on, without the first ``skip`` ones: what ``sample`` makes samples of."""
-        number = skip
-        try:
+        number, kind = skip, type(self.source).__name__
+
+        def failed(error: Exception) -> UserError:
+            return UserError(f"{kind} failed behind sample {number}: {with_place(error)}", "correct the stream")
+
+        with foreign_errors(failed):
             for each in self.without(skip):
                 yield each if self.decode else named(host(each), self.names)
                 number += 1
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{type(self.source).__name__} failed behind sample {number}: {with_place(error)}", "correct the stream"
-            ) from error
 
     def sample(self, undecoded: Any, number: int) -> Sample:
         """Raises UserError that tells the sample's number in the epoch."""
@@ -173,13 +171,9 @@ def first_of(
     source: Iterable[Any], kind: str, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None
 ) -> Sample:
     """The first sample; raises UserError if there is none."""
-    try:
+    with users_code(f"{kind} failed at its first sample", "correct the stream"):
         for raw in source:
             return decoded(raw, decode, names, 0, kind)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{kind} failed at its first sample: {with_place(error)}", "correct the stream") from error
     raise UserError(f"the stream {kind} gives no samples", "give data with at least one sample")
 
 
@@ -187,15 +181,9 @@ def decoded(
     raw: Any, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None, number: int, kind: str
 ) -> Sample:
     """The arrays of what a source of this kind gave; raises UserError that tells the sample's number."""
-    try:
+    fix = "correct the stream, or the function that decodes its samples"
+    with users_code(f"sample {number} of {kind} cannot be decoded", fix):
         return named(host(decode(raw) if decode else raw), names)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"sample {number} of {kind} cannot be decoded: {with_place(error)}",
-            "correct the stream, or the function that decodes its samples",
-        ) from error
 
 
 def host(sample: Any) -> Any:

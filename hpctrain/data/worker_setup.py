@@ -56,8 +56,6 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
         return {
             "files": [each.table.address for each in tables],
             "fields": list(dataset.fields),
-            "cache": CACHE_BYTES,
-            "outside": [],
             "fingerprint": dataset.fingerprint(),
         }
     from hpctrain.data.formats.hdf5 import Hdf5Dataset
@@ -69,8 +67,6 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
         return {
             "files": [str(part.records.path) for part in records],
             "fields": list(dataset.fields),
-            "cache": CACHE_BYTES,
-            "outside": [],
             "ragged": records[0].ragged,
             "decode": decode and refer_to_function(decode, "decode"),
         }
@@ -93,7 +89,7 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
     """
     if "arrays" in reference:
         return from_arrays(unflattened(memory.views(reference["arrays"])))
-    how = reference["fields"], reference["cache"], reference["outside"]
+    how = reference["fields"], reference.get("cache", CACHE_BYTES), reference.get("outside", ())
     if "files" in reference:
         decode = reference.get("decode") and import_function(reference["decode"])
         dataset = open_dataset(reference["files"], *how, ragged=reference.get("ragged", False), decode=decode)

@@ -145,8 +145,21 @@ class MpiRun:
             cores: of this machine; more ranks than that are said to be meant.
             local: start on this machine only, even inside a batch job's allocation.
         """
-        build = _hydra if self.flavour is Flavour.HYDRA else _open_mpi
-        return [self.path, *build(self.flavour, ranks, sorted(env), cores, local)]
+        words, names = [self.path, "-n", str(ranks)], sorted(env)
+        if self.flavour is Flavour.HYDRA:
+            if local:
+                return [*words, "-launcher", "fork", "-host", "localhost"]
+            return words + (["-genvlist", ",".join(names)] if names else [])
+        words += ["--bind-to", "none"]
+        if local:
+            words += ["--host", f"localhost:{max(ranks, 1)}"]
+        elif self.flavour is Flavour.OPEN_MPI_5:
+            words += ["--map-by", "slot"]
+        if ranks > cores:
+            words += ["--oversubscribe"] if self.flavour is Flavour.OPEN_MPI_4 else ["--map-by", "slot:OVERSUBSCRIBE"]
+        for name in names:
+            words += ["-x", name]
+        return words
 
     def on(self, hosts: Sequence[str], ranks_per_node: int) -> list[str]:
         """Words that choose nodes of a batch job's allocation."""
@@ -172,26 +185,6 @@ def launcher_environment(
         if local or oversubscribed:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return {name: value for name, value in wanted.items() if name not in given}
-
-
-def _open_mpi(flavour: Flavour, ranks: int, names: Sequence[str], cores: int, local: bool) -> list[str]:
-    words = ["-n", str(ranks), "--bind-to", "none"]
-    if local:
-        words += ["--host", f"localhost:{max(ranks, 1)}"]
-    elif flavour is Flavour.OPEN_MPI_5:
-        words += ["--map-by", "slot"]
-    if ranks > cores:
-        words += ["--oversubscribe"] if flavour is Flavour.OPEN_MPI_4 else ["--map-by", "slot:OVERSUBSCRIBE"]
-    for name in names:
-        words += ["-x", name]
-    return words
-
-
-def _hydra(flavour: Flavour, ranks: int, names: Sequence[str], cores: int, local: bool) -> list[str]:
-    words = ["-n", str(ranks)]
-    if local:
-        words += ["-launcher", "fork", "-host", "localhost"]
-    return words + (["-genvlist", ",".join(names)] if names and not local else [])
 
 
 def _version_of(path: str) -> str:

@@ -48,13 +48,13 @@ class QueueEntry:
     """123, or 120_4 for element 4 of array 120."""
     state: str
     """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, OUT_OF_MEMORY ..."""
-    reason: str
+    reason: str = ""
     """Why it waits, or ended."""
-    elapsed: str
-    left: str
-    limit: str
-    nodes: str
-    start: str
+    elapsed: str = ""
+    left: str = ""
+    limit: str = ""
+    nodes: str = ""
+    start: str = ""
 
 
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING")

@@ -41,10 +41,6 @@ class Reader(Protocol):
         """New array of the samples at these indices."""
 
 
-Taking = MappedArray | StoredArray
-"""Arrays from which samples are taken one by one."""
-
-
 class BlockArray:
     """An array that is slow to read sample by sample: chunked, compressed, virtual. Whole aligned blocks are kept."""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint, with_place
+from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint, users_code
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors
 
@@ -88,17 +88,12 @@ def sample_of(
     records: Records, decode: Decode | None, names: tuple[str, ...] | None, row: int, record: dict[str, Any]
 ) -> Sample:
     """A record's arrays; raises UserError naming it."""
-    try:
+    fix = "correct the record, or the function that decodes it"
+    with users_code(f"{records.path}, record {row}", fix):
         if decode is not None:
             return named(decode(record), names)
         chosen = choose(list(record), names, f"{records.path}, record {row},")
         return named(records.plain({name: record[name] for name in record if name in chosen or name == KEY}), names)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{records.path}, record {row}: {with_place(error)}", "correct the record, or the function that decodes it"
-        ) from error
 
 
 def fitted(value: NDArray[Any], field: Field | None) -> NDArray[Any]:

@@ -22,7 +22,7 @@ from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.formats.records import Decode, JsonLines, Records, open_records
 from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tar_shards import TarShard
-from hpctrain.data.samples import grouped, layout
+from hpctrain.data.samples import grouped, require_alike
 from hpctrain.errors import UserError
 
 CACHE_BYTES = 256 * 2**20
@@ -232,10 +232,6 @@ class ConcatDataset:
 
 def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
     """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError if their fields differ."""
-    for part, name in zip(parts, names, strict=True):
-        if dict(part.fields) != dict(parts[0].fields):
-            raise UserError(
-                f"{name} holds {layout(part.fields)} but {names[0]} holds {layout(parts[0].fields)}",
-                "give files with the same arrays, shapes and dtypes, or name only arrays that they share",
-            )
+    fix = "give files with the same arrays, shapes and dtypes, or name only arrays that they share"
+    require_alike([part.fields for part in parts], names, fix)
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)

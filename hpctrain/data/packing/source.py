@@ -15,7 +15,7 @@ from hpctrain.data.dataset import Dataset, Field, Samples
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_files import asking
 from hpctrain.data.formats.stored_hdf5 import files_of
-from hpctrain.data.samples import layout
+from hpctrain.data.samples import require_alike
 from hpctrain.errors import UserError
 
 BLOCK_BYTES = 8 * 2**20
@@ -80,13 +80,9 @@ def from_dataset(dataset: Dataset) -> Source:
 
 def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
     """The sources one after the other; raises UserError if their fields differ."""
+    fix = "pack files with the same arrays, shapes and dtypes together"
+    require_alike([source.fields for source in sources], names, fix)
     first = sources[0]
-    for source, name in zip(sources, names, strict=True):
-        if dict(source.fields) != dict(first.fields):
-            raise UserError(
-                f"{name} holds {layout(source.fields)} but {names[0]} holds {layout(first.fields)}",
-                "pack files with the same arrays, shapes and dtypes together",
-            )
 
     def blocks() -> Iterator[Samples]:
         for source in sources:

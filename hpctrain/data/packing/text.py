@@ -69,7 +69,8 @@ def text_source(
     dtype = np.dtype(np.uint16 if form.tokenizer.vocabulary <= SMALL_VOCABULARY else np.int32)
     with contextlib.ExitStack() as stack:
         spool = stack.enter_context(spooled(folder))
-        documents, tokens = fill(spool, pieces_of(files, form.field), form.tokenizer, dtype, folder, on_progress)
+        with keeping_tokens(folder):
+            documents, tokens = fill(spool, pieces_of(files, form.field), form.tokenizer, dtype, on_progress)
         samples = (tokens - 1) // form.context
         if samples < 1:
             raise UserError(
@@ -101,10 +102,8 @@ def text_source(
 @contextlib.contextmanager
 def spooled(folder: Path) -> Iterator[IO[bytes]]:
     """A file without a name."""
-    try:
+    with keeping_tokens(folder):
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 closed below
-    except OSError as error:
-        raise full(folder, error) from error
     try:
         yield file
     finally:
@@ -117,7 +116,6 @@ def fill(
     pieces: Iterator[TextChunk],
     tokenizer: Tokenizer,
     dtype: np.dtype[Any],
-    folder: Path,
     on_progress: Callable[[int], None],
 ) -> tuple[int, int]:
     """Writes the tokens of all pieces; gives the numbers of documents and tokens."""
@@ -127,15 +125,9 @@ def fill(
         for piece, ids in zip(some, tokenizer.encode([piece.text for piece in some]), strict=True):
             row = np.concatenate([ids, end]) if piece.ends else ids
             documents, tokens = documents + piece.ends, tokens + len(row)
-            try:
-                spool.write(row.astype(dtype).tobytes())
-            except OSError as error:
-                raise full(folder, error) from error
+            spool.write(row.astype(dtype).tobytes())
         on_progress(sum(piece.num_bytes for piece in some))
-    try:
-        spool.flush()
-    except OSError as error:
-        raise full(folder, error) from error
+    spool.flush()
     return documents, tokens
 
 
@@ -227,8 +219,6 @@ def of_object(line: bytes, field: str, where: str) -> str:
     return text
 
 
-def full(folder: Path, error: OSError) -> UserError:
-    """The error for tokens that cannot be kept."""
-    return UserError(
-        f"tokens cannot be written to {folder}: {error.strerror or error}", "make room, or write the output elsewhere"
-    )
+def keeping_tokens(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Raises UserError for errors of the file system."""
+    return file_errors(f"tokens cannot be written to {folder}", "make room, or write the output elsewhere")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S, Ranks, growing
 from hpctrain.data.packing.source import NOTES, Piece, Source
-from hpctrain.errors import UserError
+from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replacement
 
 PAGE = 4096
@@ -60,7 +60,7 @@ def write_hdf5(
     check_names(fields)
     prepare(path, overwrite)
     ranks.allgather(None, "look for the file", PATIENCE_S)  # before one of them makes it
-    try:
+    with making(path):
         if source.pieces and compression is None and chunk_samples is None:
             write_pieces(path, source, fields, on_progress, ranks)
         elif ranks.rank == 0:
@@ -74,24 +74,20 @@ def write_hdf5(
                         write_samples(raw, source, 0, fields, lay_out(raw, source, fields), on_progress)
                 else:
                     write_chunked(temporary, source, fields, chunk_samples, compression, on_progress)
-    except OSError as error:
-        raise cannot_write(path, error) from error
     ranks.allgather(None, "write the file", PATIENCE_S)
 
 
 def prepare(path: Path, overwrite: bool) -> None:
     """Makes the folder that a file is to lie in. Raises UserError if the file is there, and is not to be replaced."""
-    try:
+    with making(path):
         if path.exists() and not overwrite:
             raise UserError(f"{path} exists", "choose another name, or replace it with --force")
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
-    """The error for a file that cannot be made."""
-    return UserError(f"{path} cannot be written: {error.strerror or error}", "make room, or write elsewhere")
+def making(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Raises UserError for errors of the file system."""
+    return file_errors(f"{path} cannot be written", "make room, or write elsewhere")
 
 
 def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> dict[str, int]:

@@ -74,7 +74,7 @@ class Batch:
         """One question for each run, about its newest job."""
         newest = [each[-1] for each in jobs if each]
         found = {job: state(self.system, job, timeout_s) for job in newest}
-        return {job: QueueEntry(job, word, "", "", "", "", "", "") for job, word in found.items() if word}
+        return {job: QueueEntry(job, word) for job, word in found.items() if word}
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Those of the run by the path of their log."""

@@ -106,7 +106,7 @@ class Answer:
         jobs = jobs_of(run)
         if not jobs:
             refused = refusal(run)
-            return _entry("", REFUSED, refused) if refused else None
+            return QueueEntry("", REFUSED, refused) if refused else None
         found = [self.entries[job] for job in jobs if job in self.entries]
         if found:
             return next((entry for entry in found if entry.state in ALIVE), found[-1])
@@ -114,12 +114,8 @@ class Answer:
         others = any(job.startswith(f"{array}_") for job in self.entries)
         if others and "_" in jobs[-1] and not run.has_begun:
             # Slurm keeps no record of an element that is cancelled while it waits.
-            return _entry(jobs[-1], "CANCELLED", "taken out of the queue")
-        return _entry(jobs[-1], UNKNOWN, self.silence or f"{schedulers.of_run(run).title} has forgotten it")
-
-
-def _entry(job: str, state: str, reason: str) -> QueueEntry:
-    return QueueEntry(job, state, reason, "", "", "", "", "")
+            return QueueEntry(jobs[-1], "CANCELLED", "taken out of the queue")
+        return QueueEntry(jobs[-1], UNKNOWN, self.silence or f"{schedulers.of_run(run).title} has forgotten it")
 
 
 def ask(runs: Sequence[RunDir]) -> Answer:
@@ -148,7 +144,7 @@ def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
 def of_run(run: RunDir, answer: Answer) -> RunStatus:
     """The status of one run folder."""
     entry, now, found = answer.job_of(run), time.time(), RunView(run.path).snapshot()
-    return RunStatus(found, found.state(now, entry), entry or _entry("", "", ""), now)
+    return RunStatus(found, found.state(now, entry), entry or QueueEntry("", ""), now)
 
 
 def jobs_of(run: RunDir) -> list[str]:

@@ -140,7 +140,7 @@ def entry(job: str, found: Mapping[str, Any]) -> QueueEntry:
     elif suspended := true.get("Suspended"):
         told = suspended
     reason = ": ".join(str(told[key]) for key in ("reason", "message") if told.get(key))
-    return QueueEntry(job, state, reason, "", "", "", "", str(status.get("startTime", "")))
+    return QueueEntry(job, state, reason, start=str(status.get("startTime", "")))
 
 
 KUBERNETES = Kubernetes()
