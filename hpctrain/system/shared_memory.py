@@ -59,6 +59,14 @@ def _allocated(handle: int, ranges: Ranges) -> int:
     return handle
 
 
+def unnamed_file() -> int:
+    """Descriptor of an empty file in memory, which ends with the last descriptor of it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hpctrain")
+    with tempfile.TemporaryFile() as file:  # a Python built against an old C library, as conda's are
+        return os.dup(file.fileno())
+
+
 class AnonymousMemory:
     """Memory behind a descriptor, which children inherit: having no name, it cannot be left behind.
 
@@ -73,10 +81,7 @@ class AnonymousMemory:
     @classmethod
     def create(cls) -> AnonymousMemory:
         """New memory; children get it when they are given its descriptor."""
-        if hasattr(os, "memfd_create"):
-            return cls(os.memfd_create("hpctrain"))
-        with tempfile.TemporaryFile() as file:  # a Python built against an old C library, as conda's are
-            return cls(os.dup(file.fileno()))
+        return cls(unnamed_file())
 
     def put(self, arrays: Mapping[str, NDArray[Any]]) -> Places:
         """Copies the arrays in, over what is there, and says where they are."""

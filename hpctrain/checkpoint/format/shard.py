@@ -8,6 +8,7 @@ The shard's index, which HDF5 does not know of, is appended.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 from bisect import bisect_left
@@ -25,73 +26,13 @@ from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MOST_TILES, TensorPiece
 from hpctrain.checkpoint.format.paced_write import write_paced
+from hpctrain.system.shared_memory import unnamed_file
 
 ALIGNMENT_BYTES = 64
 """A cache line: arrays can be used in place, in the image."""
 SUMMED_BYTES = 1 << 20
 """Bytes of a piece that have a checksum: the least that a reader verifies, and so reads, of a large one."""
 METADATA_BLOCK_BYTES = 1 << 16
-PAGE_BYTES = 512
-"""Of a file under construction: metadata of a few hundred bytes lies between the tensors."""
-
-
-class SparseFile:
-    """The file object that h5py writes a skeleton to: holds the pages that were written, nothing for the rest."""
-
-    def __init__(self) -> None:
-        self.pages: dict[int, bytearray] = {}
-        self.position = 0
-        self.size = 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of io.RawIOBase."""
-        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
-        return self.position
-
-    def tell(self) -> int:
-        """As of io.RawIOBase."""
-        return self.position
-
-    def flush(self) -> None:
-        """As of io.RawIOBase."""
-
-    def truncate(self, size: int | None = None) -> int:
-        """As of io.RawIOBase."""
-        self.size = self.position if size is None else size
-        return self.size
-
-    def read(self, count: int) -> bytes:
-        """As of io.RawIOBase."""
-        data = bytearray(count)
-        return bytes(data[: self.readinto(data)])
-
-    def readinto(self, buffer: Any) -> int:
-        """As of io.RawIOBase."""
-        view = memoryview(buffer).cast("B")
-        for page, begin, end, at in self._spans(len(view)):
-            view[at : at + end - begin] = self.pages[page][begin:end] if page in self.pages else bytes(end - begin)
-        self.position += len(view)
-        return len(view)
-
-    def write(self, data: Any) -> int:
-        """As of io.RawIOBase."""
-        view = memoryview(data).cast("B")
-        for page, begin, end, at in self._spans(len(view)):
-            self.pages.setdefault(page, bytearray(PAGE_BYTES))[begin:end] = view[at : at + end - begin]
-        self.position += len(view)
-        self.size = max(self.size, self.position)
-        return len(view)
-
-    def _spans(self, count: int) -> list[tuple[int, int, int, int]]:
-        """(page, begin in it, end in it, begin in the data) of ``count`` bytes from the position on."""
-        spans = []
-        at = 0
-        while at < count:
-            page, begin = divmod(self.position + at, PAGE_BYTES)
-            end = min(PAGE_BYTES, begin + count - at)
-            spans.append((page, begin, end, at))
-            at += end - begin
-        return spans
 
 
 @dataclass(frozen=True)
@@ -101,12 +42,12 @@ class Skeleton:
     pieces: tuple[TensorPiece, ...]
     offsets: tuple[int, ...]
     num_bytes: int
-    pages: dict[int, bytearray]
+    between: tuple[tuple[int, bytes], ...]
+    """Where each stretch begins that holds no values, and its bytes."""
 
 
 def skeleton(pieces: Sequence[TensorPiece]) -> Skeleton:
     """Lays out a file for these pieces; the same pieces give the same bytes."""
-    file = SparseFile()
     link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     link.set_create_intermediate_group(True)
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -114,12 +55,18 @@ def skeleton(pieces: Sequence[TensorPiece]) -> Skeleton:
     create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     create.set_obj_track_times(False)
-    with create_file(file) as target:
-        offsets = [create_dataset(target, piece, link, create) for piece in pieces]
-    return Skeleton(tuple(pieces), tuple(offsets), file.size, file.pages)
+    with open(unnamed_file(), "w+b", buffering=0) as file:  # no memory for values: they are never written
+        for size in (sum(piece.num_bytes for piece in pieces), 0):  # libhdf5 takes it badly if files are limited
+            file.truncate(size)
+        with create_file(file) as target:
+            offsets = [create_dataset(target, piece, link, create) for piece in pieces]
+        num_bytes = file.seek(0, os.SEEK_END)
+        extents = sorted((offset, piece.num_bytes) for offset, piece in zip(offsets, pieces, strict=True))
+        between = tuple((begin, os.pread(file.fileno(), end - begin, begin)) for begin, end in gaps(extents, num_bytes))
+    return Skeleton(tuple(pieces), tuple(offsets), num_bytes, between)
 
 
-def create_file(file: SparseFile) -> h5py.File:
+def create_file(file: io.FileIO) -> h5py.File:
     """An HDF5 file of which no byte depends on the time; h5py.File itself would keep that of the root group."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
@@ -155,9 +102,8 @@ class ShardImage:
     def __init__(self, plan: Skeleton, allocate: Callable[[int], NDArray[np.uint8]] = host_buffer) -> None:
         self.pieces = plan.pieces
         self.buffer = allocate(plan.num_bytes)
-        for page, data in plan.pages.items():
-            part = self.buffer[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-            part[:] = np.frombuffer(data, dtype=np.uint8)[: part.size]
+        for begin, data in plan.between:
+            self.buffer[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
         layout = sorted(zip(plan.offsets, plan.pieces, strict=True), key=lambda placed: placed[0])
         self.views = [
             view_of(self.buffer, piece, offset) for piece, offset in zip(plan.pieces, plan.offsets, strict=True)
@@ -170,7 +116,7 @@ class ShardImage:
         self.num_blocks = [len(each) for each in blocks]
         self.blocks = [block for each in blocks for block in each]
         self.sums = [0] * len(self.blocks)
-        self.between = crc32(b"".join(bytes(self.buffer[slice(*gap)]) for gap in gaps(self.extents, plan.num_bytes)))
+        self.between = crc32(b"".join(data for _, data in plan.between))
         self.texts = [shard_index.piece_text(piece, offset) for offset, piece in layout]
 
     def first_not_finite(self, names: Collection[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from hpctrain.checkpoint.format.layout import (
     check_tensors,
     whole,
 )
-from hpctrain.checkpoint.format.shard import ShardImage, SparseFile, skeleton, view_of
+from hpctrain.checkpoint.format.shard import ShardImage, skeleton, view_of
 from hpctrain.checkpoint.format.shard_index import parse_text
 from hpctrain.checkpoint.format.shard_reading import check_shard, read_shard
 from hpctrain.errors import UserError
@@ -210,16 +211,14 @@ def test_what_hdf5_cannot_hold_is_refused(tensors: list[tuple[str, str]], words:
         check_tensors([TensorSpec(name, (1,), dtype) for name, dtype in tensors])
 
 
-@given(st.lists(st.tuples(st.integers(0, 20_000), st.binary(max_size=9000)), max_size=10))
-def test_sparse_file_is_a_file(writes: list[tuple[int, bytes]]) -> None:
-    sparse, plain = SparseFile(), bytearray(40_000)
-    for at, data in writes:
-        sparse.seek(at)
-        sparse.write(data)
-        plain[at : at + len(data)] = data
-    sparse.seek(0)
-    assert sparse.read(40_000) == bytes(plain)
-    assert sparse.size == max([at + len(data) for at, data in writes], default=0)
+def test_a_limit_on_files_is_told() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            skeleton([whole(TensorSpec("w", (1 << 19,), "float32"))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def flip(path: Path, at: int, bits: int = 1) -> None:
