@@ -116,39 +116,35 @@ def line_chart(
     return Chart(title, draw)
 
 
-def stack_chart(title: str, x: Sequence[float], layers: Sequence[Line], x_label: str) -> Chart:
-    """Layers on top of each other, over the same ``x``; each layer's ``y`` is its thickness."""
+def stack_chart(title: str, steps: Sequence[float], layers: Sequence[Line]) -> Chart:
+    """Layers on top of each other, over the same steps; each layer's ``y`` is its thickness."""
 
     def draw(axes: Axes) -> None:
         colours = [_colour(place) for place in range(len(layers))]
         names = [said(layer.name) for layer in layers]
-        axes.stackplot(x, *(layer.y for layer in layers), labels=names, colors=colours, alpha=0.75)
-        axes.set_xlabel(said(x_label), loc="left")
+        axes.stackplot(steps, *(layer.y for layer in layers), labels=names, colors=colours, alpha=0.75)
+        axes.set_xlabel("step", loc="left")
         axes.margins(x=0, y=0)
 
     return Chart(title, draw)
 
 
-def heat_chart(title: str, values: NDArray[np.float64], x_label: str, y_label: str, unit: str) -> Chart:
-    """Rows of cells, orange above zero and blue below, stronger further away; NaN stays empty.
+def heat_chart(title: str, percent: NDArray[np.float64]) -> Chart:
+    """Cells of ranks by windows, orange above zero and blue below, stronger further away; NaN stays empty.
 
     Args:
         title: above it.
-        values: float64[rows, columns], few enough to be seen (at most about 64 x 200).
-        x_label: what columns are.
-        y_label: what rows are.
-        unit: of the values.
+        percent: float64[ranks, windows], few enough to be seen (at most about 64 x 200).
     """
 
     def draw(axes: Axes) -> None:
-        finite = values[np.isfinite(values)]
+        finite = percent[np.isfinite(percent)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-        _cells(axes, shades(values))
-        legend = f"{low:.3g} to {high:.3g} {unit}; orange: above 0, blue: below"
-        axes.set_xlabel(f"{x_label} ({legend})", loc="left")
-        axes.set_ylabel(y_label)
+        _cells(axes, shades(percent))
+        axes.set_xlabel(f"window ({low:.3g} to {high:.3g} %; orange: above 0, blue: below)", loc="left")
+        axes.set_ylabel("rank")
 
-    return Chart(title, draw, height=1.2 + 0.05 * min(len(values), MOST_ROWS))
+    return Chart(title, draw, height=1.2 + 0.05 * min(len(percent), MOST_ROWS))
 
 
 def confusion_chart(title: str, labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:

@@ -181,7 +181,7 @@ def _plans(data: RunHistory, plans: Plans) -> ReportSection:
 
 
 def _heat(title: str, values: NDArray[np.float64]) -> ReportSection:
-    chart, scale = charts.heat_chart(title, values, "window", "rank", "%"), charts.scale_of(values)
+    chart, scale = charts.heat_chart(title, values), charts.scale_of(values)
     rows = [(rank, *_spread(row), charts.strip(row, scale)) for rank, row in enumerate(values)]
     return ReportSection("heat", chart, ("row", "median (%)", "max (%)", "windows"), rows)
 

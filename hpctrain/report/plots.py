@@ -95,7 +95,7 @@ def phase_section(data: RunHistory) -> ReportSection | None:
             layers.append(charts.Line(name, ends, shares))
     if not layers:
         return None
-    chart = charts.stack_chart("Where the time goes, % of each interval", ends, layers, "step")
+    chart = charts.stack_chart("Where the time goes, % of each interval", ends, layers)
     rows = [(x, *(layer.y[index] for layer in layers)) for index, x in enumerate(ends)]
     return ReportSection("phases", chart, ("step", *(f"{layer.name} (%)" for layer in layers)), rows)
 

@@ -194,15 +194,15 @@ def read_heat_map(path: Path) -> NDArray[np.float64] | None:
     """float64[ranks or groups of them, windows]; None if there is none that can be read."""
     try:
         with os.fdopen(safe_read.open_plain(path), "rb") as file:
-            excess = _map_of(file, "excess.npy").astype(np.float64)
+            excess = _map_of(file).astype(np.float64)
     except (OSError, KeyError, ValueError, RuntimeError, MemoryError, zipfile.BadZipFile):
         return None
     return excess if excess.size else None
 
 
-def _map_of(file: BinaryIO, name: str) -> NDArray[np.floating]:
-    """A member of an archive of arrays; ValueError if it is more than a map, or none."""
-    with zipfile.ZipFile(file) as archive, archive.open(name) as member:
+def _map_of(file: BinaryIO) -> NDArray[np.floating]:
+    """Of an archive of arrays; ValueError if it is more than a map, or none."""
+    with zipfile.ZipFile(file) as archive, archive.open("excess.npy") as member:
         content = member.read(MOST_MAP_BYTES + 1)
     values: NDArray[np.floating] = np.load(io.BytesIO(content), allow_pickle=False)
     if len(content) > MOST_MAP_BYTES or values.dtype.kind != "f" or values.ndim != 2:

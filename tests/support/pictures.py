@@ -127,9 +127,7 @@ def heat(work: Path, picture: Path) -> None:
     hpctrain("run", "-n", 4, "bearings.yaml", *options.split(), "--run_dir", run, cwd=work, timeout=300)
     print(hpctrain("explain", run).stdout)
     maps = heat_maps(RunView(run).heat_map())
-    save_charts(
-        [heat_chart(title, values, "window", "rank", "%") for title, values in maps.items()], work / "heat.png", picture
-    )
+    save_charts([heat_chart(title, values) for title, values in maps.items()], work / "heat.png", picture)
 
 
 def save_charts(charts: Sequence[Chart], whole: Path, picture: Path) -> None:

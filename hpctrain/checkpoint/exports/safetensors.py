@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.shard_reading import Checks, RecentBlocks, read_part
+from hpctrain.checkpoint.format.shard_reading import Checks, OpenPiece, RecentBlocks
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.errors import UserError
@@ -137,5 +137,5 @@ class FileArrays(SavedArrays):
     def _read_once(self, name: str, wanted: Box) -> NDArray[Any]:
         with reading(self.path) as descriptor:
             out = np.empty(wanted.shape, self.dtype_of(name))
-            read_part(descriptor, self.path, self.pieces[name], wanted, out, self.recent, Checks())
+            OpenPiece(descriptor, self.path, self.pieces[name], Checks()).read_part(wanted, out, self.recent)
         return out

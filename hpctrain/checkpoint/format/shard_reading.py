@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -272,11 +273,11 @@ class ShardFiles:
         """
         path = self.folder / shard.file
         try:
-            descriptor = self._descriptor(shard, path)
+            piece = OpenPiece(self._descriptor(shard, path), path, stored, self.checks)
             if wanted == stored.piece.box:
-                read_whole(descriptor, path, stored, out, self.checks)
+                piece.read_whole(out)
             else:
-                read_part(descriptor, path, stored, wanted, out, self.recent, self.checks)
+                piece.read_part(wanted, out, self.recent)
             self.checks.finish()
         except (OSError, MemoryError) as error:
             self.checks.close()
@@ -317,78 +318,72 @@ class ShardFiles:
         return self.open[shard.file]
 
 
-def read_whole(descriptor: int, path: Path, stored: StoredPiece, out: NDArray[Any], checks: Checks) -> None:
-    """Reads all of a piece into a contiguous array. Raises OSError, DamagedCheckpoint."""
-    memory = out.reshape(-1).view(np.uint8)
-    for number, begin in enumerate(range(0, memory.size, stored.block_bytes)):
-        read_block(descriptor, path, stored, number, memory[begin : begin + stored.block_bytes], checks)
+@dataclass(frozen=True)
+class OpenPiece:
+    """A piece in an open shard. Methods raise OSError, MemoryError and DamagedCheckpoint."""
 
+    descriptor: int
+    path: Path
+    stored: StoredPiece
+    checks: Checks
 
-def read_part(
-    descriptor: int,
-    path: Path,
-    stored: StoredPiece,
-    wanted: Box,
-    out: NDArray[Any],
-    recent: RecentBlocks,
-    checks: Checks,
-) -> None:
-    """See ``ShardFiles.read``. Raises OSError, MemoryError, DamagedCheckpoint."""
-    piece = stored.piece
-    common = piece.box.overlap(wanted)
-    if not common.size:
-        return
-    item = ITEM_TYPES[piece.tensor.dtype]
-    here = common.seen_from(piece.box.begin)
-    target = out[common.seen_from(wanted.begin).index]
-    if stored.crc32 is None and read_runs(descriptor, stored, here, target):
-        return
-    first, end_item = span(here, piece.shape)
-    begin, end = first * item.itemsize, end_item * item.itemsize
-    is_run = end_item - first == here.size and target.flags.c_contiguous
-    run = target.reshape(-1).view(np.uint8) if is_run else None
-    for number in range(begin // stored.block_bytes, -(-end // stored.block_bytes)):
-        block_begin = number * stored.block_bytes
-        block_end = min(block_begin + stored.block_bytes, piece.num_bytes)
-        if run is not None and begin <= block_begin and block_end <= end:  # straight to where it belongs
-            read_block(descriptor, path, stored, number, run[block_begin - begin : block_end - begin], checks)
-            continue
-        parts = list(boxes_between(piece.shape, block_begin // item.itemsize, block_end // item.itemsize))
-        if not any(part.overlap(here).size for part in parts):
-            continue
-        read = partial(read_block, descriptor, path, stored, number, checks=checks, is_verified_now=True)
-        block = recent.get(path, stored, number, block_end - block_begin, read)
-        scatter(block.view(item), parts, here, target)
+    def read_whole(self, out: NDArray[Any]) -> None:
+        """Reads all of it into a contiguous array."""
+        memory, block_bytes = out.reshape(-1).view(np.uint8), self.stored.block_bytes
+        for number, begin in enumerate(range(0, memory.size, block_bytes)):
+            self._read_block(number, memory[begin : begin + block_bytes])
 
+    def read_part(self, wanted: Box, out: NDArray[Any], recent: RecentBlocks) -> None:
+        """See ``ShardFiles.read``."""
+        piece, block_bytes = self.stored.piece, self.stored.block_bytes
+        common = piece.box.overlap(wanted)
+        if not common.size:
+            return
+        item = ITEM_TYPES[piece.tensor.dtype]
+        here = common.seen_from(piece.box.begin)
+        target = out[common.seen_from(wanted.begin).index]
+        if self.stored.crc32 is None and self._read_runs(here, target):
+            return
+        first, end_item = span(here, piece.shape)
+        begin, end = first * item.itemsize, end_item * item.itemsize
+        is_run = end_item - first == here.size and target.flags.c_contiguous
+        run = target.reshape(-1).view(np.uint8) if is_run else None
+        for number in range(begin // block_bytes, -(-end // block_bytes)):
+            block_begin = number * block_bytes
+            block_end = min(block_begin + block_bytes, piece.num_bytes)
+            if run is not None and begin <= block_begin and block_end <= end:  # straight to where it belongs
+                self._read_block(number, run[block_begin - begin : block_end - begin])
+                continue
+            parts = list(boxes_between(piece.shape, block_begin // item.itemsize, block_end // item.itemsize))
+            if not any(part.overlap(here).size for part in parts):
+                continue
+            read = partial(self._read_verified, number)
+            block = recent.get(self.path, self.stored, number, block_end - block_begin, read)
+            scatter(block.view(item), parts, here, target)
 
-def read_runs(descriptor: int, stored: StoredPiece, here: Box, target: NDArray[Any]) -> bool:
-    """Reads what is wanted of a piece without checksums, and nothing else; False if that would be in small parts."""
-    shape, axis = stored.piece.shape, run_axis(here, stored.piece.shape)
-    item_bytes, run = target.itemsize, math.prod(here.shape[axis:])
-    if not target.flags.c_contiguous or (run * item_bytes < LEAST_RUN_BYTES and run < here.size):
-        return False
-    for index in np.ndindex(*here.shape[:axis]):
-        begin = (*map(int.__add__, here.begin, index), *here.begin[axis:])
-        memory = target[(*index, ...)].reshape(-1).view(np.uint8)
-        read_at(descriptor, memory.data, stored.offset + position(begin, shape) * item_bytes)
-    return True
+    def _read_runs(self, here: Box, target: NDArray[Any]) -> bool:
+        """Without checksums, what is wanted and nothing else is read; False if that would be in small parts."""
+        shape = self.stored.piece.shape
+        axis = run_axis(here, shape)
+        item_bytes, run = target.itemsize, math.prod(here.shape[axis:])
+        if not target.flags.c_contiguous or (run * item_bytes < LEAST_RUN_BYTES and run < here.size):
+            return False
+        for index in np.ndindex(*here.shape[:axis]):
+            begin = (*map(int.__add__, here.begin, index), *here.begin[axis:])
+            memory = target[(*index, ...)].reshape(-1).view(np.uint8)
+            read_at(self.descriptor, memory.data, self.stored.offset + position(begin, shape) * item_bytes)
+        return True
 
+    def _read_block(self, number: int, memory: NDArray[np.uint8]) -> None:
+        """Fills memory with a block, and has its checksum compared, if the file has any."""
+        read_at(self.descriptor, memory.data, self.stored.offset + number * self.stored.block_bytes)
+        if self.stored.crc32 is not None:
+            self.checks.add(memory, self.stored.crc32[number], self.path, self.stored.piece.tensor.name)
 
-def read_block(
-    descriptor: int,
-    path: Path,
-    stored: StoredPiece,
-    number: int,
-    memory: NDArray[np.uint8],
-    checks: Checks,
-    is_verified_now: bool = False,
-) -> None:
-    """Fills memory with a block of a piece, and has its checksum compared, if the file has any."""
-    read_at(descriptor, memory.data, stored.offset + number * stored.block_bytes)
-    if stored.crc32 is not None:
-        checks.add(memory, stored.crc32[number], path, stored.piece.tensor.name)
-    if is_verified_now:
-        checks.finish()
+    def _read_verified(self, number: int, memory: NDArray[np.uint8]) -> None:
+        """The same of a block that is used at once."""
+        self._read_block(number, memory)
+        self.checks.finish()
 
 
 def scatter(values: NDArray[Any], parts: list[Box], here: Box, target: NDArray[Any]) -> None:

@@ -31,8 +31,8 @@ def every_chart() -> list[Chart]:
     return [
         charts.line_chart("lines <&>", [*lines, band], "step", {2.0: "mark"}),
         charts.line_chart("sizes", [band], "ranks", log_y=True, sizes=[1, 2, 4]),
-        charts.stack_chart("stack", [1, 2], [Line("a", [1, 2], [1, 2])], "step"),
-        charts.heat_chart("heat", np.array([[1.0, -1.0], [np.nan, 0.0]]), "window", "rank", "%"),
+        charts.stack_chart("stack", [1, 2], [Line("a", [1, 2], [1, 2])]),
+        charts.heat_chart("heat", np.array([[1.0, -1.0], [np.nan, 0.0]])),
         charts.confusion_chart("confusion", ["cat", "<dog>"], [[3, 1], [0, 5]]),
         charts.time_chart("attempts", [Bar("one </text>", 0, 1, True), Bar("two", 1, 2, False)], "seconds"),
     ]

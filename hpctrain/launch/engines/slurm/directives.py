@@ -307,10 +307,10 @@ def shell_word(value: str) -> str:
     return shlex.quote(value)
 
 
-def variable(name: str, key: str) -> str:
+def variable(name: str) -> str:
     """The name, if a shell variable can have it."""
     if not VARIABLE.fullmatch(name):
-        raise UserError(f"{key} has the name {name!r}", "use letters, digits and '_', not beginning with a digit")
+        raise UserError(f"launch.env has the name {name!r}", "use letters, digits and '_', not beginning with a digit")
     return name
 
 

@@ -116,7 +116,7 @@ def _parts(directives: tuple[Directive, ...], launch: LaunchConfig) -> dict[str,
         "directives": directives,
         "modules": tuple(text(module, "launch.modules") for module in launch.modules),
         "setup": launch.setup,
-        "env": {variable(name, "launch.env"): value for name, value in launch.env.items()},
+        "env": {variable(name): value for name, value in launch.env.items()},
     }
 
 
