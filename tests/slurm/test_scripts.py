@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hpctrain.config.sections import Config, LaunchConfig, SlurmConfig
-from hpctrain.launch.engines.slurm.render import job_script, render
+from hpctrain.launch.engines.slurm.render import job_script
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from tests.slurm.cluster import Cluster
@@ -27,7 +27,7 @@ def test_sbatch_reads_comments_as_they_were_given(cluster: Cluster, tmp_path: Pa
     for value in HOSTILE:
         slurm = SlurmConfig(comment=value, begin="now+1hour")
         config = Config(name="r", launch=LaunchConfig(command=("true",), slurm=slurm))
-        (tmp_path / "job.sbatch").write_text(render(job_script(config, tmp_path / "run.yaml", tmp_path, None, 20)))
+        (tmp_path / "job.sbatch").write_text(job_script(config, tmp_path / "run.yaml", tmp_path, None, 20))
         job = cluster.run("sbatch", "--parsable", tmp_path / "job.sbatch").stdout.strip()
         found = cluster.run("squeue", "-h", "-j", job, "-o", "%k").stdout.rstrip("\n")
         cluster.run("scancel", job)

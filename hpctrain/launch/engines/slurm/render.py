@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,6 @@ EARLY_S = 60
 """Slurm may send the signal this many seconds early (sbatch --signal)."""
 
 
-@dataclass(frozen=True)
-class JobScript:
-    """Everything that a script holds; ``render`` only writes it down."""
-
-    directives: tuple[Directive, ...]
-    origin: str
-    """Comment that says where the script comes from."""
-    modules: tuple[str, ...]
-    """Environment modules."""
-    setup: tuple[str, ...]
-    """Shell lines of the user, as they stand."""
-    bin: str | None
-    """Folder of the Python environment, put before PATH."""
-    env: Mapping[str, str]
-    """Environment variables."""
-    run_file: str | None
-    """Run file; the folder of the elements' run folders for an array; None: the script's first argument."""
-    signal_s: int
-    """Seconds before the time limit at which the supervisor is asked to stop; it passes the request to the ranks."""
-    elements: bool = False
-    """The job is an array."""
-
-
 def job_script(
     config: Config,
     run_file: Path,
@@ -50,7 +26,7 @@ def job_script(
     signal_s: int,
     array: str | None = None,
     in_order: bool = False,
-) -> JobScript:
+) -> str:
     """The script of a run.
 
     Args:
@@ -69,31 +45,22 @@ def job_script(
     folder = text(str(logs), "run_dir").replace("%", "%%")
     output = f"{folder}/slurm-{'%A_%a' if array else '%j'}.out"
     directives = build(config.name, config.launch, output, signal_s, array, in_order)
-    return JobScript(
+    return _rendered(
+        config.launch,
+        directives,
         origin=f"Run {config.name}, written by hpctrain: to change it, change the run file and render it again.",
         run_file=text(str(run_file), "run file"),
         bin=None if bin_dir is None else text(str(bin_dir), "environment"),
         signal_s=signal_s,
         elements=array is not None,
-        **_parts(directives, config.launch),
     )
 
 
-def portable_script(config: Config, signal_s: int) -> JobScript:
+def portable_script(config: Config, signal_s: int) -> str:
     """A script for any run file: ``sbatch script.sbatch run.yaml``, with hpctrain on PATH."""
     directives = build(config.name, config.launch, "%x-%j.out", signal_s)
-    return JobScript(
-        origin="Usage: sbatch THIS_SCRIPT run.yaml",
-        run_file=None,
-        bin=None,
-        signal_s=signal_s,
-        **_parts(directives, config.launch),
-    )
-
-
-def render(job: JobScript) -> str:
-    """The script's text, ending in a newline."""
-    return templates().get_template("job.sh.j2").render(job=job)
+    origin = "Usage: sbatch THIS_SCRIPT run.yaml"
+    return _rendered(config.launch, directives, origin=origin, run_file=None, bin=None, signal_s=signal_s)
 
 
 def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: float | None = None) -> int:
@@ -111,13 +78,19 @@ def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: fl
     return 300 if limit is None else max(1, min(300, max(30, limit // 10), limit // 2))
 
 
-def _parts(directives: tuple[Directive, ...], launch: LaunchConfig) -> dict[str, Any]:
-    return {
-        "directives": directives,
-        "modules": tuple(text(module, "launch.modules") for module in launch.modules),
-        "setup": launch.setup,
-        "env": {variable(name): value for name, value in launch.env.items()},
-    }
+def _rendered(launch: LaunchConfig, directives: Sequence[Directive], **about: Any) -> str:
+    """A script, ending in a newline; ``about``: what its template names besides."""
+    return (
+        templates()
+        .get_template("job.sh.j2")
+        .render(
+            directives=directives,
+            modules=[text(module, "launch.modules") for module in launch.modules],
+            setup=launch.setup,
+            env={variable(name): value for name, value in launch.env.items()},
+            **about,
+        )
+    )
 
 
 @functools.cache

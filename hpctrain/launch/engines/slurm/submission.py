@@ -16,7 +16,7 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.jobs import JOB, LOGS, REFUSAL, SCRIPT, Plan, Submitted, note, note_refusal
 from hpctrain.launch.engines.slurm import client, profile
 from hpctrain.launch.engines.slurm.directives import require_whole_groups
-from hpctrain.launch.engines.slurm.render import job_script, portable_script, render, signal_seconds
+from hpctrain.launch.engines.slurm.render import job_script, portable_script, signal_seconds
 from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import ALIVE
@@ -54,8 +54,8 @@ def plan(
     for each in every:
         require_whole_groups(each)
     in_order, run_file = any(each.parallel.tensor > 1 for each in every), run.path if elements else run.run_yaml
-    job = job_script(config, run_file, run.logs, own_bin(), signal_s(config, run), indices, in_order)
-    return Plan(config, run, render(job), tuple(elements))
+    script = job_script(config, run_file, run.logs, own_bin(), signal_s(config, run), indices, in_order)
+    return Plan(config, run, script, tuple(elements))
 
 
 def number_of(element: Config) -> int:
@@ -77,7 +77,7 @@ def settle(config: Config, run: RunDir) -> Config:
 def portable(config: Config) -> str:
     """A script for any run file with the same resources."""
     launch = profile.resolve(config.launch)
-    return render(portable_script(dataclasses.replace(config, launch=launch), signal_seconds(launch)))
+    return portable_script(dataclasses.replace(config, launch=launch), signal_seconds(launch))
 
 
 def signal_s(config: Config, run: RunDir) -> int:

@@ -47,7 +47,7 @@ def script(
     """A rendered script."""
     made = config(**launch)
     made = dataclasses.replace(made, launch=profile.resolve(made.launch, Path("/nonexistent")))
-    return render.render(render.job_script(made, run_file, Path("/runs/r/logs"), bin_dir, 30, array))
+    return render.job_script(made, run_file, Path("/runs/r/logs"), bin_dir, 30, array)
 
 
 def execute(text: str, folder: Path, *words: str) -> dict:  # type: ignore[type-arg]
@@ -163,13 +163,13 @@ def test_paths_that_no_script_can_hold_are_refused(run_file: str) -> None:
 
 def test_percent_signs_in_the_log_path_are_not_slurms() -> None:
     made = config()
-    job = render.job_script(made, Path("/r"), Path("/runs/100%j/logs"), None, 30)
-    assert "--output=/runs/100%%j/logs/slurm-%j.out" in render.render(job)
+    text = render.job_script(made, Path("/r"), Path("/runs/100%j/logs"), None, 30)
+    assert "--output=/runs/100%%j/logs/slurm-%j.out" in text
 
 
 def test_templates_refuse_what_is_not_defined() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        render.templates().from_string("{{ job.nothing }}").render(job=object())
+        render.templates().from_string("{{ nothing }}").render()
 
 
 @pytest.mark.parametrize(
