@@ -227,27 +227,24 @@ def run_info(args: argparse.Namespace) -> int:
 
 def print_info(about: Mapping[str, Any]) -> None:
     """As a table."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    title = escape(foreign_text.line(about["source"]))
-    table = Table("array", "dtype", "shape of a sample", "layout", title=title, title_justify="left")
-    for field in about["fields"]:
-        shape = " x ".join(map(str, field["shape"])) or "scalar"
-        table.add_row(*map(foreign_text.line, (field["name"], field["dtype"], shape, field["layout"])))
-    console = Console(soft_wrap=True, markup=False)
-    console.print(table)
+    rows = (
+        (field["name"], field["dtype"], " x ".join(map(str, field["shape"])) or "scalar", field["layout"])
+        for field in about["fields"]
+    )
+    foreign_text.table(about["source"], ("array", "dtype", "shape of a sample", "layout"), rows)
     files = f" in {about['files']} files" if about["files"] > 1 else ""
-    console.print(f"samples      {about['samples']}{files}, {about['bytes_per_sample']} bytes each")
-    console.print(f"fingerprint  {about['fingerprint']}")
-    for name, value in about["notes"].items():
-        console.print(f"{foreign_text.line(name):<12} {foreign_text.line(shortened(value))}")
+    facts = {
+        "samples": f"{about['samples']}{files}, {about['bytes_per_sample']} bytes each",
+        "fingerprint": about["fingerprint"],
+        **{name: shortened(value) for name, value in about["notes"].items()},
+    }
     for way in ("random", "sequential"):
         speed = about[way]
-        console.print(f"{way:<12} {speed['samples_per_s']:,.0f} samples/s, {size(speed['bytes_per_s'])}/s")
+        facts[way] = f"{speed['samples_per_s']:,.0f} samples/s, {size(speed['bytes_per_s'])}/s"
+    for name, fact in facts.items():
+        foreign_text.show(f"{foreign_text.line(name):<12} {foreign_text.line(fact)}")
     for hint in about["hints"]:
-        console.print(f"hint: {foreign_text.line(hint)}")
+        foreign_text.show(f"hint: {foreign_text.line(hint)}")
 
 
 def shortened(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -73,9 +74,8 @@ def show(found: Sequence[Check], as_json: bool) -> int:
 
     problems = sum(finding.status is Status.PROBLEM for finding in found)
     if as_json:
-        foreign_text.show(
-            json.dumps({"ok": problems == 0, "findings": [finding.to_json() for finding in found]}, indent=1)
-        )
+        findings = [dataclasses.asdict(finding) for finding in found]
+        foreign_text.show(json.dumps({"ok": problems == 0, "findings": findings}, indent=1))
     else:
         width = max(len(finding.topic) for finding in found)
         for finding in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -109,10 +109,6 @@ class Check:
     value: str
     status: Status = Status.OK
     fix: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
 
 
 def note(topic: str, value: str, fix: str = "") -> Check:

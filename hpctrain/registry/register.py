@@ -34,7 +34,7 @@ from hpctrain.run.history import RunHistory
 from hpctrain.run.view import RunView
 from hpctrain.tasks.definition import first_field
 from hpctrain.track.follower import position
-from hpctrain.track.mlflow import QUIET, artifact_location, tracking_uri
+from hpctrain.track.mlflow import QUIET, experiment_of, tracking_uri
 
 EXAMPLE_SAMPLES = 2
 
@@ -112,10 +112,7 @@ def open_run(mlflow: Any, run_dir: RunDir, uri: str, experiment_name: str, run_n
     if saved.get("uri") == uri and saved.get("run_id"):
         return str(saved["run_id"])
     client = mlflow.MlflowClient()
-    found = client.get_experiment_by_name(experiment_name)
-    place = artifact_location(uri)
-    experiment = found.experiment_id if found else client.create_experiment(experiment_name, place)
-    return str(client.create_run(experiment, run_name=run_name).info.run_id)
+    return str(client.create_run(experiment_of(client, experiment_name, uri), run_name=run_name).info.run_id)
 
 
 def code_of(task: str) -> list[str]:

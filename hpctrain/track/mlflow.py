@@ -56,9 +56,7 @@ class MlflowFollower(Follower):
     def open_run(self) -> str:
         """A new run."""
         run = self.view.look(within_s=0.0)
-        found = self.client.get_experiment_by_name(self.experiment)
-        place = artifact_location(self.uri)
-        experiment = found.experiment_id if found else self.client.create_experiment(self.experiment, place)
+        experiment = experiment_of(self.client, self.experiment, self.uri)
         tags = {"hpctrain.run_folder": str(run.path), "hpctrain.id": str(run.id)}
         if run.newest and run.newest.git_commit:
             tags["mlflow.source.git.commit"] = run.newest.git_commit
@@ -128,9 +126,11 @@ def tracking_uri(uri: str) -> str:
     return uri if is_address(uri) else f"sqlite:///{folder_of(uri) / 'mlflow.db'}"
 
 
-def artifact_location(uri: str) -> str | None:
-    """For a folder, where the artifacts of its experiments lie; a server knows by itself."""
-    return None if is_address(uri) else (folder_of(uri) / "artifacts").as_uri()
+def experiment_of(client: Any, name: str, uri: str) -> str:
+    """An experiment's id; it is made if it is not there. In a folder, its artifacts lie in that, too."""
+    if found := client.get_experiment_by_name(name):
+        return str(found.experiment_id)
+    return str(client.create_experiment(name, None if is_address(uri) else (folder_of(uri) / "artifacts").as_uri()))
 
 
 def is_address(uri: str) -> bool:
