@@ -16,15 +16,13 @@ import re
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format.files import write_at
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, Dropped
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
@@ -58,6 +56,7 @@ class SnapshotStore(CheckpointStore):
     """The snapshots of one attempt, in a folder that is never made again once a newer attempt has removed it."""
 
     file_mode = 0o600
+    last_file = HEAD_FILE
     send: Callable[[Path], None] | None = None
 
     def copy_by(self, send: Callable[[Path], None]) -> None:
@@ -75,19 +74,9 @@ class SnapshotStore(CheckpointStore):
         """Half of what is left is for another node's copies."""
         return super().free_bytes(partial) // (2 if self.send else 1)
 
-    def commit(
-        self,
-        partial: Path,
-        step: int,
-        ranks: int,
-        meta: Mapping[str, Any],
-        looks_through: bool = False,
-        owners: int | None = None,
-    ) -> int:
-        """Seals what this node has; its bytes."""
-        total = sum(entry.stat().st_size for entry in os.scandir(partial))
-        self.seal(partial, step, HEAD_FILE, manifest_file.encode(step, owners or ranks, meta, []))
-        return total
+    def shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
+        """Nothing: which of them there are is seen when the nodes have come together. Bytes of what this one has."""
+        return [], sum(entry.stat().st_size for entry in os.scandir(partial))
 
 
 class MemoryStore(SnapshotStore):
