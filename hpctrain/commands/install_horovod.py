@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 wheel.chmod(0o644)
         if built and folder != room:
             wheel = _share(wheel, folder, say)
-    if built or _version_of("horovod") != recipe.version:
+    if built or python.version_of("horovod") != recipe.version:
         say(f"Installing {wheel.name}")
         with build.checked(wheel) as copy:
             _install(copy, again=built)
@@ -106,7 +105,7 @@ def _frameworks(torch: bool | None, tensorflow: bool | None, gpu: bool) -> dict[
             fix="leave out --tensorflow: --gpu builds for PyTorch",
         )
     wanted = {"torch": torch, "tensorflow": False if gpu else tensorflow}
-    versions = {"torch": _version_of("torch"), "tensorflow": _version_of("tensorflow-cpu", "tensorflow")}
+    versions = {"torch": python.version_of("torch"), "tensorflow": python.version_of("tensorflow-cpu", "tensorflow")}
     for name, want in wanted.items():
         if want and versions[name] is None:
             raise UserError(what=f"{name} is not installed", fix=f'pip install "hpctrain[{name}]" first')
@@ -117,13 +116,6 @@ def _frameworks(torch: bool | None, tensorflow: bool | None, gpu: bool) -> dict[
             fix='install one first: pip install "hpctrain[torch]" or "hpctrain[tensorflow]"',
         )
     return found
-
-
-def _version_of(*names: str) -> str | None:
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
 
 
 def _cached_wheel(folders: Sequence[Path], recipe: patch.WheelRecipe) -> Path | None:

@@ -21,7 +21,7 @@ from hpctrain.errors import HpctrainError, MissingExtra, UserError
 from hpctrain.launch.mpi_library import find_mpirun
 from hpctrain.launch.mpi_library import probe as probe_mpi
 from hpctrain.reduce.horovod_setup import mpi_libraries
-from hpctrain.system.python import spec_of
+from hpctrain.system.python import spec_of, version_of
 from hpctrain.track.sinks import missing_extras
 
 INSTALL_HOROVOD = "run: hpctrain install-horovod"
@@ -118,7 +118,7 @@ def horovod_for(framework: str, built: str, seen: Probe) -> Check:
     topic, trains_on_gpu = f"Horovod {framework}", seen.facts.get("trains_on_gpu", False)
     gpu = " --gpu" if trains_on_gpu or seen.facts.get("nccl") else ""
     rebuild = f"{INSTALL_HOROVOD}{gpu} --force"
-    installed = _version(framework)
+    installed = version_of(framework, f"{framework}-cpu") or "unknown"
     fits = installed in (built, built.partition("+")[0])  # torch says 2.13.0+cu130, the name of PyPI's wheel 2.13.0
     if seen.error:
         because = "" if fits else f"it was built against {framework} {built}, {installed} is installed: "
@@ -165,15 +165,6 @@ def is_installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ImportError:
         return False
-
-
-def _version(framework: str) -> str:
-    for name in (framework, f"{framework}-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 def of_run_file(path: str) -> tuple[Config | None, list[Check]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import importlib.metadata
 import json
 import platform
 import socket
@@ -27,6 +26,7 @@ from hpctrain.run.rank_environment import current_attempt, current_job
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import safe_read
 from hpctrain.system.files import cannot_write, write_atomically, writing
+from hpctrain.system.python import version_of
 
 NEW = Attempt()
 """An attempt of which nothing is known before it begins."""
@@ -215,13 +215,8 @@ PACKAGES = ("numpy", "h5py", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", 
 
 def versions() -> dict[str, str]:
     """Version by name of Python, hpctrain and what is installed of the packages that shape results."""
-    found = {"python": platform.python_version(), "hpctrain": hpctrain.__version__}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name in PACKAGES if (version := version_of(name))}
+    return {"python": platform.python_version(), "hpctrain": hpctrain.__version__, **found}
 
 
 def git_commit() -> str | None:

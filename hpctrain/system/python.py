@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -50,6 +51,16 @@ def spec_of(name: str) -> ModuleSpec | None:
             return None
         spec = _find(f"{spec.name}.{part}", spec.submodule_search_locations)
     return spec
+
+
+def version_of(*packages: str) -> str | None:
+    """Of the first of these packages that is installed; imports none of them."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return None
 
 
 def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:

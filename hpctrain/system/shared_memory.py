@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,9 @@ def _allocated(handle: int, ranges: Ranges) -> int:
 
 def unnamed_file() -> int:
     """Descriptor of an empty file in memory, which ends with the last descriptor of it."""
-    if hasattr(os, "memfd_create"):
+    with suppress(AttributeError, OSError):  # a Python built against an old C library, as conda's are; a strict system
         return os.memfd_create("hpctrain")
-    with tempfile.TemporaryFile() as file:  # a Python built against an old C library, as conda's are
+    with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 

@@ -46,7 +46,7 @@ def test_findings_are_json(capsys):
     ],
 )
 def test_horovod_is_held_against_what_is_installed(monkeypatch, built, seen, status, part):
-    monkeypatch.setattr(software, "_version", lambda framework: "2.0")
+    monkeypatch.setattr(software, "version_of", lambda *packages: "2.0")
     found = software.horovod_for("torch", built, seen)
     assert found.status is status
     assert part in found.value
@@ -61,7 +61,7 @@ def test_a_build_for_gpus_is_renewed_as_one(nccl, fix):
 
 @pytest.mark.parametrize(("for_gpus", "status"), [(False, Status.PROBLEM), (True, Status.OK)])
 def test_horovod_for_cpus_is_a_problem_where_torch_trains_on_a_gpu(monkeypatch, for_gpus, status):
-    monkeypatch.setattr(software, "_version", lambda framework: "2.0")
+    monkeypatch.setattr(software, "version_of", lambda *packages: "2.0")
     facts = {"mpi": True, "nccl": 0, "for_gpus": for_gpus, "trains_on_gpu": True, "maps": ONE_MAP}
     found = software.horovod_for("torch", "2.0", Probe(facts))
     assert found.status is status
