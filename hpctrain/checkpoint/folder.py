@@ -44,7 +44,7 @@ class CheckpointFolder:
 
     file_mode = 0o666
     """Permissions of shards and manifests, of which the process' mask is taken."""
-    last_file = MANIFEST_FILE
+    _last_file = MANIFEST_FILE
     """Makes a partial checkpoint that of a step."""
 
     def __init__(self, path: str | os.PathLike[str], fence: Callable[[], None] = no_fence) -> None:
@@ -121,11 +121,16 @@ class CheckpointFolder:
 
         Order: manifest, names in the folder, fence, rename, name of the folder; each durable before the next.
         """
-        texts, total = self.shards(partial, ranks)
+        texts, total = self._shards(partial, ranks)
         data = manifest_file.encode(step, owners or ranks, meta, texts)
         if looks_through and texts:
             manifest_file.parse(data, str(partial / MANIFEST_FILE))
-        write_durably(partial / self.last_file, data, self.file_mode)
+        self.seal(partial, step, self._last_file, data)
+        return total
+
+    def seal(self, partial: Path, step: int, file: str, data: bytes) -> None:
+        """Adds the last file to a partial checkpoint, which then is that of a step. Raises as ``commit`` does."""
+        write_durably(partial / file, data, self.file_mode)
         sync_folder(partial)
         self.fence()
         target = self.folder(step)
@@ -142,9 +147,8 @@ class CheckpointFolder:
         sync_folder(self.path)
         if replaced.exists():
             self._delete(replaced)
-        return total
 
-    def shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
+    def _shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
         """What a partial checkpoint's last file says of its shards, and their bytes. Raises DamagedCheckpoint."""
         found = [index_of(partial / shard_file(rank, ranks)) for rank in range(ranks)]
         return [text for text, _ in found], sum(num_bytes for _, num_bytes in found)

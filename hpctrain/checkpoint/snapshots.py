@@ -56,7 +56,7 @@ class SnapshotStore(CheckpointStore):
     """The snapshots of one attempt, in a folder that is never made again once a newer attempt has removed it."""
 
     file_mode = 0o600
-    last_file = HEAD_FILE
+    _last_file = HEAD_FILE
     send: Callable[[Path], None] | None = None
 
     def copy_by(self, send: Callable[[Path], None]) -> None:
@@ -74,7 +74,7 @@ class SnapshotStore(CheckpointStore):
         """Half of what is left is for another node's copies."""
         return super().free_bytes(partial) // (2 if self.send else 1)
 
-    def shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
+    def _shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
         """Nothing: which of them there are is seen when the nodes have come together. Bytes of what this one has."""
         return [], sum(entry.stat().st_size for entry in os.scandir(partial))
 
