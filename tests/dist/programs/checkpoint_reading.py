@@ -1,4 +1,4 @@
-"""What ranks read of a state of 34 MB, by several plans: checkpoint_reading.py FOLDER; rank 0 prints it as JSON."""
+"""What ranks read of a state of 136 MB, by several plans: checkpoint_reading.py FOLDER; rank 0 prints it as JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hpctrain.checkpoint.initial import Weights, with_weights
 from hpctrain.comm.world import connect
 
 EVERYONE = connect().everyone
-WIDTH = 1030  # rows that no block ends with
+WIDTH = 2060  # rows that no block ends with, and whose halves are read alone: they are longer than a page
 
 
 def task() -> TorchTask:
-    """Four matrices of 4 MB, and a momentum of each: 34 MB."""
+    """Four matrices of 17 MB, and a momentum of each: 136 MB."""
     layers = [module for _ in range(4) for module in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
