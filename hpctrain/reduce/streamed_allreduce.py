@@ -22,7 +22,7 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.compression import Codec
 from hpctrain.reduce.layout import slices
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
-from hpctrain.reduce.shm_allreduce import ADD, add_pairwise, chunks
+from hpctrain.reduce.shm_allreduce import ADD, add_pairwise
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -130,6 +130,7 @@ class Stream:
             self.made[begin, end] = [*self._cut(begin, min(end, self.exact)), *self._cut(max(begin, self.exact), end)]
         self.started += 1
         for piece in self.made[begin, end]:
+            add_pairwise([array[piece.place] for array in self.arrays], piece.values)
             piece.start(self.group.comm)
             (self.added if piece.adds else self.awaited).append((self.started, piece))
 
@@ -213,8 +214,6 @@ class StreamedAllreduce:
             request, begin, end = self.meetings.popleft()
             request.Wait()
             mine = slices(end - begin, self.node.size)[self.node.rank]
-            for at, until in chunks(begin + mine.start, begin + mine.stop):
-                add_pairwise([buffer[at:until] for buffer in self.buffers], self.buffers[0][at:until])
             self.stream.start(begin + mine.start, begin + mine.stop)
             self.stream.advance()
         self.stream.advance(calls)

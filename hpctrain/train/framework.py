@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -159,6 +160,9 @@ class State(Protocol):
     def reseed(self, step: int) -> None:
         """Begins this rank's random streams again, with others for each step at which that is done."""
 
+    def kept_random_state(self) -> AbstractContextManager[None]:
+        """What the body draws changes no random number that this rank draws afterwards."""
+
     def weights_hash(self, shared_only: bool = False) -> str:
         """SHA-256 over what this rank has of the model's parameters, in a fixed order, hexadecimal.
 
@@ -214,6 +218,9 @@ class FrameworkOfParts:
 
     def reseed(self, step: int) -> None:
         self.source.reseed(step)
+
+    def kept_random_state(self) -> AbstractContextManager[None]:
+        return self.source.kept_random_state()
 
     def weights_hash(self, shared_only: bool = False) -> str:
         return self.source.weights_hash(shared_only)

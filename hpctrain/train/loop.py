@@ -91,7 +91,8 @@ class Trainer(Training):
         if not self.validation:
             return None
         sets = {name: self.moving(batches) for name, batches in self.validation.items()}
-        found = evaluate(self.framework, sets, self.world.data)
+        with self.framework.kept_random_state():  # evaluations at other steps do not change training
+            found = evaluate(self.framework, sets, self.world.data)
         self.metrics = self.world.same(found.metrics, "agree on the metrics")
         self.evaluation = Evaluation(self.metrics, found.figures)
         return first_reason([hook.after_eval(self, self.metrics) for hook in self.hooks])

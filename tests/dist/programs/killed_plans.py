@@ -1,6 +1,6 @@
 """Runs of many plans that are killed and go on, with a model that has weights without elements.
 
-    killed_plans.py FOLDER
+    killed_plans.py FRAMEWORK FOLDER
 
 On two ranks each plan trains straight, and again, where rank 0 is killed after a random update: this program ends
 there, and goes on with that plan when it is started again. On three ranks it continues what has trained without the
@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from hpctrain import TorchTask, columns, fit, rows
+from hpctrain import KerasTask, TorchTask, columns, fit, rows
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import (
     CheckpointConfig,
@@ -42,18 +41,26 @@ STEPS, BATCH = 11, 12
 INT8 = {"kind": "mpi", "compression": "int8"}
 LOCAL = {"kind": "local", "every_steps": 4}
 NARROW = {"clip_norm": 0.1, "accumulate": 2}
+AVERAGED = {**NARROW, "ema_decay": 0.5}
 Plan = dict[str, dict[str, Any]]
-PLANS: dict[str, Plan] = {
+TORCH_PLANS: dict[str, Plan] = {
     "int8": {"reduce": INT8, "train": NARROW},
     "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
-    "zero1": {"parallel": {"shard": "optimizer"}, "train": {**NARROW, "ema_decay": 0.5}},
+    "zero1": {"parallel": {"shard": "optimizer"}, "train": AVERAGED},
     "local-node": {"sync": {**LOCAL, "overlap": True, "within": "node"}, "train": NARROW},
     "int8-average": {"reduce": {**INT8, "compress_after_steps": 4}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
     "local": {"sync": LOCAL, "train": {**NARROW, "precision": "bf16"}},
     "fp16": {"parallel": {"shard": "optimizer"}, "train": {"precision": "fp16"}},
-    "zero2": {"parallel": {"shard": "gradients"}, "train": {**NARROW, "ema_decay": 0.5}},
+    "zero2": {"parallel": {"shard": "gradients"}, "train": AVERAGED},
     "tensor": {"parallel": {"tensor": 2, "shard": "optimizer"}, "task": {"cut": True}},
     "pipeline": {"parallel": {"pipeline": 2, "shard": "gradients"}, "train": NARROW},
+}
+KERAS_PLANS: dict[str, Plan] = {
+    "int8": {"reduce": {**INT8, "compress_after_steps": 4}, "train": AVERAGED},
+    "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
+    "zero1": {"parallel": {"shard": "optimizer"}, "train": AVERAGED},
+    "local": {"sync": LOCAL, "train": AVERAGED},
+    "fp16": {"parallel": {"shard": "optimizer"}, "train": {"precision": "fp16"}, "task": {"dtype": "mixed_float16"}},
 }
 UNITED = ("local-overlap",)
 """Who trained apart, and exchanges gradients in the end."""
@@ -65,8 +72,10 @@ def samples() -> dict[str, np.ndarray]:
     return {"x": x, "y": (x @ np.arange(FEATURES)).astype(np.float32)[:, None]}
 
 
-def task(cut: bool = False) -> Any:
-    """Without elements are a layer, a table, a vector, and something that takes no part in the loss."""
+def torch_task(cut: bool = False) -> Any:
+    """Without elements are a layer, a table, a vector, and something that takes no part in the loss. Evaluations draw
+    random numbers, too."""
+    import torch
 
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
@@ -75,13 +84,34 @@ def task(cut: bool = False) -> Any:
             self.vector, self.idle = (torch.nn.Parameter(torch.empty(shape)) for shape in ((0,), (3, 0, 2)))
 
         def forward(self, x: Any) -> Any:
-            return torch.cat([x, self.layer(x)], -1) + self.table.weight.sum() + self.vector.sum()
+            noise = 0.01 * torch.rand(())
+            return torch.cat([x, self.layer(x)], -1) + self.table.weight.sum() + self.vector.sum() + noise
 
     whole = torch.nn.Sequential(torch.nn.Linear(FEATURES, WIDTH), Empty())
     divided = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
     model = torch.nn.Sequential(whole, divided, Empty(), torch.nn.Linear(WIDTH, 1))
     words = {"tensor": {"1.0": columns, "1.2": rows}} if cut else {}
     return TorchTask(model, "mse", torch.optim.Adam(model.parameters(), 0.01), samples(), samples(), **words)
+
+
+def tensorflow_task(dtype: str = "float32") -> Any:
+    """The same in Keras."""
+    import keras
+
+    class Empty(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.parts = [
+                self.add_weight(shape=shape, name=f"part_{len(shape)}") for shape in ((0,), (0, 4), (3, 0, 2))
+            ]
+            self.seeds = keras.random.SeedGenerator()
+
+        def call(self, x: Any) -> Any:
+            noise = 0.01 * keras.random.uniform((), dtype=x.dtype, seed=self.seeds)
+            return x + sum(keras.ops.sum(one) for one in self.parts) + noise
+
+    layers = [keras.layers.Dense(WIDTH, "tanh", dtype=dtype), Empty(dtype=dtype), keras.layers.Dense(1, dtype=dtype)]
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    return KerasTask(model, "mse", keras.optimizers.Adam(0.01), samples(), samples())
 
 
 class End(BaseHook):
@@ -108,7 +138,7 @@ def run(folder: Path, plan: Plan, killed_at: int | None = None, **train: Any) ->
     """Trains to the end, or from where it was killed; ``train`` adds to what the plan says."""
     config = Config(
         name="run",
-        task=f"{__file__}:task",
+        task=f"{__file__}:{sys.argv[1]}_task",
         task_args=plan.get("task", {}),
         run_dir=str(folder),
         train=TrainConfig(steps=STEPS, global_batch=BATCH, **{**plan.get("train", {}), **train}),
@@ -128,8 +158,7 @@ def on_two(folder: Path, name: str, plan: Plan, world: World) -> None:
     """Straight, with evaluations on the way, and killed and resumed."""
     was_killed = world.everyone.broadcast((folder / f"{name}-killed").exists(), "see what has been done")
     if not was_killed:
-        evaluated = {} if name == "tensor" else {"eval_every_steps": 3}  # cut layers draw a number in each pass
-        straight = run(folder / f"{name}-straight", plan, **evaluated)
+        straight = run(folder / f"{name}-straight", plan, eval_every_steps=3)
         if world.rank == 0:
             (folder / f"{name}.json").write_text(json.dumps({"straight": straight}))
         run(folder / f"{name}-killed", plan, random.randint(2, STEPS - 1))
@@ -154,8 +183,8 @@ def on_three(folder: Path, name: str, plan: Plan, world: World) -> None:
 
 def main() -> None:
     """All plans that are not done."""
-    folder, world = Path(sys.argv[1]), connect()
-    for name, plan in PLANS.items():
+    folder, world = Path(sys.argv[2]), connect()
+    for name, plan in {"torch": TORCH_PLANS, "tensorflow": KERAS_PLANS}[sys.argv[1]].items():
         done = folder / f"{name}-done-on-{world.size}"
         if world.everyone.broadcast(done.exists(), "see what has been done"):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,9 @@ class LeastSquares:
         return np.zeros(num_bytes, np.uint8) if given is None else given
 
     def synchronize(self) -> None: ...
+
+    def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def weights_hash(self) -> str:
         return self.weights.tobytes().hex()

@@ -115,14 +115,23 @@ class KerasState:
         known = self.variables()
         changed = [one for one in known if one.placement is Placement.RANK or id(one.variable) in equal]
         before = [np.array(tensor.host_view()) for tensor in changed]
-        random = {name: np.array(array) for name, array in host_random_state().items()}
         try:
-            with unchanged(self.objects, self.leaves):
+            with self.kept_random_state(), unchanged(self.objects, self.leaves):
                 yield
         finally:
             for tensor, value in zip(changed, before, strict=True):
                 tensor.assign(value)
-            restore_host_random_state(random)
+
+    @contextlib.contextmanager
+    def kept_random_state(self) -> Iterator[None]:
+        drawn = [self.named.noise.state, *filter(is_seed, self.named.model.non_trainable_variables)]
+        before, host = [np.array(one) for one in drawn], host_random_state()
+        try:
+            yield
+        finally:
+            for variable, value in zip(drawn, before, strict=True):
+                variable.assign(value)
+            restore_host_random_state(host)
 
     def state(self) -> list[StateTensor]:
         """``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import Module
@@ -120,6 +119,9 @@ class TorchState:
         if step:  # before the first one, the task's own seeds hold
             self.holdings.reseed(rank_seed)
 
+    def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
+        return tensors.kept_random_state(self.parts.compute.device)
+
     def weights_hash(self, shared_only: bool = False) -> str:
         model, partition, equal = self.parts.model, self.parts.partition, self.parts.batch_norms.names
         joint = [buffer for name, buffer in model.named_buffers() if name in equal]
@@ -149,10 +151,9 @@ def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], dev
     """
     buffers_of = [(dict(module._buffers), module) for module in model.modules()]
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    random = {tensor.name: np.array(tensor.array) for tensor in tensors.random_tensors(device)}
     put_back = holdings.snapshot()
     try:
-        with unchanged(objects, holdings.leaves):
+        with tensors.kept_random_state(device), unchanged(objects, holdings.leaves):
             yield
     finally:
         for buffers, module in buffers_of:
@@ -161,4 +162,3 @@ def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], dev
             for buffer, value in before:
                 buffer.copy_(value)
         put_back()
-        tensors.load_random(device, random)

@@ -153,6 +153,16 @@ def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Non
         torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch_cuda"], np.uint8)), device)
 
 
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """This rank's random states are afterwards what they were before."""
+    before = {tensor.name: np.array(tensor.array) for tensor in random_tensors(device)}
+    try:
+        yield
+    finally:
+        load_random(device, before)
+
+
 def digest(tensors: Sequence[torch.Tensor]) -> str:
     """SHA-256 over the values in order, hexadecimal."""
     return digest_of(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)
