@@ -36,6 +36,11 @@ from hpctrain.config.sections import (
 from hpctrain.train.hooks import BaseHook
 from hpctrain.train.stateful import value_of
 
+if sys.argv[1] == "torch":
+    import torch
+else:
+    import keras
+
 SAMPLES, FEATURES, WIDTH = 48, 6, 8
 STEPS, BATCH = 11, 12
 INT8 = {"kind": "mpi", "compression": "int8"}
@@ -75,8 +80,6 @@ def samples() -> dict[str, np.ndarray]:
 def torch_task(cut: bool = False) -> Any:
     """Without elements are a layer, a table, a vector, and something that takes no part in the loss. Evaluations draw
     random numbers, too."""
-    import torch
-
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,8 +99,6 @@ def torch_task(cut: bool = False) -> Any:
 
 def tensorflow_task(dtype: str = "float32") -> Any:
     """The same in Keras."""
-    import keras
-
     class Empty(keras.layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:
             self.parts = [
