@@ -80,6 +80,7 @@ def samples() -> dict[str, np.ndarray]:
 def torch_task(cut: bool = False) -> Any:
     """Without elements are a layer, a table, a vector, and something that takes no part in the loss. Evaluations draw
     random numbers, too."""
+
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -99,6 +100,7 @@ def torch_task(cut: bool = False) -> Any:
 
 def tensorflow_task(dtype: str = "float32") -> Any:
     """The same in Keras."""
+
     class Empty(keras.layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:
             self.parts = [

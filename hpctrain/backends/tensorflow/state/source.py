@@ -79,6 +79,18 @@ class Named:
         return [*model_tensors(self.model, self.equal), *self.holdings.tensors(), noise]
 
 
+@contextlib.contextmanager
+def put_back(variables: Sequence[VariableTensor]) -> Iterator[None]:
+    """Variables, and random states of the host, are afterwards what they were before."""
+    before, random = [np.array(one.host_view()) for one in variables], host_random_state()
+    try:
+        yield
+    finally:
+        for tensor, value in zip(variables, before, strict=True):
+            tensor.assign(value)
+        restore_host_random_state(random)
+
+
 @dataclass(frozen=True)
 class KerasState:
     """See train.framework.StateSource."""
@@ -112,26 +124,12 @@ class KerasState:
     def unchanged(self) -> Iterator[None]:
         """What forward passes in the body change is put back."""
         equal = {id(variable) for variable in self.named.equal}
-        known = self.variables()
-        changed = [one for one in known if one.placement is Placement.RANK or id(one.variable) in equal]
-        before = [np.array(tensor.host_view()) for tensor in changed]
-        try:
-            with self.kept_random_state(), unchanged(self.objects, self.leaves):
-                yield
-        finally:
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.assign(value)
-
-    @contextlib.contextmanager
-    def kept_random_state(self) -> Iterator[None]:
-        drawn = [self.named.noise.state, *filter(is_seed, self.named.model.non_trainable_variables)]
-        before, host = [np.array(one) for one in drawn], host_random_state()
-        try:
+        changed = [one for one in self.variables() if one.placement is Placement.RANK or id(one.variable) in equal]
+        with put_back(changed), unchanged(self.objects, self.leaves):
             yield
-        finally:
-            for variable, value in zip(drawn, before, strict=True):
-                variable.assign(value)
-            restore_host_random_state(host)
+
+    def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
+        return put_back([one for one in self.named.tensors() if one.name.startswith("rng/")])
 
     def state(self) -> list[StateTensor]:
         """``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""

@@ -20,6 +20,7 @@ from hpctrain.errors import UserError, kind_of
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
 from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling, part_of
 
+CPU = torch.device("cpu")
 NUMBER = ".number"
 """Ends the slot names of optimizer state that is a Python number."""
 
@@ -154,8 +155,8 @@ def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Non
 
 
 @contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
-    """This rank's random states are afterwards what they were before."""
+def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
+    """This process's random states, and that of a GPU, are afterwards what they were before."""
     before = {tensor.name: np.array(tensor.array) for tensor in random_tensors(device)}
     try:
         yield

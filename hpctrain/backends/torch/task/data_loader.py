@@ -3,10 +3,8 @@ else here."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import data
 
+from hpctrain.backends.torch.state.tensors import kept_random_state
 from hpctrain.data.dataset import Field, Samples, check_field, with_place
 from hpctrain.data.order import Epoch
 from hpctrain.data.samplers import WeightedSampler
 from hpctrain.data.samples import Sample, layout, named, stack
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
+from hpctrain.train.seeds import seed_python
 
 Sampler = Callable[[Epoch], NDArray[np.int64]]
 
@@ -245,22 +245,9 @@ class SeededTorchDataset(TorchDataset):
             return self._stack(indices, (seeded_sample(self.source, index, self.names, seed) for index, seed in keys))
 
 
-@contextlib.contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Global generators are afterwards what they were before; torch's on GPUs are left alone."""
-    python, legacy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        torch.default_generator.set_state(torch_state)
-
-
 def seeded_sample(source: Any, index: int, names: tuple[str, ...] | None, seed: int) -> Sample:
     """One sample, for which global generators begin at this seed."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_python(seed)
     torch.default_generator.manual_seed(seed)
     return sample_of(source, index, names)
 
