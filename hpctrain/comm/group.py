@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,7 +185,7 @@ class Group:
         """
         everything = np.empty((self.size, *values.shape), values.dtype)
         if self.comm:
-            self._wait(self.comm.Iallgather(values, everything), what, timeout_s, sleeps=False)
+            self._wait(self.comm.Iallgather(values, everything), what, timeout_s, awake_s=timeout_s)
         else:
             everything[0] = values
         return everything
@@ -255,13 +255,7 @@ class Group:
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
         """
-        if self.comm:
-            from mpi4py import MPI
-
-            everything, count = values.reshape(-1), LARGEST_BYTES // values.itemsize
-            for begin in range(0, everything.size, count):
-                part = everything[begin : begin + count]
-                self._wait_awake(self.comm.Iallreduce(MPI.IN_PLACE, part), what, timeout_s)
+        self.begin_add(values, what, timeout_s)(True)
 
     def begin_add(
         self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S
@@ -389,6 +383,21 @@ class Group:
 
         return wait
 
+    def settle(self, requests: Iterable[MPI.Request], what: str, awake_s: float = TIMEOUT_S) -> None:
+        """Waits for messages on this communicator, and leaves the core to whoever can use it.
+
+        Args:
+            requests: of the messages.
+            what: completes "waited for the other ranks to ..." in an error.
+            awake_s: seconds of each wait before it sleeps between looks; messages that MPI still has to hand to the
+                network, or to take from it, then wait, too.
+
+        Raises:
+            RunFailed: it took TIMEOUT_S.
+        """
+        for request in requests:
+            self._wait(request, what, TIMEOUT_S, awake_s)
+
     def free(self) -> None:
         """Releases the communicator; the group cannot be used after that."""
         if self.comm:
@@ -399,7 +408,7 @@ class Group:
         for _ in range(QUICK_LOOKS):
             if request.Test():
                 return
-        self._wait(request, what, timeout_s, sleeps=False)
+        self._wait(request, what, timeout_s, awake_s=timeout_s)
 
     def _send(self, arrays: Arrays, rank: int, what: str, timeout_s: float) -> None:
         assert self.comm
@@ -423,9 +432,9 @@ class Group:
         head = json.loads(fill(np.empty(fill(np.empty(1, np.int64))[0], np.uint8)).tobytes())
         return {name: fill(np.empty(shape, np.dtype(kind))) for name, (shape, kind) in head.items()}
 
-    def _wait(self, request: MPI.Request, what: str, timeout_s: float, sleeps: bool = True) -> None:
-        """Polls; one that sleeps does so ever longer, so that waiting ranks leave the cores to those that work."""
-        last, waited, pause = time.monotonic(), 0.0, 0.0
+    def _wait(self, request: MPI.Request, what: str, timeout_s: float, awake_s: float = 1e-4) -> None:
+        """Polls, then sleeps ever longer between looks, so that waiting ranks leave the cores to those that work."""
+        last, waited = time.monotonic(), 0.0
         while not request.Test():
             now = time.monotonic()
             waited += min(now - last, MOST_COUNTED_S)
@@ -435,11 +444,10 @@ class Group:
                     f"rank {self.rank} of {self.size} waited {waited:.0f} s for the other ranks to {what}",
                     "look for the rank that never arrived in the logs of the run folder",
                 )
-            if not sleeps:
+            if waited <= awake_s:
                 os.sched_yield()
-            elif waited > 1e-4:
-                time.sleep(pause)
-                pause = min(pause + 1e-4, 0.01)
+            else:
+                time.sleep(min(waited / 20, 0.01))
 
 
 def pieces_of(values: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:

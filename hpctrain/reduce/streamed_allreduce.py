@@ -22,11 +22,15 @@ from hpctrain.comm.group import Group
 from hpctrain.reduce.compression import Codec
 from hpctrain.reduce.layout import slices
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
-from hpctrain.reduce.shm_allreduce import ADD, add_pairwise
+from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, add_pairwise
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+SEND = "send gradients"
+"""What a rank waits for."""
+AWAKE_S = 1e-3
+"""After which a rank that waits for others of its node sleeps: they may need its core, and nothing is on its way."""
 TERM, SUM = 0, 1
 """Tags of messages."""
 
@@ -142,7 +146,7 @@ class Stream:
             while pieces:
                 number, piece = pieces[0]
                 if number <= calls:
-                    MPI.Request.Waitall(piece.requests)
+                    self.group.settle(piece.requests, SEND)
                 elif not MPI.Request.Testall(piece.requests):
                     break
                 pieces.popleft()
@@ -151,7 +155,7 @@ class Stream:
                 for copy in self.arrays[1:]:
                     copy[piece.place] = piece.values
         if calls:
-            MPI.Request.Waitall([request for number, request in self.leaving if number <= calls])
+            self.group.settle([request for number, request in self.leaving if number <= calls], SEND)
             self.leaving = [each for each in self.leaving if each[0] > calls]
         if calls == math.inf:
             self.started = 0
@@ -162,11 +166,10 @@ class Stream:
         length = PIECE_BYTES // (self.arrays[0].itemsize if codec is None else 2)
         pieces = []
         for at in range(begin, end, length):
-            place, owner = slice(at, min(at + length, end)), self.number % self.group.size
+            place = slice(at, min(at + length, end))
+            owner = None if self.group.size == 2 else self.number % self.group.size
             self.number += 1
-            pieces.append(
-                Piece(self.group, None if self.group.size == 2 else owner, place, self.arrays[0][place], codec)
-            )
+            pieces.append(Piece(self.group, owner, place, self.arrays[0][place], codec))
         return pieces
 
 
@@ -184,7 +187,6 @@ class StreamedAllreduce:
         self, group: Group, buffers: Sequence[NDArray[Any]], codec: Codec | None, exact: int, node: Group | None = None
     ) -> None:
         self.node = node or Group("node")
-        self.buffers = buffers
         self.buffer = buffers[self.node.rank]
         self.stream = Stream(group, buffers, codec, exact)
         self.meetings: deque[tuple[MPI.Request, int, int]] = deque()
@@ -200,7 +202,8 @@ class StreamedAllreduce:
     def arrive(self, calls: float) -> None:
         """Returns when the elements of the first ``calls`` calls of ``start`` are sums. All ranks call it."""
         self._advance(calls)
-        self.node.meet(ADD)
+        if self.node.comm is not None:
+            self.node.settle([self.node.comm.Ibarrier()], ADD, AWAKE_S)
 
     def finish(self) -> None:
         self.arrive(math.inf)
@@ -212,7 +215,7 @@ class StreamedAllreduce:
     def _advance(self, calls: float) -> None:
         while self.meetings and (self.stream.started < calls or self.meetings[0][0].Test()):
             request, begin, end = self.meetings.popleft()
-            request.Wait()
+            self.node.settle([request], ARRIVE, AWAKE_S)
             mine = slices(end - begin, self.node.size)[self.node.rank]
             self.stream.start(begin + mine.start, begin + mine.stop)
             self.stream.advance()

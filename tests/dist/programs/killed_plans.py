@@ -63,9 +63,12 @@ TORCH_PLANS: dict[str, Plan] = {
 KERAS_PLANS: dict[str, Plan] = {
     "int8": {"reduce": {**INT8, "compress_after_steps": 4}, "train": AVERAGED},
     "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
-    "zero1": {"parallel": {"shard": "optimizer"}, "train": AVERAGED},
-    "local": {"sync": LOCAL, "train": AVERAGED},
-    "fp16": {"parallel": {"shard": "optimizer"}, "train": {"precision": "fp16"}, "task": {"dtype": "mixed_float16"}},
+    "local": {"sync": LOCAL, "train": NARROW},
+    "zero1": {
+        "parallel": {"shard": "optimizer"},
+        "train": {**AVERAGED, "precision": "fp16"},
+        "task": {"dtype": "mixed_float16"},
+    },
 }
 UNITED = ("local-overlap",)
 """Who trained apart, and exchanges gradients in the end."""
