@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from hpctrain.comm import group
+from hpctrain.comm.group import Group
+from hpctrain.errors import RunFailed
 
 LARGE_BROADCAST = """
 import numpy as np
@@ -27,3 +34,35 @@ def test_arrays_beyond_2_gib_are_broadcast() -> None:
         [sys.executable, "-c", LARGE_BROADCAST], env=dict(os.environ), capture_output=True, text=True, timeout=60
     )
     assert (run.stdout, run.returncode) == (f"{2**31 + 8} 15.0\n", 0), run.stderr
+
+
+class Late:
+    """A message that is there after a number of looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    def Test(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def test_waits_for_messages_sleep_once_their_time_awake_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    clock = itertools.count()
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: next(clock) / 1024, sleep=naps.append))
+    messages: Any = [Late(8), Late(24)]
+    Group("alone").settle(messages, "send gradients")
+    assert naps == []
+    messages = [Late(8), Late(24)]
+    Group("alone").settle(messages, "send gradients", awake_s=16 / 1024)
+    assert naps == sorted(naps)
+    assert len(naps) == 8
+
+
+def test_a_message_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    messages: Any = [Late(10**9)]
+    with pytest.raises(RunFailed, match="waited 900 s for the other ranks to send gradients"):
+        Group("alone").settle(messages, "send gradients")
