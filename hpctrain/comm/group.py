@@ -274,9 +274,7 @@ class Group:
             return lambda wait: True
         from mpi4py import MPI
 
-        everything, count = values.reshape(-1), LARGEST_BYTES // values.itemsize
-        parts = [everything[begin : begin + count] for begin in range(0, everything.size, count)]
-        left = [self.comm.Iallreduce(MPI.IN_PLACE, part) for part in parts]
+        left = [self.comm.Iallreduce(MPI.IN_PLACE, piece.view(values.dtype)) for piece in pieces_of(values)]
 
         def is_done(wait: bool) -> bool:
             while left and (wait or left[0].Test()):

@@ -82,7 +82,10 @@ class Piece:
             return []
         if not self.adds:
             (words,) = self.rows.values()
-            self._decode(words, self.values)
+            if self.codec is None:
+                self.values[:] = words
+            else:
+                self.codec.decode(words, self.values)
             return []
         terms: list[NDArray[Any]] = [each for _, each in sorted({**self.rows, rank: self.words}.items())]
         if self.codec is not None:
@@ -96,12 +99,6 @@ class Piece:
         else:
             self.values[:] = terms[0]
         return [comm.Isend(self.words, other, SUM) for other in self.sums_to]
-
-    def _decode(self, words: NDArray[Any], out: NDArray[Any]) -> None:
-        if self.codec is None:
-            out[:] = words
-        else:
-            self.codec.decode(words, out)
 
 
 class Stream:
