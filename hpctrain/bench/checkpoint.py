@@ -29,6 +29,7 @@ from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
+from hpctrain.system.quantities import positive
 
 Arrays = Mapping[str, NDArray[np.float32]]
 Other = Callable[[Path], float | None]
@@ -40,8 +41,8 @@ COLUMNS = 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
-    parser.add_argument("--mb", type=int, default=400, help="size of the state in MB (default 400)")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds in which all contenders take turns (default 9)")
+    parser.add_argument("--mb", type=positive, default=400, help="state in MB (default 400)")
+    parser.add_argument("--rounds", type=positive, default=9, help="turns of all contenders (default 9)")
     where = "a folder on the disk in question (default: here)"
     parser.add_argument("--folder", type=existing_folder, default=Path(), help=where)
     parser.add_argument("--json", action="store_true", help="print JSON")

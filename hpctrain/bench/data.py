@@ -27,20 +27,21 @@ from hpctrain.data.packing.write import write_hdf5
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode
 from hpctrain.system import foreign_text
+from hpctrain.system.quantities import positive
 
 Read = Callable[[NDArray[np.int64]], object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, and for how long."""
-    parser.add_argument("--samples", type=int, default=32768, help="samples in the file (default 32768)")
-    parser.add_argument("--sample-bytes", type=int, default=3072, help="size of a sample (default 3072)")
-    parser.add_argument("--batch", type=int, default=256, help="samples read at a time (default 256)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds in which all readers take turns (default 5)")
+    parser.add_argument("--samples", type=positive, default=32768, help="samples in the file (default 32768)")
+    parser.add_argument("--sample-bytes", type=positive, default=3072, help="size of a sample (default 3072)")
+    parser.add_argument("--batch", type=positive, default=256, help="samples read at a time (default 256)")
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds in which all readers take turns (default 5)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each reader's turn (default 0.3)")
-    parser.add_argument("--step-batch", type=int, default=2048, help="samples of such a step's batch (default 2048)")
+    parser.add_argument("--step-batch", type=positive, default=2048, help="samples of its batch (default 2048)")
     parser.add_argument("--step-ms", type=float, default=20.0, help="compute of the step during which data is awaited")
-    parser.add_argument("--steps", type=int, default=200, help="such steps (default 200)")
+    parser.add_argument("--steps", type=positive, default=200, help="such steps (default 200)")
     parser.add_argument(
         "--folder", type=existing_folder, help="where to put the file: a folder on the disk in question"
     )

@@ -16,6 +16,7 @@ from hpctrain.errors import ExitCode, UserError
 from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.system import foreign_text
+from hpctrain.system.quantities import positive
 from hpctrain.train.framework import Framework, HostBatch, StepSettings, samples_of
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -55,9 +56,9 @@ def add_options(
         default=",".join(CONTENDERS),
         help=f"comma-separated: {', '.join(contenders)}, or a way such as mpi-flat-fp16",
     )
-    parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine, one thread each (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a turn (default: 12)")
+    parser.add_argument("--ranks", type=positive, default=2, help="ranks on this machine, one thread each (default: 2)")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of each contender (default: 3)")
+    parser.add_argument("--steps", type=positive, default=12, help="timed steps of a turn (default: 12)")
     parser.add_argument(
         "--compression",
         choices=("none", "fp16", "auto"),
@@ -82,8 +83,6 @@ def measure(
         UserError: a name or a number is wrong.
         RunFailed: the program failed.
     """
-    if min(args.ranks, args.rounds, args.steps) < 1:
-        raise UserError("--ranks, --rounds and --steps must be 1 or more", "give positive numbers")
     for kind, given, known in (("model", args.models, models), ("contender", args.contenders, contenders)):
         if unknown := [name for name in given.split(",") if name not in known]:
             raise UserError(f"there is no {kind} {unknown[0]!r}", f"choose among {', '.join(known)}")

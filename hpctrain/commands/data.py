@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.data.packing.read import NAMES
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.system import foreign_text
-from hpctrain.system.quantities import size
+from hpctrain.system.quantities import positive, size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="store the array NAME, or all arrays of floats, in this dtype",
     )
     pack.add_argument("--size", metavar="HxW", help="images: scale to this height and width")
-    pack.add_argument("--context", type=int, metavar="N", help="text: tokens that a model sees at once (default 1024)")
+    pack.add_argument(
+        "--context", type=positive, metavar="N", help="text: tokens that a model sees at once (default 1024)"
+    )
     pack.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="text: a tokenizer.json of Hugging Face; by default bytes"
     )
@@ -81,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--end-of-text", metavar="TOKEN", help="text: the tokenizer's token behind each text, such as <|endoftext|>"
     )
     pack.add_argument("--text-field", metavar="NAME", help="JSON lines: the field that has the text (default text)")
-    pack.add_argument("--chunks", type=int, metavar="N", help="store in chunks of N samples; by default contiguous")
+    pack.add_argument(
+        "--chunks", type=positive, metavar="N", help="store in chunks of N samples; by default contiguous"
+    )
     pack.add_argument(
         "--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read"
     )
@@ -135,8 +139,6 @@ def pack(args: argparse.Namespace, ranks: Ranks) -> int:
     from hpctrain.data.packing.read import TABLES, kind_of
     from hpctrain.data.packing.write import write_hdf5
 
-    if args.chunks is not None and args.chunks < 1:
-        raise UserError(f"--chunks is {args.chunks}", "give at least 1 sample a chunk")
     there = [one for one in (args.output, *args.sources) if os.path.exists(one)]
     if args.output in there and any(os.path.samefile(args.output, one) for one in there[1:]):
         raise UserError(f"{args.output} is to be packed into itself", "choose another name for what is made")
@@ -188,8 +190,6 @@ def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
         size = parse_size(args.size)
         yield open_source(addresses(args, kind), kind, columns, size, args.allow_outside, args.filter, ranks)
         return
-    if args.context is not None and args.context < 1:
-        raise UserError(f"--context is {args.context}", "give the number of tokens that a model sees at once")
     form = TextForm(open_tokenizer(args.tokenizer, args.end_of_text), args.context or 1024, args.text_field or "text")
     prepare(args.output, args.force)  # before time is spent
     files = files_of([Path(source) for source in args.sources])

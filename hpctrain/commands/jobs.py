@@ -24,6 +24,7 @@ from hpctrain.run.run_status import UNKNOWN, Word
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.foreign_text import answer
+from hpctrain.system.quantities import positive
 
 POLL_S = (0.5, 10.0)
 """First and longest pause between looks at the queue."""
@@ -48,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             "--array", action="append", default=[], metavar="SWEEP", help="file of options, or key=v1,v2"
         )
-        parser.add_argument("--at-once", type=int, metavar="N", help="elements of the array that run at the same time")
+        parser.add_argument("--at-once", type=positive, metavar="N", help="elements that run at the same time")
     if name in ("submit", "resume"):
         parser.add_argument("--dry-run", action="store_true", help="print the script and what would be run")
         parser.add_argument(
-            "--chain", type=int, default=1, metavar="N", help="N jobs that follow each other, no requeue"
+            "--chain", type=positive, default=1, metavar="N", help="N jobs that follow each other, no requeue"
         )
         parser.add_argument("--exclude", action="append", default=[], metavar="HOST", help="hosts not to use")
         parser.add_argument("--after", action="append", default=[], metavar="JOB", help="start when these ended well")
@@ -89,8 +90,6 @@ def submit(args: argparse.Namespace) -> int:
     """Writes the run folder and submits its script."""
     resumes = args.command == "resume"
     config, folder = resolve_run.configured(args.target, args.overrides)
-    if args.chain < 1:
-        raise UserError(f"--chain is {args.chain}", "give 1 or more")
     if resumes and not folder.run_yaml.exists():
         raise UserError(f"{folder.path} holds no run to resume", "start it with hpctrain submit")
     if resumes and resolve_run.elements_of(folder):

@@ -18,15 +18,16 @@ from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.files import write_atomically
 from hpctrain.system.output import say
+from hpctrain.system.quantities import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See api of commands in ``cli``."""
     parser.add_argument("run_file", nargs="?", help="YAML run file")
     parser.add_argument("--list", action="append", default=[], metavar="FILE", help="file: a line of options a point")
-    parser.add_argument("-n", "--ranks", type=int, help="ranks of each run, one run after the other on this machine")
+    parser.add_argument("-n", "--ranks", type=positive, help="ranks of each run on this machine")
     parser.add_argument("--submit", action="store_true", help="submit the runs as one Slurm job array")
-    parser.add_argument("--at-once", type=int, metavar="N", help="with --submit: runs at the same time")
+    parser.add_argument("--at-once", type=positive, metavar="N", help="with --submit: runs at the same time")
     parser.add_argument("--dry-run", action="store_true", help="list the runs, with --submit print the script")
     parser.add_argument("--wait", action="store_true", help="with --submit: return when all have ended")
     parser.add_argument("--table", metavar="FOLDER", help="only print the results of the sweep in this folder")

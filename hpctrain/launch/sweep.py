@@ -133,7 +133,7 @@ def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
     for config in configs:
         values = tuple((key, value_of(config, key)) for key in keys)
         if any(point.values == values for point in points):
-            shown = ", ".join(f"{key} {value}" for key, value in values)
+            shown = ", ".join(f"{key} {value_of(config, key)}" for key in keys or named)
             raise UserError(f"two points of the sweep are the same: {shown}", "give each value once")
         identity = identity_of(config, swept)
         known = (at for at, old in earlier.items() if identity_of(old, swept) == identity)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable
+
+
+def positive(text: str) -> int:
+    """The number that an option of a command takes. Raises ArgumentTypeError for other text, and below 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"give 1 or more in place of {text}")
+    return int(text)
 
 
 def size(num_bytes: float) -> str:

@@ -54,7 +54,7 @@ ROOMS: dict[str, str] = {
 
 LINES: dict[str, int] = {
     "errors": 123,
-    "system": 1075,
+    "system": 1080,
     "config": 1050,
     "comm": 342,
     "run": 2579,
@@ -74,7 +74,7 @@ LINES: dict[str, int] = {
     "watch": 449,
     "doctor": 536,
     "horovod_wheel": 478,
-    "bench": 1271,
+    "bench": 1274,
     "commands": 1646,
     "cli": 123,
     "__main__": 16,

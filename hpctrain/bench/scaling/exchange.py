@@ -20,6 +20,7 @@ from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce
 from hpctrain.system.files import write_atomically
+from hpctrain.system.quantities import positive
 
 BYTES = tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26))
 """Default buffer sizes: 4 KiB to 64 MiB."""
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", required=True)
     parser.add_argument("--bytes", default=",".join(map(str, BYTES)))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=positive, default=ROUNDS)
     args = parser.parse_args()
     world = connect()
     rows = measure(world, [int(size) for size in args.bytes.split(",")], args.rounds)

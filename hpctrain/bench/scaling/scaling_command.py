@@ -21,6 +21,7 @@ from hpctrain.run.events import RunStarted
 from hpctrain.system import foreign_text
 from hpctrain.system.cgroups import threads_per_rank, usable_cores
 from hpctrain.system.files import write_atomically
+from hpctrain.system.quantities import positive
 
 STEPS, ROUNDS = 60, 2
 THRESHOLD = 0.7
@@ -40,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="weak: the batch of each rank stays the same; strong: the global batch does (default: both)",
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run (default: {STEPS})")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"runs of each size, in turns (default: {ROUNDS})")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"steps of a run (default: {STEPS})")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"runs of each size (default: {ROUNDS})")
     parser.add_argument("--slurm", action="store_true", help="each run is a Slurm job, on nodes as launch: fills them")
     parser.add_argument(
         "--link",

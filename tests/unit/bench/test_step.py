@@ -84,7 +84,7 @@ def test_another_contender_has_its_own_loop() -> None:
     [
         (["--models", "mlp,vgg"], "there is no model 'vgg'"),
         (["--contenders", "none,ddp"], "there is no contender 'ddp'"),
-        (["--rounds", "0"], "must be 1 or more"),
+        (["--rounds", "0"], "--rounds: give 1 or more in place of 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -477,7 +477,7 @@ write_hdf5("a.h5", Source({{"x": Field((), np.dtype(np.int64))}}, 40, blocks))
             (["a.odd", "-o", "b.h5"], "says nothing"),
             (["a.npz", "-o", "b.h5", "--size", "4x4"], "for images"),
             (["a.npz", "-o", "b.h5", "--size", "big"], "not a size"),
-            (["a.npz", "-o", "b.h5", "--chunks", "0"], "at least 1"),
+            (["a.npz", "-o", "b.h5", "--chunks", "0"], "--chunks: give 1 or more in place of 0"),
             (["a.npz", "-o", "b.h5", "--dtype", "floaty"], "is not a dtype"),
             (["a.npz", "-o", "b.h5", "--dtype", "z=int8"], "there is no array 'z'"),
             (["a.npz", "-o", "b.h5", "--dtype", "object"], "not a number"),

@@ -270,7 +270,7 @@ def test_options_of_another_kind(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("a.npy", np.arange(3))
     assert "--context is given for npy" in refused(capsys, "a.npy", "-o", "a.h5", "--context", 3)
     assert "--size is given for text" in refused(capsys, "a.txt", "-o", "a.h5", "--size", "3x3")
-    assert "--context is -1" in refused(capsys, "a.txt", "-o", "a.h5", "--context", -1)
+    assert "--context: give 1 or more in place of -1" in refused(capsys, "a.txt", "-o", "a.h5", "--context", -1)
 
 
 def test_a_file_that_is_there_is_told_of_first(capsys: pytest.CaptureFixture[str]) -> None:

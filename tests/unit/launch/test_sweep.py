@@ -97,7 +97,7 @@ def test_points_of_another_run_get_other_folders(run_file: str) -> None:
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["--seed", "1,1"], "two points of the sweep are the same", ""),
+        (["--seed", "1,1"], "two points of the sweep are the same: seed 1", "once"),
         (["--seed", "1,2,1"], "two points of the sweep are the same: seed 1", "once"),
         (["--seed", "1,x"], "seed cannot be 'x'", "integer"),
         (["--name", "a,b"], "a sweep has one name", "--name"),
