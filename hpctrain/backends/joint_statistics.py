@@ -51,8 +51,38 @@ def merged(counts: Floats, means: Floats, squares: Floats) -> Merged:
     return Merged(count, mean, squares.sum(0) + (weights * (means - mean) ** 2).sum(0))
 
 
-class JointStatistics:
-    """Meetings of the ranks in the BatchNorm layers of a model.
+class BatchNorms:
+    """BatchNorm layers of a model while it trains: each rank normalises over its own samples."""
+
+    names = frozenset[str]()
+    """Of buffers that are equal on all ranks."""
+    problem: HpctrainError | None = None
+    """What ended a pass where ranks met, for callers whose framework wraps errors."""
+
+    def update(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward passes of one update. Collective.
+
+        Args:
+            micro_batches: that this rank has.
+        """
+        return contextlib.nullcontext()
+
+    def begin_micro_batch(self, index: int, agree: Callable[[], None] | None = None) -> None:
+        """See JointStatistics."""
+
+    def trial(self) -> contextlib.AbstractContextManager[object]:
+        """Passes of this rank alone."""
+        return contextlib.nullcontext()
+
+    def follow(self) -> None:
+        """Statistics were loaded. Collective."""
+
+    def close(self) -> None:
+        """Releases communicators."""
+
+
+class JointStatistics(BatchNorms):
+    """Meetings of the ranks in the BatchNorm layers of a model, which normalise over the samples of all.
 
     Layers of the micro-batches of the same index meet; all ranks must come to the same ones in the same order.
 
@@ -72,10 +102,22 @@ class JointStatistics:
         self.parts: dict[bytes, Group | None] = {}
         """Groups by the ranks in them; made when they are first needed."""
         self.group = everyone
+        """Those that meet in the micro-batch under way."""
         self.meetings = 0
         self.agree: Callable[[], None] | None = None
-        self.problem: HpctrainError | None = None
-        """What ended a pass, for callers whose framework wraps errors."""
+
+    def passes(self) -> contextlib.AbstractContextManager[object]:
+        """Around those of an update."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def update(self, micro_batches: int) -> Iterator[None]:
+        """See BatchNorms. Running statistics of a rank that had fewer micro-batches than others follow theirs."""
+        self.begin_update(micro_batches)
+        with self.passes():
+            yield
+        if self.passed_over:  # rank 0 has had all of them, see part_of
+            self.follow()
 
     def begin_update(self, micro_batches: int) -> None:
         """Learns how many micro-batches each rank has. Collective over all ranks."""
@@ -157,71 +199,3 @@ class JointStatistics:
         if len(other):
             raise UserError(f"ranks are in different BatchNorm layers of the {KINDS[message[1]]} pass", SAME_ORDER)
         return rows
-
-
-class BatchNorms:
-    """BatchNorm layers of a model while it trains: each rank normalises over its own samples."""
-
-    names = frozenset[str]()
-    """Of buffers that are equal on all ranks."""
-
-    @property
-    def problem(self) -> BaseException | None:
-        """What went wrong where ranks met, if something did."""
-        return None
-
-    def update(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
-        """Forward and backward passes of one update. Collective.
-
-        Args:
-            micro_batches: that this rank has.
-        """
-        return contextlib.nullcontext()
-
-    def begin_micro_batch(self, index: int, agree: Callable[[], None] | None = None) -> None:
-        """See JointStatistics."""
-
-    def trial(self) -> contextlib.AbstractContextManager[object]:
-        """Passes of this rank alone."""
-        return contextlib.nullcontext()
-
-    def follow(self) -> None:
-        """Statistics were loaded. Collective."""
-
-    def close(self) -> None:
-        """Releases communicators."""
-
-
-class JointBatchNorms(BatchNorms):
-    """They normalise over the samples of all ranks.
-
-    Args:
-        group: the ranks that see different samples; several.
-        clock: gets the time of waiting.
-    """
-
-    def __init__(self, group: Group, clock: StepClock) -> None:
-        self.group, self.statistics = group, JointStatistics(group, clock)
-
-    @property
-    def problem(self) -> BaseException | None:
-        return self.statistics.problem
-
-    def passes(self) -> contextlib.AbstractContextManager[object]:
-        """Around those of an update."""
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def update(self, micro_batches: int) -> Iterator[None]:
-        """See BatchNorms. Running statistics of a rank that had fewer micro-batches than others follow theirs."""
-        self.statistics.begin_update(micro_batches)
-        with self.passes():
-            yield
-        if self.statistics.passed_over:  # rank 0 has had all of them, see part_of
-            self.follow()
-
-    def begin_micro_batch(self, index: int, agree: Callable[[], None] | None = None) -> None:
-        self.statistics.begin_micro_batch(index, agree)
-
-    def close(self) -> None:
-        self.statistics.close()

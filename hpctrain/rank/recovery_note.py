@@ -16,7 +16,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.train.framework import StepResult
-from hpctrain.train.hooks import BaseHook, StopReason, Training
+from hpctrain.train.hooks import BaseHook, Training
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class RecoveryNote(BaseHook):
             with suppress(HpctrainError, OSError):  # a report is worth no run
                 self.loss = loss_before(self.run_dir, current_attempt())
 
-    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> None:
         if self.loss is not None:
             self.report(self.loss.recovered(training.state.step, time.time(), self.began_at))
             self.loss = None
-        return None

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.layout import slices
-from hpctrain.reduce.mpi_allreduce import duplicate
+from hpctrain.reduce.mpi_allreduce import FlatAllreduce
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -86,22 +86,15 @@ class Ring:
         return self.comm.Irecv(piece, self.left, step)
 
 
-class RingAllreduce:
-    """A ring of all ranks, after everything is ready; see HostAllreduce."""
+class RingAllreduce(FlatAllreduce):
+    """The same by a ring of all ranks."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
-        self.comm = duplicate(group)
-        self.buffer = np.zeros(length, dtype)
+        super().__init__(group, length, dtype)
         self.ring = Ring(self.comm, self.buffer)
-
-    def start(self, begin: int, end: int) -> None:
-        """Waits for finish."""
 
     def finish(self) -> None:
         self.ring.run()
-
-    def close(self) -> None:
-        self.comm.Free()
 
 
 ADDRESS, PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"

@@ -65,22 +65,20 @@ class EventsHook(BaseHook):
         self.began = self.interval_began = time.time()
         self.first_step, self.samples = training.state.step, training.state.samples
 
-    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> None:
         self.results.append(result)
         if not self.has_started:  # the reducer is known only now
             self.start(training)
         if training.state.step % self.every_steps == 0:
             self.report(training)
-        return None
 
-    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> None:
         if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
             self.start(training)
         self.emit(training, Eval(step=training.state.step, metrics=dict(metrics), epoch=training.state.epoch))
         if training.world.rank == 0:
             self.leave_figures(training)
             self.tell_not_numbers(training, metrics)
-        return None
 
     def leave_figures(self, training: Training) -> None:
         """In place of those of the evaluation before."""

@@ -165,19 +165,15 @@ class BaseHook:
 
     def before_fit(self, training: Training) -> StopReason | None:
         """Does nothing."""
-        return None
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
         """Does nothing."""
-        return None
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
         """Does nothing."""
-        return None
 
     def after_epoch(self, training: Training) -> StopReason | None:
         """Does nothing."""
-        return None
 
     def after_hooks(self, training: Training) -> None:
         """Calls ``end_step``, its name in version 0.2, if a hook has it."""

@@ -114,14 +114,13 @@ class Plateau(RateHook):
     def adjusted(self, schedule: Schedule) -> Schedule:
         return lambda step: first_factor(schedule(step)) * self.factor
 
-    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> None:
         self.best.look(metrics, counts=self.cooldown == 0)
         self.cooldown = max(self.cooldown - 1, 0)
         if self.best.patience_ends:
             self.factor = max(self.factor * self.config.factor, self.lowest)
             self.best.begin_again()
             self.cooldown = self.config.cooldown
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         return {"factor": self.factor, "cooldown": self.cooldown, **self.best.state_dict()}
@@ -151,7 +150,7 @@ class VerifyWeights(BaseHook):
     def __init__(self, every_steps: int, has_tables: bool = False) -> None:
         self.every_steps, self.has_tables = every_steps, has_tables
 
-    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> None:
         step, world, framework = training.state.step, training.world, training.framework
         if step % self.every_steps == 0:
             shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
@@ -173,7 +172,6 @@ class VerifyWeights(BaseHook):
                     "look for code in the task that changes weights by itself or depends on the rank; else suspect the "
                     "hardware or MPI of these ranks",
                 )
-        return None
 
 
 STEPS = 5
@@ -213,9 +211,8 @@ class Profile(BaseHook):
     def before_fit(self, training: Training) -> None:
         self._look(training)
 
-    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> None:
         self._look(training)
-        return None
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """A run that ends between the two steps leaves what it has."""

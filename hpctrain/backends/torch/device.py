@@ -41,7 +41,9 @@ class Compute:
 
     def autocast(self, **options: bool) -> AbstractContextManager[Any]:
         """Of forward passes."""
-        return autocast(self.device, self.low_precision, **options)
+        if self.low_precision is None:  # they are in the type of the parameters
+            return nullcontext()
+        return torch.autocast(self.device.type, self.low_precision, **options)
 
     def tensors(self, batch: HostBatch) -> dict[str, torch.Tensor]:
         """A batch on the device."""
@@ -122,11 +124,6 @@ def pick_device(local_rank: int) -> torch.device:
 def gpu_for_nccl(device: torch.device) -> str:
     """What NCCL tells ranks apart by: the GPU, and the host, which NCCL_HOSTID names if it is set."""
     return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}".strip()
-
-
-def autocast(device: torch.device, precision: torch.dtype | None, **options: bool) -> AbstractContextManager[Any]:
-    """Of forward passes in 16 bits; without a precision they are in that of the parameters."""
-    return nullcontext() if precision is None else torch.autocast(device.type, precision, **options)
 
 
 def require_same_kind(device: torch.device, world: World) -> None:

@@ -97,22 +97,18 @@ def reduction_of(entry: Entry, name: str) -> Callable[[Any, Any], Any]:
     return REDUCTIONS[known]
 
 
-def full_precision(outputs: Any) -> Any:
-    """Half-precision tensors in float32."""
+def full_precision(outputs: Any, change: Callable[[torch.Tensor], Any] = lambda tensor: tensor) -> Any:
+    """Half-precision tensors in float32, and then changed, in whatever dicts, tuples and lists they are."""
     if isinstance(outputs, torch.Tensor):
-        return outputs.float() if outputs.dtype in HALVES else outputs
+        return change(outputs.float() if outputs.dtype in HALVES else outputs)
     if isinstance(outputs, Mapping):
-        return {name: full_precision(value) for name, value in outputs.items()}
-    return type(outputs)(map(full_precision, outputs)) if type(outputs) in (tuple, list) else outputs
+        return {name: full_precision(value, change) for name, value in outputs.items()}
+    return type(outputs)(full_precision(one, change) for one in outputs) if type(outputs) in (tuple, list) else outputs
 
 
 def to_host(outputs: Any) -> Any:
-    """Tensors as NumPy arrays, in whatever dicts, tuples and lists they are."""
-    if isinstance(outputs, torch.Tensor):
-        return full_precision(outputs).detach().cpu().numpy()
-    if isinstance(outputs, Mapping):
-        return {name: to_host(value) for name, value in outputs.items()}
-    return type(outputs)(map(to_host, outputs)) if type(outputs) in (tuple, list) else outputs
+    """Tensors as NumPy arrays, wherever ``full_precision`` finds them."""
+    return full_precision(outputs, lambda tensor: tensor.detach().cpu().numpy())
 
 
 def on_host(value: Any) -> Any:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.layers import BatchNormalization
 from numpy.typing import NDArray
 
-from hpctrain.backends.joint_statistics import JointBatchNorms
+from hpctrain.backends.joint_statistics import JointStatistics
 from hpctrain.backends.tensorflow.reduce.reducer import broadcast
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
@@ -26,7 +26,7 @@ def joint_layers(model: keras.Model, everywhere: bool) -> list[BatchNormalizatio
     return [layer for layer in layers if everywhere or layer.synchronized]
 
 
-class SyncBatchNorm(JointBatchNorms):
+class SyncBatchNorm(JointStatistics):
     """Layers of a model that normalise over the samples of all ranks while it trains.
 
     Ranks meet in Python functions that TensorFlow calls, one after the other in the order of the trace: TensorFlow
@@ -59,7 +59,7 @@ class SyncBatchNorm(JointBatchNorms):
 
     def follow(self) -> None:
         """Moving statistics become those of rank 0. Collective."""
-        broadcast(self.group, self.variables, "follow BatchNorm's statistics")
+        broadcast(self.everyone, self.variables, "follow BatchNorm's statistics")
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
@@ -98,13 +98,13 @@ class SyncBatchNorm(JointBatchNorms):
             kept = tf.where(weights > 0, values, tf.zeros_like(values))
             mean = tf.reduce_sum(kept, axes) / tf.cast(tf.maximum(count, 1.0), values.dtype)
             squares = tf.reduce_sum(weights * (kept - tf.reshape(mean, shape)) ** 2, axes)
-            found = self._meet(self._merge, [[count], mean, squares], 1 + 2 * channels, layer)
+            found = self._joined(self._merge, [[count], mean, squares], 1 + 2 * channels, layer)
             total, mean, squares = tf.split(found, [1, channels, channels])
             total = tf.maximum(total, 1.0)
             mean, variance = tf.cast(mean, values.dtype), tf.cast(squares / total, values.dtype)
 
             def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
-                sums = self._meet(self._add, [of_mean, of_variance], 2 * channels, layer) / total
+                sums = self._joined(self.add, [of_mean, of_variance], 2 * channels, layer) / total
                 sums = tf.reshape(tf.cast(sums, values.dtype), [2, *shape])
                 return weights * (sums[0] + 2 * sums[1] * (kept - tf.reshape(mean, shape)))
 
@@ -112,7 +112,7 @@ class SyncBatchNorm(JointBatchNorms):
 
         return joint(inputs)
 
-    def _meet(
+    def _joined(
         self, function: Callable[..., Any], parts: Sequence[Any], length: int, layer: BatchNormalization
     ) -> tf.Tensor:
         """What a meeting of the ranks returns, in float64; after all earlier ones."""
@@ -130,8 +130,5 @@ class SyncBatchNorm(JointBatchNorms):
 
     def _merge(self, message: NDArray[np.float64]) -> NDArray[np.float64]:
         mean, squares = np.split(message[1:], 2)
-        found = self.statistics.merge(float(message[0]), mean, squares)
+        found = self.merge(float(message[0]), mean, squares)
         return np.concatenate([[found.count], found.mean, found.squares])
-
-    def _add(self, message: NDArray[np.float64]) -> NDArray[np.float64]:
-        return self.statistics.add(message)

@@ -110,7 +110,7 @@ class NoReducer:
 
     def gradients(self) -> list[torch.Tensor]:
         dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return [*dense, *self.tables.values()]
+        return [*dense, *self.tables.gradients()]
 
     def norm(self) -> float:
         return global_norm(self.gradients())
@@ -129,46 +129,59 @@ PARTS = 4
 """In which gradients arrive, if they do early; each costs a call of the optimizer."""
 
 
-class LastBackward:
-    """``last_backward`` of a reducer that leaves it to a part of itself, an attribute of this name."""
+class ByFlatGradients:
+    """A reducer whose flat gradients know ``last_backward``."""
 
-    def __init__(self, part: str) -> None:
-        self.part = part
+    flat_gradients: FlatGradients
 
-    def __get__(self, reducer: object, kind: type) -> bool:
-        return bool(getattr(reducer, self.part).last_backward)
+    @property
+    def last_backward(self) -> bool:
+        """See Reducer."""
+        return self.flat_gradients.last_backward
 
-    def __set__(self, reducer: object, value: bool) -> None:
-        getattr(reducer, self.part).last_backward = value
+    @last_backward.setter
+    def last_backward(self, value: bool) -> None:
+        self.flat_gradients.last_backward = value
 
 
-class FlatReducer:
-    """Gradients in one flat buffer that is summed over the ranks, and those of tables next to it."""
+class FlatReducer(ByFlatGradients):
+    """Gradients in one flat buffer that is summed over the ranks; next to it those of tables, and those of a rank's own
+    parameters, which are complete as they are: then ``norm`` is that of one rank, see Partition.
 
-    last_backward = LastBackward("flat_gradients")
+    Args:
+        name: of the candidate.
+        named: all parameters.
+        flat_gradients: of the buffer.
+        sum_: of it.
+        tables: whose rows are summed.
+        own: of the rank's own parameters, if it has some.
+        residue: of sums that are compressed.
+        arrive: see StreamedAllreduce; None if sums come all at once.
+    """
 
     def __init__(
         self,
         name: str,
+        named: Sequence[tuple[str, Parameter]],
         flat_gradients: FlatGradients,
         sum_: allreduce.TensorAllreduce,
         tables: SparseGradients | None = None,
+        own: NoReducer | None = None,
         residue: Residue | None = None,
         arrive: Callable[[float], None] | None = None,
     ) -> None:
-        """``arrive``: see StreamedAllreduce; None if sums come all at once."""
         self.residue = residue
         self.arrive = arrive
         self.early = self.told = False
         """Early: the loss travels first, ``exchange`` returns when it is there, and gradients come by ``arrivals``."""
-        self.name = name
+        self.name, self.named = name, named
         self.flat_gradients = flat_gradients
         self.sum = sum_
         boundary = flat_gradients.layout.gradients
         self.values = sum_.flat[:boundary]
         self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
-        self.tables = tables or SparseGradients(())
+        self.beside = [one for one in (tables, own) if one is not None]
         self.parts = flat_gradients.parts(PARTS)
         flat_gradients.attach()
 
@@ -178,7 +191,8 @@ class FlatReducer:
 
     def begin(self) -> None:
         self.flat_gradients.begin()
-        self.tables.begin()
+        for one in self.beside:
+            one.begin()
 
     def tell(self, loss: Number, weight: Number | None) -> None:
         """What ``exchange`` gets; before the first gradient, if they travel early."""
@@ -196,7 +210,8 @@ class FlatReducer:
             self.arrive(1)
             return read_slots(self.slots.tolist())
         self.finish()
-        self.tables.exchange()
+        for one in self.beside:
+            one.exchange()
         return read_slots(self.slots.tolist())
 
     def arrivals(self) -> Iterator[list[torch.Tensor]]:
@@ -215,50 +230,13 @@ class FlatReducer:
         self.flat_gradients.restart()
 
     def gradients(self) -> list[torch.Tensor]:
+        dense = [self.values]
         if self.converts:  # then ``grad`` of some parameters is not a view of the buffer
             dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
-            return [*dense, *self.tables.values()]
-        return [self.values, *self.tables.values()]
+        return [*dense, *(gradient for one in self.beside for gradient in one.gradients())]
 
     def norm(self) -> float:
         return global_norm(self.gradients())
-
-    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
-        return list(zip(self.flat_gradients.names, self.flat_gradients.parameters, strict=True))
-
-    def spread(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self.flat_gradients.detach()
-        self.sum.close()
-        self.tables.close()
-
-
-class PartlyOwn:
-    """Sums gradients over the ranks, but for those of a rank's own parameters, which are complete as they are."""
-
-    last_backward = LastBackward("shared")
-
-    def __init__(self, named: Sequence[tuple[str, Parameter]], shared: Reducer, own: NoReducer) -> None:
-        self.name = shared.name
-        self.named = named
-        self.shared = shared
-        self.own = own
-
-    def begin(self) -> None:
-        self.shared.begin()
-        self.own.begin()
-
-    def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
-        self.own.exchange()
-        return self.shared.exchange(loss, weight)
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [*self.shared.gradients(), *self.own.gradients()]
-
-    def norm(self) -> float:
-        raise NotImplementedError("other ranks have other gradients: see Partition.norm")
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
@@ -267,8 +245,10 @@ class PartlyOwn:
         return False
 
     def close(self) -> None:
-        self.shared.close()
-        self.own.close()
+        self.flat_gradients.detach()
+        self.sum.close()
+        for one in self.beside:
+            one.close()
 
 
 def make_reducer(
@@ -315,12 +295,12 @@ def make_reducer(
 
     gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
     tables = SparseGradients(rows_of, group, dtype)
-    arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not rows_of else None
-    reducer = FlatReducer(candidate.name, gradients, sum_, tables, residue, arrive)
-    if not own_ids:
-        return reducer
-    dense, rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
-    return PartlyOwn(wanted, reducer, NoReducer(dense, SparseGradients(rows), config.sparse))
+    arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not (rows_of or own_ids) else None
+    own_dense, own_rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
+    alone = NoReducer(own_dense, SparseGradients(own_rows), config.sparse) if own_ids else None
+    named = wanted if own_ids else parameters
+    reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, residue, arrive)
+    return reducer
 
 
 def divided(

@@ -52,7 +52,7 @@ class SparseGradients:
         for parameter, rows in zip(self.parameters, self.rows.sum(host), strict=True):
             parameter.grad = _sparse(parameter, torch.from_numpy(rows.indices), torch.from_numpy(rows.values))
 
-    def values(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
         """What is not zero in the gradients, each row once, to be changed in place."""
         found = []
         for parameter in self.parameters:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchScheduler
 from hpctrain.train.framework import StepResult
-from hpctrain.train.hooks import RateHook, StopReason, Training
+from hpctrain.train.hooks import RateHook, Training
 from hpctrain.train.schedule import OwnRates, Schedule
 
 
@@ -55,7 +55,7 @@ class SchedulerHook(RateHook):
             self.known = step, OwnRates(rates(self.optimizer)[0] / self.initial_rate)
         return self.known[1]
 
-    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
+    def after_eval(self, training: Training, metrics: Mapping[str, float]) -> None:
         if self.given.every == "evaluation":
             if not isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step()
@@ -66,13 +66,11 @@ class SchedulerHook(RateHook):
                     f"TorchScheduler(metric={self.given.metric!r}) names a metric that the task does not report",
                     f"name one of {', '.join(sorted(metrics))}",
                 )
-        return None
 
-    def after_step(self, training: Training, result: StepResult) -> StopReason | None:
+    def after_step(self, training: Training, result: StepResult) -> None:
         ends_epoch = training.state.batch == 0
         if self.given.every == "step" or (self.given.every == "epoch" and ends_epoch):
             self.scheduler.step()
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a scheduler has set in the parameter groups (rates, momentum, betas) is part of it."""

@@ -67,7 +67,7 @@ class Live:
             reducer.last_backward = False  # which one is the last shows when the update comes
         inputs = [parameter for parameter in trained.parameters if parameter.requires_grad]
         run = functools.partial(torch.autograd.backward, inputs=inputs, retain_graph=retain_graph or None)
-        with self.setting.autocast(enabled=False):
+        with self.setting.compute.autocast(enabled=False):
             self.passes[name].add(score, samples, run)
         self.clock.mark(Phase.BACKWARD)
 
@@ -88,7 +88,7 @@ class Live:
             raise ranks_at_fault(self.setting.group, own, f"the loss of {name}" if name else "the loss") from None
         if decision.norm is not None:
             self.norms[f"grad_norm_{name}" if name else "grad_norm"] = decision.norm
-        if self.setting.low_precision is not None:
+        if self.setting.compute.low_precision is not None:
             torch.clear_autocast_cache()  # copies of the old weights
         self.clock.mark(Phase.OPTIMIZER)
 
@@ -131,7 +131,7 @@ class Dry:
         self.has_trained = True
         total = score[0] if isinstance(score, tuple) else score
         parameters = self.setting.trained[name].parameters
-        with self.setting.autocast(enabled=False):
+        with self.setting.compute.autocast(enabled=False):
             found = torch.autograd.grad(total, list(parameters), retain_graph=retain_graph or None, allow_unused=True)
         if all(gradient is None for gradient in found):
             raise UserError(
@@ -206,8 +206,7 @@ class OwnSteps:
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.parts, self.step = parts, step
-        compute, group = parts.compute, parts.world.data
-        self.setting = Setting(parts.models, compute.device, parts.trained, accumulate, group, compute.low_precision)
+        self.setting = Setting(parts.models, parts.compute, parts.trained, accumulate, parts.world.data)
         self.guard = Guard(optimizers)
         self.updates = 0
         self.done = np.zeros((), np.int64)
@@ -249,7 +248,7 @@ class OwnSteps:
         live = Live(self.setting, exchanges, clock, global_samples, self.guard, applies)
         context = StepContext(self.setting, live, rows, global_samples, int(self.done), group.size)
         self.parts.batch_norms.begin_micro_batch(0, functools.partial(live.agree, NORMALISE))
-        with self.setting.autocast():
+        with self.setting.compute.autocast():
             logged = context._finish(self.step(context, batch))
         live.agree(END)
         return live.result(logged, rows.stop - rows.start)
@@ -266,7 +265,7 @@ class OwnSteps:
         context = StepContext(self.setting, dry, slice(0, samples), samples, int(self.done), ranks=1)
         fix = f"step(ctx, batch) gets a hpctrain.StepContext, and a dict of {shapes(tensors)}"
         parameters = [parameter for trained in self.setting.trained.values() for parameter in trained.parameters]
-        with self.setting.autocast(), no_other_backward(parameters), blamed("step", fix):
+        with self.setting.compute.autocast(), no_other_backward(parameters), blamed("step", fix):
             returned = self.step(context, tensors)
         if not (context._finish(returned) or dry.has_trained or returned is not None):
             raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
-from hpctrain.backends.torch.device import autocast
+from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import Number
 from hpctrain.backends.torch.steps.updates import Trained
 from hpctrain.backends.torch.task.checks import describe, require_score
@@ -43,15 +42,10 @@ class Setting:
     """What is the same in all steps."""
 
     models: Mapping[str, Module]
-    device: torch.device
+    compute: Compute
     trained: Mapping[str, Trained]
     accumulate: int
     group: Group
-    low_precision: torch.dtype | None
-
-    def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """Of forward passes; backward passes are outside of it."""
-        return autocast(self.device, self.low_precision, enabled=enabled)
 
 
 class StepContext:
@@ -85,7 +79,7 @@ class StepContext:
             ranks: that have a part of the samples.
         """
         self.models = setting.models
-        self.device = setting.device
+        self.device = setting.compute.device
         self.step = step
         self.global_samples = global_samples
         self.rows = rows

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, ParameterDict, ParameterList, Sequential
 from torch.optim import Optimizer
 
-from hpctrain.backends.torch.reduce.reducer import Number, Reducer, fill_slots
+from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
 from hpctrain.backends.torch.state.optimizer import Part, Slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.group import DefaultGroup
@@ -102,10 +102,6 @@ class FullySharded(Partition):
     def hint(self) -> str:
         """See Partition."""
         return f"{CUT}. {SHARDED}" if self.slices else SHARDED
-
-    def norm(self, reducer: Reducer) -> float:
-        """See Partition."""
-        return self.norm_of(reducer.summed())
 
     def try_loss(self, loss: Tensor) -> None:
         """See Partition."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.torch.device import pin, unpin
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, view_like
-from hpctrain.backends.torch.reduce.reducer import LastBackward, Number, common_kind, fill_slots
+from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, common_kind, fill_slots
 from hpctrain.backends.torch.state.optimizer import Slots
 from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.estimated import Estimated
@@ -155,10 +155,8 @@ class OwnGradients:
         return [parameter.data_ptr() for parameter in self.parameters]
 
 
-class ShardedReducer(OwnGradients):
+class ShardedReducer(OwnGradients, ByFlatGradients):
     """See backends.torch.reduce.reducer.Reducer."""
-
-    last_backward = LastBackward("flat_gradients")
 
     def __init__(
         self,

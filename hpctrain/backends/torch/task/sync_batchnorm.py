@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpctrain.backends.joint_statistics import JointBatchNorms, JointStatistics
+from hpctrain.backends.joint_statistics import JointStatistics
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.strategies.region import HALVES
 from hpctrain.comm.group import Group
@@ -46,7 +46,7 @@ def joint_names(model: Module) -> frozenset[str]:
     )
 
 
-class SyncBatchNorm(JointBatchNorms):
+class SyncBatchNorm(JointStatistics):
     """BatchNorm layers of a model that normalise over the samples of all ranks while it trains.
 
     Args:
@@ -60,7 +60,7 @@ class SyncBatchNorm(JointBatchNorms):
         self.model, self.names = model, joint_names(model)
 
     def passes(self) -> OverRanks:
-        return OverRanks(self.statistics)
+        return OverRanks(self)
 
     def trial(self) -> OverRanks:
         """One sample may be all that a rank has, of which nothing is learnt."""
@@ -69,7 +69,7 @@ class SyncBatchNorm(JointBatchNorms):
     def follow(self) -> None:
         """Running statistics become those of rank 0. Collective."""
         buffers = [buffer for name, buffer in self.model.named_buffers() if name in self.names]
-        broadcast(self.group, buffers, "follow BatchNorm's statistics")
+        broadcast(self.everyone, buffers, "follow BatchNorm's statistics")
 
 
 class OverRanks:

@@ -36,8 +36,8 @@ def passes(layer: layers.BatchNormalization, mask: Any, joint: SyncBatchNorm | N
     if joint is None:
         found = run(tf.constant(VALUES))
     else:
-        joint.statistics.begin_update(1)
-        joint.statistics.begin_micro_batch(0)
+        joint.begin_update(1)
+        joint.begin_micro_batch(0)
         found = traced(run, joint)
     return [np.asarray(one) for one in (*found, *layer.non_trainable_variables)]
 
@@ -76,7 +76,7 @@ def test_every_kind_of_layer_computes_what_keras_does(settings: dict[str, Any], 
     joint = SyncBatchNorm([other], Group("alone"), IntervalClock())
     for one, two in zip(passes(other, mask, joint), passes(own, mask, None), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)  # Keras adds 1e-7 to the count of a mask
-    assert joint.statistics.meetings == 2
+    assert joint.meetings == 2
     assert layers.BatchNormalization._moments is joint.own
     joint.close()
 

@@ -40,7 +40,7 @@ def make(
     def ready(number: int) -> None:
         recorder.start(layout.buckets[number].begin, layout.buckets[number].end)
 
-    return FlatReducer("test", FlatGradients(parameters, recorder.flat, layout, ready), recorder), recorder
+    return FlatReducer("test", parameters, FlatGradients(parameters, recorder.flat, layout, ready), recorder), recorder
 
 
 def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts() -> None:
