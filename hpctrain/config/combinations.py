@@ -1,6 +1,6 @@
 """Features of runs, and the combinations of them that are refused.
 
-Each combination that is refused is a ``Row``, kept in the room or strategy's folder that it concerns, in
+Each combination that is refused is a row of a table, kept in the room or strategy's folder that it concerns, in
 a module that ``MODULES`` names. Features that share no row go together. Whoever knows which features a run uses calls
 ``refuse``: ``Config`` for the run file, ``rank.problem`` for the task, the frameworks for what only they can see.
 ``python -m hpctrain.config.combinations`` prints the table of docs/combinations.md.
@@ -189,6 +189,10 @@ class Row:
     fix: str
 
 
+Rows = Mapping[tuple[Feature | Trait, ...], tuple[str, str]]
+"""As the rooms write them: what is wrong and what to do, by features."""
+
+
 class Refused(UserError):
     """Features of a run do not go together."""
 
@@ -203,7 +207,13 @@ class Refused(UserError):
 @functools.cache
 def table() -> tuple[Row, ...]:
     """All rows, in the order in which they are tried."""
-    return tuple(row for module in map(importlib.import_module, MODULES) for row in module.ROWS)
+    modules = map(importlib.import_module, MODULES)
+    return tuple(Row(features, *said) for module in modules for features, said in module.ROWS.items())
+
+
+def refusing(feature: Feature, stated: str, others: Mapping[Feature, tuple[str, str]]) -> Rows:
+    """Rows of one feature and each of others, which say what is wrong and what to do."""
+    return {(feature, other): (f"{stated}, and {what}", fix) for other, (what, fix) in others.items()}
 
 
 @functools.cache

@@ -2,69 +2,61 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Row, Trait
+from hpctrain.config.combinations import Feature, Rows, Trait
 
 TRAITS = {Feature.BF16_SUMS: (Trait.COMPRESSES,), Feature.FP16_SUMS: (Trait.COMPRESSES,)}
 NO_SYNC = "leave sync out of the run file"
-NO_EMA = "leave train.ema_decay out: evaluations are of the outer weights"
-NO_VERIFY = "leave reduce.verify_every_steps out"
-BF16 = "set train.precision: bf16"
-ROWS = (
-    Row(
-        (Feature.HOROVOD, Feature.BF16_SUMS),
+WITH_LOCAL_SYNC = {
+    Feature.EMA: (
+        "train.ema_decay is {0}, and sync.kind is local, which averages weights itself",
+        "leave train.ema_decay out: evaluations are of the outer weights",
+    ),
+    Feature.FP16: (
+        "train.precision is fp16, whose loss scale would differ between ranks (sync.kind: local)",
+        "set train.precision: bf16",
+    ),
+    Feature.HALF_PARAMETERS: ("16-bit parameters cannot take the small steps of sync.kind: local", NO_SYNC),
+    Feature.INT8_SUMS: ("reduce.compression is int8, and sync.kind is local", "choose one of the two"),
+    Feature.JOINT_LAYERS: ("{0} normalises over all ranks, which train apart (sync.kind: local)", NO_SYNC),
+    Feature.OWN_STEP: ("the task has its own step, and sync.kind is local", NO_SYNC),
+    Feature.TRAIN_STEP: ("{0} has its own train_step, and sync.kind is local", NO_SYNC),
+    Feature.VERIFY: (
+        "reduce.verify_every_steps is {0}, and sync.kind is local: weights differ",
+        "leave reduce.verify_every_steps out",
+    ),
+}
+ROWS: Rows = {
+    (Feature.HOROVOD, Feature.BF16_SUMS): (
         "Horovod cannot sum bfloat16",
         "set reduce.compression: fp16, or reduce.kind: mpi",
     ),
-    Row(
-        (Feature.HOROVOD, Feature.INT8_SUMS),
+    (Feature.HOROVOD, Feature.INT8_SUMS): (
         "Horovod cannot sum int8 with a scale for each block",
         "set reduce.kind: mpi, or reduce.compression: fp16",
     ),
-    Row(
-        (Feature.OVERLAP, Feature.INT8_SUMS),
+    (Feature.OVERLAP, Feature.INT8_SUMS): (
         "reduce.overlap is on, and int8 sums are formed after backward",
         "leave reduce.overlap out, or set reduce.compression: none",
     ),
-    Row(
-        (Feature.FP16, Feature.INT8_SUMS),
+    (Feature.FP16, Feature.INT8_SUMS): (
         "reduce.compression is int8, whose errors would be added to gradients of another loss scale",
         "set train.precision: bf16, or reduce.compression: fp16",
     ),
-    Row(
-        (Feature.TRAIN_STEP, Feature.INT8_SUMS),
+    (Feature.TRAIN_STEP, Feature.INT8_SUMS): (
         "reduce.compression is int8, and the train_step of {0} decides when gradients are exchanged",
         "set reduce.compression: fp16, or give the task a loss in place of train_step",
     ),
-    Row(
-        (Trait.DIVIDES, Feature.INT8_SUMS),
+    (Trait.DIVIDES, Feature.INT8_SUMS): (
         "{0}, and reduce.compression int8 sums whole gradients only",
         "set reduce.compression: none",
     ),
-    Row(
-        (Trait.DIVIDES, Feature.LOCAL_SYNC),
+    (Trait.DIVIDES, Feature.LOCAL_SYNC): (
         "{0}, and sync.kind is local: ranks that train apart have whole models",
-        "leave sync out of the run file",
+        NO_SYNC,
     ),
-    *(
-        Row((feature, Feature.LOCAL_SYNC), what, fix)
-        for feature, what, fix in (
-            (Feature.EMA, "train.ema_decay is {0}, and sync.kind is local, which averages weights itself", NO_EMA),
-            (
-                Feature.FP16,
-                "train.precision is fp16, whose loss scale would differ between ranks (sync.kind: local)",
-                BF16,
-            ),
-            (Feature.HALF_PARAMETERS, "16-bit parameters cannot take the small steps of sync.kind: local", NO_SYNC),
-            (Feature.INT8_SUMS, "reduce.compression is int8, and sync.kind is local", "choose one of the two"),
-            (Feature.JOINT_LAYERS, "{0} normalises over all ranks, which train apart (sync.kind: local)", NO_SYNC),
-            (Feature.OWN_STEP, "the task has its own step, and sync.kind is local", NO_SYNC),
-            (Feature.TRAIN_STEP, "{0} has its own train_step, and sync.kind is local", NO_SYNC),
-            (Feature.VERIFY, "reduce.verify_every_steps is {0}, and sync.kind is local: weights differ", NO_VERIFY),
-        )
-    ),
-    Row(
-        (Feature.NO_REDUCER, Feature.RANKS),
+    **{(feature, Feature.LOCAL_SYNC): said for feature, said in WITH_LOCAL_SYNC.items()},
+    (Feature.NO_REDUCER, Feature.RANKS): (
         "reduce.kind is none but there are {1} ranks, which would train apart",
         "set reduce.kind: auto, or start one rank",
     ),
-)
+}

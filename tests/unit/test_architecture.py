@@ -246,8 +246,8 @@ def test_config_gathers_every_file_with_rows_of_refusals() -> None:
     with_rows = {
         module
         for module, path in FILES.items()
-        if any(isinstance(node, ast.Call) and ast.unparse(node.func) == "Row" for node in nodes(path))
-        and "hpctrain.config.combinations.Row" in imported_names(path)
+        if any(isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ROWS" for node in nodes(path))
+        and "hpctrain.config.combinations.Rows" in imported_names(path)
     }
     assert with_rows == set(combinations.MODULES) and len(with_rows) == len(combinations.MODULES)
     assert {module.rpartition(".")[2] for module in with_rows} == {"refusals", "listed"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Row, Trait
+from hpctrain.config.combinations import Feature, Rows, Trait, refusing
 
 TRAITS = {
     **dict.fromkeys((Feature.BF16, Feature.FP16), (Trait.LOW_PRECISION,)),
@@ -41,67 +41,54 @@ WITH_ZERO1 = {
         "set train.clip_norm instead, which clips by the whole gradient, or leave parallel.shard out",
     ),
 }
-ROWS = (
-    *(
-        Row((Feature.SHARD, feature), f"parallel.shard is optimizer, and {what}", fix)
-        for feature, (what, fix) in WITH_ZERO1.items()
-    ),
-    Row(
-        (Trait.OF_PYTORCH, Feature.KERAS),
+ROWS: Rows = {
+    **refusing(Feature.SHARD, "parallel.shard is optimizer", WITH_ZERO1),
+    (Trait.OF_PYTORCH, Feature.KERAS): (
         "{0}, which is for PyTorch, and the task is a KerasTask",
         "leave it out, or write the model in PyTorch: Keras has parallel.shard: optimizer, and layers a data_format",
     ),
-    Row(
-        (Feature.KERAS, Feature.TORCH_SCHEDULER),
+    (Feature.KERAS, Feature.TORCH_SCHEDULER): (
         "a KerasTask has a TorchScheduler",
         "give the optimizer a Keras schedule as its learning rate, or the task a function of the step",
     ),
-    Row(
-        (Feature.KERAS, Feature.GROUP_RATES),
+    (Feature.KERAS, Feature.GROUP_RATES): (
         "the task's schedule gives a factor for each parameter group",
         "return one number: a Keras optimizer has one learning rate",
     ),
-    Row(
-        (Trait.LOW_PRECISION, Feature.FP32_MODEL),
+    (Trait.LOW_PRECISION, Feature.FP32_MODEL): (
         "{0} but no layer of the Keras model computes in it",
         "call keras.config.set_dtype_policy('mixed_bfloat16'), or 'mixed_float16' for fp16, before the model is made",
     ),
-    *(
-        Row(
-            (Feature.KERAS_SCHEDULE, feature),
+    **{
+        (Feature.KERAS_SCHEDULE, feature): (
             f"both the {whose}'s schedule and the Keras optimizer's own change the learning rate",
             "give the optimizer a number as its learning rate, or leave the schedule to it",
         )
         for feature, whose in ((Feature.SCHEDULE, "run file"), (Feature.TASK_SCHEDULE, "task"))
-    ),
-    Row(
-        (Feature.KERAS_SCHEDULE, Feature.RATE_HOOK),
+    },
+    (Feature.KERAS_SCHEDULE, Feature.RATE_HOOK): (
         "both the Keras optimizer's own schedule and the hook {1} set the learning rate",
         "give the optimizer a number as its learning rate, or leave the hook out",
     ),
     # a train_step of the model's own
-    Row(
-        (Feature.TRAIN_STEP, Feature.OTHER_OPTIMIZER),
+    (Feature.TRAIN_STEP, Feature.OTHER_OPTIMIZER): (
         "{0} has its own train_step, which does not use optimizer= of the task",
         "leave optimizer= out of the task, and compile the model with it: model.compile(optimizer=...)",
     ),
-    *(
-        Row((Feature.TRAIN_STEP, feature), f"{what} does not go with the train_step of {{0}}", fix)
+    **{
+        (Feature.TRAIN_STEP, feature): (f"{what} does not go with the train_step of {{0}}", fix)
         for feature, (what, fix) in OF_TRAIN_STEPS.items()
-    ),
-    Row(
-        (Feature.TRAIN_STEP, Feature.METRICS, Feature.TEST_STEP),
+    },
+    (Feature.TRAIN_STEP, Feature.METRICS, Feature.TEST_STEP): (
         "metrics= of the task does not go with the train_step of {0}",
         "return them from test_step, or leave test_step out and give the task loss= and metrics=",
     ),
-    Row(
-        (Feature.TRAIN_STEP, Feature.VALIDATION, Feature.NO_EVAL_LOSS),
+    (Feature.TRAIN_STEP, Feature.VALIDATION, Feature.NO_EVAL_LOSS): (
         "{0} has its own train_step and the task has validation data, but nothing says how to evaluate",
         "write test_step(self, data), give the task loss=, or leave validation= out",
     ),
-    Row(
-        (Feature.KERAS, Feature.LOSS_SCALE),
+    (Feature.KERAS, Feature.LOSS_SCALE): (
         "the optimizer is a LossScaleOptimizer",
         "give the task the optimizer inside it: train.precision: fp16 scales the loss by itself",
     ),
-)
+}

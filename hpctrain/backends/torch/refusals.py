@@ -2,85 +2,70 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Row
+from hpctrain.config.combinations import Feature, Rows
 
-ROWS = (
-    Row(
-        (Feature.COMPILE, Feature.SYNC_BATCHNORM),
+ROWS: Rows = {
+    (Feature.COMPILE, Feature.SYNC_BATCHNORM): (
         "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks",
         "leave train.compile or train.sync_batchnorm out of the run file",
     ),
-    Row(
-        (Feature.COMPILE, Feature.JOINT_LAYERS, Feature.RANKS),
+    (Feature.COMPILE, Feature.JOINT_LAYERS, Feature.RANKS): (
         "train.compile is true, and {1} normalises over all ranks",
         "leave train.compile out, or use plain BatchNorm: not SyncBatchNorm, and no synchronized=True",
     ),
-    Row(
-        (Feature.JOINT_LAYERS, Feature.COMPILED_MODEL, Feature.RANKS),
+    (Feature.JOINT_LAYERS, Feature.COMPILED_MODEL, Feature.RANKS): (
         "{1} is compiled, and train.sync_batchnorm cannot reach into it",
         "leave torch.compile and torch.jit out of the task",
     ),
-    Row(
-        (Feature.COMPILE, Feature.RECOMPUTE),
+    (Feature.COMPILE, Feature.RECOMPUTE): (
         "train.compile and train.recompute are both given: the compiler itself decides what to recompute",
         "leave train.compile or train.recompute out of the run file",
     ),
-    Row(
-        (Feature.TORCH_SCHEDULER, Feature.SEVERAL_OPTIMIZERS),
+    (Feature.TORCH_SCHEDULER, Feature.SEVERAL_OPTIMIZERS): (
         "a TorchScheduler sets the rates of one optimizer, and the task has a dict of them",
         "give schedule: in the run file, or schedule=lambda step: factor, which apply to all optimizers",
     ),
-    Row(
-        (Feature.TORCH_SCHEDULER, Feature.RATE_HOOK),
+    (Feature.TORCH_SCHEDULER, Feature.RATE_HOOK): (
         "both a TorchScheduler and the hook {1} set the learning rate",
         "leave schedule= or the hook out of the task; a RateHook goes with a function of the step, and with schedule:",
     ),
     # the task's own step
-    Row(
-        (Feature.OWN_STEP, Feature.SHORT_BATCH, Feature.RANKS),
+    (Feature.OWN_STEP, Feature.SHORT_BATCH, Feature.RANKS): (
         "the task's own step runs on all {2} ranks, and the last batch of an epoch has only {1} samples",
         "set data.drop_last: true, or choose another train.global_batch",
     ),
-    Row(
-        (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.NO_SPLIT),
+    (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.NO_SPLIT): (
         "train.accumulate is {1}, but step never calls ctx.split",
         "write `for part in ctx.split(batch): ...` around the backward passes, or set train.accumulate: 1",
     ),
-    Row(
-        (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.GATHER),
+    (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.GATHER): (
         "ctx.gather: with train.accumulate: {1} a loss over the global batch would be one over a part of it{2}",
         "set train.accumulate: 1",
     ),
-    Row(
-        (Feature.SEVERAL_MODELS, Feature.REGISTRY),
+    (Feature.SEVERAL_MODELS, Feature.REGISTRY): (
         "the task has several models ({0}), and a registered model is one",
         "write their weights with hpctrain ckpt export",
     ),
     # models and optimizers
-    Row(
-        (Feature.MAX_NORM, Feature.RANKS),
+    (Feature.MAX_NORM, Feature.RANKS): (
         "{0} is an embedding with max_norm, which changes rows in the forward pass: each of the {1} ranks would change "
         "only those of its samples",
         "leave max_norm out, and bound the rows in a hook of the task, after each update",
     ),
-    Row(
-        (Feature.SPARSE_ADAM, Feature.DENSIFY),
+    (Feature.SPARSE_ADAM, Feature.DENSIFY): (
         "SparseAdam updates {0}, and reduce.sparse is densify, which leaves it no sparse gradient",
         "leave reduce.sparse at auto, or use Adam",
     ),
-    Row(
-        (Feature.EMA, Feature.HALF_PARAMETERS),
+    (Feature.EMA, Feature.HALF_PARAMETERS): (
         "train.ema_decay is given, but the model's parameters have 16 bits, too few for a slow average",
         "keep the parameters in float32: train.precision computes in 16 bits",
     ),
-    Row(
-        (Feature.FP16, Feature.HALF_PARAMETERS),
+    (Feature.FP16, Feature.HALF_PARAMETERS): (
         "train.precision is fp16, whose loss scale needs gradients in float32, and the model's parameters have 16 bits",
         "keep the parameters in float32, or leave train.precision out",
     ),
-    Row(
-        (Feature.CHANNELS_LAST, Feature.VOLUMES),
+    (Feature.CHANNELS_LAST, Feature.VOLUMES): (
         "train.channels_last is for images, and parameter {1} has 5 dimensions",
         "leave train.channels_last out",
     ),
-)
+}

@@ -9,7 +9,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.config.combinations import Feature, Row, Trait
+from hpctrain.config.combinations import Feature, Rows, Trait, refusing
 
 DIVIDES_UPDATES = (Trait.DIVIDES, Trait.DIVIDES_OPTIMIZERS)
 MEETS = (Trait.MEETS_INSIDE, Trait.EXCHANGES_IN_PASSES)
@@ -118,116 +118,92 @@ WITH_TABLES = {
 }
 
 
-def refusing(feature: Feature, stated: str, others: dict[Feature, tuple[str, str]]) -> tuple[Row, ...]:
-    """Rows of one feature and each of others, which say what is wrong and what to do."""
-    return tuple(Row((feature, other), f"{stated}, and {what}", fix) for other, (what, fix) in others.items())
-
-
-ROWS = (
+ROWS: Rows = {
     # tensor
-    Row(
-        (Feature.TENSOR, Feature.NO_CUTS),
+    (Feature.TENSOR, Feature.NO_CUTS): (
         "parallel.tensor is {0}, and the task does not say how its layers are cut",
         "return TorchTask(..., tensor={'blocks.*.up': hpctrain.columns, ...}), or set parallel.tensor to 1",
     ),
     # pipeline
-    Row(
-        (Feature.PIPELINE, Feature.NO_LAYERS),
+    (Feature.PIPELINE, Feature.NO_LAYERS): (
         "parallel.pipeline is {0}, and the task does not say what the layers of its model are",
         "return TorchTask(..., layers=lambda model: [model.embed, *model.blocks, model.head]), or an nn.Sequential",
     ),
-    Row(
-        (Feature.PIPELINE, Feature.NON_ELEMENTWISE),
+    (Feature.PIPELINE, Feature.NON_ELEMENTWISE): (
         "parallel.pipeline is {0}, and {1} updates a parameter from others, which are on other stages",
         "use another optimizer, such as AdamW",
     ),
-    Row(
-        (Feature.PIPELINE, Feature.EXTRA_STATE),
+    (Feature.PIPELINE, Feature.EXTRA_STATE): (
         "parallel.pipeline is {0}, and a {1} of the task has extra state (get_extra_state), which would differ from "
         "stage to stage",
         "keep it in buffers",
     ),
-    Row(
-        (Feature.PIPELINE, Feature.PER_RANK),
+    (Feature.PIPELINE, Feature.PER_RANK): (
         "parallel.pipeline is {0}, and state {1!r} of the task is each rank's own: layers and loss would change it on "
         "different ranks",
         "keep it in buffers of the model, or change it in hooks and without PerRank",
     ),
     # zero1
-    Row(
-        (Trait.REDUCE_SCATTERS, Feature.HOROVOD),
+    (Trait.REDUCE_SCATTERS, Feature.HOROVOD): (
         "{0}, and Horovod would send all gradients to all ranks",
         "set reduce.kind: auto, or leave it out",
     ),
-    Row(
-        (Trait.REDUCE_SCATTERS, Feature.OVERLAP),
+    (Trait.REDUCE_SCATTERS, Feature.OVERLAP): (
         "{0}, which decides itself when gradients are exchanged",
         "leave reduce.overlap at auto",
     ),
-    Row(
-        (Trait.REDUCE_SCATTERS, Trait.COMPRESSES),
+    (Trait.REDUCE_SCATTERS, Trait.COMPRESSES): (
         "{0}, and {1}, but gradients are exchanged as they are",
         "leave reduce.compression out",
     ),
-    Row(
-        (Trait.REDUCE_SCATTERS, Feature.SPARSE_ADAM),
+    (Trait.REDUCE_SCATTERS, Feature.SPARSE_ADAM): (
         "{0}, and SparseAdam, which updates {1}, takes sparse gradients alone",
         "leave parallel.shard out, or use Adam",
     ),
-    Row(
-        (Trait.REDUCE_SCATTERS, Feature.NON_ELEMENTWISE, Feature.RANKS),
+    (Trait.REDUCE_SCATTERS, Feature.NON_ELEMENTWISE, Feature.RANKS): (
         "{0}, and {1} updates a parameter from others, so ranks that hold a part of them would train another model",
         "leave parallel.shard out, or use another optimizer, such as AdamW",
     ),
-    *refusing(Feature.SHARD_PARAMETERS, "parallel.shard is parameters", WITH_FULLY_SHARDED),
-    Row(
-        (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS),
+    **refusing(Feature.SHARD_PARAMETERS, "parallel.shard is parameters", WITH_FULLY_SHARDED),
+    (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS): (
         "parallel.shard is parameters, and {1}",
         "use an optimizer that updates each element by itself, such as AdamW, or set parallel.shard: optimizer",
     ),
-    *refusing(Feature.SHARD_TABLES, "parallel.shard is tables", WITH_TABLES),
+    **refusing(Feature.SHARD_TABLES, "parallel.shard is tables", WITH_TABLES),
     # several of them
-    Row(
-        (Trait.EXCHANGES_IN_PASSES, Feature.OWN_STEP),
+    (Trait.EXCHANGES_IN_PASSES, Feature.OWN_STEP): (
         "{0}, and the task has its own step, whose passes other ranks could not follow",
         "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
     ),
-    Row(
-        (Trait.MEETS_INSIDE, Feature.COMPILE),
+    (Trait.MEETS_INSIDE, Feature.COMPILE): (
         "{0}, and train.compile is true: ranks meet inside the model",
         "leave train.compile out",
     ),
-    Row(
-        (Trait.MEETS_INSIDE, Feature.COMPILED_MODEL),
+    (Trait.MEETS_INSIDE, Feature.COMPILED_MODEL): (
         "{0}, and {1} is compiled: ranks meet inside the model",
         "leave torch.compile and torch.jit out of the task",
     ),
-    Row(
-        (Trait.MEETS_INSIDE, Feature.JOINT_LAYERS),
+    (Trait.MEETS_INSIDE, Feature.JOINT_LAYERS): (
         "{0}, and {1} normalises over the samples of all ranks",
         "leave train.sync_batchnorm out, or normalise by LayerNorm",
     ),
-    Row(
-        (Trait.DIVIDES_OPTIMIZERS, Feature.OWN_OPTIMIZER_STATE),
+    (Trait.DIVIDES_OPTIMIZERS, Feature.OWN_OPTIMIZER_STATE): (
         "{0}, and {1} holds other optimizers, or state that is in neither its state nor its param_groups",
         "give the task plain optimizers",
     ),
-    Row(
-        (Trait.DIVIDES, Feature.STEP_HOOKS),
+    (Trait.DIVIDES, Feature.STEP_HOOKS): (
         "{0}, and {1} has hooks of its step (register_step_pre_hook), which would see the gradients of a part",
         "leave the hooks out: train.clip_norm clips by the whole gradient, train.ema_decay averages weights, and "
         "hooks= of the task are called after updates",
     ),
-    Row(
-        (Trait.ADDS_DENSE, Feature.SPARSE_ROWS),
+    (Trait.ADDS_DENSE, Feature.SPARSE_ROWS): (
         "{0}, and {1} has sparse gradients",
         "leave sparse=True out (hpctrain.vocabulary divides rows of large tables), or set parallel.shard: optimizer",
     ),
-    Row(
-        (Trait.HIDES_PARTS, Feature.CAPTURED_MODEL),
+    (Trait.HIDES_PARTS, Feature.CAPTURED_MODEL): (
         "{0}, and {1} of the task holds the model or a part of it, and each rank has other layers, or other rows of "
         "tables: a penalty, for instance, would be that of one rank's",
         "let it compute from its arguments alone: have the last layer return what it needs of the others, and give "
         "weight decay to the optimizer",
     ),
-)
+}
