@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
+from hpctrain.config.sections import TrainConfig
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.train.framework import NonFiniteLoss, Sums
@@ -28,9 +29,9 @@ SMALLEST = 2.0**-10
 class LossScale:
     """Halved when a gradient overflows, doubled after many steps without. Equal on all ranks: so are the sums."""
 
-    def __init__(self, name: str = NAME) -> None:
-        """``name`` of its state: a task with several optimizers has a scale for each."""
-        self.name = name
+    def __init__(self, optimizer: str = "") -> None:
+        """``optimizer``: its name, if a task has several: each has a scale."""
+        self.name = f"{NAME}/{optimizer}" if optimizer else NAME
         self.state = np.array([INITIAL, 0.0], np.float64)
         """The scale, and the updates since it changed."""
 
@@ -58,11 +59,6 @@ class LossScale:
         """Takes over a saved state, if there is one."""
         if self.name in arrays:
             self.state[:] = arrays[self.name]
-
-
-def loss_scale_of(optimizer: str) -> LossScale:
-    """With the optimizer's name, if it has one."""
-    return LossScale(f"{NAME}/{optimizer}") if optimizer else LossScale()
 
 
 class NotFinite(Exception):
@@ -115,6 +111,11 @@ class UpdateRule:
         if self.loss_scale and self.loss_scale.overflowed():
             return Decision(None, None)
         raise NotFinite
+
+
+def rule_of(train: TrainConfig, optimizer: str = "") -> UpdateRule:
+    """As the run file says; with the optimizer's name, if it has one."""
+    return UpdateRule(train.clip_norm, LossScale(optimizer) if train.precision == "fp16" else None)
 
 
 def clip_factor(norm: float | None, limit: float | None) -> float:

@@ -54,10 +54,15 @@ def note_data(problem: Problem, session: Session, run_dir: RunDir) -> None:
     if session.world.rank == 0:
         samples = None if isinstance(problem.train, Stream) else len(problem.train)
         data = {"fingerprint": problem.fingerprint(), "samples": samples, "sources": problem.sources()}
-        try:
-            Attempts(run_dir).update(data=data)
-        except RunFailed as error:
-            session.warn(f"{error.what}; training continues, run.json does not say on what")
+        keep(run_dir, session.warn, "run.json does not say on what", data=data)
+
+
+def keep(run_dir: RunDir, warn: Callable[[str], object], otherwise: str, **fields: Any) -> None:
+    """Enters fields into run.json; what if that fails is said, and training continues."""
+    try:
+        Attempts(run_dir).update(**fields)
+    except RunFailed as error:
+        warn(f"{error.what}; training continues, {otherwise}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,5 @@ class Remembered:
     def note(self, choice: Mapping[str, Any]) -> None:
         """On rank 0."""
         if self.world.rank == 0:
-            try:
-                Attempts(self.run_dir).update(**{self.name: {**self.grid, **choice}})
-            except RunFailed as error:
-                self.warn(f"{error.what}; training continues, a resumed run {self.does_again} again")
+            otherwise = f"a resumed run {self.does_again} again"
+            keep(self.run_dir, self.warn, otherwise, **{self.name: {**self.grid, **choice}})

@@ -107,7 +107,8 @@ class Session:
     def join(self) -> None:
         """Connects to the other ranks, and opens the run folder where a supervisor has named it."""
         self.world = connect()
-        self.errors = _own_channel(self.world)
+        comm = self.world.everyone.comm
+        self.errors = Group("errors", comm.Dup() if comm is not None else None)
         if self.world.nodes > 1:
             mine = run_clock.ahead_s(lambda sent: self.world.everyone.allgather(sent, "compare clocks"))
             os.environ[run_clock.AHEAD_S] = str(self.world.local.broadcast(mine, "learn how far this clock is ahead"))
@@ -367,8 +368,3 @@ def message(error: BaseException) -> tuple[str, str]:
 def exit_code(error: BaseException) -> int:
     """The exit code that an error ends a rank with."""
     return int(error.exit_code) if isinstance(error, HpctrainError) else int(ExitCode.FAILURE)
-
-
-def _own_channel(world: World) -> Group:
-    comm = world.everyone.comm
-    return Group("errors", comm.Dup() if comm is not None else None)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.weights import build_weights
 from hpctrain.backends.tensorflow.steps.compiled import adopted
+from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask
@@ -81,10 +82,10 @@ def looked_up(world: World) -> dict[str, Any]:
     framework = framework_of(lookup_task, world, "mpi" if world.size > 1 else "none")
     train(framework, STEPS)
     found = [variable.numpy() for variable in framework.task.model.trainable_variables]
-    assert framework.program.own is not None
+    assert isinstance(framework.program, TrainStepProgram)
     told = {
         "hashes": framework.group.allgather(framework.weights_hash(), "compare the weights"),
-        "tables": [sum(each.is_table) for each in framework.program.own.travelling.values()],
+        "tables": [sum(each.is_table) for each in framework.program.travelling.values()],
     }
     framework.close()
     begin_task(7)

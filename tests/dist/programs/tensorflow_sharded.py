@@ -24,7 +24,7 @@ from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.tensors import optimizer_tensors
 from hpctrain.backends.tensorflow.steps.passes import Applying
 from hpctrain.backends.tensorflow.strategies.zero1.sharded import ShardedReducers, stand_in
-from hpctrain.backends.tensorflow.strategies.zero1.sharding import ShardedUpdate, share_out
+from hpctrain.backends.tensorflow.strategies.zero1.strategy import ShardedUpdate, share_out
 from hpctrain.comm.world import World, alone, connect, from_communicator
 from hpctrain.config.sections import ParallelConfig, TrainConfig
 from hpctrain.errors import UserError

@@ -17,15 +17,12 @@ import tensorflow as tf
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.tensorflow.performance import training_flops
 from hpctrain.backends.tensorflow.reduce.reducer import Reducer
-from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, Update, float64, on_device
-from hpctrain.backends.tensorflow.strategies.strategy import Prepared
-from hpctrain.backends.tensorflow.strategies.zero1.sharding import ShardedUpdate
+from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, WeightUpdate, float64, on_device
+from hpctrain.backends.tensorflow.strategies.strategy import Opening, Prepared
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
-from hpctrain.comm.group import Group
 from hpctrain.reduce.layout import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, copied
@@ -78,7 +75,7 @@ class Step:
     the sums, and, on one rank, the time of day when the gradients were complete.
     """
 
-    def __init__(self, passes: Passes, update: Update | ShardedUpdate, reducer: Reducer, judge: Judge) -> None:
+    def __init__(self, passes: Passes, update: WeightUpdate, reducer: Reducer, judge: Judge) -> None:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False)
         """whole(batch, share, loss_scale): all of an update from one batch; arguments as those of Passes.gradients."""
@@ -159,23 +156,20 @@ def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
 class LossProgram:
     """See StepProgram. If the reducer has to be measured, that is done on the batch of the first update."""
 
-    task: KerasTask
+    opening: Opening
     passes: Passes
     prepared: InitVar[Prepared]
     """How gradients are exchanged."""
-    update: Update | ShardedUpdate
+    update: WeightUpdate
     rule: UpdateRule
     """Clipping and loss scale."""
     batch_norms: BatchNorms
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
     """A context in which passes leave no trace."""
-    group: Group
-    clock: StepClock
-    choice: ReducerChoice
-    """How the reducer is chosen."""
 
     def __post_init__(self, prepared: Prepared) -> None:
         self.travelling, self.reducers, self.reducer = prepared.travelling, prepared.reducers, prepared.reducer
+        self.clock, self.choice = self.opening.clock, self.opening.choice
         self.judge = Judge(self.clock, self.rule)
         self.steps: Step | None = None
 
@@ -210,7 +204,7 @@ class LossProgram:
                 raise self.batch_norms.problem from error
             if isinstance(error, NotFinite) or not self.judge.finite.numpy():
                 own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
-                raise ranks_at_fault(self.group, bool(all(own))) from error
+                raise ranks_at_fault(self.opening.world.data, bool(all(own))) from error
             raise
         self.clock.mark(Phase.OPTIMIZER)
         loss, weight = self.judge.own
@@ -230,8 +224,8 @@ class LossProgram:
             return self.choice.measured(self.reducers, rehearse)
 
     def dry_call(self, batch: HostBatch) -> Flops | None:
-        try_training(self.task, self.passes, on_device(copied(batch)))
-        return training_flops(self.task, self.passes, on_device(copied(batch)))
+        try_training(self.opening.task, self.passes, on_device(copied(batch)))
+        return training_flops(self.opening.task, self.passes, on_device(copied(batch)))
 
     def use(self, choice: ReducerChoice) -> None:
         """Sums as this choice says, whose reducer is known. Collective."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -20,11 +21,12 @@ from hpctrain.backends.tensorflow.reduce.sparse_sums import (
     updates_rows_alone,
 )
 from hpctrain.backends.tensorflow.state.tensors import model_tensors
-from hpctrain.backends.tensorflow.steps.passes import Applying, Tensors, Traced, refused_or_dense
+from hpctrain.backends.tensorflow.steps.passes import Applying, Passes, Tensors, Traced, on_device, refused_or_dense
+from hpctrain.backends.tensorflow.strategies.strategy import Opening
 from hpctrain.backends.tensorflow.task import overrides
+from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.tensorflow.task.holdings import optimizers_in
-from hpctrain.backends.update import NotFinite
-from hpctrain.comm.group import Group
+from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.layout import SQUARE
@@ -32,7 +34,7 @@ from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.user_errors import blamed, shapes
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.framework import StepSettings
+from hpctrain.train.framework import HostBatch, copied, samples_of
 from hpctrain.train.state import Placement
 
 Variables = tuple[keras.Variable, ...]
@@ -183,27 +185,62 @@ class Meeting:
 
 
 @dataclass(eq=False)
-class OwnStep:
-    """Runs a model's ``train_step``, traced once; in it, ranks meet at each ``apply`` of an optimizer."""
+class TrainStepProgram:
+    """See StepProgram: a model's ``train_step``, traced once; in it, ranks meet at each ``apply`` of an optimizer."""
 
-    task: KerasTask
-    """Its ``optimizer`` holds those of the model, by path."""
-    config: StepSettings
-    group: Group
-    clock: InitVar[StepClock]
+    opening: Opening
+    """Its task's ``optimizer`` holds those of the model, by path."""
+    passes: Passes
+    """Of the model, for evaluations."""
     applying: Applying
+    unchanged: Callable[[], contextlib.AbstractContextManager[None]]
+    """A context in which passes leave no trace."""
+    example: HostBatch | None = None
+    """A batch for the step of a rank without samples."""
     updates: list[OwnUpdate] | None = None
     """Those of one step, once it has been planned."""
     travelling: dict[Any, Gradients] = field(default_factory=dict)
     reducers: dict[Any, Reducer] = field(default_factory=dict)
     """By the variables whose gradients travel together."""
 
-    def __post_init__(self, clock: StepClock) -> None:
-        self.meeting = Meeting(clock)
-        self.must_agree = self.group.size > 1
+    def __post_init__(self) -> None:
+        self.task, self.group, self.clock = self.opening.task, self.opening.world.data, self.opening.clock
+        self.meeting, self.must_agree = Meeting(self.clock), self.group.size > 1
         """Whether weights that the step changes by this rank's own values are refused: on one rank it may."""
-        self.run = Traced(self._run, compiled=False)
-        """run(batch, share) -> {name: scalar}: ``share`` is this rank's part of the global batch."""
+        self.step = Traced(self._step, compiled=False)
+        """step(batch, share) -> {name: scalar}: ``share`` is this rank's part of the global batch."""
+
+    def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
+        """A rank without samples takes part in the exchanges, and leaves its own state as it was."""
+        if self.example is None and micro_batches:
+            self.example = copied(micro_batches[0])
+        if self.example is None:
+            what = f"a rank had no sample in its first batch ({global_samples} samples)"
+            raise UserError(what, "make train.global_batch larger, or start fewer ranks")
+        host = micro_batches[0] if micro_batches else self.example
+        batch, samples = on_device(host), samples_of(host) if micro_batches else 0
+        self.clock.mark(Phase.TO_DEVICE)
+        if self.updates is None:
+            self.plan(host)
+        if self.reducer_name is None:
+            self.open(self.opening.choice)
+        with contextlib.nullcontext() if samples else self.unchanged():
+            try:
+                found = self.step(batch, tf.constant(samples / global_samples, tf.float64))
+                logs = {name: float(value) for name, value in found.items()} if samples else {}
+            except tf.errors.OpError as error:
+                if self.meeting.own_finite is None:
+                    raise
+                raise ranks_at_fault(self.group, self.meeting.own_finite) from error
+        self.clock.mark(Phase.OPTIMIZER)
+        sums = {name: (value * samples, float(samples)) for name, value in logs.items()}
+        return UpdateResult(sums.get("loss") or next(iter(sums.values()), (0.0, 0.0)), None, sums)
+
+    def dry_call(self, batch: HostBatch) -> None:
+        self.example = copied(batch)
+        self.plan(self.example)
+        if self.task.validation is not None and not overrides.evaluates_itself(self.task.model):
+            try_training(self.task, self.passes, on_device(copied(batch)))
 
     def plan(self, batch: Mapping[str, NDArray[Any]]) -> None:
         """Tries a step on a batch, and notes what it updates; see ``try_own_step``."""
@@ -235,7 +272,7 @@ class OwnStep:
 
     def _travelling(self, update: OwnUpdate) -> Gradients:
         """Its gradients. Collective."""
-        sparse = sparse_variables(update.variables, self.task.model, update.by, self.config, self.group.size)
+        sparse = sparse_variables(update.variables, self.task.model, update.by, self.opening.config, self.group.size)
         return Gradients(update.variables, sparse, self.group)
 
     def _tables_by_rows(self) -> list[keras.Variable]:
@@ -244,7 +281,6 @@ class OwnStep:
         return [table for one in by_rows for table in self.travelling[key(one.variables)].rows_of]
 
     def close(self) -> None:
-        """Releases the reducers."""
         while self.reducers:
             self.reducers.popitem()[1].close()
         while self.travelling:
@@ -252,16 +288,16 @@ class OwnStep:
 
     @property
     def reducer_name(self) -> str | None:
-        """Of all of them."""
         return next((reducer.name for reducer in self.reducers.values()), None)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one step."""
-        known = self.travelling
-        return 4 * sum(known[key(one.variables)].pieces.layout.gradients for one in self.updates or [] if known)
+        if self.updates is None:
+            return 4 * self.passes.travelling.pieces.layout.gradients
+        known = [self.travelling[key(one.variables)] for one in self.updates if self.travelling]
+        return 4 * sum(one.pieces.layout.gradients for one in known)
 
-    def _run(self, batch: Tensors, share: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _step(self, batch: Tensors, share: tf.Tensor) -> dict[str, tf.Tensor]:
         tracing = new_tracing(self.task)
 
         def exchange(
@@ -296,8 +332,8 @@ class OwnStep:
                 "make the same updates in every step",
             )
         travelling, reducer = self.travelling[known], self.reducers[known]
-        given = [gradients[each] for each in present]
-        ready = refused_or_dense(travelling, [variables[each] for each in present], given, self.config.reduce.sparse)
+        given, sparse = [gradients[each] for each in present], self.opening.config.reduce.sparse
+        ready = refused_or_dense(travelling, [variables[each] for each in present], given, sparse)
         rows, pieces = travelling.apart(travelling.pack_with(ready, {}))
         part = tf.cast(share, travelling.pieces.dtype)
         rows = travelling.tables.scaled(rows, part)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import keras
 import numpy as np
@@ -314,9 +314,18 @@ class Applying:
             average.assign_sub(difference * (1.0 - (self.train.ema_decay or 0.0)))
 
 
+class WeightUpdate(Protocol):
+    """What a strategy makes of summed gradients."""
+
+    optimizer: keras.optimizers.Optimizer
+
+    def run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        """True, once the weights are updated with gradients of the global batch; slots are left out."""
+
+
 @dataclass(eq=False)
 class Update:
-    """The optimizer's step, then the EMA of the weights."""
+    """The optimizer's step, then the EMA of the weights; see WeightUpdate."""
 
     optimizer: keras.optimizers.Optimizer
     variables: Sequence[keras.Variable]
@@ -325,7 +334,6 @@ class Update:
 
     def __post_init__(self) -> None:
         self.run = tf.function(self._run, jit_compile=self.applying.train.compile or None, autograph=False)
-        """run(rows, pieces) -> True: with gradients of the global batch; slots are left out."""
 
     def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         gradients = self.travelling.unpack(rows, pieces, sparse_sums.updates_rows_alone(self.optimizer))

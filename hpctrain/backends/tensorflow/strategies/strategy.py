@@ -17,13 +17,11 @@ import tensorflow as tf
 from hpctrain.backends.tensorflow.reduce.reducer import KerasReducers, Reducer
 from hpctrain.backends.tensorflow.reduce.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.tensors import OwnSlots, VariableTensor
-from hpctrain.backends.tensorflow.steps.passes import Applying, Update
-from hpctrain.backends.tensorflow.strategies.zero1.sharded import ShardedReducers
-from hpctrain.backends.tensorflow.strategies.zero1.sharding import ShardedUpdate
+from hpctrain.backends.tensorflow.steps.passes import Applying, Update, WeightUpdate
 from hpctrain.backends.tensorflow.task.overrides import trains_itself
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature
-from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.reducer_choice import ReducerChoice, Reducers
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
@@ -53,11 +51,11 @@ class Prepared:
 
     travelling: Gradients
     """Of trained variables, as they are exchanged."""
-    reducers: KerasReducers | ShardedReducers
+    reducers: Reducers[Reducer]
     """Among which there is a choice."""
     reducer: Reducer | None
     """None if it has to be measured."""
-    open_update: Callable[[Applying], Update | ShardedUpdate] | None
+    open_update: Callable[[Applying], WeightUpdate] | None
     """Of a step; None if the model's own ``train_step`` updates."""
     slots: OwnSlots | None = None
     """Where the optimizer's state lies in that of whole weights."""

@@ -17,16 +17,15 @@ from hpctrain.backends.tensorflow.state.source import KerasState, Named, Rates, 
 from hpctrain.backends.tensorflow.state.tensors import require_different_names
 from hpctrain.backends.tensorflow.steps.compiled import holders
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
-from hpctrain.backends.tensorflow.steps.own_step import OwnStep
+from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
 from hpctrain.backends.tensorflow.steps.passes import Applying, Passes
-from hpctrain.backends.tensorflow.steps.train_step import TrainStepProgram
 from hpctrain.backends.tensorflow.strategies import strategy
 from hpctrain.backends.tensorflow.strategies.strategy import Opening, Planner, Prepared
 from hpctrain.backends.tensorflow.strategies.zero1 import strategy as zero1
 from hpctrain.backends.tensorflow.task.holdings import Holdings, KerasLeaves, optimizers_in
 from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
 from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm, joint_layers
-from hpctrain.backends.update import LossScale, UpdateRule
+from hpctrain.backends.update import rule_of
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.errors import UserError
@@ -86,28 +85,25 @@ def assembled(
     opening: Opening, prepared: Prepared, named: Named, joint: SyncBatchNorm | None, objects: Sequence[Kept]
 ) -> KerasFramework:
     """The framework of a model that a strategy has prepared, and that is equal on all ranks."""
-    task, config, group, clock = opening.task, opening.config, opening.world.data, opening.clock
+    task, config, group = opening.task, opening.config, opening.world.data
     train, batch_norms = config.train, joint or BatchNorms()
     averaged = opening.variables if train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
-    scale = LossScale() if train.precision == "fp16" else None
-    leaves, rates = KerasLeaves(), Rates(task)
+    rule, leaves, rates = rule_of(train), KerasLeaves(), Rates(task)
     residue = prepared.reducer.residue if isinstance(prepared.reducer, HostReducer) else None
     residues = {"": residue} if residue is not None else {}
-    source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, config.seed, residues)
+    scale, seed = rule.loss_scale, config.seed
+    source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, seed, residues)
     passes = Passes(task, prepared.travelling, config.reduce.sparse, train.compile, averages, joint)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
     evaluator = KerasEvaluator(task, passes, keras_meters(task), is_tried)
     program: StepProgram
     applying = Applying(train, averages)
     if prepared.open_update is None:
-        own = OwnStep(task, config, group, clock, applying)
-        program = TrainStepProgram(task, own, passes, source.unchanged, group, clock, opening.choice)
+        program = TrainStepProgram(opening, passes, applying, source.unchanged)
     else:
-        update, rule = prepared.open_update(applying), UpdateRule(train.clip_norm, scale)
-        program = LossProgram(
-            task, passes, prepared, update, rule, batch_norms, source.unchanged, group, clock, opening.choice
-        )
+        update = prepared.open_update(applying)
+        program = LossProgram(opening, passes, prepared, update, rule, batch_norms, source.unchanged)
     return KerasFramework(task, program, evaluator, source)
 
 

@@ -63,50 +63,44 @@ class PassRunner(Protocol):
 class LossPasses:
     """Passes through a model that is called as it is; see PassRunner."""
 
-    task: TorchTask
-    model: Module
-    """All models of the task as one."""
-    called: Any
-    """See PassRunner; so is ``uncompiled``."""
-    compute: Compute
-    partition: Partition
-    batch_norms: BatchNorms
-    """Of the model."""
-    unchanged: Callable[[], contextlib.AbstractContextManager[None]]
-    """A context in which passes leave no trace."""
+    parts: Parts
 
     def __post_init__(self) -> None:
-        self.uncompiled = self.task.model if isinstance(self.task.model, Mapping) else self.model
-        self.meets = self.partition.meets
+        several = isinstance(self.parts.task.model, Mapping)
+        self.called: Any = self.parts.models if several else self.parts.models["model"]
+        self.uncompiled: Any = self.parts.task.model
+        self.meets = self.parts.partition.meets
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
         """Nothing: ranks see different samples."""
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
-        batches = list(even_batches(micro_batches, self.partition.sync_group))
+        task, compute, partition = self.parts.task, self.parts.compute, self.parts.partition
+        batches = list(even_batches(micro_batches, partition.sync_group))
         for number, (host, is_own) in enumerate(batches, start=1):
-            self.batch_norms.begin_micro_batch(number - 1)
-            batch = self.compute.tensors(host)
+            self.parts.batch_norms.begin_micro_batch(number - 1)
+            batch = compute.tensors(host)
             clock.mark(Phase.TO_DEVICE)
             passes.reducer.last_backward = False  # what forward itself derives stays here
-            with contextlib.nullcontext() if is_own else self.unchanged():
-                with self.compute.autocast(), self.partition.passing():
-                    score = self.task.loss(self.task.forward(self.called, batch), batch)
-                self.partition.leave()
+            with contextlib.nullcontext() if is_own else self.parts.unchanged():
+                with compute.autocast(), partition.passing():
+                    score = task.loss(task.forward(self.called, batch), batch)
+                partition.leave()
                 clock.mark(Phase.FORWARD)
                 passes.reducer.last_backward = number == len(batches)
                 passes.add(score, samples_of(host), is_own=is_own)
-                self.partition.finish(self.compute.device)
+                partition.finish(compute.device)
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
             clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived
 
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
-        with self.partition.passing():
-            return try_loss(self.task, self.model, batch, self.partition.hint)
+        parts, partition = self.parts, self.parts.partition
+        with partition.passing():
+            return try_loss(parts.task, self.uncompiled, batch, partition.hint)
 
     def try_loss(self, loss: Any) -> None:
-        self.partition.try_loss(loss)
+        self.parts.partition.try_loss(loss)
 
 
 class UpdateStep:

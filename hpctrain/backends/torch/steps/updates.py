@@ -26,7 +26,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.layout import ExchangeResult
-from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.reducer_choice import ReducerChoice, Reducers
 from hpctrain.tasks.user_errors import advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, copied
@@ -211,18 +211,12 @@ class Exchanges:
             reducer.close()
 
 
-class ReducerSource(Protocol):
-    """Opens reducers of the parameters of one optimizer; see reducer_choice.Reducers."""
+class ReducerSource(Reducers[Reducer], Protocol):
+    """Opens reducers of the parameters of one optimizer."""
 
     @property
     def sparse(self) -> Sequence[Parameter]:
         """Parameters whose gradients stay sparse."""
-
-    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        """What could be opened. Collective."""
-
-    def open(self, candidate: Candidate, group: Group) -> Reducer:
-        """Collective."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.exchange import Exchange, OpenExchange
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, try_optimizers
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
+from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.task.holdings import Holdings
 from hpctrain.backends.torch.task.shares import Share, shares_of
 from hpctrain.comm.group import Group
@@ -77,6 +78,10 @@ class Opening:
     def exchange(self, group: Group, neighbours: Neighbours) -> Exchange:
         """Of tensors among the ranks of a group. Collective."""
         return self.open_exchange(group, self.compute.device, Waiting(self.clock, neighbours))
+
+    def region(self, group: Group, neighbours: Neighbours) -> Region:
+        """Of the ranks of a group. Collective."""
+        return Region(group, self.clock, self.exchange(group, neighbours), neighbours)
 
     def names(self) -> dict[int, str]:
         """Of the parameters that the model has by now, by id."""

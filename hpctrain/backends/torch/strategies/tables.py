@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from hpctrain.backends.named_state import parameter_of
 from hpctrain.backends.torch.reduce.gradients import watched
 from hpctrain.backends.torch.strategies.estimated import Estimated
-from hpctrain.backends.torch.strategies.exchange import Exchange
 from hpctrain.backends.torch.strategies.parameter_traits import plain, require_elementwise
 from hpctrain.backends.torch.strategies.partition import Named, Partition, Slices
 from hpctrain.backends.torch.strategies.region import Region
@@ -34,7 +33,7 @@ from hpctrain.errors import UserError
 from hpctrain.parallel.memory_estimate import MemoryEstimate, of_state
 from hpctrain.parallel.sharded import part_of_rows
 from hpctrain.parallel.tensor_words import LayerCut
-from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock
+from hpctrain.train.clock import Neighbours
 
 END = ""
 """Where ranks meet that have looked up all that they need, and that have all gradients back."""
@@ -180,33 +179,23 @@ def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
     return tables
 
 
-def cut_tables(
-    model: Module,
-    tables: Sequence[CutLayer],
-    data: Group,
-    optimizers: Sequence[Optimizer],
-    clock: StepClock = NO_CLOCK,
-    exchange: Exchange | None = None,
-) -> Tables:
+def cut_tables(model: Module, tables: Sequence[CutLayer], region: Region, optimizers: Sequence[Optimizer]) -> Tables:
     """Leaves each rank its rows of each table, in place, with its optimizer's state. Talks to no other rank.
 
     Args:
         model: whole, and equal on all ranks.
         tables: of ``tables_of``.
-        data: ranks that see different samples.
+        region: of the ranks, which see different samples.
         optimizers: of its parameters.
-        clock: records waits for the other ranks.
-        exchange: see Region.
 
     Raises:
         UserError: an optimizer looks at more than a row.
     """
 
     def own_rows(shape: tuple[int, ...], axis: int, parts: int) -> Slices:
-        begin, end = part_of_rows(shape[0], data.rank, data.size)
+        begin, end = part_of_rows(shape[0], region.group.rank, region.group.size)
         return Slices(shape, 0, (begin,), end - begin, 0, 1)
 
-    region = Region(data, clock, exchange, Neighbours.TABLES)
     rows = [len(one.layer.weight) for one in tables]  # type: ignore[arg-type]
     slices, cut = keep_own(model, tables, optimizers, own_rows)
     names, guard = [*(one.name for one in tables), END], TableGuard()
@@ -353,9 +342,8 @@ def planned(opening: Opening) -> Strategy | None:
 
 def cut(opening: Opening, tables: Sequence[CutLayer], prepared: Prepared) -> Prepared:
     """Leaves this rank its rows of each table."""
-    data = opening.world.data
-    exchange = opening.exchange(data, Neighbours.TABLES)
-    partition = cut_tables(opening.model, tables, data, opening.optimizers, opening.clock, exchange)
+    region = opening.region(opening.world.data, Neighbours.TABLES)
+    partition = cut_tables(opening.model, tables, region, opening.optimizers)
     return dataclasses.replace(prepared, partition=partition)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Linear, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.functional import linear
 
-from hpctrain.backends.torch.strategies.exchange import Exchange
 from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.backends.torch.strategies.region import (
@@ -29,7 +28,7 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
 from hpctrain.parallel.tensor_words import LayerCut
-from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock
+from hpctrain.train.clock import Neighbours
 from hpctrain.train.state import Tiling
 
 Kinds: TypeAlias = Mapping[str, tuple[type[Module], ...]]
@@ -196,28 +195,23 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE
 def cut_model(
     model: Module,
     layers: Sequence[CutLayer],
-    tensor: Group,
+    region: Region,
     data: Group,
     optimizers: Sequence[torch.optim.Optimizer],
-    clock: StepClock = NO_CLOCK,
-    exchange: Exchange | None = None,
 ) -> Partition:
     """Leaves of each layer what this rank is to have, in place, with its optimizer's state. Talks to no other rank.
 
     Args:
         model: whole, and equal on all ranks.
         layers: of ``layers_to_cut``.
-        tensor: ranks that share it out.
+        region: of the ranks that share it out.
         data: ranks that have the same parts.
         optimizers: of its parameters.
-        clock: records waits for the other ranks of ``tensor``.
-        exchange: see Region.
 
     Raises:
         UserError: an optimizer looks at more than what a rank has.
     """
-    region = Region(tensor, clock, exchange)
-    own = functools.partial(slices_of, tensor=tensor, data=data)
+    own = functools.partial(slices_of, tensor=region.group, data=data)
     slices, cut = keep_own(model, layers, optimizers, own)
     for one in layers:
         forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
@@ -332,13 +326,6 @@ def planned(opening: Opening) -> Strategy | None:
 def cut(opening: Opening, layers: Sequence[CutLayer], prepared: Prepared) -> Prepared:
     """Leaves this rank its part of each layer."""
     world = opening.world
-    partition = cut_model(
-        opening.model,
-        layers,
-        world.tensor,
-        world.data,
-        opening.optimizers,
-        opening.clock,
-        opening.exchange(world.tensor, Neighbours.TENSOR),
-    )
+    region = opening.region(world.tensor, Neighbours.TENSOR)
+    partition = cut_model(opening.model, layers, region, world.data, opening.optimizers)
     return dataclasses.replace(prepared, partition=partition)

@@ -32,7 +32,7 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
 )
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
-from hpctrain.backends.update import LossScale, UpdateRule
+from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature
@@ -288,9 +288,7 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
 
 def needs_norm(opening: Opening, partition: Partition) -> bool:
     """Whether an exchange has to give the norm of the gradient; slices of layers count each element once themselves."""
-    train = opening.config.train
-    scale = LossScale() if train.precision == "fp16" else None
-    return UpdateRule(train.clip_norm, scale).needs_norm and not partition.slices
+    return rule_of(opening.config.train).needs_norm and not partition.slices
 
 
 def shard_optimizers(

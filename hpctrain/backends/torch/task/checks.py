@@ -98,16 +98,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return by_itself or module._compiled_call_impl is not None
 
 
+SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
+
+
 def require_scalar(loss: torch.Tensor) -> None:
     """Raises UserError if a loss is one value a sample."""
     if loss.numel() != 1:
-        raise UserError(
-            f"the loss has shape {list(loss.shape)}",
-            "return its mean over the samples, a scalar, or (sum, weight), two scalars",
-        )
-
-
-SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scalars"
+        raise UserError(f"the loss has shape {list(loss.shape)}", SCALAR)
 
 
 def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "") -> Any:

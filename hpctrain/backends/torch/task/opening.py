@@ -31,7 +31,7 @@ from hpctrain.backends.torch.task.checks import model_features, require_trainabl
 from hpctrain.backends.torch.task.holdings import Holdings
 from hpctrain.backends.torch.task.shares import whole_model
 from hpctrain.backends.torch.task.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
-from hpctrain.backends.update import UpdateRule, loss_scale_of
+from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
@@ -169,7 +169,7 @@ def assembled(
             parameters=[parameter for _, parameter in share.pairs],
             average=averages.of([parameter for _, parameter in share.pairs]),
             train=train,
-            rule=UpdateRule(train.clip_norm, loss_scale_of(name) if train.precision == "fp16" else None),
+            rule=rule_of(train, name),
             partition=partition,
             total_norm=prepared.total_norm,
         )
@@ -179,8 +179,7 @@ def assembled(
     parts = Parts(
         task, model, models, world, compute, opening.clock, modes, partition, batch_norms, trained, exchanges, unchanged
     )
-    called = models if isinstance(task.model, Mapping) else models["model"]
-    passes = prepared.passes or LossPasses(task, model, called, compute, partition, batch_norms, unchanged)
+    passes = prepared.passes or LossPasses(parts)
     program: StepProgram = UpdateStep(parts, passes)
     if task.step is not None:
         program = OwnSteps(parts, task.step, train.accumulate, [part.optimizer for part in optimizer_state.every])

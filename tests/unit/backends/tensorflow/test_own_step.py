@@ -14,6 +14,7 @@ from keras import layers, ops
 
 from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
+from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
 from hpctrain.backends.tensorflow.task.overrides import intercepted
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
@@ -280,8 +281,8 @@ def test_steps_that_cannot_be_exchanged_are_refused_by_name(model: type[Late]) -
 def as_one_of_two(model: type[Late]) -> None:
     """The first step of a rank among others."""
     framework = framework_of(lambda: KerasTask(model(), train=numbers()), alone())
-    assert framework.program.own is not None
-    framework.program.own.must_agree = True
+    assert isinstance(framework.program, TrainStepProgram)
+    framework.program.must_agree = True
     train(framework, 1)
 
 

@@ -75,7 +75,7 @@ def test_the_loss_of_some_classes_each_is_that_of_all(ranks: int, options: dict[
     def on_a_rank(group: Group) -> list[float]:
         own = copy.deepcopy(whole)
         own.zero_grad()
-        cut = cut_model(own, layers_to_cut(own, LAYER, ranks), group, Group("data"), [])
+        cut = cut_model(own, layers_to_cut(own, LAYER, ranks), Region(group), Group("data"), [])
         mine = values.detach().clone().requires_grad_()
         found = cross_entropy(own(mine), targets, **options)
         found.backward()
@@ -108,7 +108,7 @@ def test_gradients_of_gradients() -> None:
 
     def on_a_rank(group: Group) -> float:
         own = copy.deepcopy(whole)
-        cut = cut_model(own, layers_to_cut(own, LAYER, 2), group, Group("data"), [])
+        cut = cut_model(own, layers_to_cut(own, LAYER, 2), Region(group), Group("data"), [])
         return float((penalised(own) - cut.slices["0.weight"].of(wanted)).abs().max())
 
     assert wanted.abs().max() > 1e-6
@@ -123,7 +123,7 @@ def test_metrics_get_all_classes() -> None:
 
     def on_a_rank(group: Group) -> Any:
         own = copy.deepcopy(whole)
-        cut_model(own, layers_to_cut(own, LAYER, 2), group, Group("data"), [])
+        cut_model(own, layers_to_cut(own, LAYER, 2), Region(group), Group("data"), [])
         own.eval()
         with torch.no_grad():
             return own(values)

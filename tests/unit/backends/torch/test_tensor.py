@@ -182,7 +182,7 @@ def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_to
     model = Gpt()
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
     qkv, before = model.blocks[0].qkv.weight, model.blocks[0].qkv.weight.detach().clone()
-    tensor = cut_model(model, layers_to_cut(model, LAYERS, 2), OneOf(1, 2), OneOf(0, 1), [optimizer])
+    tensor = cut_model(model, layers_to_cut(model, LAYERS, 2), Region(OneOf(1, 2)), OneOf(0, 1), [optimizer])
     assert model.blocks[0].qkv.weight is qkv and type(qkv) is nn.Parameter
     assert qkv.shape == optimizer.state[qkv]["sum"].shape == (24, 16)
     assert torch.equal(qkv, torch.cat([before[8:16], before[24:32], before[40:48]]))
@@ -195,7 +195,7 @@ def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_to
 
 def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
     model = Gpt()
-    cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), OneOf(0, 2), OneOf(0, 1), [])
+    cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), Region(OneOf(0, 2)), OneOf(0, 1), [])
     with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, and each rank has 32 of them"):
         model(torch.zeros(1, 7, dtype=torch.int64))
 
@@ -274,7 +274,7 @@ def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
 
     def on_a_rank(group: Group) -> float:
         own = copy.deepcopy(model)
-        cut = cut_model(own, layers_to_cut(own, words, 2), group, Group("data"), [])
+        cut = cut_model(own, layers_to_cut(own, words, 2), Region(group), Group("data"), [])
         found = of_forces(own)
         return max(
             float((found[name] - (cut.slices[name].of(whole) if name in cut.slices else whole)).abs().max())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -245,9 +243,3 @@ def rebuilt(made_up: Any, tensors: Sequence[Tensor]) -> Any:
         return tuple(parts) if kind == "tuple" else parts
 
     return of(made_up)
-
-
-def norm_over(stages: Group, norm: float) -> float:
-    """L2 norm of the gradients of all stages, of that of each; the same bits on all of them. Collective."""
-    squares = stages.gather(np.array([norm * norm]), "add up the squares of the gradients")
-    return math.sqrt(float(squares.sum()))

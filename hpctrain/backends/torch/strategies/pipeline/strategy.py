@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
+import numpy as np
 from torch.nn import Module
 
 from hpctrain.backends.named_state import parameter_of, plain_name
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
-from hpctrain.backends.torch.strategies.pipeline.stage import Stage, norm_over
+from hpctrain.backends.torch.strategies.pipeline.stage import Stage
 from hpctrain.backends.torch.strategies.pipeline.stages import FIELD, Stages, keep_stage, layers_of, staged
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.config.combinations import Feature
@@ -62,7 +64,8 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
 
     def total_norm(norm: float) -> float:
         with waiting:
-            return norm_over(world.pipeline, norm)
+            squares = world.pipeline.gather(np.array([norm * norm]), "add up the squares of the gradients")
+        return math.sqrt(float(squares.sum()))
 
     return dataclasses.replace(
         prepared,
