@@ -7,7 +7,6 @@ in one process. What a strategy adds to it is in its module of ``backends/torch/
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -123,23 +122,17 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
         parallel=dataclasses.replace(config.parallel, tensor=tensor, pipeline=pipeline, shard="none"),
         reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
     )
+    world = dataclasses.replace(alone(), tensor=Imagined("tensor", tensor))
     with foreign_errors(told_shortly):
-        yield from _made(config, tensor)
+        from hpctrain.backends.torch.framework import TorchFramework
 
-
-def _made(config: Config, tensor: int) -> Iterator[Model]:
-    from hpctrain.backends.torch.framework import TorchFramework
-
-    problem = make_problem(config, alone())
-    if not isinstance(problem.task, TorchTask):
-        what = f"{config.task} is a KerasTask, of which each rank has all"
-        raise UserError(what, "ask for the plans of a TorchTask")
-    me = alone()
-    group = Imagined("tensor", tensor)
-    world = World(me.everyone, me.data, me.local, 0, 1, socket.gethostname(), group)
-    with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
-        assert isinstance(framework, TorchFramework), "of a TorchTask"
-        yield Model(problem, framework, world)
+        problem = make_problem(config, alone())
+        if not isinstance(problem.task, TorchTask):
+            what = f"{config.task} is a KerasTask, of which each rank has all"
+            raise UserError(what, "ask for the plans of a TorchTask")
+        with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
+            assert isinstance(framework, TorchFramework), "of a TorchTask"
+            yield Model(problem, framework, world)
 
 
 def estimate(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -101,6 +102,38 @@ class ReducerChoice:
     def reducer(self, reducers: Reducers[R], rehearse: Callable[[R], object]) -> R:
         """The reducer that is known, else the fastest one; arguments as those of ``measured``. Collective."""
         return self.known(reducers) or self.measured(reducers, rehearse)
+
+
+@dataclass
+class ChosenReducer(Generic[R]):
+    """The reducer in use. If it has to be measured, that is done on the batch of the first update."""
+
+    possible: Reducers[R]
+    """Among which there is a choice."""
+    choice: ReducerChoice
+    unchanged: Callable[[], AbstractContextManager[None]]
+    """A context in which rehearsals leave no trace."""
+    used: R | None
+    """None while there is a choice."""
+
+    def measured(self, rehearse: Callable[[R], object]) -> R:
+        """The reducer in use, which the first call may have to find by rehearsals of a step. Collective."""
+        if self.used is None:
+            with self.unchanged():
+                self.used = self.choice.measured(self.possible, rehearse)
+        return self.used
+
+    def use(self, choice: ReducerChoice) -> None:
+        """Sums as this choice says, whose reducer is known. Collective."""
+        self.close()
+        self.choice = choice
+        self.used = choice.known(self.possible)
+
+    def close(self) -> None:
+        """Ends its threads and frees its memory."""
+        if self.used is not None:
+            self.used.close()
+            self.used = None
 
 
 PASSES = 3

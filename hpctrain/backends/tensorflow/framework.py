@@ -107,7 +107,7 @@ class KerasFramework(FrameworkOfParts):
     def use(self, choice: ReducerChoice) -> None:
         """See backends.local_training.Apart."""
         assert isinstance(self.program, LossProgram), "others are refused"
-        self.program.use(choice)
+        self.program.chosen.use(choice)
 
     def close(self) -> None:
         self.program.close()

@@ -52,8 +52,9 @@ class TorchFramework(FrameworkOfParts):
 
     @property
     def facts(self) -> Facts:
-        exchanges, source = self.parts.exchanges, self.source
-        tables = {id(one) for reducers in exchanges.possible.of.values() for one in reducers.sparse}
+        exchanges, source, updates = self.parts.exchanges, self.source, self.prepared.updates
+        assert updates is not None, "the last strategy has made some"
+        tables = {id(one) for reducers in updates.reducers.values() for one in reducers.sparse}
         apart = tables | self.parts.partition.complete
         return Facts(
             name="torch",

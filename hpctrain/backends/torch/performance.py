@@ -11,6 +11,7 @@ from torch.nn import Bilinear, Module, RNNBase
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from hpctrain.backends.torch.device import Compute
 from hpctrain.train import flops
 
 Found = TypeVar("Found")
@@ -69,20 +70,15 @@ def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:
     size = flops.CPU_SIZE if device.type == "cpu" else flops.GPU_SIZE
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     out = torch.empty_like(left)
-    synchronize(device)
+    synchronize = Compute(device).synchronize  # only here, before training
+    synchronize()
 
     def multiply() -> None:
         torch.mm(left, left, out=out)
-        synchronize(device)
+        synchronize()
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         return flops.peak_per_s(multiply, 2 * size**3)
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the device; only here, before training."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class TorchProfiler:

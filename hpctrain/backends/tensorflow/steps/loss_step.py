@@ -22,7 +22,7 @@ from hpctrain.backends.tensorflow.strategies.strategy import Opening, Prepared
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.layout import SLOTS, SQUARE, WEIGHT, read_slots
-from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, copied
@@ -43,14 +43,10 @@ class Judge:
         """L2 norm of the averaged gradient before clipping; None if the update was left out."""
         self.finite = tf.Variable(True, trainable=False)
         """Whether loss and gradient of the last update were finite; assigned by the update."""
-
-    def arrive(self) -> None:
-        """This rank's gradients are complete."""
-        self.clock.mark(Phase.BACKWARD)
-
-    def leave(self) -> None:
-        """The sums are there."""
-        self.clock.mark(Phase.EXCHANGE)
+        self.arrive = lambda: clock.mark(Phase.BACKWARD)
+        """Called when this rank's gradients are complete."""
+        self.leave = lambda: clock.mark(Phase.EXCHANGE)
+        """Called when the sums are there."""
 
     def hear(self, told: tf.Tensor) -> None:
         """What an update reports; see Step.
@@ -168,14 +164,14 @@ class LossProgram:
     """A context in which passes leave no trace."""
 
     def __post_init__(self, prepared: Prepared) -> None:
-        self.travelling, self.reducers, self.reducer = prepared.travelling, prepared.reducers, prepared.reducer
-        self.clock, self.choice = self.opening.clock, self.opening.choice
+        self.travelling, self.clock = prepared.travelling, self.opening.clock
+        self.chosen = ChosenReducer(prepared.reducers, self.opening.choice, self.unchanged, prepared.reducer)
         self.judge = Judge(self.clock, self.rule)
         self.steps: Step | None = None
 
     @property
     def reducer_name(self) -> str | None:
-        return self.reducer.name if self.reducer else None
+        return self.chosen.used.name if self.chosen.used else None
 
     @property
     def gradient_bytes(self) -> int:
@@ -186,10 +182,9 @@ class LossProgram:
         self.passes.refuse_switched()
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
-        if self.reducer is None:
-            self.reducer = self._measure(batches, global_samples)
-        if self.steps is None or self.steps.reducer is not self.reducer:
-            self.steps = Step(self.passes, self.update, self.reducer, self.judge)
+        reducer = self.chosen.measured(self._rehearsal(batches, global_samples))
+        if self.steps is None or self.steps.reducer is not reducer:
+            self.steps = Step(self.passes, self.update, reducer, self.judge)
         try:
             with self.batch_norms.update(len(batches)):
                 share, scale = self._scalars(global_samples)
@@ -210,8 +205,8 @@ class LossProgram:
         loss, weight = self.judge.own
         return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
 
-    def _measure(self, batches: Sequence[Tensors], global_samples: int) -> Reducer:
-        """The reducer that is fastest on these batches; rehearsals leave the model as it was."""
+    def _rehearsal(self, batches: Sequence[Tensors], global_samples: int) -> Callable[[Reducer], None]:
+        """Of an exchange of these batches' gradients."""
         sums: dict[int, Callable[..., Any]] = {}
 
         def rehearse(reducer: Reducer) -> None:
@@ -220,23 +215,14 @@ class LossProgram:
                 _, pieces = self.travelling.apart(self._gradients(batches, global_samples))
                 np.asarray(add_up(pieces)[-1])  # waits for a device
 
-        with self.unchanged():
-            return self.choice.measured(self.reducers, rehearse)
+        return rehearse
 
     def dry_call(self, batch: HostBatch) -> Flops | None:
         try_training(self.opening.task, self.passes, on_device(copied(batch)))
         return training_flops(self.opening.task, self.passes, on_device(copied(batch)))
 
-    def use(self, choice: ReducerChoice) -> None:
-        """Sums as this choice says, whose reducer is known. Collective."""
-        self.close()
-        self.choice = choice
-        self.reducer = choice.known(self.reducers)
-
     def close(self) -> None:
-        if self.reducer:
-            self.reducer.close()
-            self.reducer = self.steps = None
+        self.chosen.close()
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
         """This rank's contribution; zeros if its part of the batch is empty."""

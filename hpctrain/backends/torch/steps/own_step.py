@@ -218,16 +218,16 @@ class OwnSteps:
         if global_samples < parts.world.data.size:
             uses = {Feature.SHORT_BATCH: global_samples, Feature.RANKS: parts.world.data.size}
             raise refusal(uses | {Feature.OWN_STEP: True})
-        exchanges = parts.exchanges.measured(self._rehearse, micro_batches, global_samples)
+        exchanges = parts.exchanges.measured(functools.partial(self._rehearse, micro_batches, global_samples))
         self.updates += 1
         with parts.batch_norms.update(len(micro_batches)):
             result = self._call(micro_batches[0], global_samples, exchanges, parts.clock)
         self.done += 1
         return result
 
-    def _rehearse(self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int) -> None:
+    def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, exchanges: Exchanges) -> None:
         with self.parts.batch_norms.update(len(micro_batches)):
-            self._call(micro_batches[0], global_samples, exchanges, NO_CLOCK, applies=False)
+            self._call(copied(micro_batches[0]), global_samples, exchanges, NO_CLOCK, applies=False)
 
     def _call(
         self, host: HostBatch, global_samples: int, exchanges: Exchanges, clock: StepClock, applies: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.performance import trying
 from hpctrain.backends.torch.reduce.reducer import FlatReducer
-from hpctrain.backends.torch.steps.updates import ChosenExchanges, Exchanges, Passes, Trained
+from hpctrain.backends.torch.steps.updates import Exchanges, Passes, Trained
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.comm.world import World
 from hpctrain.reduce.layout import ExchangeResult
+from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock
 from hpctrain.train.evaluation import even_batches
@@ -122,7 +124,7 @@ class UpdateStep:
         parts.modes.train()
         if not self.updates:
             self.passes.begin(micro_batches)
-        exchanges = parts.exchanges.measured(self._rehearse, micro_batches, global_samples)
+        exchanges = parts.exchanges.measured(functools.partial(self._rehearse, micro_batches, global_samples))
         self.updates += 1
         reducer = exchanges.of[ONLY]
         if isinstance(reducer, FlatReducer) and isinstance(self.passes, LossPasses) and self.updates > 1:
@@ -155,9 +157,10 @@ class UpdateStep:
     def close(self) -> None:
         """Nothing of the task is held."""
 
-    def _rehearse(self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int) -> None:
-        with self.parts.batch_norms.update(len(micro_batches)):
-            self._gradients(exchanges, micro_batches, global_samples, NO_CLOCK)
+    def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, exchanges: Exchanges) -> None:
+        copies = list(map(copied, micro_batches))  # a task may change its inputs in place
+        with self.parts.batch_norms.update(len(copies)):
+            self._gradients(exchanges, copies, global_samples, NO_CLOCK)
 
     def _gradients(
         self, exchanges: Exchanges, micro_batches: Sequence[HostBatch], global_samples: int, clock: StepClock
@@ -229,7 +232,7 @@ class Parts:
     batch_norms: BatchNorms
     trained: Mapping[str, Trained]
     """By optimizer."""
-    exchanges: ChosenExchanges
+    exchanges: ChosenReducer[Exchanges]
     """Of gradients."""
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
     """A context in which passes leave no trace."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,10 +26,9 @@ from hpctrain.errors import RunFailed
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.layout import ExchangeResult
-from hpctrain.reduce.reducer_choice import ReducerChoice, Reducers
+from hpctrain.reduce.reducer_choice import Reducers
 from hpctrain.tasks.user_errors import advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
-from hpctrain.train.framework import HostBatch, copied
 
 SEPARATE = (
     torch.optim.SGD,
@@ -230,44 +229,6 @@ class ExchangesToChoose:
 
     def open(self, candidate: Candidate, group: Group) -> Exchanges:
         return Exchanges({name: reducers.open(candidate, group) for name, reducers in self.of.items()})
-
-
-@dataclass
-class ChosenExchanges:
-    """The reducers in use. If they have to be measured, that is done on the batch of the first update."""
-
-    possible: ExchangesToChoose
-    """Among which there is a choice."""
-    choice: ReducerChoice
-    unchanged: Callable[[], AbstractContextManager[None]]
-    """A context in which passes leave no trace."""
-    used: Exchanges | None
-    """None while there is a choice."""
-
-    def measured(self, rehearse: Callable[[Exchanges, Sequence[HostBatch], int], object], *given: Any) -> Exchanges:
-        """The reducers in use; the first call rehearses steps on (micro_batches, global_samples). Collective."""
-        if self.used is None:
-
-            def once(exchanges: Exchanges) -> None:
-                micro_batches, global_samples = given
-                copies = [copied(batch) for batch in micro_batches]  # a task may change its inputs in place
-                rehearse(exchanges, copies, global_samples)
-
-            with self.unchanged():
-                self.used = self.choice.measured(self.possible, once)
-        return self.used
-
-    def use(self, choice: ReducerChoice) -> None:
-        """Sums as this choice says, whose reducer is known. Collective."""
-        self.close()
-        self.choice = choice
-        self.used = choice.known(self.possible)
-
-    def close(self) -> None:
-        """See Reducer."""
-        if self.used is not None:
-            self.used.close()
-            self.used = None
 
 
 def number(scalar: Tensor) -> Number:

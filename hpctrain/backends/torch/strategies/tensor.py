@@ -193,11 +193,7 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE
 
 
 def cut_model(
-    model: Module,
-    layers: Sequence[CutLayer],
-    region: Region,
-    data: Group,
-    optimizers: Sequence[torch.optim.Optimizer],
+    model: Module, layers: Sequence[CutLayer], region: Region, data: Group, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Partition:
     """Leaves of each layer what this rank is to have, in place, with its optimizer's state. Talks to no other rank.
 

@@ -19,7 +19,7 @@ from hpctrain.backends.torch.state.source import Averages, TorchState, passes_le
 from hpctrain.backends.torch.state.tensors import other_names, state_of
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
 from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, StepProgram, UpdateStep
-from hpctrain.backends.torch.steps.updates import ChosenExchanges, ExchangesToChoose, Trained
+from hpctrain.backends.torch.steps.updates import ExchangesToChoose, Trained
 from hpctrain.backends.torch.strategies.exchange import OpenExchange, exchange_for
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import unsuited
@@ -37,7 +37,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.errors import UserError
 from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
-from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import TorchTask, kept_objects
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
@@ -157,7 +157,7 @@ def assembled(
     objects = kept_objects(task)
     unchanged = functools.partial(passes_leave, model, opening.holdings, objects, compute.device)
     reducers = ExchangesToChoose(updates.reducers)
-    exchanges = ChosenExchanges(reducers, choice, unchanged, choice.known(reducers))
+    exchanges = ChosenReducer(reducers, choice, unchanged, choice.known(reducers))
     joins = opening.joins and world.data.size > 1
     batch_norms = SyncBatchNorm(model, world.data, opening.clock) if joins else BatchNorms()
     averages = Averages(partition, model, updates.names, train.ema_decay)

@@ -114,13 +114,15 @@ class ShardedUpdate:
 
     def __post_init__(self) -> None:
         self.sharded = self.reducer.sharded
+        self.updated = lambda: self.clock.mark(Phase.OPTIMIZER)
+        self.arrived = lambda: self.clock.mark(Phase.EXCHANGE)
         self.apply = tf.function(self._apply, jit_compile=self.applying.train.compile or None, autograph=False)
 
     def run(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> tf.Tensor:
         """True, when it is done; there are no rows of tables."""
         with tf.control_dependencies([self.apply(sums)]):
             updated = [each.part.value.read_value() for each in self.sharded.rows]
-            everything = self.reducer.spread(updated, self._updated, self._arrived)
+            everything = self.reducer.spread(updated, self.updated, self.arrived)
         for variable, value in zip(self.variables, everything, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
         self.applying.follow(self.variables)
@@ -134,9 +136,3 @@ class ShardedUpdate:
         given = sums or [tf.zeros_like(one.value) for one in updated]
         self.applying.apply(self.optimizer.apply, given, updated)
         return tf.convert_to_tensor(self.optimizer.iterations) >= 0
-
-    def _updated(self) -> None:
-        self.clock.mark(Phase.OPTIMIZER)
-
-    def _arrived(self) -> None:
-        self.clock.mark(Phase.EXCHANGE)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.torch.device import Compute
-from hpctrain.backends.torch.performance import synchronize
 from hpctrain.backends.torch.state.source import passes_leave
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.pipelined import only_value
@@ -75,7 +74,7 @@ class Whole:
         if not host or not samples_of(host) or any(one.is_meta for one in self.model.parameters()):
             return None
         batch = self.compute.tensors(copied(host))
-        timed = Timed(layers, self.model, self.compute.device)
+        timed = Timed(layers, self.model, self.compute)
         try:
             with self.compute.autocast(cache_enabled=False):
                 loss = try_loss(self.task, timed, batch, self.partition.hint)
@@ -93,13 +92,13 @@ class Timed:
     Args:
         layers: of the model, in order.
         model: has their parameters.
-        device: of the model.
+        compute: of the model.
     """
 
     training = True
 
-    def __init__(self, layers: Sequence[Layer], model: Module, device: torch.device) -> None:
-        self.layers, self.device = layers, device
+    def __init__(self, layers: Sequence[Layer], model: Module, compute: Compute) -> None:
+        self.layers, self.compute = layers, compute
         self.parameters = [one for one in model.parameters() if one.requires_grad]
         self.seconds: list[float] = []
         self.began = 0.0
@@ -132,7 +131,7 @@ class Timed:
         self.wanted = [*own]
         if tensors is not None:  # else of the first layer, in whose stage it stays
             value = rebuilt(described(value, []), self._cut_off(tensors))
-        synchronize(self.device)
+        self.compute.synchronize()
         self.began = time.perf_counter()
         return value
 
@@ -153,7 +152,7 @@ class Timed:
         back = [one for one in outputs if one.requires_grad]
         if back and self.wanted:
             torch.autograd.grad(back, self.wanted, [torch.ones_like(one) for one in back], allow_unused=True)
-        synchronize(self.device)
+        self.compute.synchronize()
         self.seconds.append(time.perf_counter() - self.began)
 
 
