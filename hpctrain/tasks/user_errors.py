@@ -78,19 +78,20 @@ def own_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename, PACKAGE)]
     found = (own or frames)[-1:]
-    if not found:
-        return ""
-    code = f": `{found[0].line}`" if found[0].line and own else ""
-    return f" ({Path(found[0].filename).name}:{found[0].lineno}{code})"
+    return _told(found[0], bool(own)) if found else ""
 
 
 def calling_line() -> str:
     """' (task.py:12: `ctx.update()`)': the line of the user's own code that is running, if there is one."""
     for frame in reversed(traceback.extract_stack()):
         if _is_users(frame.filename, PACKAGE / "backends", Path(__file__)):
-            code = f": `{frame.line}`" if frame.line else ""
-            return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
+            return _told(frame)
     return ""
+
+
+def _told(frame: traceback.FrameSummary, quotes: bool = True) -> str:
+    code = f": `{frame.line}`" if frame.line and quotes else ""
+    return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
 
 
 def _is_users(filename: str, *ours: Path) -> bool:

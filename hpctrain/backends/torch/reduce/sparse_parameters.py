@@ -29,11 +29,11 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
         for module in model.modules()
         if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
     }
-    found, of_adam = [], set(of_sparse_adam(model, parts))
+    found = []
     updating = [part for part in parts if type(part.optimizer) is not Together]  # which itself updates nothing
     for name, parameter in model.named_parameters():
         holders = [(part.optimizer, group) for part in updating for group in holding(part, parameter)]
-        needed = name in of_adam
+        needed = any(isinstance(optimizer, SparseAdam) for optimizer, _ in holders)
         if needed and parameter.ndim != 2:
             raise UserError(
                 f"SparseAdam updates {name}, which has {parameter.ndim} axes",

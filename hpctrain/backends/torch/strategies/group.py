@@ -165,9 +165,8 @@ def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedel
     try:
         with environment(OWN_ERRORS):
             ranks = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
-            ranks.eager_connect_single_device(
-                device
-            )  # one for all: also for messages, which it has wait for their turn
+            # One for all: also for messages, which it has wait for their turn.
+            ranks.eager_connect_single_device(device)
     except RuntimeError as error:
         problem = f"nccl: {error}"
     agree(group, problem)

@@ -254,7 +254,6 @@ def seeded_sample(source: Any, index: int, names: tuple[str, ...] | None, seed: 
 
 def never_draws(source: Any) -> bool:
     """Whether reading is known to draw no random numbers: tensors, and parts and rows of such datasets."""
-    data = torch.utils.data
     if type(source) is data.Subset:
         return never_draws(source.dataset)
     if type(source) is data.ConcatDataset:
