@@ -109,7 +109,7 @@ def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     squeezed: tuple[Literal["none", "fp16", "bf16"], ...]
     squeezed = ("none", "fp16") if config.compression == "auto" else (config.compression,)
     found = [Candidate(way.kind, way.way, compression) for way in ways for compression in squeezed]
-    return [candidate for candidate in dict.fromkeys(map(_feasible, found))]
+    return list(dict.fromkeys(map(_feasible, found)))
 
 
 def _mpi(config: ReduceConfig, around: Surroundings) -> Candidate:

@@ -267,20 +267,17 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
     With ``ragged`` their arrays may differ in shape, but not in the number of axes.
     """
     kind = type(source).__name__
-    if isinstance(source, torch.utils.data.DataLoader):
-        raise UserError(
-            "a torch DataLoader was given as data", "give its .dataset: hpctrain orders, batches and prefetches"
-        )
-    if not isinstance(source, torch.utils.data.Dataset) or isinstance(source, torch.utils.data.IterableDataset):
-        raise UserError(
-            f"{kind} has no random access", "give a map-style torch Dataset (__getitem__ and __len__), or pack it"
-        )
+    if isinstance(source, data.DataLoader):
+        fix = "give its .dataset: hpctrain orders, batches and prefetches"
+        raise UserError("a torch DataLoader was given as data", fix)
+    if not isinstance(source, data.Dataset) or isinstance(source, data.IterableDataset):
+        fix = "give a map-style torch Dataset (__getitem__ and __len__), or pack it"
+        raise UserError(f"{kind} has no random access", fix)
     try:
         length = len(source)  # type: ignore[arg-type]  # not all have one
     except (TypeError, NotImplementedError) as error:
-        raise UserError(
-            f"the torch Dataset {kind} has no length", "give it a __len__ that returns its number of samples"
-        ) from error
+        fix = "give it a __len__ that returns its number of samples"
+        raise UserError(f"the torch Dataset {kind} has no length", fix) from error
     if length == 0:
         raise UserError(f"the torch Dataset {kind} holds no samples", "give data with at least one sample")
     with kept_random_state():
