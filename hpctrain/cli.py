@@ -162,7 +162,7 @@ def overview() -> argparse.ArgumentParser:
         prog="hpctrain",
         usage="hpctrain COMMAND ...",
         description="Batch training of neural networks on HPC clusters.",
-        epilog=f"commands:\n{lines}\n\nhpctrain COMMAND --help says more.",
+        epilog=f"commands:\n{lines}\n\nhpctrain COMMAND --help shows the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -53,13 +53,13 @@ def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any
             if tensor.placement is Placement.RANK:
                 continue
             raise UserError(
-                f"{tensor.name} is missing from what is to be loaded",
+                f"{tensor.name} is missing from the loaded state",
                 "load it into the model and optimizer that it was saved from",
             )
         shape, own = source.shape_of(tensor.name), tensor.cut.shape if tensor.cut else tensor.shape
         if shape != own:
             raise UserError(
-                f"{tensor.name} has shape {list(own)} here and {list(shape)} in what is to be loaded",
+                f"{tensor.name} has shape {list(own)} here and {list(shape)} in the loaded state",
                 "load it into the model that it was saved from",
             )
     for tensor in wanted:

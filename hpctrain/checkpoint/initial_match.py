@@ -117,7 +117,7 @@ def require_meant(
         keep = f"if these are to keep their initial values, set checkpoint.init_missing: [{', '.join(patterns)}]"
         also = f"; not used: {listed(match.unexpected)}" if match.unexpected else ""
         raise UserError(
-            f"{source.path} has not all weights of the model: {' and '.join(problems)}{also}",
+            f"{source.path} does not have all weights of the model: {' and '.join(problems)}{also}",
             f"{hint}, or, {keep}" if hint else keep,
         )
     return match

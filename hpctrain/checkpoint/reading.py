@@ -113,7 +113,7 @@ def load_newest(
         except layout.DamagedCheckpoint as error:
             rejected.append(NotUsed(step, error.what, folder))
     reasons = "; ".join(found.reason for found in rejected)
-    raise layout.DamagedCheckpoint(f"{folders[-1].parent} has no sound checkpoint: {reasons}", fix)
+    raise layout.DamagedCheckpoint(f"{folders[-1].parent} has no intact checkpoint: {reasons}", fix)
 
 
 Arrays = dict[str, NDArray[Any]]

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of one process or of the ranks of a group; resumes from the newest sound one."""
+"""Saves and loads checkpoints of one process or of the ranks of a group; resumes from the newest intact one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class CheckpointStore(CheckpointFolder):
                 for: ``arrays`` are SavedArrays, which give parts as well. What it returns are the arrays that the
                 result holds. It may be called again: with the same checkpoint if a rank cannot read it by itself, and
                 with an older one if what any rank reads is damaged; that one holds all that the damaged one did.
-            step: of the checkpoint; by default the newest sound one.
+            step: of the checkpoint; by default the newest intact one.
 
         Raises:
             UserError, DamagedCheckpoint, UnreadableCheckpoint: as ``load``, and what ``use`` raises.
@@ -256,7 +256,7 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
 def load_weights(
     framework: StateSource, store: CheckpointStore, step: int | None = None, state: Sequence[Kept] = ()
 ) -> Loaded:
-    """Loads a checkpoint, by default the newest sound one, to evaluate or predict with. Collective; changes no file.
+    """Loads a checkpoint, by default the newest intact one, to evaluate or predict with. Collective; changes no file.
 
     State that only one of task and checkpoint has is ignored.
 

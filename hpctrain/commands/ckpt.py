@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The group's own commands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|inspect|diff|export")
     ls = actions.add_parser("ls", help="checkpoints of a run")
-    verify = actions.add_parser("verify", help="read and check every byte; exit code 70 unless all are sound")
+    verify = actions.add_parser("verify", help="read and check every byte; exit code 70 unless all are intact")
     inspect = actions.add_parser("inspect", help="what is in a checkpoint: names, types, shapes, min, mean, max, NaN")
     diff = actions.add_parser("diff", help="which tensors differ between two checkpoints; exit code 1 if any does")
     export = actions.add_parser("export", help="write a checkpoint's weights for other programs")
@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("--name", default="", help="only tensors below this name, such as model")
     diff.add_argument("first", help=PATH_HELP)
     diff.add_argument("second", help="likewise")
-    export.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help=f"its suffix decides: {', '.join(SUFFIXES)}"
-    )
+    export.add_argument("-o", "--output", required=True, metavar="FILE", help=f"output file: {', '.join(SUFFIXES)}")
     export.add_argument(
         "--trainable-only", action="store_true", help="only what was trained: an adapter without its base"
     )
@@ -51,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="add LoRA adapters to their weights, times ALPHA over the rank",
     )
     export.add_argument(
-        "--rename", action="append", default=[], metavar="OLD=NEW", help="another beginning of names: --rename model.="
+        "--rename", action="append", default=[], metavar="OLD=NEW", help="replace a prefix of names: --rename model.="
     )
     export.add_argument(
         "--like", metavar="FOLDER", help="write a folder for from_pretrained: FOLDER's configuration, and the weights"
     )
-    export.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
+    export.add_argument("--ema", action="store_true", help="the moving average of the weights instead of the weights")
     for action in (ls, verify, inspect, diff, export):
         action.add_argument("--json", action="store_true", help="print JSON")
 
@@ -119,7 +117,7 @@ def verify(args: argparse.Namespace) -> int:
     store, only = locate(args.path, args.step)
     verdicts = [verify_checkpoint(store, step) for step in store.steps() if only in (None, step)]
     rows = [{**dataclasses.asdict(one), "sound": not one.problems} for one in verdicts]
-    foreign_text.answer(args.json, rows, (f"{one.path}: {'; '.join(one.problems) or 'sound'}" for one in verdicts))
+    foreign_text.answer(args.json, rows, (f"{one.path}: {'; '.join(one.problems) or 'intact'}" for one in verdicts))
     return ExitCode.FAILURE if any(one.problems for one in verdicts) else ExitCode.DONE
 
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         metavar="SRC",
-        help="files of one kind, whose samples are put one after the other; .npy files, which each give an array of "
+        help="files of one kind, whose samples are concatenated; .npy files, which each give an array of "
         "their name; a folder of images, or of one folder of images for each class; with --kind text a folder of "
         "texts, with --kind parquet, csv, json or orc one of such files; tables may be URIs (s3://bucket/folder)",
     )
@@ -77,10 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context", type=positive, metavar="N", help="text: tokens that a model sees at once (default 1024)"
     )
     pack.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="text: a tokenizer.json of Hugging Face; by default bytes"
+        "--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json; by default bytes"
     )
     pack.add_argument(
-        "--end-of-text", metavar="TOKEN", help="text: the tokenizer's token behind each text, such as <|endoftext|>"
+        "--end-of-text", metavar="TOKEN", help="text: the tokenizer's token that ends each text, such as <|endoftext|>"
     )
     pack.add_argument("--text-field", metavar="NAME", help="JSON lines: the field that has the text (default text)")
     pack.add_argument(
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pack.add_argument("--json", action="store_true", help="print what was made as JSON")
     info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
     info.add_argument("file", metavar="FILE", help="an HDF5 file, or a quoted pattern of several")
-    info.add_argument("--seconds", type=float, default=1.0, help="to measure each kind of reading for (default 1)")
+    info.add_argument("--seconds", type=float, default=1.0, help="seconds per measurement (default 1)")
     add_outside(info)
     info.add_argument("--json", action="store_true", help="print JSON")
 

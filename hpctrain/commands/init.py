@@ -33,11 +33,11 @@ checkpoint:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="of the run: NAME.py and NAME.yaml are written")
+    parser.add_argument("name", help="name of the run; NAME.py and NAME.yaml are written")
     parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="torch", help="by default torch")
     kinds = "what a sample is, by default a row of a table; steps: two networks trained in turns by a custom step"
     parser.add_argument("--kind", choices=KINDS, default="table", help=kinds)
-    parser.add_argument("--folder", default=".", help="where; by default here")
+    parser.add_argument("--folder", default=".", help="folder of the files; by default the current one")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     if name in ("render", "submit", "resume"):
         parser.set_defaults(overrides=[])
-        parser.epilog = "Any key of the run file can be given as an option that wins over it: --launch.nodes 4"
+        parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --launch.nodes 4"
     if name == "render":
         parser.add_argument("--portable", action="store_true", help="a script that takes any run file as its argument")
     if name in ("render", "submit"):
@@ -52,11 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--at-once", type=positive, metavar="N", help="elements that run at the same time")
     if name in ("submit", "resume"):
         parser.add_argument("--dry-run", action="store_true", help="print the script and what would be run")
-        parser.add_argument(
-            "--chain", type=positive, default=1, metavar="N", help="N jobs that follow each other, no requeue"
-        )
-        parser.add_argument("--exclude", action="append", default=[], metavar="HOST", help="hosts not to use")
-        parser.add_argument("--after", action="append", default=[], metavar="JOB", help="start when these ended well")
+        parser.add_argument("--chain", type=positive, default=1, metavar="N", help="N dependent jobs, without requeue")
+        parser.add_argument("--exclude", action="append", default=[], metavar="HOST", help="hosts to exclude")
+        parser.add_argument("--after", action="append", default=[], metavar="JOB", help="start after these succeeded")
         parser.add_argument("--wait", action="store_true", help="return when the run has ended")
         parser.add_argument("--parsable", action="store_true", help="print the job id only")
     if name == "nodes":

@@ -103,13 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=num_bytes,
         metavar="SIZE",
-        help="of a rank, such as 80G; 64 if the run needs more (default: what launch.slurm.memory gives a rank)",
+        help="memory of a rank, such as 80G; exit code 64 if it does not suffice (default: from launch.slurm.memory)",
     )
     parser.add_argument("--picture", metavar="FILE", help="draw the plans into this SVG file")
     parser.add_argument("--keep", action="store_true", help="keep the plans in the run folder, for hpctrain report")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(overrides=[])
-    parser.epilog = "Any key of the run file can be given as an option that wins over it: --train.accumulate 4"
+    parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --train.accumulate 4"
 
 
 def num_bytes(text: str) -> int:

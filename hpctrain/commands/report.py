@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = parser.get_default("command")
     many = command == "compare"
     parser.add_argument("runs" if many else "run", nargs="+" if many else None, help="run folder or run file")
-    parser.add_argument("--json", action="store_true", help="print JSON, of watch one snapshot")
+    parser.add_argument("--json", action="store_true", help="print JSON (watch: one snapshot)")
     if command == "watch":
         parser.add_argument(
-            "--once", action="store_true", help="print one snapshot and end; so it is without a terminal"
+            "--once", action="store_true", help="print one snapshot and exit (the default without a terminal)"
         )
     if command in ("report", "compare"):
         parser.add_argument(

@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if parser.get_default("command") == "run":
         default = "by default launch.ranks_per_node, else 1"
         parser.add_argument("-n", "--ranks", type=int, default=None, help=f"ranks to start; {default}")
-        parser.add_argument("--fresh", action="store_true", help="put aside what is there and begin again")
-        parser.add_argument("--doctor", action="store_true", help="examine MPI between the ranks instead of training")
+        parser.add_argument("--fresh", action="store_true", help="put existing checkpoints aside and start over")
+        parser.add_argument("--doctor", action="store_true", help="test MPI between the ranks instead of training")
         parser.set_defaults(program=())
         parser.epilog = "hpctrain run -n 4 -- PROGRAM ...: any program, without a run file; --name NAME names the run"
         parser.add_argument("--json", action="store_true", help="with --doctor: JSON")
     add_run_file(parser)
     next(action for action in parser._actions if action.dest == "run_file").nargs = "?"  # --doctor needs none
-    parser.add_argument("--verbose", action="store_true", help="show what libraries and launchers say")
+    parser.add_argument("--verbose", action="store_true", help="also show the output of libraries and launchers")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,15 +24,17 @@ from hpctrain.system.quantities import positive
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See api of commands in ``cli``."""
     parser.add_argument("run_file", nargs="?", help="YAML run file")
-    parser.add_argument("--list", action="append", default=[], metavar="FILE", help="file: a line of options a point")
+    parser.add_argument(
+        "--list", action="append", default=[], metavar="FILE", help="file with one line of options per run"
+    )
     parser.add_argument("-n", "--ranks", type=positive, help="ranks of each run on this machine")
     parser.add_argument("--submit", action="store_true", help="submit the runs as one Slurm job array")
-    parser.add_argument("--at-once", type=positive, metavar="N", help="with --submit: runs at the same time")
+    parser.add_argument("--at-once", type=positive, metavar="N", help="with --submit: maximum number of runs at a time")
     parser.add_argument("--dry-run", action="store_true", help="list the runs, with --submit print the script")
     parser.add_argument("--wait", action="store_true", help="with --submit: return when all have ended")
     parser.add_argument("--table", metavar="FOLDER", help="only print the results of the sweep in this folder")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--verbose", action="store_true", help="show what libraries and launchers say")
+    parser.add_argument("--verbose", action="store_true", help="also show the output of libraries and launchers")
     parser.epilog = "Values separated by commas are swept: hpctrain sweep run.yaml --optimizer.lr 1e-3,3e-4 --seed 0,1"
     parser.set_defaults(overrides=[], after=[], chain=1, parsable=False)
 

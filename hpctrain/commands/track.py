@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in (sync, register):
         each.add_argument("--uri", help="tracking server or folder; by default the run file's track.mlflow")
     for each in (register, card):
-        each.add_argument("--step", type=int, help="checkpoint; by default the newest sound one")
+        each.add_argument("--step", type=int, help="checkpoint; by default the newest intact one")
     register.add_argument("--name", help="name in the model registry; by default the run's")
     register.add_argument("--json", action="store_true", help="print JSON")
 
@@ -54,7 +54,7 @@ def sync(args: argparse.Namespace) -> int:
             follower = make(RunDir(view.path), uri, track.get(more) or getattr(TrackConfig(), more, ""))
         if not follow(follower, lambda seconds: True):
             raise RunFailed(
-                f"{title} at {uri} does not take the metrics: {follower.problem}", "start the server, then try again"
+                f"{title} at {uri} does not accept the metrics: {follower.problem}", "start the server, then try again"
             )
         foreign_text.show(f"{title} run {follower.run_id} at {uri} is complete")
     return ExitCode.DONE

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the command that ``args.command`` names."""
     add_run_file(parser)
-    parser.add_argument("--verbose", action="store_true", help="show what the libraries say, too")
+    parser.add_argument("--verbose", action="store_true", help="also show the output of libraries")
     if parser.get_default("command") == "train":
-        parser.add_argument("--print-config", action="store_true", help="print the resolved run file and end")
-        parser.add_argument("--fresh", action="store_true", help="put aside what is there and begin again")
+        parser.add_argument("--print-config", action="store_true", help="print the resolved run file and exit")
+        parser.add_argument("--fresh", action="store_true", help="put existing checkpoints aside and start over")
         return
-    parser.add_argument("--step", type=int, help="checkpoint to use; by default the newest sound one")
+    parser.add_argument("--step", type=int, help="checkpoint to use; by default the newest intact one")
     if parser.get_default("command") == "evaluate":
         parser.add_argument("--json", action="store_true", help="print JSON")
     else:

@@ -180,7 +180,7 @@ def used(given: Uses) -> dict[Feature, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """Features that do not go together."""
+    """Features that cannot be combined."""
 
     features: tuple[Feature | Trait, ...]
     what: str
@@ -194,7 +194,7 @@ Rows = Mapping[tuple[Feature | Trait, ...], tuple[str, str]]
 
 
 class Refused(UserError):
-    """Features of a run do not go together."""
+    """Features of a run cannot be combined."""
 
     def __init__(self, row: Row, what: str) -> None:
         super().__init__(what, row.fix)
@@ -250,7 +250,7 @@ def clash(uses: Uses) -> Row | None:
 
 
 def refusal(uses: Uses) -> Refused:
-    """The error of features that do not go together."""
+    """The error of features that cannot be combined."""
     row = clash(uses)
     assert row is not None, "a row of the table says so"
     everything = with_traits(uses)
@@ -258,7 +258,7 @@ def refusal(uses: Uses) -> Refused:
 
 
 def refuse(uses: Uses) -> None:
-    """Raises Refused if a run uses features that do not go together."""
+    """Raises Refused if a run uses features that cannot be combined."""
     if clash(uses) is not None:
         raise refusal(uses)
 

@@ -69,7 +69,7 @@ def reference() -> str:
 
 def help_text(width: int = 100) -> str:
     """All keys as options, for ``--help``."""
-    lines = ["keys of the run file, each an option that wins over it:"]
+    lines = ["keys of the run file, each also an option that overrides the file:"]
     for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
         default = "required" if key.default is None else f"default {key.default}"
         text = f"{meaning.replace('``', '')} ({in_words(key.kind)}; {default})"

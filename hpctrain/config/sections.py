@@ -42,7 +42,7 @@ class WrongValue(UserError):
     def __init__(self, key: str, what: str, fix: str) -> None:
         super().__init__(what, fix)
         self.key = key
-        """The key, dotted; of several that do not go together, the first."""
+        """The key, dotted; of several that cannot be combined, the first."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.key, self.what, self.fix)
@@ -123,7 +123,7 @@ class EarlyStopConfig(Section, key="train.early_stop"):
     """Stop when a validation metric no longer improves."""
 
     metric: str | None = None
-    """Validation metric that is watched, such as loss; none: no early stopping."""
+    """Validation metric to watch, such as loss; none: no early stopping."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger is better."""
     patience: Positive = 3
@@ -144,17 +144,17 @@ class TrainConfig(Section, key="train"):
     batch_per_rank: Positive | None = None
     """Samples of one update on each rank: the global batch grows with the number of ranks."""
     accumulate: Decisive[Positive] = 1
-    """Micro-batches that one update is computed in; gradients are exchanged once an update."""
+    """Micro-batches per update (gradient accumulation); gradients are exchanged once per update."""
     precision: Decisive[Literal["fp32", "bf16", "fp16"]] = "fp32"
-    """Arithmetic of forward and backward; parameters and gradients stay fp32 (fp16 with loss scaling)."""
+    """Compute type of forward and backward; parameters and gradients stay fp32 (fp16 with loss scaling)."""
     clip_norm: Decisive[AboveZero | None] = None
     """Largest global L2 norm of the averaged gradient; larger ones are scaled down to it."""
     ema_decay: Decisive[float | None] = None
-    """Decay of the exponential moving average of the weights; none if not given. Evaluation then uses the average."""
+    """Decay of the exponential moving average of the weights, which evaluation then uses; by default no average."""
     eval_every_epochs: Positive | None = 1
     """Evaluate every N epochs."""
     eval_every_steps: Positive | None = None
-    """Evaluate every N steps, too."""
+    """Also evaluate every N steps."""
     eval_batch_per_rank: Positive | None = None
     """Samples of one validation batch on each rank; by default the size of a training micro-batch."""
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
@@ -162,10 +162,10 @@ class TrainConfig(Section, key="train"):
     compile: bool = False
     """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
     sync_batchnorm: Decisive[bool] = False
-    """BatchNorm normalises over the samples of all ranks, not of each one's part: N ranks train as one does."""
+    """BatchNorm normalises over the samples of all ranks, so that N ranks train as one does."""
     recompute: tuple[str, ...] = ()
-    """PyTorch: patterns of layers, such as blocks.* or * for all, whose activations are not kept for the backward pass
-    but computed again in it: less memory, more time, the same numbers."""
+    """PyTorch: activation checkpointing. Patterns of layers, such as blocks.* or * for all, whose activations are
+    recomputed in the backward pass: less memory, more time, the same results."""
     channels_last: bool = False
     """PyTorch: keep 4-dimensional tensors in channels-last memory format."""
     threads: Positive | None = None
@@ -192,10 +192,10 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
 
 
 class OptimizerConfig(Section, key="optimizer"):
-    """The optimizer of a task that brings none. Options that are not given are those of the framework."""
+    """The optimizer, if the task gives none. Options that are not set have the framework's defaults."""
 
     name: Literal["sgd", "adam", "adamw", "nadam", "adamax", "rmsprop", "adagrad", "adadelta"] | None = None
-    """Which one of torch.optim or keras.optimizers; none: the task brings its own."""
+    """Class of torch.optim or keras.optimizers; by default the task gives an optimizer."""
     lr: NotNegative | None = None
     """Learning rate."""
     weight_decay: NotNegative | None = None
@@ -249,9 +249,9 @@ class PlateauConfig(Section, key="schedule.plateau"):
     min_delta: NotNegative = 0.0
     """Smallest change that counts as an improvement."""
     factor: Share = 0.1
-    """What the rate is multiplied by each time, down to final_factor at the least."""
+    """Factor on the rate each time, down to final_factor."""
     cooldown: Natural = 0
-    """Evaluations after a lowering that are not counted."""
+    """Evaluations to ignore after the rate was lowered."""
 
 
 class ScheduleConfig(Section, key="schedule"):
@@ -260,37 +260,37 @@ class ScheduleConfig(Section, key="schedule"):
     kind: Literal[
         "constant", "linear", "cosine", "step", "polynomial", "exponential", "restarts", "one_cycle", "wsd", "plateau"
     ] = "constant"
-    """Shape after the warm-up. linear, cosine, polynomial, one_cycle and wsd (warm-up, stable, decay) fall to
+    """Shape after the warm-up. linear, cosine, polynomial, one_cycle and wsd (warm-up, stable, decay) decay to
     final_factor at the last step; the others do not depend on the run's length."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Growth of the learning rate with the number of ranks (Goyal et al. 2017: linear)."""
+    """How the learning rate grows with the number of ranks (Goyal et al. 2017: linear)."""
     base_batch: Positive | None = None
     """Global batch for which the optimizer's learning rate is meant; by default one rank's batch."""
     warmup_steps: Natural | None = None
-    """Steps over which the rate climbs to the full one, from the unscaled one or, if none is scaled, from 0. At most
-    one of the two warm-ups."""
+    """Steps over which the rate rises to its full value, from the unscaled rate or, without scaling, from 0. At most
+    one of warmup_steps and warmup_epochs."""
     warmup_epochs: Annotated[float, Range(least=0, most=MOST_EPOCHS)] | None = None
     """The same, in epochs."""
     final_factor: NotNegative = 0.0
-    """Where the falling kinds end (what a step after the last one would have), each cycle of restarts, and plateau."""
+    """Final factor of the decaying kinds (of the step after the last), of each cycle of restarts, and of plateau."""
     power: AboveZero = 2.0
     """Exponent of polynomial."""
     step_epochs: tuple[int, ...] = ()
     """Epochs after which a step schedule multiplies the rate by step_factor."""
     step_factor: AboveZero = 0.1
-    """What step multiplies the rate by at each of step_epochs."""
+    """Factor of step at each of step_epochs."""
     decay_factor: AboveZero = 0.95
-    """What exponential multiplies the rate by in each epoch, in equal parts each step."""
+    """Factor of exponential per epoch, applied in equal parts at each step."""
     cycle_epochs: Annotated[float, Range(above=0, most=MOST_EPOCHS)] | None = None
-    """Length of the first cycle of restarts, each of which falls as a cosine (Loshchilov and Hutter 2017)."""
+    """Length of the first cycle of restarts, each of which is a cosine decay (Loshchilov and Hutter 2017)."""
     cycle_growth: Annotated[float, Range(least=1)] = 1.0
-    """Each cycle of restarts is this many times as long as the one before."""
+    """Length of each cycle of restarts relative to the previous one."""
     start_factor: NotNegative = 0.04
-    """Where one_cycle begins (Smith and Topin 2018)."""
+    """Initial factor of one_cycle (Smith and Topin 2018)."""
     climb_share: Share = 0.3
-    """Share of all steps in which one_cycle climbs to the full rate."""
+    """Share of all steps in which one_cycle rises to the full rate."""
     decay_share: Share = 0.2
-    """Share of all steps, the last ones, in which wsd falls, by equal steps."""
+    """Share of all steps, at the end, in which wsd decays linearly."""
     plateau: PlateauConfig = field(default_factory=PlateauConfig)
     """Lower the rate when a validation metric no longer improves."""
 
@@ -315,13 +315,13 @@ class ParallelConfig(Section, key="parallel"):
     """How a model is partitioned over ranks."""
 
     tensor: Positive = 1
-    """PyTorch: ranks, on one node, that split the layers which the task names in tensor=. Each such group trains on
-    its own samples."""
+    """PyTorch: size of the groups of ranks, on one node, that split the layers in the task's tensor=. Each group trains
+    on its own samples."""
     pipeline: Positive = 1
-    """PyTorch: stages into which the layers of the model are divided, in order: those of layers= of the task,
-    or of nn.Sequential. The micro-batches of train.accumulate follow each other through them."""
+    """PyTorch: number of pipeline stages into which the layers of the model are divided: those of the task's layers=,
+    or of an nn.Sequential. The batch passes through them in the micro-batches of train.accumulate."""
     shard: Shard = "none"
-    """What each rank holds only a part of; the numbers and checkpoints are the same."""
+    """What is sharded over the ranks; results and checkpoints are the same."""
 
 
 class ReduceConfig(Section, key="reduce"):
@@ -330,24 +330,24 @@ class ReduceConfig(Section, key="reduce"):
     kind: Literal["auto", "horovod", "mpi", "none"] = "auto"
     """The reducer; auto measures the candidates before the first update and keeps the fastest."""
     compression: Decisive[Literal["none", "fp16", "bf16", "int8", "auto"]] = "none"
-    """What travels in place of fp32; auto lets the measurement choose between none and fp16. int8 keeps what it rounds
-    off for the next update."""
+    """Type in which gradients are sent instead of fp32; auto measures none and fp16. int8 adds its rounding errors to
+    the next update (error feedback)."""
     compress_where: Decisive[Literal["everywhere", "between_nodes"]] = "everywhere"
-    """What int8 compresses: all messages, or those between nodes, each of which forms its own sum in fp32 first."""
+    """What int8 compresses: all messages, or only those between nodes, after summing in fp32 within each node."""
     compress_after_steps: Decisive[Natural] = 0
-    """Updates at the beginning of a run that int8 leaves exact."""
+    """Updates at the beginning of a run that int8 does not compress."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
     bucket_bytes: Annotated[int, Range(least=1024)] = 8 * 2**20
     """Size of a bucket if buckets are sent during backward."""
     sparse: Literal["auto", "densify", "refuse"] = "auto"
-    """Sparse gradients of embeddings: auto lets rows travel alone where that changes no number, densify makes them
+    """Sparse gradients of embeddings: auto sends only rows if that does not change the result, densify makes them
     dense, refuse names them and ends the run."""
     verify_every_steps: Positive | None = None
     """Compare a hash of the weights over all ranks every N steps, and fail on a difference."""
 
     def features(self) -> dict[Feature, Any]:
-        """What of this section does not go with everything."""
+        """What of this section does not work with everything."""
         given = {
             Feature.BF16_SUMS: self.compression == "bf16",
             Feature.FP16_SUMS: self.compression == "fp16",
@@ -365,39 +365,39 @@ class SyncConfig(Section, key="sync"):
     """When ranks exchange what they have learned."""
 
     kind: Literal["every_step", "local"] = "every_step"
-    """every_step: gradients, in each update; local: ranks train apart and meet for an outer step every few updates."""
+    """every_step: exchange gradients in each update; local: local SGD, with an outer step every N updates."""
     every_steps: Positive = 32
-    """Updates of a round, after which an outer step is made."""
+    """Updates per round, after which an outer step is made."""
     after_steps: Natural = 0
-    """Updates at the beginning of a run in which gradients are exchanged all the same."""
+    """Updates at the beginning of a run in which gradients are still exchanged."""
     outer_lr: AboveZero = 1.0
-    """Rate of outer steps; 1 without momentum gives the mean of the weights. DiLoCo: 0.7, and a momentum of 0.9."""
+    """Learning rate of outer steps; 1 without momentum averages the weights. DiLoCo: 0.7, and a momentum of 0.9."""
     outer_momentum: Annotated[float, Range(least=0, most=0.999)] = 0.7
-    """Nesterov's momentum of outer steps."""
+    """Nesterov momentum of outer steps."""
     within: Literal["none", "node"] = "none"
-    """node: the ranks of a node exchange gradients in each update, and nodes train apart."""
+    """node: the ranks of a node exchange gradients in each update, and nodes train independently."""
     overlap: bool = False
-    """Let ranks make updates while they exchange: a sixteenth of the weights at a time, so that it is soon there."""
+    """Overlap the exchange with updates: a sixteenth of the weights at a time (Streaming DiLoCo)."""
     by_speed: bool = False
-    """Let slow ranks (or nodes) make fewer updates of each round; how many is measured in the first round, and kept."""
+    """Let slow ranks (or nodes) make fewer updates per round, as measured in the first round."""
 
 
 class DataConfig(Section, key="data"):
-    """How samples are ordered and brought to the ranks."""
+    """How samples are ordered and loaded."""
 
     shuffle: Decisive[Literal["full", "block", "none"]] = "full"
-    """full: a permutation of all samples each epoch; block: of blocks, and within groups of them, for data that does
-    not fit into memory."""
+    """full: a permutation of all samples each epoch; block: of blocks, and of samples within groups of blocks, for data
+    larger than memory; none: as stored."""
     block_samples: Decisive[Positive] = 1024
     """Samples in a block, for shuffle: block."""
     drop_last: Decisive[bool] = False
-    """Leave out the last, smaller global batch of an epoch."""
+    """Drop the last, smaller global batch of an epoch."""
     prefetch_batches: Natural = 2
-    """Batches that each rank keeps ready; 0 reads within the step."""
+    """Batches that each rank prepares in advance; 0 reads within the step."""
     workers: Natural = 0
     """Worker processes for heavy transforms; 0 uses one thread."""
     allow_outside: tuple[str, ...] = ()
-    """Folders that links, virtual sources and external storage of HDF5 files may lead to, besides the data's own."""
+    """Folders that links, virtual sources and external storage of HDF5 files may lead to, in addition to the data's."""
 
 
 @dataclass(frozen=True)
@@ -405,11 +405,11 @@ class TierConfig:
     """Snapshots on the nodes themselves, the newest of which a restart reads first."""
 
     every_steps: int | Literal["auto"] | None = None
-    """Take a snapshot every N steps, which replaces the one before; auto: by the clock, as checkpoint.interval does."""
+    """Take a snapshot every N steps, which replaces the previous one; auto: Daly's interval, as checkpoint.interval."""
     path: str | None = None
-    """Folder on the node, for memory /dev/shm by default; $NAME in it is read on the node."""
+    """Folder on the node, for memory by default /dev/shm; $NAME in it is expanded on the node."""
     copies: int = 0
-    """1: each node sends its part of a snapshot to the next one, so that a lost node costs no snapshot."""
+    """1: each node also sends its part of a snapshot to the next node, so that a lost node costs no snapshot."""
 
 
 @dataclass(frozen=True)
@@ -424,9 +424,9 @@ class StoreTierConfig(Section, key="checkpoint.tiers.store"):
     """Copies of the run folder's checkpoints in an object store, from which a resume takes what it has no more."""
 
     url: str | None = None
-    """Folder of this run there: s3://bucket/folder, gs://, az:// or file:///path. Credentials: from the environment."""
+    """Folder of this run in the store: s3://bucket/folder, gs://, az:// or file:///path, without credentials."""
     every_steps: Positive | None = None
-    """Copy the first checkpoint at or after every N steps; by default each."""
+    """Copy the first checkpoint at or after every N steps; by default every checkpoint."""
     wait_s: AboveZero = 120.0
     """Longest wait for the last copy at the end of a run; 20 seconds if it was asked to stop."""
 
@@ -444,7 +444,7 @@ def require_store(url: str, what: str) -> None:
     refuse_credentials(url, what)
     parts = urlsplit(url)
     if parts.query:
-        raise UserError(f"{what} has more than a path behind its bucket", "end it before the question mark")
+        raise UserError(f"{what} has more than a path after its bucket", "end it before the question mark")
     if parts.scheme not in STORES or not (parts.netloc or parts.path):
         raise UserError(f"{what} is {url}", f"begin it with {', '.join(f'{each}://' for each in STORES)}")
 
@@ -477,7 +477,7 @@ class CheckpointConfig(Section, key="checkpoint"):
     """When checkpoints are written, how, and which are kept."""
 
     enabled: bool = True
-    """Write checkpoints at all."""
+    """Write checkpoints."""
     every_steps: Positive | None = None
     """Save every N steps."""
     every_minutes: AboveZero | None = None
@@ -485,9 +485,9 @@ class CheckpointConfig(Section, key="checkpoint"):
     every_epochs: Positive | None = None
     """Save every N epochs."""
     interval: Literal["auto", "none"] = "auto"
-    """auto: if nothing above is given, Young/Daly's interval from the measured cost and the time between failures."""
+    """auto: without every_..., the Young/Daly interval from the measured cost and the mean time between failures."""
     mtbf_hours: AboveZero = 24.0
-    """Mean time between failures of the whole job, as expected before the run had any; those that it had count too."""
+    """Expected mean time between failures of the whole job; failures of the run correct it."""
     overhead_budget: AboveZero = 0.035
     """Largest share of the run's time that automatic checkpoints may cost."""
     best_metric: str | None = None
@@ -497,23 +497,23 @@ class CheckpointConfig(Section, key="checkpoint"):
     keep_last: Positive = 3
     """Newest checkpoints that are kept."""
     keep_every_steps: Positive | None = None
-    """Keep for ever the first checkpoint at or after each multiple of this many steps."""
+    """Keep forever the first checkpoint at or after each multiple of N steps."""
     tiers: TiersConfig = field(default_factory=TiersConfig)
     """Snapshots on the nodes themselves."""
     mode: Literal["async", "sync"] = "async"
-    """async: write in the background while training continues."""
+    """async: write in the background while training continues; sync: wait for the disk."""
     writers: Literal["all", "node", "one"] = "all"
-    """Which ranks write replicated state: all in parts, one a node in parts, or rank 0 alone."""
+    """Which ranks write replicated state: all, one per node (each a part), or only rank 0."""
     verify_replicated: bool = False
-    """Check at each save that what is declared replicated is equal on all ranks (debugging)."""
+    """Check at each save that replicated state is equal on all ranks (for debugging)."""
     init_from: str | None = None
-    """What the weights start from (fine-tuning): run folder, checkpoint, folder of a Hugging Face model, or a file:
-    .safetensors, .pt, .pth, .bin, .ckpt, or .weights.h5 of Keras."""
+    """Source of the initial weights (fine-tuning): a run folder, checkpoint, Hugging Face model folder, or a file:
+    .safetensors, .pt, .pth, .bin, .ckpt, or Keras' .weights.h5."""
     init_rename: dict[str, str] = field(default_factory=dict)
-    """Beginnings of names in init_from, and what they are in the model, such as {"encoder.": "model.encoder."}."""
+    """Prefixes of names in init_from, and their replacements in the model, such as {"encoder.": "model.encoder."}."""
     init_missing: tuple[str, ...] = ()
     """Patterns of the model's weights, such as head.*, that keep their initial values if init_from lacks them or has
-    them in another shape. Others are refused."""
+    them in another shape. For other weights that is an error."""
     accept: tuple[str, ...] = ()
     """Keys that may differ from those of the checkpoint that is resumed, though the result depends on them, such as
     train.epochs, or state.NAME for state that only the task or only the checkpoint has. On the command line: --accept
@@ -532,15 +532,16 @@ class MonitorConfig(Section, key="monitor"):
     enabled: bool = True
     """Watch for stragglers and hangs."""
     window_steps: Annotated[int, Range(least=4)] = 32
-    """Steps whose medians are compared."""
+    """Steps per window, whose medians are compared."""
     hang_s: AboveZero | None = None
-    """Seconds without a finished step that count as a hang (first step: at least 900); by default as measured."""
+    """Seconds without a finished step that count as a hang (first step: at least 900); by default 10 times the longest
+    pause so far, at least 120."""
     on_hang: Literal["report", "abort"] = "abort"
-    """abort ends the attempt so that it can be resumed from the last checkpoint."""
+    """abort: end the attempt, which restarts from the last checkpoint; report: only report."""
     action: Literal["report", "exclude_on_requeue"] = "report"
-    """exclude_on_requeue leaves out a host whose slowness is confirmed as its own at the next requeue."""
+    """exclude_on_requeue: exclude a host that is confirmed to be slow itself from the next requeue."""
     exclude_hours: AboveZero = 24.0
-    """How long an excluded host, or one that breaks attempts, stays excluded."""
+    """Hours for which a slow host, or one that breaks attempts, stays excluded."""
     host_interval_s: AboveZero = 5.0
     """Seconds between readings of the hosts' counters."""
 
@@ -549,11 +550,11 @@ class ProfileConfig(Section, key="track.profile"):
     """Record what the framework does in some steps: torch.profiler or tf.profiler."""
 
     first_step: Positive | None = None
-    """First step that is profiled; none: no profile. Traces go to <run folder>/profile."""
+    """First step to profile; none: no profile. Traces go to <run folder>/profile."""
     last_step: int | None = None
-    """Last step that is profiled; by default four after the first."""
+    """Last step to profile; by default four steps after the first."""
     ranks: tuple[Natural, ...] = (0,)
-    """Ranks that are profiled."""
+    """Ranks to profile."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -572,9 +573,9 @@ class TrackConfig(Section, key="track"):
     mlflow: str | None = None
     """MLflow tracking URI (a folder or a server)."""
     mlflow_experiment: str = "hpctrain"
-    """MLflow experiment that the run belongs to."""
+    """MLflow experiment of the run."""
     wandb: str | None = None
-    """Project of Weights & Biases that the run belongs to; WANDB_MODE=offline keeps it in the run folder."""
+    """Weights & Biases project of the run; WANDB_MODE=offline keeps it in the run folder."""
     prometheus: str | None = None
     """Text file for a node exporter's textfile collector."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -587,9 +588,9 @@ class SlurmConfig(Section, key="launch.slurm"):
     profile: str = "generic"
     """Site profile: a name, or a path to a TOML file."""
     account: str | None = None
-    """Account that is charged."""
+    """Account to charge."""
     partition: str | None = None
-    """Partition, or several with commas."""
+    """Partition, or several separated by commas."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
@@ -609,17 +610,17 @@ class SlurmConfig(Section, key="launch.slurm"):
     time: str | None = None
     """Time limit of one attempt, as Slurm writes it: 30 (minutes), 01:30:00, 2-12:00:00."""
     time_min: str | None = None
-    """Shortest limit that is acceptable, if that starts the job earlier."""
+    """Shortest acceptable time limit, if that starts the job earlier."""
     memory: str | None = None
     """Memory: '4G' for each node, '2G/cpu' for each core, '16G/gpu' for each GPU, '0' for all of the node."""
     exclusive: bool | None = None
-    """Share the nodes with no other job."""
+    """Do not share the nodes with other jobs."""
     gpus_per_node: Positive | None = None
     """GPUs of each node; one rank each unless launch.ranks_per_node says otherwise."""
     gpu_type: str | None = None
-    """GPU model if the site wants it named."""
+    """GPU model, if the site requires it."""
     gpu_request: Literal["gres", "gpus-per-node", "gpus-per-task"] | None = None
-    """How the site wants GPUs asked for."""
+    """Option by which the site's GPUs are requested."""
     cpus_per_rank: Positive | None = None
     """Cores of each rank."""
     cpu_bind: str | None = None
@@ -631,23 +632,23 @@ class SlurmConfig(Section, key="launch.slurm"):
     mpirun_options: tuple[str, ...] = ()
     """More options of mpirun."""
     wrap: tuple[str, ...] = ()
-    """Words before the command of each rank: apptainer exec --nv image.sif. The image needs hpctrain."""
+    """Command prefix of each rank: apptainer exec --nv image.sif. The image needs hpctrain."""
     scratch: str | None = None
-    """Node-local folder that stage-in copies to; $NAME at its beginning is read on the node."""
+    """Node-local folder that stage-in copies to; $NAME at its beginning is expanded on the node."""
     exclude: tuple[str, ...] = ()
-    """Hosts that are not to be used."""
+    """Hosts to exclude."""
     bad_nodes: Literal["run", "shared", "off"] = "run"
-    """Leave out nodes that break attempts: found by this run, by any of your runs that say shared, or none."""
+    """Exclude nodes that break attempts: those found by this run, by all your runs with shared, or none."""
     requeue: bool | None = None
-    """Requeue the job when it was stopped before its end; false if the site forbids it (see submit --chain)."""
+    """Requeue the job if it stops before the end of the run; false if the site forbids it (see submit --chain)."""
     max_requeues: Natural = 20
     """Starts of the job beyond the first, whoever requeued it, after which the run ends; resume resets the count."""
     signal_s: Positive | None = None
-    """Seconds before the time limit at which the job is asked to stop; by default from measured steps and saves."""
+    """Seconds before the time limit at which the job is asked to stop; by default from measured step and save times."""
     extra: tuple[str, ...] = ()
     """More directives, as written in a script: --nice=100."""
     skip: tuple[str, ...] = ()
-    """Directives that are left out, by name: --mem."""
+    """Directives to omit, by name: --mem."""
     replace: dict[str, str] = field(default_factory=dict)
     """Lines that replace directives, by name: {--gres: --gres=gpu:v100:4}."""
 
@@ -656,35 +657,35 @@ class KubernetesConfig(Section, key="launch.kubernetes"):
     """The pods of a run on Kubernetes, one on each of launch.nodes."""
 
     kind: Literal["Job", "TrainJob"] = "Job"
-    """What makes the pods: an Indexed Job, or a TrainJob of Kubeflow Trainer, version 2."""
+    """What creates the pods: an Indexed Job, or a TrainJob of Kubeflow Trainer 2."""
     image: str | None = None
     """Image with hpctrain, its ``runners`` extra and the task."""
     namespace: str | None = None
     """Namespace; by default that of kubectl's context."""
     volumes: dict[str, str] = field(default_factory=dict)
-    """Claims of volumes that all pods see, by the folder that each is mounted at; the first one gets the run folder."""
+    """Persistent volume claims that all pods mount, by mount path; the run folder is on the first one."""
     user: Natural = 1000
     """User and group that the pods run as; not 0, unless the namespace allows it."""
     cpus: str | None = None
-    """Cores of a pod, as Kubernetes writes it: 8, 500m; by default one for each thread of its ranks."""
+    """Cores of a pod, as Kubernetes writes it: 8, 500m; by default one per thread of its ranks."""
     memory: str | None = None
     """Memory of a pod: 32Gi. Shared memory counts in it."""
     gpus: Natural = 0
     """GPUs of a pod."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What the cluster calls them."""
+    """Resource name of the cluster's GPUs."""
     shared_memory: str = "8Gi"
     """Size of /dev/shm."""
     scratch: str | None = None
-    """Size of a folder of the node at /scratch, empty at first; TMPDIR is there."""
+    """Size of a node-local folder at /scratch, initially empty; TMPDIR is in it."""
     queue: str | None = None
     """Kueue's local queue."""
     grace_s: Positive = 300
-    """Seconds between a pod's eviction and its end: enough for a step and a save, and 15 more than stop_grace_s."""
+    """Grace period of pods: enough for a step and a save, and at least 15 s longer than stop_grace_s."""
     restarts: Natural = 20
     """Failed pods after which the run ends. Evicted ones do not count."""
     port: Positive = 7777
-    """Port of pod 0 that the others dial."""
+    """Port of pod 0 that the others connect to."""
     pod: dict[str, Any] = field(default_factory=dict)
     """Further fields of a pod's spec, as Kubernetes names them: {nodeSelector: {...}, tolerations: [...]}."""
 
@@ -698,51 +699,52 @@ class LaunchConfig(Section, key="launch"):
     nodes: Positive = 1
     """Nodes."""
     min_nodes: Positive | None = None
-    """Nodes that suffice to continue in the same Slurm job if others are lost; by default all: else it is requeued."""
+    """Number of nodes on which the run continues in the same job if others are lost; by default it needs all nodes."""
     spare_nodes: Natural = 0
-    """Further nodes of the Slurm job, or the last of ``hosts``, that wait to take the place of lost ones."""
+    """Additional nodes of the job, or the last of ``hosts``, that wait to replace lost ones."""
     engine: Engine | None = None
     """Where ranks run: with a batch system, on all hosts of its job; with runners, on the first ``nodes`` on which
     hpctrain node runs; with ray or spark, on that many nodes of such a cluster. By default hpctrain submit takes slurm,
     and hpctrain run takes ``hosts``, or local: this machine."""
     ticket: str | None = None
-    """For runners: file by which hpctrain node finds this run; by default HPCTRAIN_NODE_KEY and _ADDRESS say it."""
+    """For runners: file by which hpctrain node finds this run; by default HPCTRAIN_NODE_KEY and _ADDRESS are used."""
     node_wait_s: float = 600.0
-    """For runners: longest wait for them, in seconds."""
+    """For runners: longest wait for the nodes, in seconds."""
     hosts: tuple[str, ...] = ()
-    """Machines on which hpctrain run starts the ranks, where no scheduler allocates any; by default this one."""
+    """Machines on which hpctrain run starts the ranks, without a scheduler; by default only this one."""
     remote_shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host}"
-    """What runs a command line on one of ``hosts``. It gets that as one more argument; or, in place of {command}, as
-    words that need no quotes, for what starts programs without a shell, or with one more."""
+    """Command that runs a command line on one of ``hosts``. The command line is appended as one argument, or replaces
+    {command} as words that need no quotes, for programs that start others without a shell."""
     ranks_per_node: Positive | None = None
     """Ranks on each node; by default launch.slurm.gpus_per_node, else one."""
     launcher: Literal["auto", "srun", "mpirun"] = "auto"
     """What starts the ranks inside a Slurm job."""
     command: tuple[str, ...] = ()
-    """A plain command to run on every rank in place of our trainer. Exit code 75 means: run me again."""
+    """Program to run on every rank instead of a task. If it exits with 75, it is run again."""
     convention: Literal["auto", "torch", "tensorflow", "mpi"] = "auto"
-    """What tells a plain command its rank: RANK, MASTER_ADDR and so on as by torchrun, TF_CONFIG, both, or only MPI."""
+    """Environment variables for the program of command: torchrun's (RANK, MASTER_ADDR, ...), TF_CONFIG, both, or only
+    MPI's."""
     stop_signal: Literal["TERM", "USR1", "USR2", "INT"] = "TERM"
-    """Signal that asks a plain command to stop."""
+    """Signal that asks the program of command to stop."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for every rank."""
     modules: tuple[str, ...] = ()
     """Environment modules that the job loads."""
     setup: tuple[str, ...] = ()
-    """Shell lines run in the job before the launch, unchanged."""
+    """Shell lines to run in the job before the launch, copied verbatim."""
     stage_in: tuple[str, ...] = ()
-    """Files and folders copied to node-local scratch, once a node; task_args that name one get the copy's path."""
+    """Files and folders to copy to node-local scratch, once per node; task_args that name one get the copy's path."""
     stage_environment: bool | None = None
-    """Copy the Python environment there, too; by default on 32 nodes or more: imports from a shared disk are slow."""
+    """Also copy the Python environment there; the default on 32 or more nodes: imports from a shared disk are slow."""
     preflight: bool = True
     """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
     max_failures: Natural | None = None
-    """Failures in a row without a new checkpoint after which a run is not started again; lost nodes do not count. By
-    default 3; under hpctrain run, 0 for a plain command: its first failure ends it."""
+    """Failures in a row without a new checkpoint after which a run is not restarted; lost nodes do not count. By
+    default 3; for launch.command under hpctrain run 0, so that its first failure ends it."""
     stop_grace_s: AboveZero = 60.0
     """Seconds from a stop request, and from the last growth of the final checkpoint, until ranks are ended."""
     directives: tuple[str, ...] = ()
-    """Further directives of the job's script under pbs, lsf, gridengine and flux, as written there: '-pe mpi 8'."""
+    """More directives of the job script under pbs, lsf, gridengine and flux, as written there: '-pe mpi 8'."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """What the job asks of Slurm."""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
@@ -826,12 +828,12 @@ class Config(Section, key=""):
             raise WrongValue("task", f"task is {self.task!r}", fix)
         for key, text in texts_of(self):
             if key != "launch.env" and holds_credentials(text):
-                raise WrongValue(key, f"{key} holds credentials in an address", KEPT_BY_LIBRARIES)
+                raise WrongValue(key, f"{key} contains credentials in an address", KEPT_BY_LIBRARIES)
         require_whole_groups(self.parallel.tensor, self.launch.ranks_per_node)
         refuse(self.features())
 
     def features(self) -> dict[Feature, Any]:
-        """What the run file uses that does not go with everything."""
+        """What the run file uses that does not work with everything."""
         train, schedule, checkpoint = self.train, self.schedule, self.checkpoint
         given = {
             Feature.ACCUMULATE: train.accumulate > 1 and train.accumulate,

@@ -128,7 +128,7 @@ def holds_credentials(text: str) -> bool:
 def refuse_credentials(text: object, what: str) -> None:
     """Raises UserError, which does not repeat it, if an address holds credentials."""
     if holds_credentials(str(text)):
-        raise UserError(f"{what} holds credentials", KEPT_BY_LIBRARIES)
+        raise UserError(f"{what} contains credentials", KEPT_BY_LIBRARIES)
 
 
 def to_give(kind: typing.Any) -> str:

@@ -73,7 +73,7 @@ class Stream:
         number, kind = skip, type(self.source).__name__
 
         def failed(error: Exception) -> UserError:
-            return UserError(f"{kind} failed behind sample {number}: {with_place(error)}", "correct the stream")
+            return UserError(f"{kind} failed after sample {number}: {with_place(error)}", "correct the stream")
 
         with foreign_errors(failed):
             for each in self.without(skip):

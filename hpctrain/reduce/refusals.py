@@ -1,4 +1,4 @@
-"""What does not go with a way to sum gradients."""
+"""What does not work with a way to sum gradients."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ ROWS: Rows = {
         "set reduce.compression: none",
     ),
     (Trait.DIVIDES, Feature.LOCAL_SYNC): (
-        "{0}, and sync.kind is local: ranks that train apart have whole models",
+        "{0}, and sync.kind is local: with local SGD each rank holds the whole model",
         NO_SYNC,
     ),
     **{(feature, Feature.LOCAL_SYNC): said for feature, said in WITH_LOCAL_SYNC.items()},
     (Feature.NO_REDUCER, Feature.RANKS): (
-        "reduce.kind is none but there are {1} ranks, which would train apart",
+        "reduce.kind is none but there are {1} ranks, which would train independently",
         "set reduce.kind: auto, or start one rank",
     ),
 }

@@ -49,7 +49,7 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
 
     Args:
         run_dir: the run.
-        step: of the checkpoint; by default the newest sound one.
+        step: of the checkpoint; by default the newest intact one.
         uri: tracking server or folder; by default that of the run file.
         name: in the registry; by default the run's.
 

@@ -89,7 +89,7 @@ TITLES: Mapping[Code, str] = {
     Code.DISK_FULL: "A disk was full",
     Code.READ_ONLY: "A file system cannot be written",
     Code.UNREADABLE_CHECKPOINT: "A checkpoint cannot be read at the moment",
-    Code.DAMAGED_CHECKPOINT: "No sound checkpoint was found",
+    Code.DAMAGED_CHECKPOINT: "No intact checkpoint was found",
     Code.HOROVOD: "Horovod cannot be used",
     Code.OUT_OF_MEMORY: "Memory ran out",
     Code.IN_USE: "Another live run holds the run folder",
@@ -97,7 +97,7 @@ TITLES: Mapping[Code, str] = {
     Code.KILLED: "A rank was killed",
     Code.NODE: "A node failed",
     Code.HANG: "The run hung",
-    Code.VANISHED: "A rank ended without a word",
+    Code.VANISHED: "A rank left no exit record",
     Code.STOP: "The ranks did not stop in time",
     Code.TIME_LIMIT: "The run stopped because its time limit was near",
     Code.STOPPED: "The run was asked to stop",
@@ -232,7 +232,7 @@ def unknown(data: RunHistory, state: State | None = None) -> Explanation:
         return Explanation(Code.UNKNOWN, "The newest attempt has ended", (verdict.reason,), verdict.fix.rstrip("."))
     missing = [
         name
-        for name, there in (("events", data.counts), ("attempts", data.run.attempts), ("last words", data.run.words))
+        for name, there in (("events", data.counts), ("attempts", data.run.attempts), ("exit records", data.run.words))
         if not there
     ]
     evidence = (state.why if state else "") or (
@@ -286,12 +286,11 @@ def phases(data: RunHistory) -> list[Explanation]:
     found = []
     if share.get("data", 0) > DATA_BOUND:
         advice = "raise data.workers or data.prefetch_batches, or pack the data contiguously with hpctrain data pack"
-        found.append(Explanation(Code.DATA_BOUND, f"{share['data']:.0%} of the time waits for data", (), advice))
+        title = f"{share['data']:.0%} of the time is spent waiting for data"
+        found.append(Explanation(Code.DATA_BOUND, title, (), advice))
     if share.get("exchange", 0) > EXCHANGE_BOUND:
-        advice = (
-            "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; hpctrain bench step measures"
-        )
-        title = f"{share['exchange']:.0%} of the time waits for the exchange of gradients"
+        advice = "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; see hpctrain bench step"
+        title = f"{share['exchange']:.0%} of the time is spent exchanging gradients"
         found.append(Explanation(Code.EXCHANGE_BOUND, title, (), advice))
     return found
 

@@ -77,12 +77,12 @@ def blame(words: Sequence[LastWord], grid: Grid | None = None) -> RunVerdict:
         return _blame_error(first, failed, grid) if first in failed else _blame_death(first, grid)
     missing = [word for word in words if word.ending not in GOOD_ENDINGS]
     if not missing:
-        return failed_with(Code.VANISHED, "no rank left a last word: the ranks never started", "see the launcher's log")
+        return failed_with(Code.VANISHED, "no exit record was left: the ranks never started", "see the launcher's log")
     ranks = ", ".join("?" if word.rank is None else f"{word.rank}{_place(word, grid)}" for word in missing[:8])
     plural = "s" if len(missing) > 1 else ""
     return failed_with(
         Code.VANISHED,
-        f"rank{plural} {ranks} ended without a word" + (f" ({missing[0].note})" if missing[0].note else ""),
+        f"rank{plural} {ranks} left no exit record" + (f" ({missing[0].note})" if missing[0].note else ""),
         "see the logs of the ranks and of the launcher",
         missing[0].rank,
         missing[0].host,

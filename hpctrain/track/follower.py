@@ -74,7 +74,7 @@ class FollowerSink:
         problem = position(self.run_dir, self.name).get("problem")
         if problem and not self.told:
             self.told = True
-            foreign_text.show(f"hpctrain: {self.title} does not take the metrics: {problem}")
+            foreign_text.show(f"hpctrain: {self.title} does not accept the metrics: {problem}")
 
     def begin_close(self) -> None:
         """Tells the follower that no more events come."""

@@ -236,7 +236,7 @@ class StepSettings:
     seed: int = 0
     """Of everything random in the run."""
     used: Mapping[Feature, Any] = field(default_factory=dict)
-    """What the run file uses that does not go with everything."""
+    """What the run file uses that does not work with everything."""
 
     def features(self) -> dict[Feature, Any]:
         """A copy of ``used``, to which a backend adds what a task uses."""

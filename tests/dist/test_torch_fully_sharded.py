@@ -115,8 +115,8 @@ def test_a_loss_that_holds_gradients_is_refused(results: Results) -> None:
 
 def test_ranks_that_compute_different_layers_end_with_their_names(results: Results) -> None:
     for said in results()["apart"]["said"]:
-        assert said["order"].endswith("one has come to layers.0, and another to layers.1")
-        assert said["number"].endswith("one has come to layers.1, and another to the end of a forward pass")
+        assert said["order"].endswith("one has reached layers.0, and another to layers.1")
+        assert said["number"].endswith("one has reached layers.1, and another to the end of a forward pass")
 
 
 def test_parameters_that_get_other_memory_are_refused(results: Results) -> None:

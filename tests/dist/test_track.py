@@ -207,7 +207,7 @@ def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path:
         with open(tmp_path / "train.log", "wb") as log:
             training = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         wait_for("metrics at the server", lambda: sent(run) > 0)
-    wait_for("complaint", lambda: "does not take the metrics" in (tmp_path / "train.log").read_text())
+    wait_for("complaint", lambda: "does not accept the metrics" in (tmp_path / "train.log").read_text())
     assert training.poll() is None, "the run must outlive the server for this test to mean anything"
     over.touch()
     assert training.wait(PATIENCE_S) == 0

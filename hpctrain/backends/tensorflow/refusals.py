@@ -21,7 +21,7 @@ OF_TRAIN_STEPS = {
         "train.precision: fp16",
         "choose bf16 or fp32: fp16 needs a loss scale, which only hpctrain's own step has",
     ),
-    Feature.COMPILE: ("train.compile", "leave train.compile out: ranks meet inside the step"),
+    Feature.COMPILE: ("train.compile", "leave train.compile out: ranks communicate inside the step"),
     Feature.JOINT_LAYERS: (
         "BatchNormalization over all ranks",
         "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
@@ -76,11 +76,11 @@ ROWS: Rows = {
         "leave optimizer= out of the task, and compile the model with it: model.compile(optimizer=...)",
     ),
     **{
-        (Feature.TRAIN_STEP, feature): (f"{what} does not go with the train_step of {{0}}", fix)
+        (Feature.TRAIN_STEP, feature): (f"{what} does not work with the train_step of {{0}}", fix)
         for feature, (what, fix) in OF_TRAIN_STEPS.items()
     },
     (Feature.TRAIN_STEP, Feature.METRICS, Feature.TEST_STEP): (
-        "metrics= of the task does not go with the train_step of {0}",
+        "metrics= of the task does not work with the train_step of {0}",
         "return them from test_step, or leave test_step out and give the task loss= and metrics=",
     ),
     (Feature.TRAIN_STEP, Feature.VALIDATION, Feature.NO_EVAL_LOSS): (

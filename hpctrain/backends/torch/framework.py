@@ -75,7 +75,7 @@ class TorchFramework(FrameworkOfParts):
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         if (thawed := next((name for name, one in self.frozen if one.requires_grad), None)) is not None:
             raise UserError(
-                f"{thawed} of the model wants gradients since the run has begun, and ranks would not sum them",
+                f"{thawed} of the model was unfrozen after the run had started, so its gradients would not be averaged",
                 "leave requires_grad on in the task, and switch it off and on later, in before_fit or a step of a hook",
             )
         return self.program.run(micro_batches, global_samples)

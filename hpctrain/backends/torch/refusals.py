@@ -6,7 +6,7 @@ from hpctrain.config.combinations import Feature, Rows
 
 ROWS: Rows = {
     (Feature.COMPILE, Feature.SYNC_BATCHNORM): (
-        "train.compile and train.sync_batchnorm are both true: compiled layers cannot meet other ranks",
+        "train.compile and train.sync_batchnorm are both true: compiled layers cannot communicate with other ranks",
         "leave train.compile or train.sync_batchnorm out of the run file",
     ),
     (Feature.COMPILE, Feature.JOINT_LAYERS, Feature.RANKS): (

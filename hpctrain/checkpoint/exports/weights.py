@@ -57,10 +57,10 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     average = {name.removeprefix(AVERAGE): name for name in loaded.arrays if name.startswith(AVERAGE)}
     if not source:
         raise UserError(
-            f"{loaded.path} holds no model", f"its names begin with {sorted({n.split('/')[0] for n in loaded.arrays})}"
+            f"{loaded.path} has no model", f"its names begin with {sorted({n.split('/')[0] for n in loaded.arrays})}"
         )
     if averaged and not average:
-        raise UserError(f"{loaded.path} holds no averaged weights", "set train.ema_decay, or export without --ema")
+        raise UserError(f"{loaded.path} has no averaged weights", "set train.ema_decay, or export without --ema")
     if averaged:
         source |= {name: average[name] for name in source if name in average}
     others = loaded.meta.get("other_names")

@@ -112,7 +112,7 @@ def check_end(path: Path | str, num_bytes: int, end: int) -> None:
     if num_bytes < end:
         raise UserError(
             f"{path} is truncated: it has {num_bytes} bytes in place of at least {end}",
-            "copy or make it again, and leave data alone while it is read",
+            "copy or make it again, and do not change data during a run",
         )
 
 

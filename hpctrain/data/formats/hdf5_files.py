@@ -143,7 +143,7 @@ class LinkedFiles:
             return None
         path = Path(owner.filename)
         if not os.path.samestat(os.fstat(owner.id.get_vfd_handle()), os.stat(path)):
-            raise UserError(f"{path} was replaced while it was opened", "leave data alone while it is read")
+            raise UserError(f"{path} was replaced while it was opened", "do not change data during a run")
         where = MappedBytes(path, self.map(path), begin, end)
         where.check()
         return MappedArray(where, dataset.shape, dataset.dtype)

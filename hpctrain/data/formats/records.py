@@ -121,7 +121,7 @@ class UnchangedFile:
         fix = "make the file readable on every node"
         with file_errors(f"{self.path} cannot be read", fix), open(self.path, "rb", buffering=0) as file:
             if self._look(os.fstat(file.fileno())) != self.seen:
-                raise UserError(f"{self.path} has changed since the run opened it", "leave data alone while it is read")
+                raise UserError(f"{self.path} has changed since the run opened it", "do not change data during a run")
             yield file
 
     def read(self, parts: list[tuple[int, int]]) -> list[bytes]:
@@ -161,9 +161,9 @@ class JsonLines:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise UserError(f"{self.path}, record {row} is not JSON: {error}", "write a JSON object a line") from error
+            raise UserError(f"{self.path}, record {row} is not JSON: {error}", "write one object per line") from error
         if not isinstance(value, dict):
-            raise UserError(f"{self.path}, record {row} is not a JSON object", "write a JSON object a line")
+            raise UserError(f"{self.path}, record {row} is not a JSON object", "write one object per line")
         return value
 
 

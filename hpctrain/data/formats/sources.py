@@ -172,7 +172,7 @@ def table_kind(source: str | Path) -> tuple[str, str] | None:
         return None
     if "://" in text and suffix not in ("", ".parquet"):
         raise UserError(
-            f"{text} cannot be trained on where it is: of files in a store, only HDF5 (.h5) and Parquet can",
+            f"{text} cannot be read directly from the store: only HDF5 (.h5) and Parquet files can",
             "copy it to a disk of the cluster, or pack it: hpctrain data pack",
         )
     if "://" in text or suffix == ".parquet" or any(Path(text).expanduser().glob("**/*.parquet")):

@@ -190,7 +190,7 @@ class StoredFiles(LinkedFiles):
 
     def locate(self, owner: h5py.File, name: str, what: str) -> NoReturn:
         raise UserError(
-            f"{self.path}: {what} leads to the file {name}, and files in a store can lead to no other",
+            f"{self.path}: {what} leads to the file {name}, which is not supported for files in a store",
             "copy its values into the file, or the files to a disk of the cluster",
         )
 
@@ -224,9 +224,7 @@ def asking(url: str) -> Iterator[None]:
         from obstore.exceptions import PreconditionError
 
         if isinstance(error, PreconditionError):
-            raise UserError(
-                f"{url} has changed since the run opened it", "leave data alone while it is read"
-            ) from error
+            raise UserError(f"{url} has changed since the run opened it", "do not change data during a run") from error
         raise UserError(
             f"{url} cannot be read: {shortened(error)}",
             "check the address, the connection to the store, and the credentials that its library uses",

@@ -123,7 +123,7 @@ class TableDataset:
         for name, array in arrays.items():
             if len(array) != rows:
                 raise UserError(
-                    f"{part.where} gave {len(array)} rows in place of {rows}", "leave data alone while it is read"
+                    f"{part.where} gave {len(array)} rows in place of {rows}", "do not change data during a run"
                 )
             if array.shape[1:] != self.fields[name].shape:
                 raise UserError(

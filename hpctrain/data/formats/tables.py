@@ -191,7 +191,7 @@ class SeenFile:
     def check(self) -> None:
         """Raises UserError if it is another now."""
         if identity_of(self.store, self.path) != self.identity:
-            raise UserError(f"{self.path} has changed since the run opened it", "leave data alone while it is read")
+            raise UserError(f"{self.path} has changed since the run opened it", "do not change data during a run")
 
 
 def identity_of(store: Any, path: str) -> tuple[Any, ...]:

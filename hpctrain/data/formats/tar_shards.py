@@ -59,7 +59,7 @@ def index_of(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
             if not samples or samples[-1][0] != key:
                 samples.append((key, {}))
             if extension in samples[-1][1]:
-                raise UserError(f"{path}: {member.name} is there twice", "write each file of a sample once")
+                raise UserError(f"{path}: {member.name} occurs twice", "write each file of a sample once")
             samples[-1][1][extension] = (member.offset_data, member.size)
     return samples
 

@@ -105,7 +105,7 @@ def kind_of(sources: Sequence[str], kind: str | None = None) -> str:
         raise UserError("the files to pack are of several kinds", "pack each kind by itself")
     found = kinds.pop()
     if found is None:
-        raise UserError(f"{sources[0]} has a suffix that says nothing", f"say what it is: --kind {', '.join(NAMES)}")
+        raise UserError(f"{sources[0]} has an unknown suffix", f"say what it is: --kind {', '.join(NAMES)}")
     return found
 
 

@@ -206,7 +206,7 @@ def of_object(line: bytes, field: str, where: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}", "write a JSON object a line") from error
+        raise UserError(f"{where} is not JSON: {error}", "write one object per line") from error
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise UserError(

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int:
-        """The token behind each text."""
+        """The token that ends each text."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """int[n] of each text, without the end."""
@@ -114,7 +114,7 @@ def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     found = [words[each] for each in ([end] if end is not None else ENDS) if each in words]
     if not found:
         raise UserError(
-            f"{path} has no token {end or ' or '.join(ENDS)} to stand behind a text",
+            f"{path} has no token {end or ' or '.join(ENDS)} to end a text",
             "name one that it has: --end-of-text TOKEN",
         )
     return HuggingFace(path.name, hashlib.sha256(content).hexdigest(), largest + 1, found[0], tokenizer)

@@ -243,7 +243,7 @@ def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: i
         end = begin
     if end != first + source.length:
         raise UserError(
-            f"the source gave {end - first} samples in place of {source.length}", "leave it alone while it is packed"
+            f"the source gave {end - first} samples in place of {source.length}", "do not change it while it is packed"
         )
 
 

@@ -103,7 +103,7 @@ def fit(config: Config, invite: Invite, fresh: bool, report: Report | None) -> R
                     with contextlib.suppress(FileNotFoundError):
                         problem = guests.enter_context(invite(config, ticket.read(shown)))
                 elif len(Attempts(run_dir).all()) == before and (what := problem()):
-                    raise RunFailed(what, "see what the cluster says of its tasks")
+                    raise RunFailed(what, "look at the cluster's own status of its tasks")
                 seen = _tell(report, view, seen, before)
     _tell(report, view, seen, before)
     attempts = Attempts(run_dir).all()

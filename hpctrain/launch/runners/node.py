@@ -50,7 +50,7 @@ def run(find: Callable[[], Ticket], patience_s: float) -> None:
     try:
         asyncio.run(_serve(find, patience_s))
     except Lost as error:
-        raise RunFailed(f"the supervisor has gone: {error}", "see how the run ended") from error
+        raise RunFailed(f"the supervisor is gone: {error}", "see how the run ended") from error
     finally:
         processes.end_descendants(0.0)
 

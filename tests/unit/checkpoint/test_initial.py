@@ -378,7 +378,7 @@ def test_a_stage_may_have_none_of_the_weights_that_the_model_takes(tmp_path: Pat
     match = load_initial(WeightSource(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4]}))
     assert match == Match(("body.weight",), ("head.weight", "head.bias"), ("old.bias",), ())
     assert head.weights_hash() == before
-    with pytest.raises(UserError, match=r"has not all weights of the model: 1 are missing \(body\.bias\)"):
+    with pytest.raises(UserError, match=r"does not have all weights of the model: 1 are missing \(body\.bias\)"):
         load_initial(
             WeightSource(str(path), missing=["head.*"]), head, OtherStage({"body.weight": [4, 4], "body.bias": [4]})
         )

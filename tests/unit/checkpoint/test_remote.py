@@ -405,13 +405,13 @@ def test_commands_read_the_store(there: Site, tmp_path: Path, capsys: pytest.Cap
     rows = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in rows] == [8, 9] and rows[0]["path"].startswith(f"{there.url}/step-000000008-")
     assert main(["ckpt", "verify", rows[0]["path"]]) == 0
-    assert capsys.readouterr().out == f"{rows[0]['path']}: sound\n"
+    assert capsys.readouterr().out == f"{rows[0]['path']}: intact\n"
     assert main(["ckpt", "export", there.url, "-o", str(tmp_path / "x.safetensors"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 9
     there.remote.objects.send(Path(__file__), f"{rows[0]['path'].rpartition('/')[2]}/shard-00000-of-00001.h5")
     assert main(["ckpt", "verify", there.url]) == 70
     said = capsys.readouterr().out
-    assert f"{rows[0]['path']}: {rows[0]['path']}/shard-00000" in said and said.count("sound\n") == 1
+    assert f"{rows[0]['path']}: {rows[0]['path']}/shard-00000" in said and said.count("intact\n") == 1
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket/x?sig=secret", "https://bucket/x", "s3://"])

@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_reason(store: CheckpointStor
     loaded = store.load()
     assert loaded.step == 1
     assert [one.step for one in loaded.rejected] == [2] and "bytes in place of" in loaded.rejected[0].reason
-    with pytest.raises(DamagedCheckpoint, match="no sound checkpoint"):
+    with pytest.raises(DamagedCheckpoint, match="no intact checkpoint"):
         store.load(2)
 
 

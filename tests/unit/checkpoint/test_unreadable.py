@@ -149,7 +149,7 @@ def test_a_checkpoint_without_a_manifest_is_damage_and_is_told(store: Checkpoint
     assert loaded and loaded.step == 1 and f"{NEWEST}/{MANIFEST} is missing" in loaded.rejected[0].reason
     assert [name for name in os.listdir(store.path) if name.startswith(f"damaged-{NEWEST}")]
     os.unlink(store.folder(1) / MANIFEST)
-    with pytest.raises(DamagedCheckpoint, match=r"no sound checkpoint: .*is missing"):
+    with pytest.raises(DamagedCheckpoint, match=r"no intact checkpoint: .*is missing"):
         resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
 
 

@@ -109,7 +109,7 @@ def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
     uses = {Feature.SHARD_TABLES: True, Feature.TENSOR: 2, Feature.COMPILE: True}
     assert refusal(uses).what.startswith("parallel.shard is tables, and parallel.tensor is 2")
     both = {Feature.PIPELINE: 3, Feature.TENSOR: 2, Feature.COMPILE: True}
-    assert refusal(both).what == "parallel.tensor is 2, and train.compile is true: ranks meet inside the model"
+    assert refusal(both).what == "parallel.tensor is 2, and train.compile is true: ranks communicate inside the model"
     assert stated(Feature.EARLY_STOP, "loss") == "train.early_stop.metric is 'loss'"
     assert stated(Feature.COMPILE, True) == "train.compile is true"
     assert stated(Feature.OVERLAP, True) == "reduce.overlap is on"

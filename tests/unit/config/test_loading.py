@@ -231,7 +231,7 @@ def test_credentials_in_addresses_are_refused_and_not_repeated(
     before = sorted(run_file.parent.iterdir())
     assert main(["run", str(run_file)]) == 64
     said = "".join(capsys.readouterr())
-    assert line.partition(":")[0] in said and "holds credentials" in said
+    assert line.partition(":")[0] in said and "contains credentials" in said
     assert "hunt" not in said and sorted(run_file.parent.iterdir()) == before
 
 

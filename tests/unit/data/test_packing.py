@@ -474,7 +474,7 @@ write_hdf5("a.h5", Source({{"x": Field((), np.dtype(np.int64))}}, 40, blocks))
         [
             (["no.npz", "-o", "b.h5"], "no.npz does not exist"),
             (["a.npz", "a.h5", "-o", "b.h5"], "several kinds"),
-            (["a.odd", "-o", "b.h5"], "says nothing"),
+            (["a.odd", "-o", "b.h5"], "has an unknown suffix"),
             (["a.npz", "-o", "b.h5", "--size", "4x4"], "for images"),
             (["a.npz", "-o", "b.h5", "--size", "big"], "not a size"),
             (["a.npz", "-o", "b.h5", "--chunks", "0"], "--chunks: give 1 or more in place of 0"),

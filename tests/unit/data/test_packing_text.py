@@ -194,7 +194,7 @@ def test_a_tokenizer_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
     trained()
     Path("a.txt").write_text(STORY)
     words = ("a.txt", "-o", "tokens.h5", "--tokenizer", "tokenizer.json", "--end-of-text", "<end>")
-    assert "tokenizer.json has no token <end> to stand behind a text" in refused(capsys, *words)
+    assert "tokenizer.json has no token <end> to end a text" in refused(capsys, *words)
 
 
 def test_a_tokenizer_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,7 +257,7 @@ def test_what_is_no_stream(source, message: str) -> None:
 
 
 def test_errors_of_a_stream_are_told() -> None:
-    with pytest.raises(UserError, match=r"Failing failed behind sample 1: ValueError: bad line \(test_stream.py"):
+    with pytest.raises(UserError, match=r"Failing failed after sample 1: ValueError: bad line \(test_stream.py"):
         take(StreamingData(open_stream(Failing()), StreamOrder(5), 0, 1), 1)
     with pytest.raises(UserError, match="Shrinking gives no samples in epoch 0 behind the first 20"):
         take(make(Shrinking()), 1, 0, 4)

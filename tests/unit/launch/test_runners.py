@@ -134,7 +134,7 @@ def test_a_node_ends_with_its_supervisor_and_takes_along_what_it_started(
             assert started.wait(PATIENCE_S) == ExitCode.FAILURE
             assert started.stderr is not None
             _, gone, fix = started.stderr.read().splitlines()
-            assert gone == f"hpctrain: the supervisor has gone: {why}" and "how the run ended" in fix
+            assert gone == f"hpctrain: the supervisor is gone: {why}" and "how the run ended" in fix
             wait_for("end", lambda: not psutil.pid_exists(pid))
             supervisor.kill()
             asking.communicate(timeout=PATIENCE_S)

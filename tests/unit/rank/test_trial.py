@@ -61,7 +61,7 @@ TORCH = {
     "optimizer_name": ("optimizer of the task is str 'adam'", "", r"optimizer=torch.optim.Adam\("),
     "optimizers_none": ("optimizer of the task is an empty list", "", r"\[SparseAdam"),
     "optimizers_other": ("optimizer of the task holds str, which is not a torch.optim.Optimizer", "", r"\[SparseAdam"),
-    "optimizers_twice": ("do not go together: some parameters appear in more than one", "", "each parameter to one"),
+    "optimizers_twice": ("cannot be combined: some parameters appear in more than one", "", "each parameter to one"),
     "other_parameters": ("optimizer updates tensors that are not parameters", "", r"model.parameters\(\)"),
     "frozen": ("no parameter of the task's model wants a gradient", "", "leave requires_grad on"),
     "no_super": ("cannot assign module before", r"wrong_torch_tasks.py:\d+: `self.layer = ", r"super\(\).__init__\(\)"),

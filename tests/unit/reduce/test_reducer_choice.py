@@ -61,7 +61,7 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match="4 ranks, which would train apart"):
+    with pytest.raises(UserError, match="4 ranks, which would train independently"):
         candidates(ReduceConfig(kind="none"), NODE)
     with pytest.raises(UserError, match="bfloat16"):
         candidates(ReduceConfig(kind="horovod", compression="bf16"), NODE)

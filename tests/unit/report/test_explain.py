@@ -80,8 +80,8 @@ def test_time_that_does_not_compute_is_told_beyond_its_threshold(phases: dict[st
 
 def test_both_are_told_the_first_as_the_title() -> None:
     answer = explain(history(attempts=RUNNING, phases={"forward": 40.0, "data": 25.0, "exchange": 35.0}))
-    assert answer.title == "The run is under way; 25% of the time waits for data"
-    assert answer.findings == ("35% of the time waits for the exchange of gradients",)
+    assert answer.title == "The run is under way; 25% of the time is spent waiting for data"
+    assert answer.findings == ("35% of the time is spent exchanging gradients",)
     assert "data.workers" in answer.advice
 
 
@@ -218,9 +218,9 @@ def test_what_is_missing_is_named_if_nobody_knows() -> None:
     nothing = explain(history(counts={}))
     assert (nothing.cause, nothing.evidence) == (
         Code.UNKNOWN,
-        ("the run folder has no events, no attempts, no last words",),
+        ("the run folder has no events, no attempts, no exit records",),
     )
-    assert explain(history(attempts=[Attempt(1, 1.0, 2.0)])).evidence == ("the run folder has no last words",)
+    assert explain(history(attempts=[Attempt(1, 1.0, 2.0)])).evidence == ("the run folder has no exit records",)
     assert explain(history(attempts=RUNNING)).cause is Code.UNKNOWN, "it has not said anything of its training"
 
 

@@ -289,15 +289,19 @@ def test_who_asked_a_failed_attempt_to_stop_is_told_once() -> None:
 
 def test_ranks_without_a_word_are_named_up_to_eight() -> None:
     one = blame([word(2, Ending.VANISHED, note="its node is gone"), word(0, Ending.COMPLETED)])
-    assert (one.reason, one.rank, one.host) == ("rank 2 ended without a word (its node is gone)", 2, "n2")
+    assert (one.reason, one.rank, one.host) == (
+        "rank 2 left no exit record (its node is gone)",
+        2,
+        "n2",
+    )
     many = blame([word(rank, Ending.VANISHED) for rank in range(10)])
-    assert (many.reason, many.rank) == ("ranks 0, 1, 2, 3, 4, 5, 6, 7 ended without a word", 0)
+    assert (many.reason, many.rank) == ("ranks 0, 1, 2, 3, 4, 5, 6, 7 left no exit record", 0)
     first = blame([word(0, Ending.VANISHED, note="its node is gone"), word(1, Ending.VANISHED)])
-    assert first.reason == "ranks 0, 1 ended without a word (its node is gone)", (
+    assert first.reason == "ranks 0, 1 left no exit record (its node is gone)", (
         "what is known of the one that is blamed"
     )
     unnumbered = blame([dataclasses.replace(word(0, Ending.VANISHED), rank=None)])
-    assert unnumbered.reason == "rank ? ended without a word"
+    assert unnumbered.reason == "rank ? left no exit record"
 
 
 def test_an_error_of_some_ranks_names_the_first_and_one_alone_too() -> None:
@@ -331,7 +335,7 @@ def test_ranks_that_share_out_a_model_are_told_with_their_places() -> None:
     assert found == [
         "rank 3 (data 1, tensor 1) on n3: boom",
         "rank 2 (data 1, tensor 0) on n2 was killed by SIGKILL",
-        "ranks 1 (data 0, tensor 1), 9 ended without a word",
+        "ranks 1 (data 0, tensor 1), 9 left no exit record",
     ]
 
 

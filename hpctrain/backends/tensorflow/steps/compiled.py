@@ -61,7 +61,7 @@ class CompiledLoss:
             raise no_mean(loss.name)
         if weights is not None and loss.reduction == "mean_with_sample_weight":
             raise UserError(
-                f"compile's loss {loss.name} divides by the sum of the sample weights, which ranks would do apart",
+                f"compile's loss {loss.name} divides by the sum of the sample weights, which ranks would do separately",
                 "leave its reduction at sum_over_batch_size, or give the task a loss that returns (sum, weight)",
             )
 

@@ -77,7 +77,7 @@ class Tracing:
         name = self.optimizers[id(optimizer)]
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise UserError(
-                f"train_step applies gradients by {name} inside tf.cond or tf.while_loop, where ranks might not meet",
+                f"train_step applies gradients by {name} inside tf.cond or tf.while_loop, which ranks may skip",
                 "apply them in every step, or in a Python loop; multiply gradients by 0 where nothing is to change",
             )
         variables = list(optimizer._trainable_variables if variables is None else variables)

@@ -118,7 +118,7 @@ class SyncBatchNorm(JointStatistics):
         """What a meeting of the ranks returns, in float64; after all earlier ones."""
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise UserError(
-                f"{layer.path} is in a loop, a branch or a tf.function of the model, where ranks cannot meet",
+                f"{layer.path} is in a loop, a branch or a tf.function of the model, where ranks cannot communicate",
                 "take the layer out of it, or train without train.sync_batchnorm",
             )
         message = tf.concat([tf.cast(part, tf.float64) for part in parts], 0)

@@ -174,7 +174,7 @@ def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError 
         )
     gpus = [gpu for _, gpu in everywhere if gpu]
     if len(set(gpus)) < len(gpus):
-        return UserError("ranks share a GPU, which NCCL refuses", "start one rank a GPU, or set reduce.kind: mpi")
+        return UserError("ranks share a GPU, which NCCL refuses", "start one rank per GPU, or set reduce.kind: mpi")
     return None
 
 

@@ -398,7 +398,7 @@ def common_kind(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtyp
     """The type in which gradients are summed and the device they lie on."""
     if not parameters:
         raise UserError(
-            "the model has no parameter that wants a gradient", "leave requires_grad on for what is to be trained"
+            "the model has no parameter that requires a gradient", "leave requires_grad on for what is to be trained"
         )
     devices = {parameter.device for _, parameter in parameters}
     if len(devices) > 1:

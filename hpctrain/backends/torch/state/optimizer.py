@@ -85,7 +85,7 @@ def joined(optimizer: Any) -> Any:
     updated = Counter(place for places in own for place in places)
     if max(updated.values(), default=0) > 1:
         told = "some parameters appear in more than one"
-        raise UserError(f"the optimizers of the task do not go together: {told}", "give each parameter to one")
+        raise UserError(f"the optimizers of the task cannot be combined: {told}", "give each parameter to one")
     return Together(optimizer)
 
 
@@ -140,8 +140,7 @@ class Slots:
             return tensors_of(tensor.name, tensor.tensor, slices)
         if known.is_cut and math.prod(tensor.shape) > 1:
             raise UserError(
-                f"{tensor.name} has the shape {list(tensor.shape)}, and its parameter is cut: it is not known where in "
-                "the whole it lies",
+                f"{tensor.name} has the shape {list(tensor.shape)}, unlike its parameter, which is partitioned",
                 "use an optimizer whose state has the shape of the parameter, such as AdamW",
             )
         if known.rows is None:

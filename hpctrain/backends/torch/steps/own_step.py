@@ -270,7 +270,7 @@ class OwnSteps:
         if not (context._finish(returned) or dry.has_trained or returned is not None):
             raise UserError(
                 "step neither calls ctx.backward nor reports anything: nothing would be trained",
-                "call ctx.backward(loss) and ctx.update(); a step that is right to skip a batch returns {}",
+                "call ctx.backward(loss) and ctx.update(); to skip a batch on purpose, return {}",
             )
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ def no_other_backward(parameters: Sequence[Tensor]) -> Iterator[None]:
 
     def refuse(parameter: Tensor) -> None:
         what = f"step calls backward of a loss itself{calling_line()}"
-        raise UserError(what, "call ctx.backward(loss), by which the gradients become those of all ranks")
+        raise UserError(what, "call ctx.backward(loss), so that gradients are averaged over the ranks")
 
     handles = [parameter.register_post_accumulate_grad_hook(refuse) for parameter in parameters]
     try:

@@ -175,7 +175,7 @@ class StepContext:
         if self._part > 0:
             raise UserError(
                 f"{call} in the loop over ctx.split, before all gradients are there{calling_line()}",
-                "update behind the loop: an update is for the whole global batch",
+                "update after the loop: an update is for the whole global batch",
             )
         del self._open[optimizer]
         self._acts.update(optimizer)

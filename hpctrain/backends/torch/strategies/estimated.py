@@ -53,7 +53,7 @@ class Estimated:
         return traits
 
     def refuse(self, found: Uses) -> None:
-        """Raises Refused if the plan does not go with the model and its optimizers, or with what was found."""
+        """Raises Refused if the plan does not work with the model and its optimizers, or with what was found."""
         framework, task = self.framework, self.framework.task
         parts = framework.source.optimizer_state.every
         unfit = unsuited(parts, framework.source.holdings)

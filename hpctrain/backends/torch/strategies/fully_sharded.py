@@ -217,7 +217,7 @@ def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> Non
             told = group.allgather(places[place], "say in which layer they are")
             other = next(rank for rank, each in enumerate(told) if each != told[0])
             raise UserError(
-                f"the ranks' forward passes differ while parallel.shard is parameters: one has come to {told[0]}, and "
+                f"the ranks' forward passes differ while parallel.shard is parameters: one has reached {told[0]}, and "
                 f"another to {told[other]}",
                 "choose the layers that compute by values equal on all ranks, and not by a rank's own samples or "
                 "random numbers; or set parallel.shard: optimizer",

@@ -1,4 +1,4 @@
-"""The one list of strategies, and what does not go with each; ``config.combinations`` gathers it. Imports no torch.
+"""The one list of strategies, and what does not work with each; ``config.combinations`` gathers it. Imports no torch.
 
 ``task.opening`` applies the strategies in this order, and ``hpctrain plan`` asks each that divides for an estimate.
 """
@@ -176,11 +176,11 @@ ROWS: Rows = {
         "give the task loss= and optimizer=, without step=, or set parallel.shard: optimizer",
     ),
     (Trait.MEETS_INSIDE, Feature.COMPILE): (
-        "{0}, and train.compile is true: ranks meet inside the model",
+        "{0}, and train.compile is true: ranks communicate inside the model",
         "leave train.compile out",
     ),
     (Trait.MEETS_INSIDE, Feature.COMPILED_MODEL): (
-        "{0}, and {1} is compiled: ranks meet inside the model",
+        "{0}, and {1} is compiled: ranks communicate inside the model",
         "leave torch.compile and torch.jit out of the task",
     ),
     (Trait.MEETS_INSIDE, Feature.JOINT_LAYERS): (

@@ -273,7 +273,7 @@ def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis
         torch.set_rng_state(before)
     if not torch.equal(whole, torch.cat(parts, axis)):
         raise UserError(
-            f"{kind} looks at more than one element of {name} at a time, and each rank has a part of it only",
+            f"{kind} updates elements of {name} from other elements, and each rank has only a part of it",
             "use an optimizer that updates each element by itself, such as AdamW, or leave the layer whole",
         )
 

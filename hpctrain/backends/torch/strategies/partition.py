@@ -197,9 +197,9 @@ class Partition:
             told = " and ".join(f"{total:g} (of {weight:g})" for total, weight in found.tolist())
             raise UserError(
                 f"in update {update} the losses of ranks of one model differ: {told}. They saw different "
-                "samples, or values of which each rank has a part reached the loss",
+                "samples, or partial values reached the loss",
                 "cut the last layer by columns(gathers=True) or (hpctrain.cross_entropy) columns(classes=True), or let "
-                "rows follow; and let nothing but the sample and its rng decide what a transform or a stream gives",
+                "rows follow; and make transforms and streams depend on the sample and its rng only",
             )
 
     def require_whole_gradients(self, summed: Named, everyone: Group) -> None:

@@ -120,7 +120,7 @@ class Lookup:
         places, counts = self.region.exchange.swap(said, each, each, SAY).t().tolist()
         if others := [replace(self, place=place) for place in places if place != self.place]:
             raise UserError(
-                f"the ranks' passes differ while parallel.shard is tables: one has come to {self.told}, and another to "
+                f"the ranks' passes differ while parallel.shard is tables: one has reached {self.told}, and another to "
                 f"{others[0].told}",
                 "have all ranks look up the same tables in the same order, and their losses depend on what is found, "
                 "whatever their samples are: a lookup of no index is one, too; or leave parallel.shard out",
@@ -234,7 +234,7 @@ class TableGuard:
 
         def refused(layer: object) -> Tensor:
             raise UserError(
-                f"{one.name}.weight is used, of which each rank has other rows while parallel.shard is tables",
+                f"{one.name}.weight is used, and each rank has different rows of it while parallel.shard is tables",
                 "use what is looked up, leave weight decay to the optimizer, or leave parallel.shard out",
             )
 
@@ -357,7 +357,7 @@ def estimate(model: Estimated) -> MemoryEstimate | None:
             raise
         return None
     optimizers = plain(framework.source.optimizer_state.every)
-    model.traits  # noqa: B018  refuses what does not go with it
+    model.traits  # noqa: B018  refuses what does not work with it
     for one in marked:
         for optimizer in optimizers:
             require_elementwise(optimizer, one.layer.get_parameter("weight"), f"{one.name}.weight", 0)

@@ -164,7 +164,7 @@ def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> N
     if length % (word.parts * ranks):
         parts = f" in {word.parts} parts" if word.parts > 1 else ""
         raise UserError(
-            f"{name} has {length} {counted}{parts}, of which {ranks} ranks cannot have equal shares",
+            f"{name} has {length} {counted}{parts}, which {ranks} ranks cannot split equally",
             f"choose a multiple of {word.parts * ranks}, or another parallel.tensor",
         )
     if word.heads is not None and (word.heads % ranks or length // word.parts % word.heads):

@@ -81,7 +81,7 @@ def shares_of(task: TorchTask, model: torch.nn.Module, parts: Sequence[Part]) ->
     idle = [name for name, share in shares.items() if not share.pairs]
     if idle:
         raise UserError(
-            f"optimizer[{idle[0]!r}] of the task has no parameter that wants a gradient",
+            f"optimizer[{idle[0]!r}] of the task has no parameter that requires a gradient",
             "make it from the parameters of one of the task's models, and leave their requires_grad on",
         )
     return shares

@@ -208,7 +208,7 @@ def check_after(jobs: Sequence[str]) -> None:
         states = [each.state for each in found[job] or told if job in (each.id, each.id.partition("_")[0])]
         if not states:
             fix = "correct the number; if that job has ended well long ago, leave --after out"
-            raise UserError(f"--after {job}: Slurm knows no such job, and would begin at once", fix)
+            raise UserError(f"--after {job}: Slurm does not know this job, and would begin at once", fix)
         if bad := [state for state in states if state not in (*ALIVE, "COMPLETED")]:
             fix = "resume that run first, and name its new job"
             raise UserError(f"--after {job}: that job is {bad[0]}, so this one would never begin", fix)

@@ -303,7 +303,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_that_the_step_would_ignore_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} does not go with the train_step of GAN"):
+    with pytest.raises(UserError, match=f"{name} does not work with the train_step of GAN"):
         framework_of(gan_task, alone(), **SETTINGS[name])
 
 
@@ -315,7 +315,7 @@ def test_tasks_that_say_too_much_or_too_little_are_refused_by_name() -> None:
         framework_of(changed(optimizer=keras.optimizers.SGD(0.1)), alone())
     with pytest.raises(UserError, match="nothing says how to evaluate"):
         framework_of(changed(validation=keras_own_steps.gan_data()), alone())
-    with pytest.raises(UserError, match="metrics= of the task does not go with"):
+    with pytest.raises(UserError, match="metrics= of the task does not work with"):
         framework_of(lambda: dataclasses.replace(vae_task(), metrics={"a": lambda outputs, batch: 0.0}), alone())
     with pytest.raises(UserError, match="LossScaleOptimizer"):
         wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))

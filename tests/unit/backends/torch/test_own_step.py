@@ -300,10 +300,10 @@ WRONG = {
     "twice_weighted": (r"adds a \(sum, weight\) loss to another loss" + ".*" + LINE, "add them up"),
     "reserved": ("cannot report a metric as 'grad_norm'" + LINE, "name"),
     "no_number": (r"the value of 'score' returned a tensor of shape \[15, 1\]", "scalar"),
-    "early": ("in the loop over ctx.split" + ".*" + LINE, "behind the loop"),
+    "early": ("in the loop over ctx.split" + ".*" + LINE, "after the loop"),
     "no_rows": (r"bins has shape \[7\] in a batch of 15 samples" + LINE, "row for each sample"),
     "whole": ("train.accumulate is 3, but step never calls ctx.split", "for part in"),
-    "nothing": ("step neither calls ctx.backward nor reports anything", r"a batch returns \{\}"),
+    "nothing": ("step neither calls ctx.backward nor reports anything", r"on purpose, return \{\}"),
     "pieces": ("ctx.gather: with train.accumulate: 3" + ".*" + LINE, "train.accumulate: 1"),
 }
 """Message and fix of each."""
@@ -351,7 +351,7 @@ def by_lbfgs() -> TorchTask:
     ("task", "message"),
     [
         (shared, r"both optimizer\['generator'\] and optimizer\['all'\] of the task update generator.0.weight"),
-        (idle, r"optimizer\['generator'\] of the task has no parameter that wants a gradient"),
+        (idle, r"optimizer\['generator'\] of the task has no parameter that requires a gradient"),
         (by_lbfgs, "LBFGS evaluates the loss several times"),
         (lambda: own.gan(model={"keys": own.perceptron(3, 6)}), "cannot have the name 'keys'"),
         (lambda: own.gan(model={"generator": "a string"}), r"model\['generator'\] of the task is a str"),

@@ -238,7 +238,7 @@ def test_what_asks_for_the_weight_of_a_table_is_refused() -> None:
     model = Two("ab")
     before = list(model.parameters())
     cut_tables(model, tables_of(model, {"a": vocabulary}), Region(Group("alone")), [])
-    with pytest.raises(UserError, match=r"a\.weight is used, of which each rank has other rows"):
+    with pytest.raises(UserError, match=r"a\.weight is used, and each rank has different rows"):
         model.a.weight.square()
     assert model.b.weight is before[1] and next(model.parameters()) is before[0]
 
@@ -262,7 +262,7 @@ def test_parameters_that_a_pass_computes_with_are_refused(penalty: Callable[[lis
         found = list(model.parameters())
         assert [(one.device, one.dtype, one.shape, one.requires_grad) for one in found] == wanted
         assert all(isinstance(one, nn.Parameter) for one in found)
-        with pytest.raises(UserError, match=r"a\.weight is used, of which each rank has other rows"):
+        with pytest.raises(UserError, match=r"a\.weight is used, and each rank has different rows"):
             penalty(found)
     assert penalty(list(model.parameters())) is not None
 

@@ -71,11 +71,11 @@ class Everything(nn.Module):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no layer": ({"blocks.*.up": columns}, "no layer of the model is called blocks.*.up"),
     "no word": ({"six": "columns"}, "tensor['six'] of the task is a str"),
-    "outputs": ({"seven": columns}, "seven has 7 outputs, of which 2 ranks cannot have equal shares"),
-    "parts": ({"six": columns(parts=4)}, "six has 12 outputs in 4 parts, of which 2 ranks"),
+    "outputs": ({"seven": columns}, "seven has 7 outputs, which 2 ranks cannot split equally"),
+    "parts": ({"six": columns(parts=4)}, "six has 12 outputs in 4 parts, which 2 ranks"),
     "attention": ({"attention": columns}, "cuts attention, and MultiheadAttention of torch.nn may use its weights"),
     "part of it": ({"attention.out_proj": rows}, "cuts attention.out_proj, and MultiheadAttention of torch.nn may use"),
-    "rows": ({"table": vocabulary}, "table has 9 rows, of which 2 ranks cannot have equal shares"),
+    "rows": ({"table": vocabulary}, "table has 9 rows, which 2 ranks cannot split equally"),
     "heads": ({"six": columns(heads=3)}, "six has 12 outputs in 3 heads, of which 2 ranks cannot have whole ones"),
     "heads of a size": ({"six": columns(heads=8)}, "six has 12 outputs in 8 heads"),
     "kind": ({"convolution": columns}, "cuts convolution, a Conv1d, by columns, which takes a plain torch.nn.Linear"),
@@ -229,7 +229,7 @@ class RowNorms(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, RowNorms])
 def test_optimizers_that_look_at_more_are_refused(kind: Any) -> None:
     parameter = nn.Parameter(torch.ones(8, 8))
-    with pytest.raises(UserError, match=f"{kind.__name__} looks at more than one element of weight at a time"):
+    with pytest.raises(UserError, match=f"{kind.__name__} updates elements of weight from other elements"):
         require_elementwise(kind([parameter]), parameter, "weight", 1)
 
 

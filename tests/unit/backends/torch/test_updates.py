@@ -141,6 +141,6 @@ def test_a_layer_that_was_frozen_when_training_began_is_not_thawed_unnoticed() -
     framework = make_framework(alone(), partly_frozen)
     train(framework, 1)
     framework.model[2].weight.requires_grad_(True)
-    with pytest.raises(UserError, match=r"2\.weight of the model wants gradients since the run has begun"):
+    with pytest.raises(UserError, match=r"2\.weight of the model was unfrozen after the run had started"):
         train(framework, 1)
     framework.close()

@@ -194,7 +194,7 @@ def test_it_leads_to_no_other_file(bucket: str, tmp_path: Path) -> None:
         file.create_virtual_dataset("id", layout)
     put(f"{bucket}/link.h5", tmp_path / "link.h5")
     for name in ("x", "id"):
-        with pytest.raises(UserError, match=r"link\.h5: .* leads to the file a\.h5, and files in a store"):
+        with pytest.raises(UserError, match=r"link\.h5: .* leads to the file a\.h5, which is not supported"):
             open_dataset(f"{bucket}/link.h5", [name])
 
 

@@ -273,7 +273,7 @@ class TestTrainedOnDirectly:
         assert object_store.reads() == before + 1
 
     def test_a_file_of_another_kind_in_a_store(self) -> None:
-        with pytest.raises(UserError, match="and Parquet can"):
+        with pytest.raises(UserError, match="and Parquet files can"):
             open_dataset("s3://bucket/train.csv")
 
 
@@ -389,9 +389,9 @@ class TestFaults:
     def test_credentials_in_an_address(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert pack("s3://somebody:secret@bucket/table", "--kind", "parquet", "-o", "a.h5") == 64
         said = capsys.readouterr().err
-        assert "holds credentials" in said and "secret" not in said
+        assert "contains credentials" in said and "secret" not in said
         for source in ("s3://somebody:secret@bucket/x.h5", "https://server/x.parquet?sig=secret"):
-            with pytest.raises(UserError, match="the address of the data holds credentials") as caught:
+            with pytest.raises(UserError, match="the address of the data contains credentials") as caught:
                 open_dataset(["a.h5", source])
             assert "secret" not in str(caught.value)
 
@@ -404,7 +404,7 @@ class TestFaults:
         ],
     )
     def test_what_counts_as_credentials(self, address: str) -> None:
-        with pytest.raises(UserError, match="holds credentials"):
+        with pytest.raises(UserError, match="contains credentials"):
             filesystem_of(address)
 
     def test_an_address_in_azure_names_its_container(self) -> None:

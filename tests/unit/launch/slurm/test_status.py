@@ -291,7 +291,12 @@ def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, caps
 
 @pytest.mark.parametrize(
     ("job", "what"),
-    [("999999", "Slurm knows no such job"), ("13", "that job is FAILED"), ("10", "CANCELLED"), ("-x", "is not a job")],
+    [
+        ("999999", "Slurm does not know this job"),
+        ("13", "that job is FAILED"),
+        ("10", "CANCELLED"),
+        ("-x", "is not a job"),
+    ],
 )
 def test_a_job_that_waits_in_vain_or_not_at_all_is_not_submitted(
     tmp_path: Path,

@@ -85,8 +85,8 @@ def try_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[ker
             parts = [run(optimizer, rate, some) for some in cut(tried)]
     except Exception as error:
         raise UserError(
-            f"{type(optimizer).__name__} fails on small copies of its variables, by which it is tried before its state "
-            f"is sharded: {type(error).__name__}: {error}",
+            f"{type(optimizer).__name__} fails on small copies of its variables in the test before sharding: "
+            f"{type(error).__name__}: {error}",
             "use an optimizer that can be copied and updates what apply gives it, or leave parallel.shard out",
         ) from error
     common = frozenset(

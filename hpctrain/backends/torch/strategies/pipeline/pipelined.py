@@ -124,7 +124,7 @@ class Pipelined:
         if odd is not None:
             raise UserError(
                 f"ranks {odd % stage} and {odd}, which are stages of one model, got different samples",
-                "let nothing but the sample and its rng decide what a transform gives, and a stream go by world.data",
+                "make transforms depend on the sample and its rng only, and streams on world.data",
             )
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
