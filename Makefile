@@ -22,7 +22,7 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-# Slurm first: its jobs mostly wait, while those of other files compute
+# Slurm first: its tests mostly wait, while those of other files compute
 ON_RANKS = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/slurm tests/dist tests/gpu
 TORTURE := chaos kills damage plans sweep ports intruders grid programs relaunches updates collectives
 

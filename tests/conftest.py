@@ -63,15 +63,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """With ``--dist loadfile``: the tests of a file share its launches, and all tests of Slurm one Slurm."""
-    return OneSlurm(config, log) if config.getvalue("dist") == "loadfile" else None
+    return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-class OneSlurm(LoadFileScheduling):
-    """Gives a process all of a file, or of the folder of Slurm, whose tests wait while those of others compute."""
+class OneWaits(LoadFileScheduling):
+    """Gives a process all of a file, or all that mostly wait for a cluster's daemons, while those of others compute."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        return "slurm" if file.startswith("tests/slurm/") else file
+        return "clusters" if file.startswith(("tests/slurm/", "tests/dist/test_engines.py")) else file
 
 
 @pytest.hookimpl(wrapper=True)
