@@ -194,10 +194,11 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     import numpy as np
 
     from hpctrain.backends.tensorflow import runtime
-    from hpctrain.checkpoint.exports.weights import Selection, model_weights, replace_whole
+    from hpctrain.checkpoint.exports.weights import Selection, model_weights
     from hpctrain.checkpoint.format.strict_json import Reader
     from hpctrain.comm.world import alone
     from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_its_loss
+    from hpctrain.system.files import replace_whole
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place

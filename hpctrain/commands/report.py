@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.run import resolve_run
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
-from hpctrain.system.files import write_atomically
+from hpctrain.system.files import replace_whole
 
 if TYPE_CHECKING:
     from hpctrain.run.history import RunHistory
@@ -63,7 +63,8 @@ def report(args: argparse.Namespace) -> int:
     path = Path(args.output) if args.output else view.path / "report.html"
     excess = view.heat_map()
     sections = page.make_sections(data, plots.heat_maps(excess), view.figures(), excess, view.plans())
-    write_atomically(path, page.render(data, explain_run(data), sections, view.pictures()).encode())
+    html = page.render(data, explain_run(data), sections, view.pictures())
+    replace_whole(path, lambda temporary: temporary.write_text(html, encoding="utf-8"))
     foreign_text.show(str(path))
     tell_charts_missing()
     if args.svg:
@@ -114,7 +115,8 @@ def compare(args: argparse.Namespace) -> int:
     else:
         print_comparison(result)
     if args.output:
-        write_atomically(Path(args.output), page.render_comparison(result, overlays(runs, result["runs"])).encode())
+        html = page.render_comparison(result, overlays(runs, result["runs"]))
+        replace_whole(Path(args.output), lambda temporary: temporary.write_text(html, encoding="utf-8"))
         foreign_text.show(args.output)
         tell_charts_missing()
     return 0

@@ -14,10 +14,10 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hpctrain.errors import RunFailed
+from hpctrain.errors import RunFailed, file_errors
 
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """Less what the user's umask takes away; nothing is made for everybody to write."""
@@ -237,6 +237,12 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Replaces a file by the output of ``write`` to a temporary one with the same suffixes. Raises UserError."""
+    with file_errors(f"{path} cannot be written", "choose another --output"), replacement(path) as temporary:
+        write(temporary)
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Errors of the file system in the body become RunFailed, which names a path."""
@@ -252,7 +258,7 @@ def cannot_write(path: Path, error: OSError) -> RunFailed:
         return RunFailed(f"cannot write {path}: {error.strerror}", "remove what is in its place; nothing is lost")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = "free space or raise the quota there" if full else "check that the folder exists and may be written"
-    return RunFailed(f"cannot write {path}: {error.strerror}", f"{fix}, then run the same command again: it resumes")
+    return RunFailed(f"cannot write {path}: {error.strerror}", f"{fix}, then run the same command again")
 
 
 def _opened(name: str, flags: int, folder: int | None, path: Path) -> int:

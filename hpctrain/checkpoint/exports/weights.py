@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE, Weights, merge_lora,
 from hpctrain.checkpoint.initial_match import renamed
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError, file_errors
-from hpctrain.system.files import replacement
+from hpctrain.system.files import replace_whole
 from hpctrain.train.saved_arrays import SavedArrays
 from hpctrain.train.tree import put_together
 
@@ -193,9 +193,3 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
             file.writelines(parts)
 
     replace_whole(path, write)
-
-
-def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Replaces a file by the output of ``write`` to a temporary one with the same suffixes. Raises UserError."""
-    with file_errors(f"{path} cannot be written", "choose another --output"), replacement(path) as temporary:
-        write(temporary)

@@ -399,3 +399,11 @@ def test_a_hang_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
     assert explain(data).cause == "hang"
     data = read(folder(tmp_path / "b", trained(3), hang, trained(4, 2, at=60), info={"attempts": [one, two]}))
     assert explain(data).cause == "running"
+
+
+def test_a_report_that_cannot_be_written_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a failure, which the same command was said to resume."""
+    (tmp_path / "events.jsonl").touch()
+    for words in (["report", str(tmp_path)], ["compare", str(tmp_path)]):
+        assert main([*words, "-o", str(tmp_path / "nowhere" / "x.html")]) == 64
+        assert "x.html cannot be written: No such file or directory\n  fix: choose another" in capsys.readouterr().err
