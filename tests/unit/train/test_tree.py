@@ -65,7 +65,7 @@ def test_the_shape_does_not_depend_on_a_generators_words(number: int) -> None:
 
 @pytest.mark.parametrize("value", [object(), {1.5: 2}, {(1,): 2}, {1, 2}, 2**256, 1j, b"x"])
 def test_what_cannot_be_saved_is_named_with_its_place(value: Any) -> None:
-    with pytest.raises(UserError, match=r"it, a, 1 is a \w+, which cannot be saved"):
+    with pytest.raises(UserError, match=r"it, a, 1 is an? \w+, which cannot be saved"):
         take_apart({"a": (0, value)}, kind, "it")
 
 
