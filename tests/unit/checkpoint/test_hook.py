@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -58,6 +58,9 @@ class Counter:
 
     def evaluate(self, batch: Any, meters: Any = ()) -> dict[str, tuple[float, float]]:
         return {"loss": (self.losses.get(int(self.weight[0]), 1.0), 1.0)}
+
+    def kept_random_state(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state(self) -> list[ArrayTensor]:
         return [ArrayTensor("model/weight", self.weight, is_trained=True)]
