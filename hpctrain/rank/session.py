@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +124,10 @@ class Session:
         """
         error: Exception | None = None
         try:
-            with self.signals.interrupting(), SetUpWatch(what, self.run_dir, self.warn):
+            with self.signals.interrupting(), SetUpWatch(what, self.run_dir, self.warn) as watch:
                 yield
+                if watch.asked():
+                    raise Interrupted(signal.SIGTERM)
         except Interrupted as caught:
             asked = (self.run_dir and requested_stop(self.run_dir)) or StopRequest.of_signal(caught.number)
             reason = f"stopped by {asked.by} before training began ({what})"

@@ -158,8 +158,9 @@ class SetUpWatch:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="set-up", daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> SetUpWatch:
         self.thread.start()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.over.set()
@@ -174,6 +175,10 @@ class SetUpWatch:
             if now - told >= TELL_S:
                 told = now
                 self.tell(f"{self.what}: {now - begin:.0f} s so far")
-            if self.run_dir is not None and self.run_dir.stop_file.exists() and not self.over.is_set():
+            if self.asked() and not self.over.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
+
+    def asked(self) -> bool:
+        """Whether the run was asked to stop. Parts shorter than LOOK_S ask at their end."""
+        return self.run_dir is not None and self.run_dir.stop_file.exists()

@@ -31,6 +31,19 @@ def task(world):
         if count == 1000:
             pathlib.Path("reads").touch()
 """
+SHORT = """\
+import pathlib
+import numpy
+import torch
+from hpctrain import TorchTask
+
+def task():
+    pathlib.Path("runs/r/STOP").touch()
+    model = torch.nn.Linear(1, 1)
+    data = {"x": numpy.zeros((8, 1), "float32")}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return TorchTask(model=model, loss=lambda output, batch: output.sum(), optimizer=optimizer, train=data)
+"""
 
 
 def by_signal(number: int) -> Ask:
@@ -71,6 +84,15 @@ def test_a_request_ends_set_up(tmp_path: Path, ask: Ask, by: str, code: Code) ->
     verdict = Attempts(run).all()[-1].verdict
     assert verdict is not None and (verdict.is_failure, verdict.code) == (False, code)
     assert explain(RunView(run.path).history()).cause is code
+
+
+def test_a_request_ends_a_set_up_that_is_too_short_to_be_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(SHORT)
+    (tmp_path / "run.yaml").write_text("name: r\ntask: short.py:task\ntrain: {global_batch: 8, epochs: 1}\n")
+    words = [sys.executable, "-m", "hpctrain", "train", "run.yaml"]
+    rank = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert rank.returncode == ExitCode.STOPPED
+    assert "stopped by STOP file before training began (make the task)" in rank.stderr
 
 
 def test_long_set_up_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
