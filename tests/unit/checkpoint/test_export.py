@@ -323,21 +323,19 @@ def test_safetensors_that_are_none(tmp_path: Path) -> None:
     path.write_bytes(good)
     np.testing.assert_array_equal(ours.read(path)[0]["a"], np.arange(6))
     header = int.from_bytes(good[:8], "little")
-    forged = [
-        b"",
-        good[:7],
+    foreign = [b"", good[:7], (2**63).to_bytes(8, "little") + good[8:], os.urandom(200)]
+    damaged = [
         good[: 8 + header],
-        (2**63).to_bytes(8, "little") + good[8:],
         good.replace(b"[0,24]", b"[0,20]"),
         good.replace(b"[0,24]", b"[0]   "),
         good.replace(b'"F32"', b'"F99"'),
         good.replace(b"[6]", b"[9]"),
-        os.urandom(200),
     ]
-    for data in forged:
-        path.write_bytes(data)
-        with pytest.raises(DamagedCheckpoint):
-            ours.read(path)
+    for error, files in ((UserError, foreign), (DamagedCheckpoint, damaged)):
+        for data in files:
+            path.write_bytes(data)
+            with pytest.raises(error):
+                ours.read(path)
 
 
 @pytest.mark.parametrize("place", ["none/weights.pt", "file/weights.pt", "folder"])

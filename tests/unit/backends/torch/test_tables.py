@@ -192,7 +192,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize(
     ("orders", "said"),
-    [(("ab", "ba"), "come to a, and another to b"), (("ab", "a"), "come to b, and another to the end of a forward")],
+    [(("ab", "ba"), "reached a, and another to b"), (("ab", "a"), "reached b, and another to the end of a forward")],
 )
 def test_ranks_that_look_up_other_tables_are_told(orders: tuple[str, str], said: str) -> None:
     def on_a_rank(group: ThreadGroup) -> str:
@@ -216,7 +216,7 @@ def test_gradients_that_come_back_in_other_orders_are_told() -> None:
             values[group.rank].sum().backward()
         return refused.value.what
 
-    assert "come to gradients of a, and another to gradients of b" in in_threads(2, on_a_rank)[0]
+    assert "reached gradients of a, and another to gradients of b" in in_threads(2, on_a_rank)[0]
 
 
 def test_a_loss_that_needs_no_table_on_one_rank_is_told() -> None:
