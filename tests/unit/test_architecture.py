@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "checkpoint": 4600,
     "monitor": 2811,
     "track": 702,
-    "rank": 1597,
+    "rank": 1603,
     "registry": 144,
     "launch": 5197,
     "report": 1002,
