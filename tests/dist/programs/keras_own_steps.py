@@ -17,7 +17,7 @@ from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import NonFiniteLoss
-from tests.support.sweep import difference
+from tests.support.attempts import furthest
 from tests.tasks.keras_own_steps import (
     ByHand,
     Halves,
@@ -74,7 +74,7 @@ def trained(world: World, kind: str) -> dict[str, Any]:
         logs = plain.train_function(iter([tuple(tf.constant(array) for array in batch.values())]))
         wanted.append([float(logs["d_loss"]), float(logs["g_loss"])])
     exact = [variable.numpy() for variable in plain.trainable_variables]
-    return told | {"weights": difference(found, exact), "losses": difference([losses], [np.array(wanted)])}
+    return told | {"weights": furthest(found, exact), "losses": furthest([losses], [np.array(wanted)])}
 
 
 def looked_up(world: World) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def looked_up(world: World) -> dict[str, Any]:
     task.model.make_train_function()
     for batch in global_batches(task, STEPS):
         task.model.train_function(iter([tuple(tf.constant(array) for array in batch.values())]))
-    return told | {"weights": difference(found, [variable.numpy() for variable in task.model.trainable_variables])}
+    return told | {"weights": furthest(found, [variable.numpy() for variable in task.model.trainable_variables])}
 
 
 def said(framework: Any, batches: Any) -> str:
