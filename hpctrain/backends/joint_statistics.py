@@ -1,8 +1,8 @@
-"""Statistics over the samples of all ranks: what BatchNorm layers exchange in forward and backward passes.
+"""Statistics over the samples of all ranks, exchanged by BatchNorm layers in forward and backward passes.
 
-Only the ranks that have samples in a micro-batch meet there, so that one whose part is empty needs no forward pass.
-Count, mean and sum of squared deviations are merged by the formula of Chan, Golub and LeVeque (1979), in float64 and in
-the order of the ranks: every rank gets the same bits.
+Only ranks that have samples in a micro-batch take part, so a rank whose part is empty needs no forward pass. Count,
+mean and sum of squared deviations are merged by the formula of Chan, Golub and LeVeque (1979), in float64 and in rank
+order, so results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from hpctrain.train.clock import Phase, StepClock
 Floats = NDArray[np.float64]
 SAME_ORDER = "call the same BatchNorm layers in the same order on all ranks, or set train.sync_batchnorm: false"
 HEADER = 3
-"""Numbers before the values of a message: which meeting of the micro-batch it is, of which kind, of what length."""
+"""Numbers at the start of a message: index of the meeting in the micro-batch, its kind, and the number of values."""
 MERGE, ADD = 0.0, 1.0
 KINDS = {MERGE: "forward", ADD: "backward"}
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Statistics of all samples, of each channel."""
+    """Statistics of all samples, per channel."""
 
     count: float
-    """Values that each channel has."""
+    """Number of values per channel."""
     mean: Floats
     squares: Floats
     """Sums of squared deviations from the mean."""
 
 
 def merged(counts: Floats, means: Floats, squares: Floats) -> Merged:
-    """The statistics of parts as those of the whole; pure.
+    """Merges the statistics of parts into those of the whole; pure.
 
     Args:
-        counts: values that each part has; of shape [parts].
-        means: of shape [parts, channels].
+        counts: number of values per channel in each part; of shape [parts].
+        means: mean of each part; of shape [parts, channels].
         squares: sums of squared deviations from the part's mean; of shape [parts, channels].
     """
     count = float(counts.sum())
@@ -52,18 +52,18 @@ def merged(counts: Floats, means: Floats, squares: Floats) -> Merged:
 
 
 class BatchNorms:
-    """BatchNorm layers of a model while it trains: each rank normalises over its own samples."""
+    """A model's BatchNorm layers in training. In this base class, each rank normalises over its own samples."""
 
     names = frozenset[str]()
-    """Of buffers that are equal on all ranks."""
+    """Names of buffers that are equal on all ranks."""
     problem: HpctrainError | None = None
-    """What ended a pass where ranks met, for callers whose framework wraps errors."""
+    """The error that ended a pass during a meeting, for callers whose framework wraps exceptions."""
 
     def update(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
-        """Forward and backward passes of one update. Collective.
+        """A context for the forward and backward passes of one update. Collective.
 
         Args:
-            micro_batches: that this rank has.
+            micro_batches: number of this rank's micro-batches.
         """
         return contextlib.nullcontext()
 
@@ -71,26 +71,26 @@ class BatchNorms:
         """See JointStatistics."""
 
     def trial(self) -> contextlib.AbstractContextManager[object]:
-        """Passes of this rank alone."""
+        """A context for passes of this rank alone."""
         return contextlib.nullcontext()
 
     def follow(self) -> None:
-        """Statistics were loaded. Collective."""
+        """Makes running statistics those of rank 0, for example after loading. Collective."""
 
     def close(self) -> None:
         """Releases communicators."""
 
 
 class JointStatistics(BatchNorms):
-    """Meetings of the ranks in the BatchNorm layers of a model, which normalise over the samples of all.
+    """Exchanges statistics in a model's BatchNorm layers, which then normalise over the samples of all ranks.
 
-    Layers of the micro-batches of the same index meet; all ranks must come to the same ones in the same order.
+    In each micro-batch, the ranks that have it meet in every layer, and must reach the same layers in the same order.
 
-    Collective, as are all its methods.
+    All methods and the constructor are collective.
 
     Args:
         group: the ranks that see different samples.
-        clock: gets the time of waiting as that of an exchange, since whoever waits is not slow.
+        clock: counts waiting as exchange time, since a waiting rank is not slow.
     """
 
     def __init__(self, group: Group, clock: StepClock) -> None:
@@ -98,29 +98,29 @@ class JointStatistics(BatchNorms):
         assert everyone is not None, "all ranks take part"
         self.everyone, self.clock = everyone, clock
         self.counts = np.zeros(group.size, np.int64)
-        """Micro-batches of each rank in this update."""
+        """Number of micro-batches of each rank in this update."""
         self.parts: dict[bytes, Group | None] = {}
-        """Groups by the ranks in them; made when they are first needed."""
+        """Groups by their member ranks; created when first needed."""
         self.group = everyone
-        """Those that meet in the micro-batch under way."""
+        """The ranks that meet in the current micro-batch."""
         self.meetings = 0
         self.agree: Callable[[], None] | None = None
 
     def passes(self) -> contextlib.AbstractContextManager[object]:
-        """Around those of an update."""
+        """A context around the passes of an update."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def update(self, micro_batches: int) -> Iterator[None]:
-        """See BatchNorms. Running statistics of a rank that had fewer micro-batches than others follow theirs."""
+        """See BatchNorms. Running statistics of ranks that had fewer micro-batches are then copied from rank 0."""
         self.begin_update(micro_batches)
         with self.passes():
             yield
-        if self.passed_over:  # rank 0 has had all of them, see part_of
+        if self.passed_over:  # rank 0 has had all micro-batches, see data.order.part_of
             self.follow()
 
     def begin_update(self, micro_batches: int) -> None:
-        """Learns how many micro-batches each rank has. Collective over all ranks."""
+        """Exchanges the number of micro-batches of each rank. Collective over all ranks."""
         own = np.array([micro_batches], np.int64)
         self.counts = self.everyone.gather(own, "begin an update with joint statistics").reshape(-1)
         for index in range(int(self.counts.max())):
@@ -131,11 +131,11 @@ class JointStatistics(BatchNorms):
                 self.parts[takes_part.tobytes()] = part
 
     def begin_micro_batch(self, index: int, agree: Callable[[], None] | None = None) -> None:
-        """The ranks that have the micro-batch of this index, this one among them, meet from now on.
+        """Begins a micro-batch: from now on, the ranks that have it, including this one, meet.
 
         Args:
-            index: from 0.
-            agree: called before each meeting; raises if other ranks do something else together.
+            index: index of the micro-batch, from 0.
+            agree: called before each meeting; raises if other ranks are in another collective.
         """
         part = self.parts[(self.counts > index).tobytes()]
         assert part is not None, "this rank has said that it has it"
@@ -143,27 +143,27 @@ class JointStatistics(BatchNorms):
 
     @property
     def passed_over(self) -> bool:
-        """Whether some rank has had fewer micro-batches than another, and so lacks what the layers have learnt."""
+        """Whether some rank had fewer micro-batches than another, so that its running statistics lag behind."""
         return bool((self.counts < self.counts.max(initial=0)).any())
 
     def merge(self, count: float, mean: NDArray[np.floating], squares: NDArray[np.floating]) -> Merged:
-        """Statistics of the samples of all ranks, from those of this one's.
+        """Merges this rank's statistics with those of the other ranks.
 
         Args:
-            count: values that each channel has on this rank.
+            count: number of values per channel on this rank.
             mean: of shape [channels].
             squares: sums of squared deviations from that mean; of shape [channels].
 
         Raises:
-            UserError: other ranks are in another layer.
-            RunFailed: they did not come in time.
+            UserError: other ranks are in a different layer.
+            RunFailed: other ranks did not arrive in time.
         """
         rows = self._meet(MERGE, np.concatenate([[count], mean, squares]))
         channels = len(mean)
         return merged(rows[:, 0], rows[:, 1 : 1 + channels], rows[:, 1 + channels :])
 
     def add(self, values: NDArray[np.floating]) -> Floats:
-        """The sum over the ranks; of shape [numbers]. Errors as of ``merge``."""
+        """The elementwise sum over the ranks; of shape [numbers]. Raises the errors of ``merge``."""
         total: Floats = self._meet(ADD, values).sum(0)
         return total
 
@@ -174,9 +174,9 @@ class JointStatistics(BatchNorms):
         self.parts.clear()
 
     def _meet(self, kind: float, values: NDArray[np.floating]) -> Floats:
-        """The rows of all ranks that take part."""
+        """Gathers the values of all ranks that take part, one row per rank."""
         try:
-            self.clock.mark(Phase.BACKWARD)  # whose end is a rank's arrival
+            self.clock.mark(Phase.BACKWARD)  # its end is the rank's arrival
             if self.agree is not None:
                 self.agree()
             rows = self._gather(np.concatenate([[self.meetings, kind, len(values)], values]).astype(np.float64))
@@ -188,7 +188,7 @@ class JointStatistics(BatchNorms):
             raise
 
     def _gather(self, message: Floats) -> Floats:
-        """Messages of equal headers, or UserError."""
+        """Gathers messages; raises UserError if their headers differ."""
         try:
             rows = self.group.gather(message, f"exchange BatchNorm statistics ({KINDS[message[1]]} pass)")
         except Exception as error:

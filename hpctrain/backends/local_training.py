@@ -1,6 +1,6 @@
-"""``sync: {kind: local}``: groups of ranks that train apart, and meet for an outer step every N updates.
+"""``sync: {kind: local}``: groups of ranks train separately and exchange progress in outer steps (reduce.outer_step).
 
-A framework whose data-parallel group is this rank's own, or its node's, makes the updates; see reduce.outer_step.
+The updates are made by a framework whose data-parallel group is this rank alone, or the ranks of its node.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ OUTER, VELOCITY, AHEAD, COMING, UNDER_WAY, PACE = (
     f"sync/{name}" for name in ("outer", "velocity", "ahead", "coming", "under_way", "pace")
 )
 PARTS = 16
-"""Of the weights, that take turns on their way with ``overlap``."""
+"""Number of parts of the weights that are exchanged in turn with ``overlap``."""
 ALL = slice(0, sys.maxsize)
 NOTHING = UpdateResult((0.0, 0.0), None)
-"""Of an update that this rank does not make."""
+"""Result of an update that this rank skips."""
 
 
 class Apart(Framework, Protocol):
-    """A framework whose trained weights can be exchanged from outside."""
+    """A framework whose trained weights can be read and set from outside."""
 
     def weights(self, at: slice = ALL) -> NDArray[Any]:
-        """A copy of all trained weights in one row, or of some of them, float32 or float64."""
+        """A copy of all trained weights, or a slice of them, as one flat array; float32 or float64."""
 
     def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
-        """Takes over what ``weights`` gave."""
+        """Sets what ``weights`` returned."""
 
     def use(self, choice: ReducerChoice) -> None:
-        """Sums gradients from now on as this choice says, whose reducer is known. Collective."""
+        """Switches to the reducer of this choice, which needs no measuring. Collective."""
 
 
 def covered(sizes: Sequence[int], at: slice) -> list[tuple[int, slice, slice]]:
-    """What a slice covers of arrays of these sizes in a row: their indices, what of each, and where in the slice."""
+    """What a slice of concatenated arrays of these sizes covers: (index, slice of the array, place in the slice)."""
     found, begin = [], -at.start
     for index, size in enumerate(sizes):
         first, end = max(begin, 0), min(begin + size, at.stop - at.start)
@@ -72,26 +72,26 @@ def covered(sizes: Sequence[int], at: slice) -> list[tuple[int, slice, slice]]:
 
 
 def of_rank(tensor: Any) -> StateTensor:
-    """A StateTensor that ranks have in common as long as they do not train apart, as it is while they do."""
+    """A StateTensor that is normally replicated, as rank-local state during local training."""
     own: StateTensor = replace(tensor, placement=Placement.RANK, tiling=None)
     return own
 
 
 def inner_world(world: World, config: SyncConfig) -> World:
-    """The world of the ranks that exchange gradients all the time. Collective."""
+    """The world whose data group is the ranks that exchange gradients in every update. Collective."""
     inner = world.data.split("data of the node", world.node) if config.within == "node" else Group("data")
     return replace(world, data=inner)
 
 
 class LocalFramework(FrameworkOfParts):
-    """See train.framework.Framework.
+    """Local training around a framework; see train.framework.Framework.
 
     Args:
         framework: opened in ``inner_world``, with equal weights on all ranks.
-        world: of all ranks.
-        inner: see ``inner_world``.
-        config: the run file's section.
-        apart: how gradients are summed once the ranks train apart.
+        world: all ranks.
+        inner: the result of ``inner_world``.
+        config: the run file's sync section.
+        apart: how gradients are summed once ranks train separately.
     """
 
     def __init__(self, framework: Apart, world: World, inner: World, config: SyncConfig, apart: ReducerChoice) -> None:
@@ -107,15 +107,15 @@ class LocalFramework(FrameworkOfParts):
         self.pace = Pace(self.meeting, index, config.every_steps) if config.by_speed else None
         self.progress, self.total_steps = TrainState(), 0
         self.aside: NDArray[Any] | None = None
-        """This rank's weights while the model has the outer ones."""
+        """This rank's weights while the model has the outer weights."""
         self.is_apart = False
         self.has_outer = False
-        """Whether there are outer weights that may differ from this rank's."""
+        """Whether outer weights exist that may differ from this rank's."""
         self.is_loaded = False
-        """Whether ranks that exchange gradients may have loaded what others of them have not."""
+        """Whether ranks that exchange gradients may have loaded different state."""
 
     def follow(self, progress: TrainState, total_steps: int) -> None:
-        """Counts updates from now on by the run's state, up to its last one, which ends a round."""
+        """Counts updates by this state from now on; a round ends at the run's last update."""
         self.progress, self.total_steps = progress, total_steps
 
     @property
@@ -169,7 +169,7 @@ class LocalFramework(FrameworkOfParts):
         return self.framework.predict(batch)
 
     def state(self) -> list[StateTensor]:
-        """While ranks train apart, each has its own weights and optimizer state."""
+        """The state; once ranks train separately, weights and optimizer state are rank-local."""
         self._own_weights()
         found = list(self.framework.state())
         if not self.has_outer:
@@ -185,7 +185,7 @@ class LocalFramework(FrameworkOfParts):
         ]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """At another number of ranks each takes the mean of what ranks had."""
+        """Loads saved state; on a different number of ranks, each rank gets the mean over the saved ranks."""
         self.aside, self.is_loaded = None, True
         self.framework.load(arrays)
         self.has_outer = OUTER in arrays
@@ -194,7 +194,7 @@ class LocalFramework(FrameworkOfParts):
         outer.begin(arrays[OUTER] if OUTER in arrays else self.framework.weights())
         kept = {VELOCITY: outer.velocity, AHEAD: outer.ahead, COMING: outer.coming, UNDER_WAY: outer.under_way}
         for name, array in kept.items():
-            if name in arrays and (saved := arrays[name]).shape == array.shape:  # of other parts none is under way
+            if name in arrays and (saved := arrays[name]).shape == array.shape:  # other parts cannot continue
                 array[:] = saved
         if self.pace is not None and PACE in arrays:
             self.pace.load(arrays[PACE])
@@ -208,7 +208,7 @@ class LocalFramework(FrameworkOfParts):
         self.meeting.free()
 
     def _agree(self) -> None:
-        """Makes ranks equal that exchange gradients, and trained apart on other nodes before a resume. Collective."""
+        """Makes ranks equal that exchange gradients now but trained on other nodes before a resume. Collective."""
         self.is_loaded = False
         if self.pace is not None:
             self.pace.agree()
@@ -217,7 +217,7 @@ class LocalFramework(FrameworkOfParts):
             self.outer.share_ahead(self.group)
 
     def _own_update(self, micro_batches: Sequence[HostBatch]) -> StepResult:
-        """Without the ranks that train apart from this one."""
+        """An update within the group of ranks that exchange gradients."""
         samples = np.array([sum(map(samples_of, micro_batches))])
         self.group.add(samples, "count the samples of the group")
         begin = time.perf_counter()
@@ -229,7 +229,7 @@ class LocalFramework(FrameworkOfParts):
     def _update(self, micro_batches: Sequence[HostBatch], samples: int) -> StepResult:
         try:
             return self.framework.step(micro_batches, samples)
-        except NonFiniteLoss as error:  # the others may be far from here
+        except NonFiniteLoss as error:  # no collective: other groups may be far from this point
             raise NoRequeue(
                 f"{error.what} of rank {self.world.rank} is not finite at step {self.progress.step + 1}",
                 "lower the learning rate, lengthen the warm-up, or set train.clip_norm",

@@ -1,4 +1,4 @@
-"""Named tensors of a model and its optimizer: compared over the ranks, and loaded by their names."""
+"""Named tensors of a model and its optimizer: compared between ranks, and loaded by name."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from hpctrain.train.saved_arrays import SavedArrays, as_saved, runs_of_rows
 from hpctrain.train.state import Placement, StateTensor
 
 BLOCK_BYTES = 4 << 20
-"""Of a value that is loaded, held at a time."""
+"""Size of the block of a value that is held in memory while loading."""
 HELD = ("held/", "rng/held/")
-"""Begin the names of what a task keeps outside its model and its optimizer's slots."""
+"""Prefixes of names of state that a task keeps outside its model and optimizer slots."""
 COMPILED = re.compile(r"(?<![^./])_orig_mod(\.|$)")
-"""Part of PyTorch's names of what is below a module that torch.compile returned."""
+"""The part that torch.compile adds to the names of a module's contents in PyTorch."""
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor or module, whether the module that holds it was compiled or not."""
+    """The name of a tensor or module without the parts that torch.compile adds."""
     return COMPILED.sub("", name).removesuffix(".")
 
 
 def parameter_of(name: str) -> str:
-    """The name of the parameter whose state has this name."""
+    """The name of the parameter that the state with this name belongs to."""
     kind, _, rest = name.partition("/")
     return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
 class Assignable(StateTensor, Protocol):
-    """One that takes over a value."""
+    """A StateTensor that can be assigned."""
 
     def loading(self) -> AbstractContextManager[Callable[[NDArray[Any], int], None]]:
-        """``load(rows, first_row)`` takes over rows of a value as ``copy_into`` gives it; all must come in the body."""
+        """Yields ``load(rows, first_row)``, which assigns rows in the form of ``copy_into``; call it for all rows."""
 
 
 def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Assigns all values by name, or none if a replicated one is missing or one has another shape.
+    """Assigns all values by name; assigns none if a replicated one is missing or a shape differs.
 
-    Of a tensor that is cut, the part that is here. Besides the tensors, one block of BLOCK_BYTES or a row is held.
+    Of a sharded tensor, only this rank's part is loaded. Holds at most one block of BLOCK_BYTES, or one row, at a time.
     """
     wanted, source = list(tensors), as_saved(arrays)
     for tensor in wanted:
@@ -68,7 +68,7 @@ def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any
 
 
 def assign_by_blocks(tensor: Assignable, source: SavedArrays) -> None:
-    """Assigns what is here of a saved value, a block of rows at a time."""
+    """Assigns this rank's part of a saved value, a block of rows at a time."""
     shape = tensor.shape
     begin = tensor.cut.begin if tensor.cut else (0,) * len(shape)
     row_bytes = source.dtype_of(tensor.name).itemsize * math.prod(shape[1:])
@@ -80,7 +80,7 @@ def assign_by_blocks(tensor: Assignable, source: SavedArrays) -> None:
 
 
 def refuse_unplaced(arrays: Iterable[str], taken: set[str]) -> None:
-    """Raises UserError if something of a task's own was saved for which there is no place."""
+    """Raises UserError if a task's own state was saved that the task no longer has."""
     left = {name for name in arrays if name.startswith(HELD)} - taken
     if left:
         raise UserError(
@@ -89,12 +89,12 @@ def refuse_unplaced(arrays: Iterable[str], taken: set[str]) -> None:
 
 
 def require_same_model(group: Group, described: Sequence[tuple[str, tuple[int, ...], str]], kind: str) -> None:
-    """Raises UserError, on every rank, if ranks built models of different names, shapes or types. Collective.
+    """Raises UserError, on every rank, if models differ in names, shapes or dtypes between ranks. Collective.
 
     Args:
         group: the ranks.
         described: (name, shape, dtype) of each tensor.
-        kind: what the framework calls them: tensors, variables.
+        kind: the framework's word for them: tensors, variables.
     """
     digests = group.allgather(hashlib.sha256(repr(list(described)).encode()).hexdigest(), "compare the models")
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -106,7 +106,7 @@ def require_same_model(group: Group, described: Sequence[tuple[str, tuple[int, .
 
 
 def digest(values: Iterable[NDArray[Any]]) -> str:
-    """SHA-256 over C-contiguous values in order, hexadecimal."""
+    """SHA-256, in hexadecimal, over C-contiguous arrays in order."""
     everything = hashlib.sha256()
     for value in values:
         everything.update(value.data)
@@ -114,7 +114,7 @@ def digest(values: Iterable[NDArray[Any]]) -> str:
 
 
 def named_outputs(outputs: Any) -> dict[str, Any]:
-    """Outputs of a model by name: ``output``; ``output_0``, ``output_1``, ... of a list; or as the model names them."""
+    """A model's outputs by name: ``output``; ``output_0``, ``output_1``, ... for a list; or the keys of a mapping."""
     if isinstance(outputs, Mapping):
         return {str(name): value for name, value in outputs.items()}
     if isinstance(outputs, (tuple, list)):

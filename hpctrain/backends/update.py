@@ -1,5 +1,5 @@
-"""What an update does with the summed gradients: divide, clip, or leave it out, with a dynamic loss scale for fp16
-(Micikevicius et al. 2018, Mixed Precision Training, section 3.2); and what it gives."""
+"""What an update does with the summed gradients: scale, clip, or skip them, with dynamic loss scaling for fp16
+(Micikevicius et al. 2018, Mixed Precision Training, section 3.2); and the result of an update."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from hpctrain.train.framework import NonFiniteLoss, Sums
 from hpctrain.train.state import ArrayTensor, Placement
 
 NAME = "scaler/scale"
-"""Of the state in checkpoints."""
+"""Name of the state in checkpoints."""
 INITIAL = 2.0**16
 GROWTH_STEPS = 2000
 SMALLEST = 2.0**-10
-"""Below this it is not the scale that makes gradients overflow."""
+"""Below this, the scale cannot be the reason that gradients overflow."""
 
 
 class LossScale:
-    """Halved when a gradient overflows, doubled after many steps without. Equal on all ranks: so are the sums."""
+    """A dynamic loss scale: halved on overflow, doubled after many updates without one. Equal on all ranks, as the
+    summed gradients are."""
 
     def __init__(self, optimizer: str = "") -> None:
-        """``optimizer``: its name, if a task has several: each has a scale."""
+        """``optimizer``: the optimizer's name if a task has several; each has its own scale."""
         self.name = f"{NAME}/{optimizer}" if optimizer else NAME
         self.state = np.array([INITIAL, 0.0], np.float64)
-        """The scale, and the updates since it changed."""
+        """The scale, and the number of updates since it last changed."""
 
     @property
     def factor(self) -> float:
@@ -41,66 +42,66 @@ class LossScale:
         return float(self.state[0])
 
     def succeeded(self) -> None:
-        """An update was done."""
+        """Counts a successful update."""
         self.state[1] += 1
         if self.state[1] >= GROWTH_STEPS:
             self.state[:] = self.state[0] * 2, 0
 
     def overflowed(self) -> bool:
-        """An update is skipped; False if scaling cannot be the reason."""
+        """Lowers the scale for a skipped update; returns False if the scale cannot be the reason."""
         self.state[:] = self.state[0] / 2, 0
         return bool(self.state[0] >= SMALLEST)
 
     def tensors(self) -> list[ArrayTensor]:
-        """Its state, for checkpoints."""
+        """The state, for checkpoints."""
         return [ArrayTensor(self.name, self.state)]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Takes over a saved state, if there is one."""
+        """Restores a saved state, if there is one."""
         if self.name in arrays:
             self.state[:] = arrays[self.name]
 
 
 class NotFinite(Exception):
-    """Loss or gradient is not finite, and it is not the loss scale that is at fault."""
+    """The loss or a gradient is not finite, and the loss scale is not the reason."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What comes next in an update."""
+    """How an update continues after the exchange."""
 
     factor: float | None
-    """What the summed gradients are to be multiplied by; None: the update is left out."""
+    """Factor for the summed gradients; None to skip the update."""
     norm: float | None
-    """L2 norm of the averaged gradient before clipping, if it is known."""
+    """L2 norm of the averaged gradient before clipping, if known."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Decides by values that are equal on all ranks, so that all decide the same."""
+    """Decides from values that are equal on all ranks, so that all ranks decide the same."""
 
     clip_norm: float | None
     loss_scale: LossScale | None
 
     @property
     def needs_norm(self) -> bool:
-        """Whether it has to know the norm; without, it divides by weights only."""
+        """Whether the gradient norm is needed, for clipping or for loss scaling."""
         return self.clip_norm is not None or self.loss_scale is not None
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by before backward, and so the gradients."""
+        """Factor for losses before backward, and so for gradients."""
         return self.loss_scale.factor if self.loss_scale else 1.0
 
     def decide(self, result: ExchangeResult, norm_of_sums: float | None) -> Decision:
-        """Tells the loss scale how the update went.
+        """Decides how the update continues, and updates the loss scale.
 
         Args:
-            result: of the exchange.
-            norm_of_sums: L2 norm of the summed gradients; may be left out if ``needs_norm`` is False.
+            result: result of the exchange.
+            norm_of_sums: L2 norm of the summed gradients; may be None if ``needs_norm`` is False.
 
         Raises:
-            NotFinite: on all ranks.
+            NotFinite: loss or gradient is not finite; raised on all ranks.
         """
         divisor = result.divisor * self.scale
         norm = None if norm_of_sums is None else norm_of_sums / divisor
@@ -114,31 +115,31 @@ class UpdateRule:
 
 
 def rule_of(train: TrainConfig, optimizer: str = "") -> UpdateRule:
-    """As the run file says; with the optimizer's name, if it has one."""
+    """The update rule of the run file, for the named optimizer if there are several."""
     return UpdateRule(train.clip_norm, LossScale(optimizer) if train.precision == "fp16" else None)
 
 
 def clip_factor(norm: float | None, limit: float | None) -> float:
-    """What a gradient of this norm is multiplied by, so that its norm is at most the limit."""
+    """Factor that limits a gradient with this norm to the given norm."""
     return limit / norm if limit is not None and norm is not None and norm > limit else 1.0
 
 
 def ranks_at_fault(group: Group, own_finite: bool, what: str = "the loss") -> NonFiniteLoss:
-    """Says on which ranks the loss or the gradient is not finite, and which loss. Collective."""
+    """The error that says on which ranks the loss or gradient is not finite, and which loss it is. Collective."""
     everywhere = group.allgather(own_finite, "find the rank whose loss is not finite")
     return NonFiniteLoss([rank for rank, finite in enumerate(everywhere) if not finite], what)
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one update gave; see StepResult."""
+    """Result of one update; see StepResult."""
 
     loss: tuple[float, float]
     """This rank's (sum, weight)."""
     grad_norm: float | None
     """Global L2 norm of the averaged gradient before clipping, if it was computed."""
     more: Sums = field(default_factory=dict)
-    """What a step of the task's own returned besides: this rank's (sum, weight) by name."""
+    """Other (sum, weight) pairs of this rank, by name, returned by a task's own step."""
 
     def sums(self) -> Sums:
         known = {} if self.grad_norm is None else {"grad_norm": (self.grad_norm, 1.0)}
@@ -146,7 +147,7 @@ class UpdateResult:
 
 
 def residue_tensors(residues: Mapping[str, Residue]) -> list[ArrayTensor]:
-    """``reduce/error`` and what it takes to load it on other ranks, by optimizer."""
+    """State of int8 compression, by optimizer: the rounding error, and what is needed to load it on other ranks."""
     found: list[ArrayTensor] = []
     for optimizer, residue in residues.items():
         error, updates, sharers = names(optimizer)
@@ -156,12 +157,12 @@ def residue_tensors(residues: Mapping[str, Residue]) -> list[ArrayTensor]:
 
 
 def load_residues(residues: Mapping[str, Residue], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Takes over what ``residue_tensors`` gave. One rank has none to save: then there is no error."""
+    """Restores what ``residue_tensors`` returned; a run saved on one rank has none, which means no error."""
     for optimizer, residue in residues.items():
         if names(optimizer)[0] in arrays:
             residue.load(*(arrays[name] for name in names(optimizer)))
 
 
 def names(optimizer: str) -> list[str]:
-    """Of the tensors of one optimizer's gradients."""
+    """Names of the residue tensors of one optimizer."""
     return [f"reduce/{what}{'/' if optimizer else ''}{optimizer}" for what in ("error", "updates", "sharers")]

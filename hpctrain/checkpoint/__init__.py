@@ -1,9 +1,9 @@
-"""State of a run saved to HDF5 while training continues, verified when it is read, and resumed from.
+"""Checkpoints in HDF5: written in the background, verified when read, and used to resume runs.
 
-``store`` is for everybody, also to resume, ``hook`` for training runs; ``saver`` writes in the background, ``policy``
-says when and which ones are kept, ``folder`` commits, ``format`` is what lies on the disk. ``reading`` gives a
-checkpoint's tensors, ``verify`` and ``inspect`` look at one, ``resume_compat`` says what must be equal to continue from
-one, and ``initial`` begins with the weights of one, by the rules of ``initial_match``. ``remote`` copies them to an
-object store (``objects``), ``mirror`` finds those that a person names, there or on disk. ``exports`` gives weights to
-other programs.
+``store`` is the general interface to save, load and resume; ``hook`` uses it in training runs. ``saver`` writes in the
+background, ``policy`` decides when to save and what to keep, ``folder`` commits, ``format`` defines the files.
+``reading`` loads tensors, ``verify`` and ``inspect`` examine a checkpoint, ``resume_compat`` checks that a run may
+resume from one, and ``initial`` starts from one's weights, by the rules of ``initial_match``. ``tiers`` keeps snapshots
+on the nodes, ``remote`` copies checkpoints to an object store (``objects``), and ``mirror`` opens those that a user
+names, there or on disk. ``exports`` writes weights for other programs.
 """

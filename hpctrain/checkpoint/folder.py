@@ -1,4 +1,4 @@
-"""A folder of checkpoints on disk: a new one appears complete and durable, or not at all."""
+"""A folder of checkpoints on disk, with atomic and durable commits."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from hpctrain.system.files import sync_folder
 TRASH = ".trash-"
 """Prefix of a folder that is being deleted."""
 REPLACED = ".replaced-"
-"""Prefix of a checkpoint that is replaced by another of the same step."""
+"""Prefix of a checkpoint that is being replaced by another of the same step."""
 
 
 def no_fence() -> None:
-    """No other process writes to the folder."""
+    """The fence if no other process writes to the folder; never raises."""
 
 
 class CheckpointFolder:
-    """Checkpoints, ``step-<number>/`` each: which there are, and how one is committed, removed or put aside.
+    """Lists, commits, removes and renames checkpoints, ``step-<number>/``, in a folder.
 
     Args:
-        path: made with its parents when the first checkpoint is written.
-        fence: called before each commit and each removal; raises Replaced if this process may no longer write.
+        path: the folder; created with its parents when the first checkpoint is written.
+        fence: called before each commit and removal; raises Replaced if this process may no longer write.
     """
 
     file_mode = 0o666
-    """Permissions of shards and manifests, of which the process' mask is taken."""
+    """Permissions of shards and manifests, before the umask."""
     _last_file = MANIFEST_FILE
-    """Makes a partial checkpoint that of a step."""
+    """The file that completes a checkpoint."""
 
     def __init__(self, path: str | os.PathLike[str], fence: Callable[[], None] = no_fence) -> None:
         self.path = Path(path)
         self.fence = fence
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, ascending. Whether they are sound is known after ``load`` or ``verify``.
+        """Steps of all checkpoints, ascending. Whether they are sound is only known after ``load`` or ``verify``.
 
         Raises:
             UnreadableCheckpoint, UserError: the folder cannot be listed.
@@ -65,16 +65,16 @@ class CheckpointFolder:
         return self.path / name_of_step(step)
 
     def where(self, step: int) -> str:
-        """Of a step's checkpoint, for people."""
+        """Location of a step's checkpoint, for messages."""
         return str(self.folder(step))
 
     @contextmanager
     def whole(self, step: int) -> Iterator[Path]:
-        """A step's folder, with all that is in it here as long as the body runs."""
+        """A step's folder, with all its files on disk while the body runs."""
         yield self.folder(step)
 
     def manifest(self, step: int) -> Manifest:
-        """A checkpoint's manifest. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError; tries once."""
+        """Read a checkpoint's manifest, without retries. Raises DamagedCheckpoint, UnreadableCheckpoint, UserError."""
         return manifest_file.read(self.folder(step), step)
 
     def partial(self, step: int, token: str) -> Path:
@@ -82,24 +82,24 @@ class CheckpointFolder:
         return self.path / f"{PARTIAL}{name_of_step(step)}-{token}"
 
     def prepare_folder(self, partial: Path) -> None:
-        """Makes the folder of a partial checkpoint; any rank may be the first."""
+        """Create the folder of a partial checkpoint, unless another rank has."""
         make_durable_folder(self.path)
         partial.mkdir(exist_ok=True)
 
     def image(self, plan: Skeleton, allocate: Callable[..., NDArray[np.uint8]], number: int) -> ShardImage:
-        """Staging memory for this process's shard, the one of this number. Raises MemoryError, OSError, RunFailed."""
+        """Allocate this process's staging memory ``number``. Raises MemoryError, OSError, RunFailed."""
         return ShardImage(plan, allocate)
 
     def copy(self, shard: Path) -> None:
-        """Called when a shard is durable; keeps it elsewhere, too, if this folder is to. Raises OSError."""
+        """Called when a shard is durable; subclasses may copy it elsewhere. Raises OSError."""
 
     def free_bytes(self, partial: Path) -> int:
-        """Bytes that can still be written to a partial checkpoint."""
+        """Free space for a partial checkpoint, in bytes."""
         free = os.statvfs(partial)
         return free.f_bavail * free.f_frsize
 
     def require_room(self, folder: Path, needed: int) -> None:
-        """Raises RunFailed if fewer bytes are free."""
+        """Raise RunFailed if fewer bytes are free."""
         if (available := self.free_bytes(folder)) < needed:
             lack = f"{self.path} has {available / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed"
             raise RunFailed(f"{os.strerror(errno.ENOSPC)}: {lack}", "free space there", Code.DISK_FULL)
@@ -113,13 +113,13 @@ class CheckpointFolder:
         looks_through: bool = False,
         owners: int | None = None,
     ) -> int:
-        """Makes a partial checkpoint, whose shards are durable, that of a step; its bytes. One process calls it.
+        """Commit a partial checkpoint whose shards are durable; returns the shards' bytes. Called by one process.
 
-        ``owners``: how many of the ranks have rank-local state, if not all.
+        ``owners``: number of ranks with rank-local state, if not all.
 
-        Raises DamagedCheckpoint if shards are not whole; or, if it ``looks_through`` them, do not make up all tensors.
+        Raises DamagedCheckpoint if shards are incomplete or, with ``looks_through``, do not cover all tensors.
 
-        Order: manifest, names in the folder, fence, rename, name of the folder; each durable before the next.
+        Order: write the manifest, sync the folder, check the fence, rename the folder, sync its parent.
         """
         texts, total = self._shards(partial, ranks)
         data = manifest_file.encode(step, owners or ranks, meta, texts)
@@ -129,7 +129,7 @@ class CheckpointFolder:
         return total
 
     def seal(self, partial: Path, step: int, file: str, data: bytes) -> None:
-        """Adds the last file to a partial checkpoint, which then is that of a step. Raises as ``commit`` does."""
+        """Write the last file of a partial checkpoint and rename its folder. Raises OSError, Replaced."""
         write_durably(partial / file, data, self.file_mode)
         sync_folder(partial)
         self.fence()
@@ -140,7 +140,7 @@ class CheckpointFolder:
             sync_folder(self.path)
         try:
             os.rename(partial, target)
-        except OSError:  # a newer attempt has swept the partial checkpoint, and the one that is there is its own
+        except OSError:  # a newer attempt has removed the partial checkpoint; one in its place is that attempt's
             if replaced.exists() and not target.exists():
                 os.rename(replaced, target)
             raise
@@ -149,22 +149,22 @@ class CheckpointFolder:
             self._delete(replaced)
 
     def _shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
-        """What a partial checkpoint's last file says of its shards, and their bytes. Raises DamagedCheckpoint."""
+        """Indexes of a partial checkpoint's shards, for its last file, and their bytes. Raises DamagedCheckpoint."""
         found = [index_of(partial / shard_file(rank, ranks)) for rank in range(ranks)]
         return [text for text, _ in found], sum(num_bytes for _, num_bytes in found)
 
     def remove(self, step: int) -> None:
-        """Deletes a checkpoint, after the fence."""
+        """Delete a checkpoint, after a check of the fence."""
         self.fence()
         self._delete(self.folder(step))
 
     def discard(self, partial: Path) -> None:
-        """Deletes what is left of a checkpoint that was not committed."""
+        """Delete a checkpoint that was not committed."""
         if partial.is_dir():
             self._delete(partial)
 
     def put_aside(self, step: int, why: str) -> Path:
-        """Renames a checkpoint to ``<why>-step-...`` so that it is never chosen again; its files are kept."""
+        """Rename a checkpoint to ``<why>-step-...`` so that it is never used again; its files are kept."""
         self.fence()
         aside = self.path / f"{why}-{name_of_step(step)}-{secrets.token_hex(4)}"
         os.rename(self.folder(step), aside)
@@ -172,10 +172,10 @@ class CheckpointFolder:
         return aside
 
     def sweep(self) -> list[str]:
-        """Removes what killed processes left; returns the names. One process calls it, before it lists checkpoints.
+        """Remove what killed processes left; returns the names. Called by one process, before it lists checkpoints.
 
-        A process of an older attempt that still writes finds its folder gone and cannot commit. One that is to sweep
-        itself must not: the fence is asked before each removal.
+        A process of an older attempt that is still writing finds its folder gone and cannot commit. The fence is
+        checked before each removal, so that an older attempt does not remove anything.
         """
         if not self.path.is_dir():
             return []
@@ -192,17 +192,17 @@ class CheckpointFolder:
         return [entry.name for entry in leftovers]
 
     def _delete(self, folder: Path) -> None:
-        """Renames first, so that no half-deleted folder bears a checkpoint's name, not even after a power loss."""
+        """Rename, then delete, so that no half-deleted folder has a checkpoint's name, not even after a power loss."""
         trash = folder
         if not folder.name.startswith(TRASH):
             trash = self.path / f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}"
             os.rename(folder, trash)
             sync_folder(self.path)
-        shutil.rmtree(trash, ignore_errors=True)  # what a file server still holds is swept at the next start
+        shutil.rmtree(trash, ignore_errors=True)  # files that a file server still holds are removed at the next start
 
 
 def index_of(path: Path) -> tuple[bytes, int]:
-    """A shard's index, and the shard's size. Raises DamagedCheckpoint if it is not whole."""
+    """A shard's index and the shard's size in bytes. Raises DamagedCheckpoint if the shard is incomplete."""
     descriptor = open_regular(path)
     try:
         return shard_index.read_text(descriptor, path), os.fstat(descriptor).st_size

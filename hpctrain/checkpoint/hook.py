@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: resumed from at its start, saved when due, and at its end."""
+"""The hook that resumes a training run from a checkpoint and saves checkpoints when due and at the end."""
 
 from __future__ import annotations
 
@@ -43,52 +43,51 @@ from hpctrain.train.stateful import HOOKS, Kept
 from hpctrain.train.watchers import unreported
 
 NOTHING = np.array([0, 0, 1], dtype=np.int64)
-"""The agreement before the first one: nothing finished, nothing sound, nothing due by the clock."""
+"""Initial agreement: no save finished, none sound, none due by the clock."""
 
 UNDECLARED = (
     "warning: checkpoints leave out what changes here: {}; if it is state, give its owner state_dict and "
     "load_state_dict, and list the owner in the task's state={{...}}"
 )
 STOP_S = 20.0
-"""Longest wait for the store of a run that was asked to stop: it is about to be killed."""
+"""Limit on the wait for the object store if the run was asked to stop, because it may soon be killed."""
 MOST_NAMED = 5
-"""Of what is left out."""
+"""Limit on the names listed in UNDECLARED."""
 PREPARATIONS = 2
-"""First steps after which the state is listed though nothing is saved: the layout is ready by the first save, and
-state that could not be saved, because its changes cannot be seen, is reported before hours of training. The task's own
-state is compared between ranks then."""
+"""Number of first steps after which the state is listed without a save, so that the layout is ready for the first save
+and undeclared state is reported early. The task's own state is compared between ranks at these steps too."""
 
 
 @dataclass(eq=False)
 class CheckpointHook(BaseHook):
-    """Resumes, saves and reports. Use ``checkpoint_hook`` to make one from a run file.
+    """Resumes, saves and reports. Create it with ``checkpoint_hook``.
 
-    Once a step the ranks take the minimum of three numbers (finished, sound, not due by rank 0's clock). It is begun
-    after one step and taken after the next, so that no rank ever waits for it.
+    At each step the ranks start a nonblocking minimum of flags (finished, sound, not due by rank 0's clock, and those
+    of tiers and object store) and use its result after the next step, so that it overlaps with training.
     """
 
     name = "checkpoint"
 
     store: CheckpointStore
-    """Over all ranks of the run."""
+    """Store over all ranks of the run."""
     policy: Policy
     """When to save."""
     config: CheckpointConfig
     """How to save."""
     identity: Mapping[str, Any]
-    """What a resumed run must share; see ``resume_compat``."""
+    """What a resumed run must have in common with the checkpoint; see ``resume_compat``."""
     report: Callable[[events.Event], object]
-    """Called with events, on rank 0; does not raise."""
+    """Called with events on rank 0; does not raise."""
     hooks: Sequence[Hook] = ()
-    """Whose state is saved and restored with the run's; they stand behind this one."""
+    """Hooks whose state is saved and restored; they run after this one."""
     fresh: bool = False
-    """Do not resume."""
+    """Start over instead of resuming."""
     state: Sequence[Kept] = ()
     """Further objects whose state is saved and restored."""
     tiers: Tiers | None = None
-    """Where snapshots are kept as well."""
+    """Snapshot tiers on the nodes."""
     remote: Remote | None = None
-    """Where checkpoints are copied to."""
+    """Object store to which checkpoints are copied."""
     saver: Saver | None = field(default=None, init=False)
     agreement: Callable[[], Any] | None = field(default=None, init=False)
     cost: Cost | None = field(default=None, init=False)
@@ -109,9 +108,9 @@ class CheckpointHook(BaseHook):
         self.objects = [*self.state, *(Kept(f"{HOOKS}{hook.name}", hook) for hook in (self, *self.hooks))]
 
     def before_fit(self, training: Training) -> None:
-        """Resumes from the newest sound checkpoint, or takes over initial weights."""
+        """Resume from the newest sound checkpoint, or load initial weights."""
         leaves = training.framework.facts.leaves
-        state_of(self.objects, leaves)  # what cannot be saved is refused now
+        state_of(self.objects, leaves)  # raises now if an object's state cannot be saved
         self.constant = {
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
@@ -135,7 +134,7 @@ class CheckpointHook(BaseHook):
             self._say(self.tiers.take_over(loaded.path if loaded else None, staging))
         if loaded:
             if tier:
-                self.due = True  # the run folder gets what so far only this node has
+                self.due = True  # the run folder does not have this checkpoint yet
             else:
                 self.saved_step = loaded.step
                 self.saver.sound.add(loaded.step)
@@ -165,23 +164,26 @@ class CheckpointHook(BaseHook):
         self.last_s = time.monotonic()
 
     def _has_any(self, snapshots: Sequence[Path]) -> bool:
-        """Whether there is a checkpoint that is not in the store, as far as rank 0 can see."""
+        """Whether rank 0 finds a checkpoint outside the object store."""
         return bool(snapshots or (self.store.group.rank == 0 and self.store.steps()))
 
     def _prepare(self, folder: Path) -> None:
-        """Before a checkpoint is read. Collective. Raises DamagedCheckpoint, UnreadableCheckpoint."""
+        """Fetch missing parts of a checkpoint before it is read. Collective.
+
+        Raises DamagedCheckpoint, UnreadableCheckpoint.
+        """
         if self.tiers:
             self.tiers.complete(folder)
         if self.remote:
             self.remote.fetch(folder)
 
     def _protect(self) -> None:
-        """Keeps the best checkpoint, and what the store is still to get."""
+        """Protect from retention the best checkpoint and those not yet copied to the object store."""
         assert self.saver is not None, "before_fit opens the saver"
         self.saver.protect(self.best_saved | (self.remote.protect(self.best_saved) if self.remote else set()))
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """Makes a checkpoint due if the watched metric improved."""
+        """Request a checkpoint if the watched metric improved."""
         if self.config.best_metric is None:
             return None
         if self.config.best_metric not in metrics:
@@ -193,7 +195,7 @@ class CheckpointHook(BaseHook):
         return None
 
     def after_hooks(self, training: Training) -> None:
-        """Advances the checkpoint in flight, and begins one that is due."""
+        """Advance the checkpoint in flight, and start one that is due."""
         assert self.saver is not None, "before_fit opens the saver"
         self._look_at_first_steps(training)
         least = self._agreed()
@@ -206,14 +208,14 @@ class CheckpointHook(BaseHook):
         self._advance_tiers(least[3:])
         by_position = self.policy.due_at(state.step, state.epoch, state.batch == 0)
         self.due = self.due or by_position or not least[2]
-        if self.is_best or (self.due and self.saver.idle):  # the best one cannot wait for a later step
+        if self.is_best or (self.due and self.saver.idle):  # the best state must be saved at this step
             self._begin(training)
             if self.config.mode == "sync":
                 self._finish()
         elif self.preparations < PREPARATIONS and self.saver.idle:
             self.preparations += 1
             tensors = state_to_save(training, state_of(self.objects, training.framework.facts.leaves))
-            with suppress(MemoryError, OSError, RunFailed):  # the first save tries again, and says so
+            with suppress(MemoryError, OSError, RunFailed):  # the first save retries and reports the error
                 self.saver.prepare(tensors)
                 if self.tiers:
                     self.tiers.prepare(tensors)
@@ -230,9 +232,9 @@ class CheckpointHook(BaseHook):
         self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """Saves the end of the attempt, and returns when it is durable. Raises RunFailed if it cannot be.
+        """Save the final state and wait until it is durable. Raises RunFailed if it cannot be saved.
 
-        One that was asked to stop has little time: it gives up what is in flight, unless that is the best one so far.
+        If the run was asked to stop, time is short: a checkpoint in flight is dropped unless it is the best so far.
         """
         assert self.saver is not None, "before_fit opens the saver"
         self._settle(self.saver.advance(self._agreed()[:2]))
@@ -257,7 +259,7 @@ class CheckpointHook(BaseHook):
         return {"metric": self.config.best_metric, "mode": self.config.best_mode, "best": self.best}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """The best value of another metric means nothing for this one."""
+        """Restore the best value, unless it is of a different metric or mode."""
         if (saved["metric"], saved["mode"]) == (self.config.best_metric, self.config.best_mode):
             self.best = saved["best"]
 
@@ -270,12 +272,15 @@ class CheckpointHook(BaseHook):
             self.remote.close()
 
     def _look_at_first_steps(self, training: Training) -> None:
-        """Compares what must be equal on all ranks, and says what looks like state and is not saved. Collective."""
+        """In the first steps, compare state that must be equal on all ranks, and warn of undeclared state.
+
+        Collective.
+        """
         if self.compared == PREPARATIONS:
             return
         self.compared += 1
         require_equal(self.store.group, self.objects, training.framework.facts.leaves, training.state.step)
-        training.framework.state()  # notes what changes from update to update
+        training.framework.state()  # lets the framework detect undeclared changes
         if self.compared == PREPARATIONS:
             left_out = self.store.group.allgather(training.framework.facts.undeclared, "name what is not saved")
             if names := dict.fromkeys(name for of_rank in left_out for name in of_rank):
@@ -284,25 +289,25 @@ class CheckpointHook(BaseHook):
                 )
 
     def _agreed(self) -> Any:
-        """int64[3 + 3 * tiers]: the last agreement; the store's comes last."""
+        """The result of the last minimum, int64[3 + 3 * tiers], plus 3 for the object store at the end."""
         nothing = np.tile(NOTHING, 1 + (len(self.tiers.tiers) if self.tiers else 0) + bool(self.remote))
         taken = self.agreement() if self.agreement else nothing
         self.agreement = None
         return taken
 
     def _interval_s(self) -> float:
-        """Seconds from the last save to one that is due by the clock."""
+        """Seconds from the last save to the next one by the clock."""
         interval_s = self.policy.interval_s(self.cost)
         return min(interval_s, self.policy.retry_s(self.failures, self.stall_s)) if self.failures else interval_s
 
     def _finish(self) -> None:
-        """Waits until nothing is in flight."""
+        """Wait until nothing is in flight."""
         assert self.saver is not None, "before_fit opens the saver"
         while not self.saver.idle:
             self._settle(self.saver.finish())
 
     def _begin(self, training: Training) -> None:
-        """Snapshot of all state at this step."""
+        """Take a snapshot of all state at this step and start to save it."""
         assert self.saver is not None, "before_fit opens the saver"
         begin = time.monotonic()
         framework, step = training.framework, training.state.step
@@ -317,7 +322,7 @@ class CheckpointHook(BaseHook):
         self.stall_s = self.last_s - begin
 
     def _content(self, training: Training) -> tuple[list[StateTensor], dict[str, Any]]:
-        """What is saved at this step: tensors and meta. Collective."""
+        """The tensors and meta to save at this step. Collective."""
         framework = training.framework
         objects = state_of(self.objects, framework.facts.leaves)
         tensors = state_to_save(training, objects)
@@ -333,7 +338,7 @@ class CheckpointHook(BaseHook):
         return tensors, meta
 
     def _advance_tiers(self, least: Any) -> None:
-        """Reports snapshots that ended; a tier that cannot be written is used no more in this attempt."""
+        """Advance the tiers' snapshots and report those that ended; a tier that fails is disabled for this attempt."""
         for tier, outcome in self.tiers.advance(least) if self.tiers else ():
             if outcome.is_final:
                 outcome.path_or_raise()
@@ -346,7 +351,7 @@ class CheckpointHook(BaseHook):
             )
 
     def _settle(self, outcome: SaveResult | None) -> Any:
-        """Reports how a save ended; after a failed one the run continues, unless it was replaced or is past help."""
+        """Report how a save ended. The run continues after a failure unless it is final (replaced, or NaN weights)."""
         if outcome is None:
             return None
         path = str(outcome.path)
@@ -374,28 +379,28 @@ class CheckpointHook(BaseHook):
         return outcome
 
     def _report(self, *given: events.Event) -> None:
-        """On rank 0."""
+        """Report events and print their lines, on rank 0."""
         for event in given if self.store.group.rank == 0 else ():
             self._say(told(event))
             self.report(event)
 
     def _say(self, lines: Iterable[str]) -> None:
-        """To a person, on rank 0."""
+        """Print lines for the user, on rank 0."""
         if self.store.group.rank == 0:
-            with suppress(OSError):  # the job's output may be on the disk that is full
+            with suppress(OSError):  # the job's output may be on the full disk
                 for line in lines:
                     foreign_text.show(line)
 
 
 def state_to_save(training: Training, objects: ObjectState) -> list[StateTensor]:
-    """Of the framework and of objects: what they have of each rank's own is equal on all stages of a pipeline."""
+    """State of framework and objects. Objects' rank-local state, equal on all pipeline stages, comes from the first."""
     is_first = training.world.pipeline.rank == 0
     own = [tensor for tensor in objects.tensors if is_first or tensor.placement is not Placement.RANK]
     return [*training.framework.state(), *own]
 
 
 def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -> list[str] | None:
-    """Names of the trained weights if others are frozen, as with an adapter. Collective."""
+    """Names of the trained weights if others are frozen, as with an adapter; None if all are trained. Collective."""
     equal = (Placement.REPLICATED, Placement.CUT)
     own = {it.name: it.is_trained for it in tensors if it.name.startswith(MODEL) and it.placement in equal}
     everywhere = (stages or Group("alone")).allgather(own, "name the weights that are trained")
@@ -404,12 +409,12 @@ def trained_alone(tensors: Iterable[StateTensor], stages: Group | None = None) -
 
 
 def not_used(one: events.Rejected | reading.NotUsed) -> str:
-    """Says why a checkpoint was passed over."""
+    """Message that says why a checkpoint was not used."""
     return f"checkpoint of step {one.step} is not used: {one.reason}"
 
 
 def told(event: events.Event) -> Iterator[str]:
-    """Lines for the user about events that must not be missed."""
+    """Lines to print for events that the user must not miss."""
     if isinstance(event, events.CheckpointFailed):
         yield f"checkpoint of step {event.step} FAILED: {event.error}; older checkpoints are whole"
         if (event.failures or 0) > 1:
@@ -428,7 +433,7 @@ def told(event: events.Event) -> Iterator[str]:
 
 
 def gone_since(attempts: Sequence[Attempt]) -> str:
-    """What the attempt before the present one, the last, had saved, if it is gone: file systems purge old files."""
+    """A message if the previous attempt's checkpoint is gone, since file systems purge old files; else empty."""
     before, now = attempts[-2:] if len(attempts) > 1 else (Attempt(), Attempt())
     is_gone = before.to_step is not None and now.from_step is None
     return f"the checkpoint of step {before.to_step}, which attempt {before.number} left, is gone" if is_gone else ""
@@ -444,16 +449,16 @@ def checkpoint_hook(
     fresh: bool = False,
     state: Sequence[Kept] = (),
 ) -> CheckpointHook:
-    """The hook of a run.
+    """Create the checkpoint hook of a run. Collective.
 
     Args:
         config: when and how to save.
-        identity: what a resumed run must share; see ``resume_compat.identity_of``.
+        identity: what a resumed run must have in common; see ``resume_compat.identity_of``.
         world: the ranks.
-        run_dir: has the checkpoints, and the fence between attempts.
-        report: called with events, on rank 0; does not raise.
-        hooks: whose state is saved and restored with the run's.
-        fresh: begin again although there are checkpoints.
+        run_dir: holds the checkpoints, and the fence between attempts.
+        report: called with events on rank 0; does not raise.
+        hooks: hooks whose state is saved and restored.
+        fresh: start over even if there are checkpoints.
         state: further objects whose state is saved and restored.
     """
     kept = Retention(config.keep_last, config.keep_every_steps)
@@ -478,7 +483,7 @@ def writers(mode: str, world: World) -> list[int]:
 
 
 def best_steps(store: CheckpointStore) -> set[int]:
-    """The checkpoint that was the best one when it was saved last, and newer ones that may be it. Rank 0 knows them."""
+    """The newest checkpoint marked best, and newer ones that cannot be read and may be it; empty except on rank 0."""
     found: set[int] = set()
     for step in reversed(store.steps()) if store.group.rank == 0 else ():
         try:
@@ -492,7 +497,7 @@ def best_steps(store: CheckpointStore) -> set[int]:
 
 
 def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize: Callable[[], None], step: int) -> None:
-    """Raises RunFailed, on all ranks, if a tensor that should be equal on all of them is not. Collective; slow."""
+    """Raise RunFailed, on all ranks, if a tensor that should be equal on all ranks is not. Collective; slow."""
     sums = {}
     for tensor in tensors:
         if tensor.placement in (Placement.REPLICATED, Placement.FIRST):

@@ -1,4 +1,4 @@
-"""Initial weights, for fine-tuning: from checkpoints, folders of Hugging Face models, and files of weights."""
+"""Loads initial weights, for fine-tuning, from checkpoints, Hugging Face model folders, and weight files."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ T = TypeVar("T")
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 KERAS_FILE = ".weights.h5"
 INDEX = "model.safetensors.index.json"
-"""Of a Hugging Face model in several files."""
+"""Index file of a Hugging Face model in several files."""
 OF_FOLDERS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
-"""Files of Hugging Face models and of PEFT adapters in one piece."""
+"""Names of single-file Hugging Face models and PEFT adapters in a folder."""
 
 
 def load_initial(
     source: WeightSource, framework: StateSource, stages: Group | None = None, everyone: Group | None = None
 ) -> Match:
-    """Gives the model the weights of a source wherever name and shape agree; all else stays as it is.
+    """Load a source's weights into the model wherever name and shape match; other state is unchanged.
 
-    A moving average of the weights begins at the weights that were taken. Collective over everyone.
+    A moving average of the weights starts at the loaded weights. Collective over ``everyone``.
 
     Args:
-        source: run folder, checkpoint folder, folder of a Hugging Face model, or a file: .safetensors, .pt, .pth, .bin
+        source: run folder, checkpoint folder, Hugging Face model folder, or a file: .safetensors, .pt, .pth, .bin
             or .ckpt (names with or without ``model/``), or .weights.h5 for a Keras model.
-        framework: with the model, or a stage of it.
-        stages: of the model, which is judged as a whole; this one alone by default.
-        everyone: ranks that begin with the same checkpoint: if it is damaged anywhere, all take the one before. This
-            process alone by default.
+        framework: holds the model, or a pipeline stage of it.
+        stages: ranks of the pipeline stages, whose weights are matched as one model; by default only this rank.
+        everyone: ranks that load the same checkpoint: if a rank finds it damaged, all load the previous one. By default
+            only this process.
 
     Raises:
-        UserError: the source is not there or holds more than weights, or the model has weights that it lacks and
-            ``source.missing`` does not name.
-        DamagedCheckpoint: it is damaged.
-        UnreadableCheckpoint: it cannot be read now.
+        UserError: the source does not exist or holds more than weights, or it lacks weights of the model that
+            ``source.missing`` does not list.
+        DamagedCheckpoint: the source is damaged.
+        UnreadableCheckpoint: the source cannot be read now.
     """
     framework.host.synchronize()
     if source.path.endswith(KERAS_FILE):
@@ -74,18 +74,18 @@ def load_initial(
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a source, read when they are asked for."""
+    """Weights of a source, read on access."""
 
     arrays: SavedArrays
-    """bfloat16 as uint16."""
+    """Arrays by name; bfloat16 as uint16."""
     dtypes: Mapping[str, str]
-    """Logical types."""
+    """Logical types by name."""
 
 
 def load_weights(
     source: WeightSource, weights: Weights, framework: StateSource, wanted: Mapping[str, tuple[int, ...]]
 ) -> Match:
-    """Gives the model what fits; ``wanted`` are the shapes of all of its weights, on whatever stage."""
+    """Load the weights that match into the model; ``wanted`` has the shapes of its weights on all stages."""
     old_names = renamed({name: name for name in weights.arrays}, source.rename, source.path)
     state = framework.state()
     present = PresentState(state)
@@ -115,9 +115,9 @@ def load_weights(
 
 
 def with_weights(path: str, use: Callable[[Weights], T], group: Group) -> T:
-    """What ``use`` makes of a source's weights, by name without ``model/``. Every rank reads what it asks for.
+    """Call ``use`` with a source's weights, by name without ``model/``, which each rank reads on access.
 
-    Collective: of a checkpoint, one rank reads the manifest for all, and all take the same one.
+    Collective: for a checkpoint, one rank reads the manifest for all, and all use the same checkpoint.
     """
     files = files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
     if files:
@@ -129,13 +129,13 @@ def with_weights(path: str, use: Callable[[Weights], T], group: Group) -> T:
         return {}
 
     store, step = locate(path)
-    own_of_nobody = Group("alone")  # of rank-local state, a new run begins with the mean
+    own_of_nobody = Group("alone")  # one process, so that rank-local state is averaged
     CheckpointStore(store.path, group=group, peers=own_of_nobody).load_into(take, step)
     return found[-1]
 
 
 def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
-    """Weights whose names begin so, by name without ``model/``."""
+    """Merge the weights whose names start with ``prefix``, by name without ``model/``."""
     places: dict[str, Place] = {}
     dtypes: dict[str, str] = {}
     for part in parts:
@@ -146,10 +146,10 @@ def joined(parts: Iterable[Weights], prefix: str = "") -> Weights:
 
 
 def weights_of_file(path: Path) -> Weights:
-    """What a file holds."""
+    """Open the weights in a file."""
     if is_absent(path):
         raise UserError(f"{path} does not exist", "check checkpoint.init_from")
-    real = Path(os.path.realpath(path))  # the user's own path is followed; one from a checkpoint never is
+    real = Path(os.path.realpath(path))  # links in the user's path are followed; those in a checkpoint never are
     if path.name.endswith(TORCH_FILES):
         try:
             from hpctrain.backends.torch.state.tensors import read_weights
@@ -168,7 +168,7 @@ def weights_of_file(path: Path) -> Weights:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of weights in the folder of a Hugging Face model; none if it is none. Raises DamagedCheckpoint."""
+    """The weight files in a Hugging Face model folder; empty for other folders. Raises DamagedCheckpoint."""
     if (folder / INDEX).is_file():
         with reading(folder / INDEX) as descriptor, open(descriptor, "rb", closefd=False) as file:
             index = Reader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))
@@ -180,7 +180,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class PresentState(SavedArrays):
-    """State as it is here; of a tensor that is cut, only the part that is here can be asked for."""
+    """The current state of a framework as SavedArrays; of a partitioned tensor, only local parts can be read."""
 
     def __init__(self, state: Iterable[StateTensor]) -> None:
         self.state: dict[str, StateTensor] = {}
@@ -212,16 +212,16 @@ class PresentState(SavedArrays):
 
 
 def is_within(begin: tuple[int, ...], shape: tuple[int, ...], tensor: StateTensor) -> bool:
-    """Whether a box of a whole tensor lies in the part of it that is here."""
+    """Whether a box of a whole tensor is in the local part."""
     assert tensor.cut is not None, "it is cut"
     return lies_in(tuple(map(int.__sub__, begin, tensor.cut.begin)), shape, tensor.shape)
 
 
 def load_keras_file(source: WeightSource, framework: StateSource) -> Match:
-    """Gives a Keras model the weights of a ``.weights.h5`` file; names are the file's own: ``layers/dense/vars/0``.
+    """Load a ``.weights.h5`` file into a Keras model; names are paths in the file: ``layers/dense/vars/0``.
 
-    The rest of the model is filled in from itself, so that Keras, which alone knows which variable is which, can
-    load a whole file.
+    The matching weights are copied into a file that Keras has saved from the model and then loads as a whole, since
+    only Keras can map variables to the file's names.
 
     Raises:
         UserError: see ``load_initial``.
@@ -247,7 +247,7 @@ def load_keras_file(source: WeightSource, framework: StateSource) -> Match:
 
 
 def datasets(file: h5py.File) -> list[str]:
-    """Paths of all datasets; links to other files are not followed."""
+    """Paths of all datasets; soft and external links are not followed."""
     names: list[str] = []
 
     def note(name: str, item: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which weights of a source a model takes: names are mapped and compared, and a partial match has to be meant."""
+"""Matches a source's weights with a model's by mapped names and shapes; a partial match must be requested."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from hpctrain.errors import UserError
 
 T = TypeVar("T")
 SHOWN = 5
-"""Names in a message; events hold all."""
+"""Number of names listed in a message; events hold all."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where initial weights come from, and how they fit; see the run file's ``checkpoint.init_...``."""
+    """Where initial weights come from and how names map; see ``checkpoint.init_...`` in the run file."""
 
     path: str
-    """Run folder, checkpoint folder, folder of a Hugging Face model, or file."""
+    """Run folder, checkpoint folder, Hugging Face model folder, or file."""
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of names in the source, and what they are in the model; the longest one counts."""
+    """Name prefixes in the source and their replacements in the model; the longest matching prefix applies."""
     missing: Sequence[str] = ()
-    """Patterns of the model's names that the source may lack, or hold in another shape."""
+    """Patterns of the model's weights that the source may lack or have in a different shape."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """Which weights were taken, by name without ``model/``."""
+    """The result of matching weights, by name without ``model/``."""
 
     taken: tuple[str, ...]
     missing: tuple[str, ...]
-    """In the model, not in the source: they keep their initial values."""
+    """Only in the model; these keep their initial values."""
     unexpected: tuple[str, ...]
-    """In the source, not in the model: left out."""
+    """Only in the source; ignored."""
     reshaped: tuple[str, ...]
-    """In both, with different shapes: they keep their initial values."""
+    """In both, with different shapes; these keep their initial values."""
 
 
 def match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Match:
-    """Compares shapes by name."""
+    """Compare two sets of shapes by name."""
     both = [name for name in wanted if name in found]
     return Match(
         taken=tuple(name for name in both if wanted[name] == found[name]),
@@ -54,21 +54,21 @@ def match_names(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple
 
 
 def of_stages(own: Mapping[str, tuple[int, ...]], stages: Group) -> dict[str, tuple[int, ...]]:
-    """Shapes of a whole model's weights by name, of those of one of its stages. Collective."""
+    """Gather the shapes of a model's weights from its pipeline stages, by name. Collective."""
     each = stages.allgather({name: list(shape) for name, shape in own.items()}, "list the weights of the model")
     return {name: tuple(shape) for one in each for name, shape in one.items()}
 
 
 def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> dict[str, T]:
-    """Weights by the names that the model has for them.
+    """Rename weights to the model's names, and remove the parts that torch.compile adds.
 
     Args:
-        weights: by name.
-        rename: beginnings of names, and what takes their place; the longest one counts.
+        weights: weights by name.
+        rename: name prefixes and their replacements; the longest matching prefix applies.
         what: where the weights come from, for errors.
 
     Raises:
-        UserError: no name begins so, or two get the same name.
+        UserError: a prefix matches no name, or two weights get the same name.
     """
     beginnings = sorted(rename, key=len, reverse=True)
     result: dict[str, T] = {}
@@ -93,11 +93,11 @@ def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> d
 def require_meant(
     source: WeightSource, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
 ) -> Match:
-    """What is taken.
+    """Match the weights, and require that every partial match is requested.
 
     Raises:
-        UserError: nothing would be, or the model has weights that the source lacks or holds in another shape, and the
-            run file does not say that this is meant.
+        UserError: no weight matches, or the source lacks weights of the model or has them in a different shape, and
+            ``source.missing`` does not list them.
     """
     match = match_names(wanted, found)
     hint = "" if source.rename else guessed_rename(match.missing, match.unexpected)
@@ -124,7 +124,7 @@ def require_meant(
 
 
 def guessed_rename(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """How most of the missing names could be found by another beginning, as a fix; empty if they could not."""
+    """Advice on the prefix mapping that would match the most missing names; empty if there is none."""
     by_ending: dict[str, str] = {}
     for other in unexpected:
         for ending in endings(other):
@@ -141,7 +141,7 @@ def guessed_rename(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def endings(name: str) -> Iterator[str]:
-    """A name, and what is left of it without its first parts, the longest first."""
+    """A name and its dotted suffixes, the longest first."""
     yield name
     while "." in name:
         name = name.partition(".")[2]
@@ -149,10 +149,10 @@ def endings(name: str) -> Iterator[str]:
 
 
 def guessed_patterns(names: Iterable[str]) -> list[str]:
-    """Patterns by the first part of each name."""
+    """Quoted patterns made from the first component of each name."""
     return list(dict.fromkeys(f'"{name.split(".")[0]}.*"' if "." in name else f'"{name}"' for name in names))
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many there are."""
+    """The first names, and the number of the rest."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

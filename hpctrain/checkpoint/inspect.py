@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and what differs between two."""
+"""Summarizes a checkpoint's tensors and compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hpctrain.errors import UserError
 from hpctrain.train.tree import FLOATS, INTEGERS, STRUCTURE, put_together
 
 Reads = dict[str, tuple[Callable[[], NDArray[Any]], str]]
-"""What reads an array, and its logical type, by name."""
+"""(function that reads the array, logical type) by name."""
 NUMBERS = (STRUCTURE, INTEGERS, FLOATS)
-"""Tensors in which the state of an object is, besides its arrays."""
+"""Names of the tensors that hold an object's state apart from its arrays."""
 MOST_TEXT = 200
-"""Characters of such a state that are shown to people."""
+"""Limit on the characters of an object's state that are printed."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A tensor at a glance; numbers are over its finite values, None if there are none."""
+    """Summary of a tensor; least, mean and most are over its finite values, None if there are none."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Summary:
     nans: int
     infinities: int
     text: str | None = None
-    """What an object said its state is, as JSON; its arrays by their names in angle brackets."""
+    """An object's state as JSON, in which arrays are their names in angle brackets."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Difference:
     largest: float | None = None
     """Largest absolute difference of finite values, for ``values``."""
     changed: int = 0
-    """Values whose bits differ, for ``values``."""
+    """Number of values that differ bitwise, for ``values``."""
 
 
 def numbers(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Values to calculate with: bfloat16 as float32, complex as magnitudes, others as float64."""
+    """Convert values for arithmetic: bfloat16 to float32, complex to magnitudes, others to float64."""
     if dtype == "bfloat16" and array.dtype.kind == "u":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return np.abs(array) if array.dtype.kind == "c" else array.astype(np.float64)
@@ -63,7 +63,7 @@ def numbers(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 @np.errstate(all="ignore")
 def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
-    """A tensor at a glance."""
+    """Summarize a tensor."""
     values = numbers(array, dtype)
     nans, infinities = int(np.isnan(values).sum()), int(np.isinf(values).sum())
     finite = values[np.isfinite(values)] if nans or infinities else values
@@ -71,13 +71,16 @@ def summarize(name: str, array: NDArray[Any], dtype: str) -> Summary:
         return Summary(name, array.shape, dtype, None, None, None, nans, infinities)
     mean = float(finite.mean(dtype=np.float64))
     if not math.isfinite(mean):
-        mean = float((finite / finite.size).sum(dtype=np.float64))  # the sum itself is beyond the largest number
+        mean = float((finite / finite.size).sum(dtype=np.float64))  # the plain sum overflows
     least, most = float(finite.min()), float(finite.max())
     return Summary(name, array.shape, dtype, least, min(max(mean, least), most), most, nans, infinities)
 
 
 def tensor_summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
-    """Of all tensors below a prefix, by name: below model/dense1 are model/dense1/kernel and model/dense1.weight."""
+    """Summaries of all tensors below a prefix, sorted by name.
+
+    For example, model/dense1/kernel and model/dense1.weight are below model/dense1.
+    """
     prefix = prefix.rstrip("/")
     below = (f"{prefix}/", f"{prefix}.")
     reads, texts = everything(loaded), object_texts(loaded)
@@ -87,7 +90,7 @@ def tensor_summaries(loaded: Loaded, prefix: str = "") -> list[Summary]:
 
 
 def everything(loaded: Loaded) -> Reads:
-    """What reads an array, and its logical type, by name; those of single ranks included."""
+    """Readers of all arrays, including those of single ranks."""
     of_ranks: Reads = {
         f"{name} (rank {rank})": (partial(values.__getitem__, rank), loaded.dtypes[name])
         for name, values in loaded.of_ranks.items()
@@ -97,7 +100,7 @@ def everything(loaded: Loaded) -> Reads:
 
 
 def object_texts(loaded: Loaded) -> dict[str, str]:
-    """What objects said their state is, by the name of its structure; see train.tree."""
+    """Objects' states as JSON, by the name of the structure tensor; see train.tree."""
     ranks = sorted({rank for values in loaded.of_ranks.values() for rank in values})
     views: list[tuple[str, Mapping[str, NDArray[Any]]]] = [("", loaded.arrays)]
     for rank in ranks:
@@ -116,7 +119,7 @@ def object_texts(loaded: Loaded) -> dict[str, str]:
 
 
 def tensor_differences(first: Loaded, second: Loaded) -> list[Difference]:
-    """Tensors that are not the same bits in both, by name."""
+    """Tensors that are not bitwise identical in both, by name."""
     before, after = everything(first), everything(second)
     found = [compare(name, before, after) for name in sorted(before.keys() | after.keys())]
     return [difference for difference in found if difference]
@@ -124,7 +127,7 @@ def tensor_differences(first: Loaded, second: Loaded) -> list[Difference]:
 
 @np.errstate(all="ignore")
 def compare(name: str, first: Reads, second: Reads) -> Difference | None:
-    """How one tensor differs, or None."""
+    """How one tensor differs, or None if it does not."""
     if name not in second:
         return Difference(name, "only in the first")
     if name not in first:
@@ -144,12 +147,12 @@ def compare(name: str, first: Reads, second: Reads) -> Difference | None:
 
 
 def bits(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """uint8[values, bytes of a value]."""
+    """The bytes of an array as uint8[values, bytes per value]."""
     return np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
 
 
 def summary_tree(found: Sequence[Summary]) -> Iterator[str]:
-    """Lines that show names as a tree, groups before their tensors, with the numbers in columns."""
+    """Lines that show names as a tree, with the summaries in columns."""
     width = max([2 * one.name.count("/") + len(one.name.rpartition("/")[2]) for one in found], default=0)
     shown: tuple[str, ...] = ()
     for one in found:
@@ -165,7 +168,7 @@ def summary_tree(found: Sequence[Summary]) -> Iterator[str]:
 
 
 def describe(one: Summary) -> str:
-    """Type, shape and numbers of a tensor."""
+    """Format type, shape and numbers of a summary."""
     text = f"{one.dtype:<9} {list(one.shape)!s:<18}"
     if one.text is not None:
         shown = one.text if len(one.text) <= MOST_TEXT else f"{one.text[:MOST_TEXT]} ..."

@@ -1,4 +1,4 @@
-"""The checkpoints that a person names; of an object store, what is asked for is fetched to a temporary folder."""
+"""Opens the checkpoints that a user names, on disk or in an object store, from which files are fetched on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.run.folder import step_named
 
 
 class Mirror(CheckpointStore):
-    """Changes nothing in the store."""
+    """Checkpoints in an object store, read-only; what is needed is fetched to a temporary folder."""
 
     def __init__(self, url: str) -> None:
         self.objects = ObjectFolder(url)
@@ -30,7 +30,7 @@ class Mirror(CheckpointStore):
 
     @cached_property
     def there(self) -> Listing:
-        """Raises DamagedCheckpoint, UnreadableCheckpoint."""
+        """The store's listing. Raises DamagedCheckpoint, UnreadableCheckpoint."""
         return look(self.objects)
 
     def steps(self) -> list[int]:
@@ -57,10 +57,10 @@ class Mirror(CheckpointStore):
 
 
 def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:
-    """The store, and the step if one is meant, of what a person types, see ``resolve_run.checkpoints``.
+    """Resolve a path or URL that a user gives to a store and, if it names one, a step; see ``resolve_run.checkpoints``.
 
     Raises:
-        UserError: there is no such folder, or no checkpoint in it.
+        UserError: the folder does not exist, or has no checkpoint, or none of this step.
     """
     store: CheckpointStore
     if "://" in text:

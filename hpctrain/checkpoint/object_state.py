@@ -1,4 +1,4 @@
-"""State of objects in a checkpoint: of hooks, and of what a task declares as its state."""
+"""State of objects in a checkpoint: hooks, and the objects in a task's ``state``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OBJECTS = "objects"
 
 @dataclass(frozen=True)
 class ObjectState:
-    """State of all objects that have some, at one step."""
+    """State of all objects that have any, at one step."""
 
     placements: Mapping[str, str]
     """``first`` or ``rank`` by object."""
@@ -37,7 +37,7 @@ class ObjectState:
 
 
 def state_of(objects: Sequence[Kept], leaves: Leaves) -> ObjectState:
-    """Asks all objects. Raises UserError if a checkpoint cannot keep what one of them says."""
+    """Collect the objects' state. Raises UserError if a state_dict fails or cannot be saved."""
     placements: dict[str, str] = {}
     tensors: list[StateTensor] = []
     for one in objects:
@@ -52,7 +52,7 @@ def state_of(objects: Sequence[Kept], leaves: Leaves) -> ObjectState:
 
 
 def require_equal(group: Group, objects: Sequence[Kept], leaves: Leaves, step: int) -> None:
-    """Raises UserError, on all ranks, if a task's state differs between them and is not declared so. Collective."""
+    """Raise UserError, on all ranks, if state of a task that is not ``PerRank`` differs between ranks. Collective."""
     shared = [one for one in objects if one.name.startswith(STATE) and one.rule is None]
     if not shared:
         return
@@ -70,20 +70,20 @@ def require_equal(group: Group, objects: Sequence[Kept], leaves: Leaves, step: i
 def restore(
     objects: Sequence[Kept], loaded: Loaded, leaves: Leaves, group: Group, accepted: Sequence[str] = ()
 ) -> list[str]:
-    """Gives each object its state from a checkpoint.
+    """Restore each object's state from a checkpoint.
 
     Args:
-        objects: the run's.
+        objects: the run's objects.
         loaded: the checkpoint.
-        leaves: what state may hold.
-        group: the ranks; nothing is asked of the others.
+        leaves: the types that state may contain.
+        group: the ranks; there is no communication.
         accepted: keys that may differ from the checkpoint's: ``state``, or ``state.<name>``.
 
     Returns:
-        What a person should know, in sentences.
+        Sentences to print for the user.
 
     Raises:
-        UserError: state of the task is missing here or there, or an object does not take over what was saved.
+        UserError: only the task or only the checkpoint has a state, or an object's load_state_dict fails.
     """
     names, saved = {one.name for one in objects}, loaded.meta.get(OBJECTS, {})
     told = [] if OBJECTS in loaded.meta else restore_earlier(objects, loaded)
@@ -97,7 +97,7 @@ def restore(
 
 
 def gone(name: str, where: str, accepted: Sequence[str]) -> str:
-    """An object that the run no longer has: reported; declared state is refused unless accepted."""
+    """Message about a saved object that the run no longer has; raises UserError for task state unless accepted."""
     kind, _, own = name.partition("/")
     if f"{kind}/" == HOOKS:
         return f"state of hook {own} is left out: this run has none"
@@ -108,7 +108,7 @@ def gone(name: str, where: str, accepted: Sequence[str]) -> str:
 
 
 def new(one: Kept, where: str, accepted: Sequence[str]) -> str:
-    """State that the checkpoint does not hold: refused unless it is accepted."""
+    """Message about task state that the checkpoint lacks; raises UserError unless accepted."""
     own = one.name.removeprefix(STATE)
     if not is_accepted(f"state.{own}", accepted):
         fix = f"if it is new, let it begin as the task made it: --accept state.{own}; else restore its old name"
@@ -117,7 +117,7 @@ def new(one: Kept, where: str, accepted: Sequence[str]) -> str:
 
 
 def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group) -> Iterator[str]:
-    """Gives an object its state; says what becomes of it at another number of ranks."""
+    """Restore one object; yields a message on rank-local state if the number of ranks differs."""
     if placement != one.placement.value:
         per_rank = placement == Placement.RANK
         raise UserError(
@@ -150,17 +150,17 @@ def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group
 
 
 def below(name: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Arrays of an object, by their names without its own."""
+    """The arrays of an object, by name without the object's prefix."""
     return {full.removeprefix(f"{name}/"): each for full, each in arrays.items() if full.startswith(f"{name}/")}
 
 
 def of_rank(name: str, loaded: Loaded, rank: int) -> dict[str, NDArray[Any]]:
-    """Rank-local state of a rank of another number of ranks."""
+    """An object's state on a saved rank, if the number of ranks differs."""
     return below(name, {full: values[rank] for full, values in loaded.of_ranks.items() if rank in values})
 
 
 def blamed(one: Kept, what: str, fix: str) -> AbstractContextManager[None]:
-    """Errors of an object's own code become one sentence that names it and the line; ours pass through."""
+    """Turn errors in an object's code into UserErrors that name it and the line; HpctrainErrors propagate."""
 
     def told(error: Exception) -> UserError:
         return UserError(f"{one.spoken}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
@@ -169,7 +169,10 @@ def blamed(one: Kept, what: str, fix: str) -> AbstractContextManager[None]:
 
 
 def restore_earlier(objects: Sequence[Kept], loaded: Loaded) -> list[str]:
-    """From a checkpoint of version 0.2 or 0.1: hooks' values are in its ``meta``, their arrays among the tensors."""
+    """Restore hooks from a checkpoint of version 0.1 or 0.2, which has their values in ``meta`` and arrays in tensors.
+
+    Returns messages about hooks that the run no longer has.
+    """
     hooks = {one.name.removeprefix(HOOKS): one for one in objects if one.name.startswith(HOOKS)}
     texts = saved_texts(loaded.meta) if hooks else {}
     for name in hooks.keys() & texts.keys():
@@ -179,7 +182,7 @@ def restore_earlier(objects: Sequence[Kept], loaded: Loaded) -> list[str]:
 
 
 def saved_texts(meta: Mapping[str, Any]) -> dict[str, str]:
-    """JSON by hook. Version 0.1 kept what is now two hooks' state among the run's own."""
+    """Saved JSON by hook. In version 0.1, what is now the state of two hooks was part of the run's state."""
     if "hooks" in meta:
         return dict(meta["hooks"])
     state, config = meta["state"], flat(meta["identity"]["config"])

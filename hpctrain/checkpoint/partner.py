@@ -1,7 +1,7 @@
-"""Copies of a node's shards on the next node, sent by background threads: training does not wait for them.
+"""Copies of a node's shards on the next node, sent by background threads so that training does not wait.
 
-Each rank sends its shards over one connection to a rank of the next node, the last node to the first. Both sides prove
-that they hold the run's token (HMAC-SHA256 over both sides' nonces); what they send is not encrypted.
+Each rank sends its shards over one connection to a rank of the next node; the last node sends to the first. Both sides
+prove that they hold the run's token (HMAC-SHA256 over both nonces); the data are not encrypted.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from hpctrain.system.address import interfaces, listen, meeting_address, routed_
 
 THREAD = "snapshot-copies"
 HANDSHAKE_S = 10.0
-"""Longest wait for a stranger's proof."""
+"""Timeout for the handshake."""
 SILENCE_S = 600.0
-"""Longest wait for the other side while a shard is sent: it may be suspended, or its disk slow."""
+"""Timeout for the other side during a transfer; long, because it may be suspended or its disk slow."""
 PROOF_BYTES = 32
 LENGTH = struct.Struct("!I")
 MOST_BYTES = 1 << 16
-"""Of a message next to the shards."""
+"""Maximum size of a message other than a shard."""
 PIECE_BYTES = 1 << 20
 MOST_INCOMING = 256
-"""Connections, strangers' and closed ones included."""
+"""Limit on open incoming connections, including unauthenticated ones."""
 WHAT = "open connections for copies of snapshots"
 
 
 class Partner:
-    """A rank's connection to the next node, and those by which the node before sends what is to be kept here.
+    """A rank's connection to the next node, and the connections on which the previous node sends copies to this one.
 
     Args:
-        store: of this node's snapshots.
-        listener: for the node before.
-        token: the run's.
+        store: this node's snapshots.
+        listener: socket on which the previous node connects.
+        token: the run's secret token.
     """
 
     def __init__(self, store: SnapshotStore, listener: socket.socket, token: bytes) -> None:
@@ -55,17 +55,17 @@ class Partner:
         self.incoming: list[socket.socket] = []
 
     def start(self) -> None:
-        """From now on the node before can connect."""
+        """Start to accept connections from the previous node."""
         threading.Thread(target=self._listen, name=THREAD, daemon=True).start()
 
     def connect(self, address: str, port: int) -> None:
-        """To the next node. Raises OSError."""
+        """Connect to the next node. Raises OSError."""
         self.stream = socket.create_connection((address, port), HANDSHAKE_S)
         shake_hands(self.stream, self.token, calls=True)
         self.stream.settimeout(SILENCE_S)
 
     def send(self, path: Path) -> None:
-        """Returns when the next node has a copy of a shard. Raises OSError."""
+        """Send a shard; returns when the next node has stored it. Raises OSError."""
         assert self.stream, "it is connected"
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -75,7 +75,7 @@ class Partner:
             raise OSError(f"the copy on the next node: {problem}")
 
     def close(self) -> None:
-        """Ends the connections, and with them the threads."""
+        """Close the connections, which ends the threads."""
         for stream in (self.listener, self.stream, *list(self.incoming)):
             if stream:
                 with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ class Partner:
                 stream.close()
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):  # until it is closed
+        with contextlib.suppress(OSError):  # ends when the listener is closed
             while True:
                 stream, _ = self.listener.accept()
                 if len(self.incoming) == MOST_INCOMING:
@@ -93,7 +93,7 @@ class Partner:
                 threading.Thread(target=self._keep, args=(stream,), name=THREAD, daemon=True).start()
 
     def _keep(self, stream: socket.socket) -> None:
-        """Writes the shards that a rank of the node before sends, until it ends."""
+        """Receive and write shards from a rank of the previous node until the connection ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.incoming.remove, stream)
             stack.enter_context(stream)
@@ -108,7 +108,7 @@ class Partner:
                 stream.settimeout(None)  # the next snapshot may be hours away
 
     def _write(self, stream: socket.socket, folder: str, file: str, size: int) -> str | None:
-        """Takes a shard from a connection; why it could not be kept, or None. Raises OSError if the connection ends."""
+        """Receive and write a shard; returns why it could not be stored, or None. Raises OSError if disconnected."""
         problem, buffer, done = None, memoryview(bytearray(PIECE_BYTES)), 0
         with contextlib.ExitStack() as files:
             try:
@@ -136,7 +136,7 @@ class Partner:
 
 
 def shake_hands(stream: socket.socket, token: bytes, calls: bool) -> None:
-    """Proves to the other side that this one holds the token, and has it prove the same. Raises OSError."""
+    """Prove to each other that both sides hold the token. Raises OSError if the other side does not."""
     own = secrets.token_bytes(PROOF_BYTES)
     stream.sendall(own)
     peer = receive(stream, PROOF_BYTES)
@@ -148,13 +148,13 @@ def shake_hands(stream: socket.socket, token: bytes, calls: bool) -> None:
 
 
 def tell(stream: socket.socket, value: Any) -> None:
-    """Sends a small value. Raises OSError."""
+    """Send a small JSON value. Raises OSError."""
     data = json.dumps(value).encode()
     stream.sendall(LENGTH.pack(len(data)) + data)
 
 
 def hear(stream: socket.socket) -> Any:
-    """The value that the other side tells. Raises OSError, ValueError."""
+    """Receive a small JSON value. Raises OSError, ValueError."""
     (size,) = LENGTH.unpack(receive(stream, LENGTH.size))
     if size > MOST_BYTES:
         raise ValueError(f"a message of {size} bytes")
@@ -162,7 +162,7 @@ def hear(stream: socket.socket) -> Any:
 
 
 def receive(stream: socket.socket, size: int) -> bytes:
-    """``size`` bytes. Raises OSError if the connection ends before."""
+    """Receive ``size`` bytes. Raises OSError if the connection ends first."""
     data = b""
     while len(data) < size:
         if not (part := stream.recv(size - len(data))):
@@ -172,7 +172,7 @@ def receive(stream: socket.socket, size: int) -> bytes:
 
 
 def open_partner(store: SnapshotStore, world: World) -> tuple[Partner | None, str | None]:
-    """A rank's partner on the next node, or why there is none, on all ranks. Collective."""
+    """Connect each rank to the next node; returns (partner, None), or (None, reason) on all ranks. Collective."""
     if world.nodes == 1:
         return None, "the ranks are on one node"
     token = world.everyone.broadcast(secrets.token_hex(32), WHAT)

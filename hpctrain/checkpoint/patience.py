@@ -1,4 +1,4 @@
-"""Reading what a file system does not give at once: tried again, and by other ranks, before the run gives up."""
+"""Retries of failed reads, by the same and by other ranks, before a run gives up."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from hpctrain.system import foreign_text
 T = TypeVar("T")
 
 PAUSES_S: tuple[float, ...] = (0.1, 0.5, 2.0, 5.0, 10.0, 15.0, 30.0)
-"""Waits before each further attempt: a file server that fails over is away for about a minute."""
+"""Pauses before each retry; in total, about as long as the failover of a file server takes."""
 FINAL = (DamagedCheckpoint, UserError)
-"""Errors after which no other attempt is made; the first of them in this order is the one that counts."""
+"""Errors that are not retried, by precedence."""
 
 
 def read_among(group: Group, count: int, read: Callable[[int], T], what: str) -> tuple[dict[int, T], list[int]]:
-    """Reads items 0 to ``count`` - 1, each by one rank, and by another one if that cannot. Collective.
+    """Read items 0 to ``count`` - 1, each on one rank; if that fails, retry on another rank. Collective.
 
     Args:
-        group: ranks that share the work.
+        group: ranks that split the work.
         count: number of items, equal on all ranks.
-        read: gives an item by its index; raises DamagedCheckpoint, UserError or UnreadableCheckpoint.
-        what: what ranks wait for each other to do, for messages.
+        read: returns an item by its index; raises DamagedCheckpoint, UserError or UnreadableCheckpoint.
+        what: what the ranks are doing, for messages.
 
     Returns:
-        What this rank has read, by index, and for each item the rank that has it.
+        The items that this rank has read, by index, and for each item the rank that has it.
 
     Raises:
         DamagedCheckpoint: an item is damaged (on all ranks).
-        UserError: an item is not for this user or program to read (likewise).
-        UnreadableCheckpoint: no attempt of any rank could read an item (likewise).
+        UserError: an item may not be read by this user, or cannot be by this version (on all ranks).
+        UnreadableCheckpoint: all tries to read an item failed (on all ranks).
     """
     held: dict[int, T] = {}
     holders = [index % group.size for index in range(count)]
@@ -65,12 +65,12 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
                 foreign_text.show(f"hpctrain: {text}", sys.stderr)
         reason, fix = told[0][2:]
         pending = [index for index, *_ in told]
-        for index in pending:  # far enough away to be on another node, if there are several
+        for index in pending:  # half the group away, to be on another node if there are several
             holders[index] = (holders[index] + max(1, group.size // 2)) % group.size
     who = " by this process" if group.size == 1 else " by different ranks"
     raise UnreadableCheckpoint(f"{reason} (tried {len(PAUSES_S) + 1} times{who} in {sum(PAUSES_S):.0f} s)", fix)
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """What one process reads, as ``read_among`` does. Raises as that does."""
+    """Call ``read`` in one process, with the retries and errors of ``read_among``."""
     return read_among(Group("alone"), 1, lambda _: read(), "read")[0][0]

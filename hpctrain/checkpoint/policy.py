@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and which are kept. Pure: time and cost are arguments."""
+"""Rules for when a checkpoint is due and which ones are kept. Pure functions: time and cost are arguments."""
 
 from __future__ import annotations
 
@@ -12,49 +12,48 @@ from hpctrain.errors import ExitCode
 from hpctrain.run.attempt_record import Attempt
 
 FIRST_S = 60.0
-"""Seconds to the first automatic checkpoint, which measures what one costs."""
+"""Seconds to the first automatic checkpoint, which measures the cost."""
 LEAST_S = 10.0
-"""Automatic checkpoints are never closer than this."""
+"""Minimum interval between automatic checkpoints."""
 RETRY_S = 10.0
-"""Seconds from a save that failed to the next attempt; twice as long after each further failure, up to ..."""
+"""Seconds from a failed save to the next try; doubled after each further failure, up to LONGEST_RETRY_S."""
 LONGEST_RETRY_S = 120.0
-"""... this."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a checkpoint took."""
+    """Measured cost of a checkpoint."""
 
     stall_s: float
-    """Seconds without training."""
+    """Seconds that training was interrupted."""
     write_s: float
     """Seconds until it was committed."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules, any of which makes a checkpoint due."""
+    """Rules for saving; a checkpoint is due if any of them applies."""
 
     every_steps: int | None = None
     every_epochs: int | None = None
     every_s: float | None = None
     mtbf_s: float | None = None
-    """Mean time between failures, for the interval of Young and Daly."""
+    """Mean time between failures, for the Young/Daly interval; None for no automatic checkpoints."""
     overhead_budget: float = 0.035
-    """Largest share of time that automatic checkpoints may stall."""
+    """Maximum fraction of the time that automatic checkpoints may stall training."""
 
     def due_at(self, step: int, epoch: int, at_epoch_end: bool) -> bool:
-        """Whether the position alone makes one due: the same on every rank."""
+        """Whether a checkpoint is due at this position; the same on every rank."""
         if self.every_steps and step % self.every_steps == 0:
             return True
         return bool(self.every_epochs and at_epoch_end and epoch % self.every_epochs == 0)
 
     def retry_s(self, failures: int, stall_s: float) -> float:
-        """Seconds from the last of this many failures in a row to the next attempt, which costs a stall as well."""
+        """Seconds until the next try after this many consecutive failures, with stalls kept within the budget."""
         return max(min(RETRY_S * 2.0 ** min(failures - 1, 10), LONGEST_RETRY_S), stall_s / self.overhead_budget)
 
     def interval_s(self, cost: Cost | None) -> float:
-        """Seconds from one checkpoint to the next by the clock, infinity if only positions count; rank 0 decides."""
+        """Seconds between checkpoints by the clock; infinity if only positions count. Rank 0 decides."""
         interval = self.every_s or math.inf
         if self.mtbf_s is None:
             return interval
@@ -63,12 +62,12 @@ class Policy:
 
 
 def automatic_interval_s(cost: Cost, mtbf_s: float, overhead_budget: float) -> float:
-    """Daly's interval, lengthened until stalls keep to their budget and the disk rests half of the time."""
+    """Daly's interval, but long enough to keep stalls within the budget and the disk idle half of the time."""
     return max(daly_s(cost.stall_s, mtbf_s), cost.stall_s / overhead_budget, 2 * cost.write_s, LEAST_S)
 
 
 def daly_s(stall_s: float, mtbf_s: float) -> float:
-    """The interval that wastes least time on checkpoints and repeated work.
+    """The interval that minimizes time lost to checkpoints and repeated work.
 
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
     Systems 22 (2006), eq. 37; to first order Young's sqrt(2 * stall * mtbf).
@@ -80,7 +79,7 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def policy_of(config: CheckpointConfig, attempts: Sequence[Attempt] = ()) -> Policy:
-    """The rules of a run file; ``interval: auto`` counts if no other rule is given. ``attempts``: so far."""
+    """The policy of a run file; ``interval: auto`` applies if no other rule is given. ``attempts`` are those so far."""
     tier = policy_of_tier(config.tiers.run_dir.every_steps, config, attempts)
     given = tier or config.every_steps or config.every_epochs or config.every_minutes
     return Policy(
@@ -95,16 +94,16 @@ def policy_of(config: CheckpointConfig, attempts: Sequence[Attempt] = ()) -> Pol
 def policy_of_tier(
     every_steps: int | Literal["auto"] | None, config: CheckpointConfig, attempts: Sequence[Attempt] = ()
 ) -> Policy | None:
-    """The rules of a tier of the run file; None if it is not used."""
+    """The policy of a tier in the run file; None if the tier is not used."""
     if every_steps == "auto":
         return Policy(mtbf_s=mtbf_s(config, attempts), overhead_budget=config.overhead_budget)
     return Policy(every_steps=every_steps) if every_steps else None
 
 
 def mtbf_s(config: CheckpointConfig, attempts: Sequence[Attempt]) -> float:
-    """Mean time between failures: the time of all attempts, and that which was expected, over failures and one more.
+    """Estimate the mean time between failures: (expected + observed time) / (failures + 1).
 
-    It begins as what is expected, and comes close to what is observed as failures add up.
+    It starts at the expected value and approaches the observed one as failures add up.
     """
     ended = [it for it in attempts if it.verdict and it.started and it.ended]
     failures = sum(it.verdict is not None and it.verdict.exit_code is ExitCode.FAILURE for it in ended)
@@ -114,12 +113,12 @@ def mtbf_s(config: CheckpointConfig, attempts: Sequence[Attempt]) -> float:
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules of what to keep; what no rule keeps is removed after a newer checkpoint was committed."""
+    """Rules for which checkpoints to keep; others are removed after a newer one is committed."""
 
     last: int | None = None
-    """Newest checkpoints that are kept; all of them if None."""
+    """Number of newest checkpoints to keep; None keeps all."""
     every_steps: int | None = None
-    """The first checkpoint at or after each multiple of this is kept for ever."""
+    """The first checkpoint at or after each multiple of this is kept forever."""
 
     def __post_init__(self) -> None:
         at_least("keep_last", self.last, 1)
@@ -139,13 +138,13 @@ class Retention:
         return [step for step in ordered if step not in kept]
 
     def milestones(self, ordered: Sequence[int]) -> set[int]:
-        """Of ascending steps, the first at or after each multiple of ``every_steps``."""
+        """The first of the ascending steps at or after each multiple of ``every_steps``."""
         if not self.every_steps:
             return set()
         first: dict[int, int] = {}
         for step in ordered:
             first.setdefault(step // self.every_steps, step)
-        return {step for multiple, step in first.items() if multiple or not step}  # of 0 none but 0 itself
+        return {step for multiple, step in first.items() if multiple or not step}  # for multiple 0, only step 0 itself
 
 
 KEEP_ALL = Retention()

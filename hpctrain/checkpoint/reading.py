@@ -1,4 +1,4 @@
-"""Reading a checkpoint by one process or by many: verify, agree, and take what each needs."""
+"""Loads a checkpoint in one process or on many ranks: they verify it, agree on it, and read what each needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
 
 RANDOM = "rng/"
-"""Prefix of random states, which mean nothing to another number of ranks."""
+"""Prefix of random states, which are not used with a different number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +43,29 @@ class NotUsed:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's contents, verified before they are used."""
+    """A checkpoint's contents, verified before use."""
 
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     path: Path
     """Its folder."""
     ranks: int
-    """Ranks of the run that saved it."""
+    """Number of ranks with rank-local state when it was saved: all, or those of the data-parallel group."""
     meta: dict[str, Any]
     """What was saved as ``meta``."""
     arrays: SavedArrays
-    """By name; bfloat16 as uint16. If the number of ranks differs from the saved one: without random states of
-    ranks, and with the mean of other rank-local floating-point state."""
+    """Arrays by name; bfloat16 as uint16. If the number of ranks differs from the saved one, random states of ranks are
+    omitted, and other rank-local floating-point state is averaged."""
     dtypes: dict[str, str]
     """Logical types by name."""
     rejected: tuple[NotUsed, ...] = ()
-    """Newer checkpoints that were found damaged, newest first."""
+    """Newer checkpoints that are damaged, newest first."""
     of_ranks: Mapping[str, Mapping[int, NDArray[Any]]] = field(default_factory=dict)
-    """If the number of ranks differs from the saved one: what each rank had of the task's own state, by name."""
+    """The task's rank-local state by name and saved rank, if the number of ranks differs from the saved one."""
 
 
 Use = Callable[[Loaded], Mapping[str, NDArray[Any]]]
-"""Takes what it needs of a checkpoint whose arrays are read when they are asked for, and returns what is to be kept."""
+"""use(loaded) reads what it needs from a checkpoint whose arrays are read on access, and returns the arrays to keep."""
 
 
 def load_newest(
@@ -75,25 +75,25 @@ def load_newest(
     use: Use | None = None,
     prepare: Callable[[Path], None] = lambda folder: None,
 ) -> Loaded:
-    """Loads the first sound checkpoint among these. Collective.
+    """Load the first sound checkpoint among these. Collective.
 
     Args:
-        folders: of candidates, in order, each named after its step.
+        folders: candidate folders in order, each named after its step.
         group: ranks that load together.
-        peers: those of them that have rank-local state; see ``CheckpointStore``.
-        use: takes what it needs of arrays that each rank reads and verifies when they are asked for. It is called on
-            all ranks, and called again if a rank could not read something, or found damage: with an older checkpoint,
-            which then replaces all that was taken. By default all arrays are kept: each rank reads and verifies every
-            group.size-th shard, and sends it to the others.
-        prepare: called on all ranks before a folder is read; raises DamagedCheckpoint, on all, to pass over it.
+        peers: ranks of the group with rank-local state; see ``CheckpointStore``.
+        use: called on all ranks with the checkpoint, whose arrays each rank reads and verifies on access. It is called
+            again with the same checkpoint if a rank could not read it, or with an older one, which replaces all arrays
+            read so far, if a rank found damage. By default all arrays are kept: each rank reads and verifies every
+            group.size-th shard and sends it to the others.
+        prepare: called on all ranks before a folder is read; raises DamagedCheckpoint, on all, to skip it.
 
     Raises:
-        DamagedCheckpoint: none is sound.
-        UnreadableCheckpoint: one cannot be read now, so that it is not known to be sound.
+        DamagedCheckpoint: no candidate is sound.
+        UnreadableCheckpoint: a candidate cannot be read now, so it is unknown whether it is sound.
     """
     rejected: list[NotUsed] = []
     taken: layout.Manifest | None = None
-    """Of a damaged one, parts of which are in use."""
+    """Manifest of a damaged checkpoint of which ``use`` may have read parts."""
     fix = "restore the folder from a backup, or begin again with --fresh"
     for folder, older in zip_longest(folders, folders[1:]):
         step = step_of(folder)
@@ -117,20 +117,20 @@ def load_newest(
 
 
 Arrays = dict[str, NDArray[Any]]
-"""By name."""
+"""Arrays by name."""
 OfRanks = dict[str, dict[int, NDArray[Any]]]
-"""By name and rank."""
+"""Rank-local arrays by name and rank."""
 
 
 def step_of(folder: Path) -> int:
-    """Of a checkpoint's folder."""
+    """The step in a checkpoint folder's name."""
     step = step_named(folder.name)
     assert step is not None, "folders of checkpoints have their names"
     return step
 
 
 def replaced_by(older: Path, manifest: layout.Manifest, group: Group) -> bool:
-    """Whether the next checkpoint would replace all that is taken of one that turns out damaged. Collective."""
+    """Whether the next older checkpoint has all tensors of this one, should it be damaged. Collective."""
     found = False
     if group.rank == 0:
         with suppress(layout.DamagedCheckpoint, layout.UnreadableCheckpoint, UserError):
@@ -139,28 +139,28 @@ def replaced_by(older: Path, manifest: layout.Manifest, group: Group) -> bool:
 
 
 def replaces(manifest: layout.Manifest, other: layout.Manifest) -> bool:
-    """Whether every tensor that a program may have taken of another checkpoint is in this one as well."""
+    """Whether a checkpoint has all tensors of the other one and was saved by the same number of ranks."""
     return manifest.ranks == other.ranks and manifest.tensors().keys() >= other.tensors().keys()
 
 
 @dataclass(frozen=True)
 class OwnState:
-    """Rank-local state of the ranks that saved, for another number of ranks."""
+    """Saved rank-local state, prepared for a different number of ranks."""
 
     merged: Arrays
-    """One value by name."""
+    """One value per name."""
     of_ranks: OfRanks
-    """What each had of the task's own state."""
+    """The task's rank-local state of each saved rank."""
 
 
 @contextmanager
 def opened(path: Path, step: int) -> Iterator[Loaded]:
-    """One process's view of a checkpoint: each array is read, patiently, and verified when it is asked for.
+    """Open a checkpoint in one process: each array is read, with retries, and verified on access.
 
-    What lies between the arrays is verified before.
+    The rest of the files is verified at once.
 
     Raises:
-        DamagedCheckpoint, UnreadableCheckpoint, UserError: as ``read_among`` does; also when arrays are read.
+        DamagedCheckpoint, UnreadableCheckpoint, UserError: as ``read_among``; also on access to arrays.
     """
     folder, alone = path / name_of_step(step), Group("alone")
     manifest = read_manifest(folder, step, alone)
@@ -171,7 +171,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
 
 
 def read_manifest(folder: Path, step: int, group: Group) -> layout.Manifest:
-    """The manifest, which one rank reads for all. Collective. Raises as ``read_among`` does."""
+    """Read the manifest on one rank and broadcast it. Collective. Raises as ``read_among`` does."""
     what = f"read the manifest of {folder.name}"
     held, (holder,) = read_among(group, 1, lambda _: manifest_file.read_with_bytes(folder, step), what)
     data, manifest = held.get(0, (b"", None))
@@ -182,37 +182,37 @@ def read_manifest(folder: Path, step: int, group: Group) -> layout.Manifest:
 
 
 Check = Callable[[Path, layout.Shard], None]
-"""Looks at a shard; raises DamagedCheckpoint, UnreadableCheckpoint or UserError."""
+"""check(folder, shard) verifies a shard; raises DamagedCheckpoint, UnreadableCheckpoint or UserError."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that ranks take together, if it turns out to be sound."""
+    """A checkpoint that ranks load together if it turns out to be sound."""
 
     folder: Path
     manifest: layout.Manifest
     group: Group
     """Ranks that load together."""
     peers: Group
-    """Those of them that have rank-local state."""
+    """Ranks of the group with rank-local state."""
     rejected: tuple[NotUsed, ...] = ()
-    """Newer ones, newest first."""
+    """Newer, damaged checkpoints, newest first."""
 
     @property
     def own_rank(self) -> int | None:
-        """The rank whose own values this rank takes; None if there were more or fewer ranks."""
+        """The saved rank whose rank-local state this rank loads; None if the number of ranks differs."""
         return self.peers.rank if self.manifest.ranks == self.peers.size else None
 
     def loaded(self, arrays: SavedArrays, of_ranks: OfRanks) -> Loaded:
-        """The checkpoint with these arrays."""
+        """The Loaded with these arrays."""
         saved = self.manifest
         dtypes = {spec.name: spec.dtype for spec in saved.tensors().values()}
         return Loaded(saved.step, self.folder, saved.ranks, saved.meta, arrays, dtypes, self.rejected, of_ranks)
 
     def own_state(self, check: Check) -> OwnState:
-        """Checks each shard on one of the ranks, and gathers the saved ranks' local state. Collective.
+        """Check each shard on one of the ranks, and gather the saved rank-local state. Collective.
 
-        With as many ranks as saved it, each takes its own, and nothing is gathered. Raises as ``read_among`` does.
+        Nothing is gathered if the number of ranks is unchanged. Raises as ``read_among`` does.
         """
         shards = self.manifest.shards
         kept = [own_pieces(shard) if self.own_rank is None else [] for shard in shards]
@@ -234,7 +234,7 @@ class Candidate:
         return own_state_of(of_ranks, self.peers.rank)
 
     def read_by_each(self, own: OwnState, use: Use) -> Loaded:
-        """Lets each rank take what it needs; if one cannot read it, all send each other everything. Collective."""
+        """Let each rank read what it needs; if one cannot, ranks exchange all shards instead. Collective."""
         mine: Exception | None = None
         problem: tuple[str, str, str] | None = None
         kept: Mapping[str, NDArray[Any]] = {}
@@ -244,7 +244,7 @@ class Candidate:
                 kept = use(view)
             except (*FINAL, layout.UnreadableCheckpoint) as error:
                 mine, problem = error, (type(error).__name__, error.what, error.fix)
-            except Exception as error:  # of a program's own code: the others must not wait for this rank
+            except Exception as error:  # from the caller's code: other ranks must not wait for this one
                 said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
                 what = f"rank {self.group.rank} failed while it took over {self.folder.name}: {said}"
                 mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
@@ -260,7 +260,7 @@ class Candidate:
         return replace(view, arrays=HeldArrays(use(view)))
 
     def shared(self) -> Loaded:
-        """All arrays, from shards each of which a rank reads that can, and sends to the others. Collective.
+        """Load all arrays: each shard is read by a rank that can, and broadcast to the others. Collective.
 
         Raises as ``read_among`` does.
         """
@@ -279,7 +279,7 @@ class Candidate:
 
 
 def own_pieces(shard: layout.Shard) -> list[layout.StoredPiece]:
-    """Rank-local pieces, without random states."""
+    """The rank-local pieces of a shard, without random states."""
     return [
         stored
         for stored in shard.pieces
@@ -288,7 +288,7 @@ def own_pieces(shard: layout.Shard) -> list[layout.StoredPiece]:
 
 
 def take_own(pieces: Sequence[layout.StoredPiece], image: NDArray[np.uint8], of_ranks: OfRanks) -> None:
-    """Adds ranks' own values, which lie in a row, by name and rank."""
+    """Add rank-local values, which are consecutive in ``image``, to ``of_ranks``."""
     position = 0
     for stored in pieces:
         tensor = stored.piece.tensor
@@ -298,7 +298,7 @@ def take_own(pieces: Sequence[layout.StoredPiece], image: NDArray[np.uint8], of_
 
 
 def own_state_of(of_ranks: OfRanks, rank: int) -> OwnState:
-    """What a rank of another number takes of rank-local state."""
+    """The rank-local state that a rank loads if the number of ranks has changed."""
     merged: Arrays = {}
     for name, values in of_ranks.items():
         if not name.startswith(STATE):
@@ -309,12 +309,12 @@ def own_state_of(of_ranks: OfRanks, rank: int) -> OwnState:
 
 
 def same(values: Mapping[int, NDArray[Any]]) -> bool:
-    """Whether all ranks had the same; then what belongs together by it can be merged."""
+    """Whether all ranks' values are bitwise identical; values whose structure is can be merged."""
     return len({value.tobytes() for value in values.values()}) < 2
 
 
 def take(shard: layout.Shard, image: NDArray[np.uint8], arrays: Arrays, of_ranks: OfRanks, rank: int | None) -> None:
-    """Adds replicated values and this rank's to ``arrays``, or if ``rank`` is None every rank's to ``of_ranks``."""
+    """Add replicated values and those of ``rank`` to ``arrays``; without ``rank``, rank-local ones to ``of_ranks``."""
     for stored in shard.pieces:
         piece, tensor = stored.piece, stored.piece.tensor
         view = view_of(image, piece, stored.offset)
@@ -329,27 +329,27 @@ def take(shard: layout.Shard, image: NDArray[np.uint8], arrays: Arrays, of_ranks
 
 
 def merge(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
-    """One value from those of another number of ranks: the one they agree on, the mean of statistics, else one's."""
+    """Merge the values of several saved ranks: their common value, the mean of floats, else one rank's value."""
     first = values[0]
     if all(value.tobytes() == first.tobytes() for value in values[1:]):
         return first
     if first.dtype.kind == "f" and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in values):
-        with np.errstate(all="ignore"):  # what was not finite stays so
+        with np.errstate(all="ignore"):  # non-finite values stay non-finite
             return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
     return values[rank % len(values)]
 
 
 class Contents(SavedArrays):
-    """Arrays by name, bfloat16 as uint16; each access reads the file again. Close it after use.
+    """A checkpoint's arrays by name, bfloat16 as uint16; each access reads the file again. Close it after use.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of it.
-        rank: whose own values count; None if those of ``merged`` do.
-        merged: values of rank-local tensors, merged over all ranks.
-        patience: calls what reads one tensor, and may call it again if it raises UnreadableCheckpoint.
+        folder: the checkpoint's folder.
+        manifest: the checkpoint's manifest.
+        rank: the rank whose rank-local values to use; None to use ``merged``.
+        merged: rank-local tensors, merged over all saved ranks.
+        patience: calls a function that reads one tensor, and may retry it if it raises UnreadableCheckpoint.
 
-    Reading one raises DamagedCheckpoint, UnreadableCheckpoint and UserError, see ``ShardFiles.read``.
+    Access raises DamagedCheckpoint, UnreadableCheckpoint and UserError; see ``ShardFiles.read``.
     """
 
     def __init__(
@@ -366,7 +366,7 @@ class Contents(SavedArrays):
         self.pieces: dict[str, list[tuple[Shard, StoredPiece]]] = {}
         """Stored pieces by tensor name."""
         self.names: dict[str, TensorSpec] = {}
-        """All tensors, in the order of the shards."""
+        """All tensors by name, in the order of the shards."""
         super().__init__(self.names)
         for shard in manifest.shards:
             for stored in shard.pieces:
@@ -394,7 +394,7 @@ class Contents(SavedArrays):
         return self.merged[name][wanted.index] if name in self.merged else self._read(name, wanted)
 
     def close(self) -> None:
-        """Closes the files; they are opened again when they are needed."""
+        """Close the files; the next access opens them again."""
         self.files.close()
 
     def _read(self, name: str, wanted: Box) -> NDArray[Any]:

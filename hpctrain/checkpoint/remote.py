@@ -1,8 +1,8 @@
-"""Copies of the run folder's checkpoints in an object store, sent alongside training.
+"""Copies of the run folder's checkpoints in an object store, uploaded during training.
 
-``step-<number>-<token>/`` has the files of a checkpoint, the manifest last: without it there is none.
-``attempts/<number>.json`` is made once by each attempt that takes the place over: it names the attempt's token, and the
-checkpoints of older attempts that count. What an older attempt sends after that has another token, and is in no list:
+``step-<number>-<token>/`` has the files of a checkpoint. The manifest is uploaded last; without it, the checkpoint is
+ignored. Each attempt creates ``attempts/<number>.json`` once, when it takes over: it names the attempt's token and the
+valid checkpoints of older attempts. Anything an older attempt uploads later has a different token and is not listed, so
 it is never read.
 """
 
@@ -43,35 +43,34 @@ from hpctrain.system.files import write_atomically
 T = TypeVar("T")
 
 FIRST_PAUSE_S = 1.0
-"""Before what failed is tried again; twice as long after each further failure, up to ..."""
+"""Pause before a failed request is retried; doubled after each further failure, up to LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 60.0
-"""... this."""
 CLOSE_S = 5.0
-"""For the thread to end; it ends with the process otherwise."""
+"""Longest wait for the thread to end, which otherwise ends with the process."""
 NICENESS = 10
-"""Of the threads: the ranks' work comes first."""
+"""Niceness of the threads, to give priority to training."""
 CLAIM = re.compile(r"attempts/(\d{6,9})\.json")
 FOLDER = re.compile(r"(step-\d{9,18})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a store has."""
+    """The contents of a store."""
 
     sizes: Mapping[str, int]
-    """Bytes of each object."""
+    """Size of each object in bytes, by name."""
     number: int
-    """Of the attempt that took the place over last; 0 if none did."""
+    """Number of the newest claim, ``attempts/<number>.json``; 0 if there is none."""
     folders: Mapping[int, str]
-    """Of the checkpoints that count, by step."""
+    """Folders of the valid checkpoints, by step."""
 
     def files(self, step: int) -> list[str]:
-        """Names of a checkpoint's files."""
+        """Names of the objects of a checkpoint."""
         return [name for name in self.sizes if name.startswith(f"{self.folders[step]}/")]
 
 
 def look(objects: ObjectFolder) -> Listing:
-    """Raises as ``ObjectFolder`` does, and DamagedCheckpoint if the list of an attempt is."""
+    """List a store. Raises as ``ObjectFolder`` does, and DamagedCheckpoint if the newest claim is damaged."""
     sizes = objects.sizes()
     number = max((int(found[1]) for found in map(CLAIM.fullmatch, sizes) if found), default=0)
     token, older = "", []
@@ -92,77 +91,77 @@ def look(objects: ObjectFolder) -> Listing:
 
 
 def claim_name(number: int) -> str:
-    """Of the object that an attempt makes when it takes over."""
+    """Name of the object that an attempt creates when it takes over."""
     return f"attempts/{number:06d}.json"
 
 
 class Gone(Exception):
-    """The files that were to be sent have been removed, or are not waited for any more."""
+    """Raised in a thread if the files to send were removed, or the run is ending."""
 
 
 @dataclass
 class Sending:
-    """The checkpoint on its way to the store; without a folder, only the place is taken over."""
+    """A checkpoint that is being uploaded; without a folder, only the takeover of the store."""
 
     step: int
     folder: Path | None = None
     begin_s: float = field(default_factory=time.monotonic)
     stage: int = 0
-    """1 once all ranks have sent their files."""
+    """0 while ranks send shards; 1 while rank 0 commits."""
     future: Future[int] = field(default_factory=Future)
-    """Of this rank's work; its result are bytes."""
+    """This rank's work in the current stage; the result of the commit is the checkpoint's bytes."""
 
 
 @dataclass
 class Remote:
-    """The store's side of a run: what a resume finds there, and what is sent there. All calls are collective.
+    """A run's checkpoints in an object store: finds and fetches them for a resume, and uploads new ones.
 
-    Once a step the ranks take the minimum of ``flags``, so that they go from one thing to the next together.
+    All ranks call each method. At each step they take the minimum of ``flags``, so that they enter each stage together.
     """
 
     objects: ObjectFolder
     """The run's folder in the store."""
     home: Path
-    """Where checkpoints are fetched to."""
+    """Local folder to which checkpoints are fetched."""
     group: Group
     keep: Retention
-    """What to remove there after a newer checkpoint has arrived."""
+    """Which checkpoints to keep in the store after an upload."""
     every_steps: int
-    """The first checkpoint at or after each multiple is sent."""
+    """The first checkpoint at or after each multiple of this is uploaded."""
     fence: Callable[[], None]
     """Raises Replaced if this process may no longer write."""
     token: str
-    """Of this attempt, equal on all ranks."""
+    """This attempt's token, equal on all ranks."""
     files: dict[int, list[str]] = field(default_factory=dict)
-    """Of the checkpoints that a resume may take, by step."""
+    """Object names of the checkpoints from which a run may resume, by step."""
     older: int = -1
-    """The step at which this attempt takes over: newer checkpoints of others do not count."""
+    """The step from which this attempt resumed: newer checkpoints of older attempts become invalid."""
     number: int = 0
-    """Under which the place is taken over; on rank 0."""
+    """Number of this attempt's claim, on rank 0; 0 before the takeover."""
     newest: int = -1
-    """Step of the newest checkpoint that the store has, or that is on its way."""
+    """Step of the newest checkpoint that is in the store or scheduled for upload."""
     stored: int = -1
-    """Step of the newest one that has arrived."""
+    """Step of the newest checkpoint in the store."""
     protected: Collection[int] = ()
-    """Steps that stay there."""
+    """Steps that must stay in the store."""
     job: Sending | None = None
     pending: tuple[int, Path] | None = None
-    """The newest checkpoint that is to be sent next."""
+    """Step and folder of the checkpoint to upload next."""
     problem: str | None = None
-    """What went wrong on this rank the last time."""
+    """This rank's last error, until a request succeeds."""
     is_away: bool = False
-    """Whether that was reported."""
+    """Whether a problem was reported."""
     stopped: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
     def found(self, has_other: bool) -> list[Path]:
-        """Where the checkpoints that a resume may take will lie, newest first.
+        """Local folders, newest first, to which ``fetch`` can fetch the checkpoints in the store.
 
         Args:
             has_other: whether rank 0 knows of a checkpoint elsewhere.
 
         Raises:
-            UnreadableCheckpoint: the store cannot be asked, and may have the only checkpoint.
+            UnreadableCheckpoint: the store cannot be listed and may have the only checkpoints.
         """
         files, problem = {}, None
         if self.group.rank == 0 and not self._is_begun_again():
@@ -183,15 +182,15 @@ class Remote:
         return [self.home / name_of_step(step) for step in self.files]
 
     def has(self, folder: Path) -> bool:
-        """Whether a checkpoint's folder is one of those that are fetched from the store."""
+        """Whether a checkpoint's folder is one that is fetched from the store."""
         return folder.parent == self.home
 
     def url_of(self, step: int) -> str:
-        """Where a checkpoint that was found lies."""
+        """URL of a checkpoint in the store."""
         return f"{self.objects.url}/{self.files[step][0].partition('/')[0]}"
 
     def fetch(self, folder: Path) -> None:
-        """Fetches a checkpoint, before it is read. Raises DamagedCheckpoint, UnreadableCheckpoint on all ranks."""
+        """Fetch a checkpoint before it is read. Raises DamagedCheckpoint, UnreadableCheckpoint on all ranks."""
         if not self.has(folder):
             return
         names = self.files[step_of(folder)]
@@ -203,9 +202,9 @@ class Remote:
         read_among(self.group, len(names), fetch_one, f"fetch {folder.name} from the store")
 
     def take_over(self, resumed: int | None, fresh: bool = False) -> None:
-        """From now on checkpoints are sent; of those in the store, the ones up to the step resumed from count.
+        """Start to upload; of the checkpoints in the store, those up to the step resumed from stay valid.
 
-        If the run is begun again, ``fresh``, none do, even if this attempt ends before the store knows.
+        With ``fresh`` none do, even if this attempt ends before it has taken over the store.
         """
         if self.group.rank == 0:
             shutil.rmtree(self.home, ignore_errors=True)
@@ -217,24 +216,27 @@ class Remote:
         self._begin(Sending(self.older))
 
     def offer(self, step: int, folder: Path, is_last: bool = False) -> None:
-        """A checkpoint of the run folder is whole: it is sent if it is due, in place of one that waits to be."""
+        """Upload a complete checkpoint of the run folder if it is due; it replaces one that is waiting for upload."""
         if step > self.newest and (is_last or step // self.every_steps > self.newest // self.every_steps):
             self.pending, self.newest = (step, folder), step
 
     def protect(self, steps: Collection[int]) -> set[int]:
-        """These stay in the store; the steps whose files are needed here."""
+        """Set the steps that must stay in the store; returns the steps whose local files are still needed."""
         self.protected = set(steps)
         waiting = {self.pending[0]} if self.pending else set()
         return waiting | ({self.job.step} if self.job and self.job.folder else set())
 
     def flags(self) -> NDArray[np.int64]:
-        """int64[3]: whether this rank has finished, how, and whether nothing has gone wrong."""
+        """int64[3]: whether this rank has finished its stage, succeeded, and has no problem."""
         done = self.job is None or self.job.future.done()
         sound = not self.job or (done and self.job.future.exception() is None)
         return np.array([done, sound, self.problem is None], np.int64)
 
     def advance(self, least: NDArray[np.int64], step: int) -> list[Event]:
-        """Next stage, if all ranks have finished; ``least`` is the minimum of their flags, ``step`` the run's."""
+        """Enter the next stage if all ranks have finished.
+
+        ``least`` is the minimum of the ranks' flags, ``step`` the run's current step. Returns the events to report.
+        """
         events: list[Event] = []
         if not least[2] and not self.is_away:
             self.is_away = True
@@ -255,7 +257,7 @@ class Remote:
         return events
 
     def finish(self, step: int, wait_s: float) -> list[Event]:
-        """Waits until all is sent, for a limited time; the last event says if the checkpoint of a step is missing."""
+        """Wait up to ``wait_s`` for all uploads; if the checkpoint of ``step`` is missing, the last event says so."""
         deadline = time.monotonic() + wait_s
         events: list[Event] = []
         while self.job or self.pending:
@@ -273,7 +275,7 @@ class Remote:
         return events
 
     def close(self) -> None:
-        """What has not arrived is sent by the next attempt."""
+        """Stop uploads; the next attempt uploads what is missing."""
         self.stopped.set()
         if self.thread:
             self.thread.join(CLOSE_S)
@@ -283,7 +285,7 @@ class Remote:
 
     def _arrived(self, job: Sending) -> list[Event]:
         self.job = None
-        self.is_away, self.problem = False, None  # also of ranks that had nothing to send since
+        self.is_away, self.problem = False, None  # also on ranks that had nothing to send since
         if not job.folder:
             return []
         self.stored = job.step
@@ -299,7 +301,7 @@ class Remote:
         return f"{name_of_step(job.step)}-{self.token}"
 
     def _spawn(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Calls a function in a thread that does not keep the process from ending."""
+        """Call a function in a daemon thread."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -315,18 +317,18 @@ class Remote:
         return future
 
     def _send(self, job: Sending) -> int:
-        """On every rank: sends its part of the shards."""
+        """Upload this rank's part of the shards."""
         for name, path in list(self._shards(job).items())[self.group.rank :: self.group.size]:
             self._patiently(partial(self.objects.send, path, name), path)
         return 0
 
     def _shards(self, job: Sending) -> dict[str, Path]:
-        """Files by their names in the store."""
+        """Local shard files by object name."""
         names = sorted(set(os.listdir(job.folder)) - {MANIFEST_FILE}) if job.folder else ()
         return {f"{self._name(job)}/{name}": Path(job.folder or "", name) for name in names}
 
     def _commit(self, job: Sending) -> int:
-        """On rank 0: takes the place over if need be, and puts the manifest. Bytes of the checkpoint."""
+        """On rank 0: take over the store if necessary, and upload the manifest; returns the checkpoint's bytes."""
         if self.group.rank != 0:
             return 0
         self._claim()
@@ -338,21 +340,21 @@ class Remote:
             missing = [name for name, path in shards.items() if there.sizes.get(name) != path.stat().st_size]
             if not missing:
                 break
-            for name in missing:  # what the store took for the whole was a part
+            for name in missing:  # upload again what is missing or incomplete
                 self._patiently(partial(self.objects.send, shards[name], name), shards[name])
-            if self.stopped.wait(FIRST_PAUSE_S):  # a listing may be older than what was sent
+            if self.stopped.wait(FIRST_PAUSE_S):  # listings may lag behind uploads
                 raise Gone
         self._patiently(partial(self._require_place, there))
         manifest = (job.folder / MANIFEST_FILE).read_bytes()
         name = f"{self._name(job)}/{MANIFEST_FILE}"
         if not self._patiently(partial(self.objects.create, name, manifest)):
             raise Replaced(f"{self.objects.url}/{name} was made by another process")
-        with suppress(HpctrainError, OSError):  # the next one tries again
+        with suppress(HpctrainError, OSError):  # retried after the next upload
             self._clear(there, job.step)
         return sum(there.sizes[name] for name in shards) + len(manifest)
 
     def _claim(self) -> None:
-        """Takes the place over, once."""
+        """Take over the store, unless already done."""
         while not self.number:
             there = self._patiently(partial(look, self.objects))
             self._patiently(self.fence)
@@ -369,19 +371,20 @@ class Remote:
         return self.home.parent / BEGUN_AGAIN
 
     def _is_begun_again(self) -> bool:
-        """Whether what the store has is of a run that this one has replaced, which the store does not know yet."""
+        """Whether the run was started over and the store, not taken over yet, still lists the old run's checkpoints."""
         return self._mark.exists() and self._mark.read_bytes() != CLAIMED
 
     def _require_place(self, there: Listing) -> None:
-        """Raises Replaced if another attempt has taken the place over since."""
+        """Raise Replaced if another attempt has taken over the store since."""
         self.fence()
         if there.number != self.number:
             raise Replaced(f"another attempt sends its checkpoints to {self.objects.url}")
 
     def _clear(self, there: Listing, step: int) -> None:
-        """Removes what is not kept, what was not sent to its end, and what older attempts have that does not count.
+        """Remove checkpoints that are not kept, incomplete uploads, and invalid checkpoints of older attempts.
 
-        Those that an older attempt made of later steps stay until the run is there, too.
+        Complete but invalid checkpoints are removed only with ``keep.last``, and only once this run has reached their
+        step.
         """
         counting = {**there.folders, step: f"{name_of_step(step)}-{self.token}"}
         unwanted = {counting[old] for old in self.keep.removable(counting, {step, *self.protected})}
@@ -397,7 +400,7 @@ class Remote:
             self.objects.remove([name for name in files if not name.endswith(f"/{MANIFEST_FILE}")])
 
     def _patiently(self, work: Callable[[], T], path: Path | None = None) -> T:
-        """Tries until it succeeds. Raises Gone if the run ends before, or the file is gone."""
+        """Retry until ``work`` succeeds. Raises Gone if the run ends first or the file is gone; Replaced propagates."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -418,7 +421,7 @@ class Remote:
 def open_remote(
     config: StoreTierConfig, checkpoints: Path, group: Group, keep: Retention, fence: Callable[[], None]
 ) -> Remote | None:
-    """The store of a run file, if it has one. Collective. The elements of an array have their own folders in it."""
+    """Open the store of a run file, if it has one. Collective. Elements of a job array use separate folders."""
     if not config.url:
         return None
     token = group.broadcast(secrets.token_hex(4), "name the attempt in the store")

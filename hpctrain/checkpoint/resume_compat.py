@@ -1,4 +1,4 @@
-"""The identity of the run that saved a checkpoint: what a resumed run may change, and what it may not."""
+"""Compares a run with the one that saved a checkpoint: what a resumed run may change and what it may not."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from hpctrain.errors import UserError
 from hpctrain.system.json_shape import flat
 
 LENGTH = ("train.epochs", "train.steps")
-"""Keys that a longer run changes; decisive only if the learning rate depends on the run's end."""
+"""Keys that set the run's length; decisive only if the learning rate depends on it."""
 DATA = ("global batch", "training data")
-"""Keys that determine what a position in the data means; a change is never accepted."""
+"""Keys that define positions in the data; a change is never accepted."""
 ENDLESS = ("constant", "step", "exponential", "restarts", "plateau")
-"""Schedules that do not depend on the run's end."""
+"""Schedules that do not depend on the run's length."""
 EARLIER = flat({name: dataclasses.asdict(section()) for name, section in PARTS.items()})
-"""Keys that an earlier version may lack, with its behaviour."""
+"""Default values of keys that an identity saved by an earlier version may lack."""
 
 
 def identity_of(
     run_file: Mapping[str, Any], global_batch: int, fingerprint: str, sources: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What ``differences`` compares, as JSON gives it back.
+    """The identity of a run, which ``differences`` compares, after a round trip through JSON.
 
     Args:
-        run_file: all its values, nested by section.
-        global_batch: samples of one update, as resolved for this number of ranks.
-        fingerprint: of the training data.
-        sources: tables that the training data are, or are a copy of; named if the data differ, but not compared.
+        run_file: all values of the run file, nested by section.
+        global_batch: samples per update, as resolved for this number of ranks.
+        fingerprint: fingerprint of the training data.
+        sources: source tables of the training data; named in messages if the data differ, but not compared.
     """
     identity = {"config": run_file, "global_batch": global_batch, "data": fingerprint, "data_sources": list(sources)}
     plain: dict[str, Any] = json.loads(json.dumps(finite(identity, "not finite")))
@@ -41,7 +41,7 @@ def identity_of(
 
 
 def finite(value: Any, instead: Any) -> Any:
-    """A value without numbers that JSON cannot represent."""
+    """Replace non-finite numbers, which JSON cannot represent, in a nested value."""
     if isinstance(value, Mapping):
         return {key: finite(item, instead) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -50,7 +50,7 @@ def finite(value: Any, instead: Any) -> Any:
 
 
 def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a run's identity that a resumed run must share, by dotted key."""
+    """The part of a run's identity that a resumed run must have in common, by dotted key."""
     values = EARLIER | flat(identity["config"])
     keys = DECISIVE if values.get("schedule.kind") in ENDLESS else DECISIVE + LENGTH
     chosen = {key: values[key] for key in values if any(f"{key}.".startswith(f"{one}.") for one in keys)}
@@ -60,26 +60,26 @@ def decisive(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_folder(task: str) -> str:
-    """A task by the name of its file: a job names that file by its full path, a shell by whatever leads to it."""
+    """A task with its file's name only, since jobs give the full path and users may give a relative one."""
     module, colon, function = task.partition(":")
     return f"{Path(module).name}{colon}{function}" if module.endswith(".py") else task
 
 
 def config_hash(identity: Mapping[str, Any]) -> str:
-    """Short hash of what is decisive."""
+    """Short hash of the decisive part of an identity."""
     return hashlib.sha256(json.dumps(decisive(identity), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, saved value, value now) of what is decisive and differs; a key that one side lacks counts as None there."""
+    """(key, saved value, current value) of decisive keys that differ; a missing key counts as None."""
     before, after = decisive(saved), decisive(now)
     keys = sorted(before.keys() | after.keys())
     pairs = [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
-    return [pair for pair in pairs if pair[1:] not in (({}, None), (None, {}))]  # what was or is in it is a key as well
+    return [pair for pair in pairs if pair[1:] not in (({}, None), (None, {}))]  # entries of a dict are separate keys
 
 
 def in_words(found: Iterable[tuple[str, Any, Any]]) -> str:
-    """Differences, for a message."""
+    """Format differences for a message."""
 
     def said(value: Any) -> str:
         return "not given" if value is None else repr(value)
@@ -88,19 +88,19 @@ def in_words(found: Iterable[tuple[str, Any, Any]]) -> str:
 
 
 def length_as_one(key: str) -> str:
-    """Maps epochs and steps, two ways to give the run's length, to one key."""
+    """Map epochs and steps, two ways to give the run's length, to one key."""
     return LENGTH[0] if key in LENGTH else key
 
 
 def is_accepted(key: str, accepted: Iterable[str]) -> bool:
-    """Whether a difference in a key, or in the section that holds it, is one that the user accepts."""
+    """Whether the user accepts changes of a key or of a section that contains it."""
     return key not in DATA and any(f"{length_as_one(key)}.".startswith(f"{length_as_one(one)}.") for one in accepted)
 
 
 def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Raises UserError, showing the differences, if a run file asks for another run than the checkpoint's.
+    """Raise UserError that lists the differences if the run file is not compatible with the checkpoint's run.
 
-    Differences that the run file accepts (``checkpoint.accept``) are none.
+    Differences that the run file accepts (``checkpoint.accept``) are ignored.
 
     Args:
         saved, now: identities: ``config`` (the run file as a dict), ``global_batch``, ``data`` (fingerprint).

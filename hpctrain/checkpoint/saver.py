@@ -1,7 +1,7 @@
-"""Saving alongside training: snapshot at a step boundary, write in the background, commit when every rank has written.
+"""Saves during training: takes a snapshot between steps, writes it in the background, commits when all ranks have.
 
-The background thread makes no MPI call. Each rank contributes ``flags()`` to a minimum over the ranks whenever it
-suits, and hands the result to ``advance()``: all ranks go from one stage to the next at the same point of the program.
+The background thread makes no MPI calls. The caller reduces the ranks' ``flags()`` to their minimum and passes the
+result to ``advance()``, so that all ranks enter the next stage at the same point of the program.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed,
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, Tiling
 
 LEAST_SPARE_BYTES = 64 << 10
-"""Free bytes that the smallest checkpoint must leave for its manifest and other files of the run."""
+"""Minimum free space that a checkpoint must leave for its manifest and other files of the run."""
 MORE_SPARE_BYTES = 16 << 20
-"""Additional free bytes that a large one must leave."""
+"""Additional free space that large checkpoints must leave, at most."""
 WRITE_TIMEOUT_S = 24 * 3600.0
-"""Longest wait for another rank's disk: a hang is for the monitor to find, not to be guessed from a slow disk."""
+"""Timeout for other ranks' writes; long, because the monitor detects hangs, and a slow disk is not one."""
 LAYOUT = attrgetter("name", "shape", "dtype", "placement", "cut", "tiling")
-"""What determines where a tensor is stored."""
+"""The properties that determine where a tensor is stored."""
 FINAL = (Code.IN_USE, Code.NAN)
-"""Codes after which no later save of the attempt can succeed, the strongest first."""
+"""Codes after which no later save of the attempt can succeed, by precedence."""
 
 
 class SaveStage(Enum):
-    """What the checkpoint in flight waits for."""
+    """Stages of a checkpoint in flight; the value is what it waits for."""
 
     WRITING = "every rank's shard"
     COMMITTING = "the commit by each folder's first rank"
@@ -54,26 +54,26 @@ class SaveStage(Enum):
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended; the same on all ranks except for the times."""
+    """How a save ended; the same on all ranks except for times and bytes."""
 
     step: int
     path: Path
     num_bytes: int
-    """Of all shards; known to rank 0."""
+    """Bytes written to the folder; 0 except on its first rank."""
     stall_s: float
     """Seconds that this rank's training was interrupted."""
     write_s: float
-    """Seconds from the snapshot to the commit, seen from this rank."""
+    """Seconds from the snapshot to the commit on this rank."""
     error: str | None = None
-    """Why there is no checkpoint; names the ranks."""
+    """Why the save failed, by rank; None if it succeeded."""
     code: Code | None = None
-    """The same for programs."""
+    """The error code."""
     is_dropped: bool = False
-    """Whether the reason is that its ranks abandoned it (``Saver.drop``)."""
+    """Whether it was dropped on purpose (``Saver.drop``)."""
 
     @property
     def is_final(self) -> bool:
-        """Whether this attempt cannot save any more: it has been replaced, or its weights are spoiled."""
+        """Whether no later save of this attempt can succeed: it was replaced, or its weights are not finite."""
         return self.code in FINAL
 
     def path_or_raise(self) -> Path:
@@ -111,12 +111,12 @@ class SaveJob:
     image: ShardImage | None
     """The snapshot; None if it could not be taken."""
     problem: Exception | None = None
-    """Why not."""
+    """Why the snapshot could not be taken."""
     stage: SaveStage = SaveStage.WRITING
     future: Future[Any] = field(default_factory=Future)
-    """Of the background work of this stage on this rank."""
+    """This rank's background work in the current stage."""
     dropped: Event = field(default_factory=Event)
-    """The file is no longer to be written."""
+    """Set if writing should stop."""
     failure: Failure | None = None
 
 
@@ -130,15 +130,15 @@ class Failure:
 
 
 class Saver:
-    """Saves one run's checkpoints, one in flight at a time. Use ``open_saver``.
+    """Saves a run's checkpoints, one in flight at a time. Create it with ``open_saver``.
 
     Args:
-        folder: where to.
-        keep: what to remove after a save.
+        folder: where to save.
+        keep: which checkpoints to keep after a save.
         group: the ranks; all call every method in the same order.
-        writers: ranks of the group that share the writing of replicated state. Each rank writes its own state.
-        token: distinguishes this saver's folders from those of others; equal on all ranks.
-        allocate: gives staging memory of this many bytes, uint8, contiguous (pinned, for GPUs).
+        writers: ranks of the group that split the writing of replicated state. Each rank writes its rank-local state.
+        token: distinguishes this saver's partial folders from those of others; equal on all ranks.
+        allocate: returns contiguous uint8 staging memory of a number of bytes (pinned, for GPUs).
         peers, copies, local: ranks of the group, see ``CheckpointStore``; by default all, this one, and all.
     """
 
@@ -166,49 +166,49 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.count = 0
         self.layout: list[tuple[str, tuple[int, ...], str, Placement, Cut | None, Tiling | None]] = []
-        """What decides where each tensor of the last save went: if it changes, files are planned again."""
+        """LAYOUT of each tensor in the last plan; if it changes, the shard is planned again."""
         self.sources: list[tuple[int, Coordinates]] = []
-        """Of each piece that this rank writes: index of its tensor among those given, and where it begins there."""
+        """For each piece that this rank writes: index of its tensor, and the piece's start in that tensor."""
         self.trained: frozenset[str] = frozenset()
         """Names of the tensors that must be finite."""
         self.total_bytes = 0
         self.plan: Skeleton | None = None
-        """The shard file of this rank without its values."""
+        """This rank's shard file without values."""
         self.images: list[ShardImage] = []
-        """Staging memory: one, or two once a snapshot had to wait for the one in flight, or is the memory itself."""
+        """Staging memory: a second one is added if a snapshot waits for the one in flight, or if images are files."""
         self.kept: ShardImage | None = None
-        """That which is the newest checkpoint's file."""
+        """The image that is the newest checkpoint's file, if images are files."""
         self.job: SaveJob | None = None
         """The checkpoint in flight."""
         self.waiting: SaveJob | None = None
         """A snapshot that is written after the one in flight."""
         self.sound: set[int] = set()
-        """Steps of the checkpoints that are known to be whole."""
+        """Steps of the checkpoints known to be sound."""
         self.protected: set[int] = set()
         """Steps that retention must not remove."""
 
     def protect(self, steps: Collection[int]) -> None:
-        """Checkpoints that stay whatever is kept otherwise, in place of those named before."""
+        """Set the checkpoints that retention must not remove; replaces the previous set."""
         self.protected = set(steps)
 
     @property
     def idle(self) -> bool:
-        """No checkpoint is in flight."""
+        """Whether no checkpoint is in flight."""
         return self.job is None
 
     def prepare(self, tensors: Sequence[StateTensor]) -> ShardImage:
-        """Staging that is free, for this rank's shard; made when tensors are new to it or the other one is in flight.
+        """Free staging memory for this rank's shard, allocated if the layout has changed or all of it is in use.
 
         Raises:
             UserError: names or types cannot be stored (the same on all ranks).
-            MemoryError, OSError, RunFailed: no memory.
+            MemoryError, OSError, RunFailed: memory or space for staging is missing.
         """
         layout = list(map(LAYOUT, tensors))
         if self.plan is None or layout != self.layout:
             self.plan = None
-            self.images.clear()  # frees the old staging before the new is taken
+            self.images.clear()  # free the old staging memory before the new is allocated
             sources, self.total_bytes = share_of(tensors, self.group, self.peers, self.copies, self.writers)
-            sources.sort(key=lambda source: source[1].num_bytes)  # else libhdf5 searches the gaps for every small one
+            sources.sort(key=lambda source: source[1].num_bytes)  # else libhdf5 searches all gaps for each small one
             self.sources = [(index, place_in(tensors[index].cut, piece)) for index, piece in sources]
             self.trained = frozenset(tensor.name for tensor in tensors if tensor.is_trained)
             self.plan = skeleton(named_apart([piece for _, piece in sources]))
@@ -227,16 +227,16 @@ class Saver:
         meta: Mapping[str, Any],
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes a snapshot and starts to write it. Returns when ``tensors`` may change again; talks to no other rank.
+        """Take a snapshot and start to write it. Returns when ``tensors`` may change again; not collective.
 
-        While another is in flight, the snapshot waits for it, in separate memory, and takes the place of one that
-        has waited until now.
+        If a checkpoint is in flight, the snapshot waits in separate memory until that one has ended, and replaces any
+        earlier snapshot that is waiting.
 
         Args:
             tensors: the whole state, in the same order on all ranks.
             step: number of the checkpoint.
-            meta: JSON-able; rank 0's is stored.
-            synchronize: waits until asynchronous copies have arrived in staging.
+            meta: JSON values; rank 0's are stored.
+            synchronize: waits until asynchronous copies to staging memory have completed.
 
         Raises:
             UserError: names or types cannot be stored (the same on all ranks).
@@ -259,16 +259,16 @@ class Saver:
             self._start(job)
 
     def drop(self, wanted: Collection[int]) -> None:
-        """Gives up the checkpoint in flight, unless all ranks have written it; all ranks call it, then ``finish``.
+        """Abandon the checkpoint in flight unless all ranks have written it; all ranks call this, then ``finish``.
 
         Args:
-            wanted: steps whose checkpoint is not given up.
+            wanted: steps whose checkpoint is not abandoned.
         """
         if self.job and self.job.stage is SaveStage.WRITING and self.job.step not in wanted:
             self.job.dropped.set()
 
     def flags(self) -> NDArray[np.int64]:
-        """int64[2] (finished, sound) of this rank, whose minimum over the ranks ``advance`` takes."""
+        """int64[2]: this rank's (finished, sound). ``advance`` takes their minimum over the ranks."""
         if self.job is None:
             return np.array([1, 1], dtype=np.int64)
         finished = self.job.future.done()
@@ -276,10 +276,10 @@ class Saver:
         return np.array([finished, sound], dtype=np.int64)
 
     def advance(self, least: NDArray[np.int64]) -> SaveResult | None:
-        """Moves on to the next stage if all ranks have finished theirs; the outcome after the last one.
+        """Enter the next stage if all ranks have finished the current one; returns the result after the last stage.
 
-        ``least`` is the elementwise minimum of all ranks' ``flags()``, taken since the last change of stage. Talks to
-        other ranks only if one failed.
+        ``least`` is the elementwise minimum of all ranks' ``flags()``, taken since the last change of stage.
+        Communicates only if a rank failed.
         """
         job = self.job
         if job is None or not least[0]:
@@ -294,7 +294,7 @@ class Saver:
         return self._end(job)
 
     def finish(self) -> SaveResult:
-        """Waits until the checkpoint in flight is committed or abandoned. Collective."""
+        """Wait until the checkpoint in flight is committed or abandoned. Collective."""
         while True:
             assert self.job is not None, "a checkpoint is in flight"
             self.job.future.exception()
@@ -303,15 +303,15 @@ class Saver:
                 return outcome
 
     def rest(self) -> None:
-        """Waits until the background thread has nothing to do."""
+        """Wait until the background thread is idle."""
         self.thread.submit(int).result()
 
     def close(self) -> None:
-        """Ends the thread after what it has to do; a checkpoint in flight stays uncommitted."""
+        """End the thread after its queued work; a checkpoint in flight stays uncommitted."""
         self.thread.shutdown(wait=True)
 
     def _start(self, job: SaveJob) -> None:
-        """A snapshot becomes the one in flight."""
+        """Put a snapshot in flight."""
         self.job = job
         if job.image is None:
             job.future.set_exception(job.problem)
@@ -319,7 +319,7 @@ class Saver:
             job.future = self.thread.submit(self._write, job.image, job.partial, job.dropped.is_set)
 
     def _write(self, image: ShardImage, partial: Path, is_dropped: Callable[[], bool]) -> None:
-        """On every rank, in the background."""
+        """Write this rank's shard, in the background."""
         if spoiled := image.first_not_finite(self.trained):
             fix = "no checkpoint is made of weights that a run could not resume from"
             raise NoRequeue(f"{spoiled} is not finite", fix, Code.NAN)
@@ -331,14 +331,14 @@ class Saver:
         self.folder.copy(shard)
 
     def _require_space(self, partial: Path, own_bytes: int) -> None:
-        """Raises RunFailed without room: on a folder's first rank for what is missing of all shards, else for one."""
+        """Raise RunFailed if space is missing, for one shard, or on a folder's first rank for all missing shards."""
         missing, here = own_bytes, self.total_bytes * self.local.size // self.group.size
-        if self.local.rank == 0:  # others may have begun; one rank that asks for all sizes is enough for the server
+        if self.local.rank == 0:  # others may have begun to write; only one rank, to spare the file server
             missing = max(own_bytes, here - sum(entry.stat().st_size for entry in os.scandir(partial)))
         self.folder.require_room(partial, missing + spare_bytes(here))
 
     def _commit(self, step: int, partial: Path, meta: Mapping[str, Any]) -> int:
-        """On a folder's first rank, in the background; returns the bytes written into it."""
+        """Commit, on a folder's first rank, in the background; returns the bytes written to the folder."""
         is_cut = any(placement is Placement.CUT for _, _, _, placement, *_ in self.layout)
         owners = self.peers.size
         num_bytes = self.folder.commit(partial, step, self.group.size, meta, looks_through=is_cut, owners=owners)
@@ -346,19 +346,19 @@ class Saver:
         return num_bytes
 
     def _clear(self) -> None:
-        """On a folder's first rank, in the background: removes what is no longer kept."""
+        """Remove checkpoints that are no longer kept, on a folder's first rank, in the background."""
         protected = self.protected | {max(self.sound)}
-        with suppress(OSError, HpctrainError):  # the next one tries again
+        with suppress(OSError, HpctrainError):  # retried after the next save
             for old in self.keep.removable(self.folder.steps(), protected):
                 self.folder.remove(old)
 
     def _enter(self, job: SaveJob, stage: SaveStage, work: Callable[..., Any], *arguments: Any) -> None:
-        """Starts the next stage's work on a folder's first rank; the others have none."""
+        """Start the next stage's work on a folder's first rank; other ranks have nothing to do."""
         job.stage = stage
         job.future = self.thread.submit(work, *arguments) if self.local.rank == 0 else self.thread.submit(int)
 
     def _end(self, job: SaveJob) -> SaveResult:
-        """The job is over; the one that has waited begins."""
+        """End the job and start the one that is waiting, if any."""
         num_bytes = job.future.result() if job.stage is SaveStage.COMMITTING else 0
         if not job.failure and job.image and job.image.keeps:
             self.kept = job.image
@@ -373,7 +373,7 @@ class Saver:
         return replace(outcome, **vars(job.failure)) if job.failure else outcome
 
     def _reasons(self, job: SaveJob) -> Failure:
-        """What went wrong on which ranks, and the most informative code. Collective."""
+        """Gather the errors of all ranks and choose the most important code. Collective."""
         error = self._replacement() or job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
         told = [mine, code_of(error), isinstance(error, Dropped)] if error else None
@@ -387,28 +387,28 @@ class Saver:
         )
 
     def _replacement(self) -> Replaced | None:
-        """On rank 0, the newer attempt that has begun, if any: it may have swept what was being written."""
+        """On rank 0, the error if a newer attempt has begun, which may have removed the partial checkpoint."""
         try:
             if self.group.rank == 0:
                 self.folder.fence()
         except Replaced as replaced:
             return replaced
-        except OSError:  # that cannot be seen now
+        except OSError:  # the fence cannot be read now
             pass
         return None
 
 
 def spare_bytes(num_bytes: int) -> int:
-    """Free space that a checkpoint of this size must leave."""
+    """Free space in bytes that a checkpoint of this size must leave."""
     return LEAST_SPARE_BYTES + min(MORE_SPARE_BYTES, num_bytes // 8)
 
 
 def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, ArrayLike]) -> list[ArrayTensor]:
-    """State tensors over host arrays, replicated ones first.
+    """Make state tensors from host arrays, replicated ones first.
 
     Args:
-        arrays: by name, slashes making groups; equal on all ranks.
-        rank_arrays: by name; each rank's own.
+        arrays: replicated arrays by name, equal on all ranks; slashes create groups.
+        rank_arrays: rank-local arrays by name.
     """
     return [
         *(ArrayTensor(name, host_array(array)) for name, array in arrays.items()),
@@ -417,6 +417,6 @@ def array_tensors(arrays: Mapping[str, ArrayLike], rank_arrays: Mapping[str, Arr
 
 
 def host_array(value: ArrayLike) -> NDArray[Any]:
-    """A NumPy array in this machine's byte order."""
+    """Convert to a NumPy array in native byte order."""
     array = np.asarray(value)
     return array.astype(array.dtype.newbyteorder("="), copy=False)

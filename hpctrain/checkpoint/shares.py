@@ -1,4 +1,4 @@
-"""Which rank writes which parts of a checkpoint: pure arithmetic on what the ranks hold."""
+"""Decides which rank writes which parts of a checkpoint, from what the ranks hold; no communication."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hpctrain.train.state import Cut, Placement, StateTensor
 def share_of(
     tensors: Sequence[StateTensor], group: Group, peers: Group, copies: Group, writers: Sequence[int]
 ) -> tuple[list[tuple[int, TensorPiece]], int]:
-    """This rank's pieces, each with the index of its tensor, and about how many bytes all ranks write.
+    """The pieces that this rank writes, each with the index of its tensor, and the approximate bytes of all ranks.
 
     Args:
-        tensors: of this rank.
-        group: all ranks, of which the first one writes what it alone has.
-        peers: ranks by whose numbers what differs between ranks is known.
-        copies: ranks that have the same of that, of which the first one writes it.
-        writers: ranks that split replicated state.
+        tensors: this rank's state.
+        group: all ranks, of which the first writes tensors with placement FIRST.
+        peers: the group whose rank numbers identify rank-local state.
+        copies: ranks with the same rank-local state, of which the first writes it.
+        writers: ranks that split the writing of replicated state.
 
     Raises:
         UserError: names or types cannot be stored (the same on all ranks).
@@ -32,7 +32,7 @@ def share_of(
     for index, it in enumerate(tensors):
         owner = peers.rank if it.placement is Placement.RANK else None
         specs[it.placement][index] = TensorSpec(it.name, tuple(it.shape), it.dtype, owner)
-    cut_names = {spec.name: spec for spec in specs[Placement.CUT].values()}  # a rank may hold several parts of one
+    cut_names = {spec.name: spec for spec in specs[Placement.CUT].values()}  # a rank may hold several parts of a tensor
     check_tensors([*cut_names.values(), *(spec for it in specs if it != "cut" for spec in specs[it].values())])
     cut = [(index, spec, tensors[index].cut) for index, spec in specs[Placement.CUT].items()]
     num_bytes = {placement: sum(spec.num_bytes for spec in each.values()) for placement, each in specs.items()}
@@ -50,13 +50,13 @@ def share_of(
 
 
 def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list[tuple[int, TensorPiece]]:
-    """What this rank writes of tensors that are cut, by their numbers: ranks that hold the same part share its rows.
+    """The pieces of partitioned tensors that this rank writes; ranks that hold the same part split its rows.
 
     Args:
-        tensors: number of each, what it is on this rank, and where that lies in the whole tensor.
+        tensors: for each, its index, its local part, and the part's location in the whole tensor.
 
     Raises:
-        UserError: one does not say where, or does not lie in the whole tensor.
+        UserError: a location is missing, or the part is not inside the whole tensor.
     """
     of_copy: dict[tuple[int, int], list[tuple[int, TensorSpec, Cut]]] = {}
     for index, spec, cut in tensors:
@@ -78,10 +78,10 @@ def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list
 
 
 def tiles_of(tensor: StateTensor, piece: TensorPiece) -> list[TensorPiece]:
-    """The pieces in which a piece of a tensor is written."""
+    """Split a piece by its tensor's tiling, if it has one."""
     return tiles(piece, tensor.tiling.axis, tensor.tiling.parts) if tensor.tiling else [piece]
 
 
 def place_in(cut: Cut | None, piece: TensorPiece) -> Coordinates:
-    """Where a piece begins in its tensor as this rank holds it."""
+    """Start of a piece in this rank's part of its tensor."""
     return piece.box.seen_from(cut.begin).begin if cut else piece.box.begin

@@ -1,11 +1,11 @@
-"""Folders of snapshots on a node: what it has of each, what becomes this attempt's, and what is removed.
+"""Folders of snapshots on a node: lists, claims, adopts and removes them.
 
 ``<path>/hpctrain-snapshots-<run>/attempt-<number>/step-<number>/`` has the shards of the node's ranks, and those of
-another node if there are copies. Each attempt has a folder, so that what an older one seals late is never taken for
-the newest state.
+another node if there are copies. Each attempt has a separate folder, so that a snapshot which an older attempt
+completes late is never taken for the newest state.
 
-In a node's memory a shard is sealed: the state is copied into the file itself, which then only gets its name. So a
-tier there holds one copy besides the one that is being filled, and writes nothing twice.
+In a node's memory, the state is copied directly into the shard file, which is then sealed, that is, linked under its
+final name. A memory tier therefore holds one finished copy and one that is being filled, and copies nothing twice.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from hpctrain.system import cgroups
 from hpctrain.system.files import make_private
 
 PREFIX = "hpctrain-snapshots-"
-"""Of the folder of a run."""
+"""Prefix of a run's folder."""
 ATTEMPT = "attempt-"
-"""Of the folders in it."""
+"""Prefix of the folders of attempts in it."""
 OWNER = "run_dir"
-"""File with the path of the run folder, and the node."""
+"""File with the path of the run folder and the node number."""
 HEAD_FILE = "snapshot.json"
-"""A manifest without shards, written last: which of them there are is seen when all nodes have come together."""
+"""A manifest without shards, written last. The available shards are found when a resume surveys all nodes."""
 STAGING = ".staging-"
-"""Prefix of files that are filled."""
+"""Prefix of files that are being filled."""
 SPARE_BYTES = 1 << 20
-"""In memory, that must stay free."""
+"""Memory per rank that must stay free."""
 SHARD = re.compile(r"shard-(\d{5,9})-of-(\d{5,9})\.h5")
 GONE_S = 600.0
-"""Age of a snapshot whose run folder is gone, and ..."""
+"""Age after which snapshots are removed if their run folder is gone."""
 OLD_S = 24 * 3600.0
-"""... of any of another run, after which it is removed."""
+"""Age after which snapshots of other runs are removed."""
 
 
 class SnapshotStore(CheckpointStore):
-    """The snapshots of one attempt, in a folder that is never made again once a newer attempt has removed it."""
+    """The snapshots of one attempt; if a newer attempt removes the folder, it is not created again."""
 
     file_mode = 0o600
     _last_file = HEAD_FILE
     send: Callable[[Path], None] | None = None
 
     def copy_by(self, send: Callable[[Path], None]) -> None:
-        """From now on, each shard is given to another node as well; so do the others."""
+        """From now on, send each shard to another node as well; all nodes do so."""
         self.send = send
 
     def copy(self, shard: Path) -> None:
@@ -71,24 +71,24 @@ class SnapshotStore(CheckpointStore):
         partial.mkdir(0o700, exist_ok=True)
 
     def free_bytes(self, partial: Path) -> int:
-        """Half of what is left is for another node's copies."""
+        """Free space in bytes; with copies, half of it is reserved for those of another node."""
         return super().free_bytes(partial) // (2 if self.send else 1)
 
     def _shards(self, partial: Path, ranks: int) -> tuple[list[bytes], int]:
-        """Nothing: which of them there are is seen when the nodes have come together. Bytes of what this one has."""
+        """No indexes, since shards are on several nodes, and the bytes of this node's shards."""
         return [], sum(entry.stat().st_size for entry in os.scandir(partial))
 
 
 class MemoryStore(SnapshotStore):
-    """Snapshots that are the staging memory itself."""
+    """Snapshots in memory, whose files are the staging memory itself."""
 
     def free_bytes(self, partial: Path) -> int:
-        """What is in memory counts against the limit of the job, too."""
+        """Free space in bytes, also within the job's memory limit."""
         left, free = cgroups.memory_left(), super().free_bytes(partial)
         return free if left is None else min(left // (2 if self.send else 1), free)
 
     def image(self, plan: Skeleton, allocate: Callable[..., NDArray[np.uint8]], number: int) -> ShardImage:
-        # The node's ranks ask at the same time, before any of them has taken its part.
+        # The node's ranks check at the same time, before any of them has allocated, so require room for all.
         self.require_room(self.path, (plan.num_bytes + SPARE_BYTES) * (self.local or self.group).size)
         return SealedImage(plan, allocate, self.path / f"{STAGING}{self.group.rank}-{number}", self.file_mode)
 
@@ -99,8 +99,10 @@ class MemoryStore(SnapshotStore):
 
 
 def shards_here(home: Path, trained: int) -> dict[str, list[int]]:
-    """What a node has of the snapshots of the attempts from ``trained`` on, in a run's folder that no other user can
-    write: by folder in it, how many shards there are, and which of them are here."""
+    """The snapshots on this node of attempt ``trained`` and later ones, if ``home`` is private to the user.
+
+    Returns, by folder relative to ``home``, the total number of shards followed by the indices of those on this node.
+    """
     found: dict[str, list[int]] = {}
     for head in home.glob(f"{ATTEMPT}*/step-*/{HEAD_FILE}") if is_own(home) else ():
         folder = head.parent
@@ -113,13 +115,13 @@ def shards_here(home: Path, trained: int) -> dict[str, list[int]]:
 
 
 def number_of(attempt: Path) -> int:
-    """Of an attempt's folder; -1 if it is none."""
+    """The number in an attempt folder's name; -1 if it has none."""
     number = attempt.name.removeprefix(ATTEMPT)
     return int(number) if number.isdecimal() else -1
 
 
 def is_own(home: Path) -> bool:
-    """Whether a folder is this user's alone: /dev/shm is everybody's."""
+    """Whether a folder is private to this user, since /dev/shm is writable by everyone."""
     try:
         found = home.lstat()
     except OSError:
@@ -128,7 +130,7 @@ def is_own(home: Path) -> bool:
 
 
 def claim(home: Path, run_dir: Path, node: int) -> str | None:
-    """Makes a run's folder, and notes whose it is; why that cannot be, or None."""
+    """Create a run's folder and its owner file; returns an error message, or None."""
     if not home.is_absolute():
         return f"{home.parent} is not an absolute path"
     try:
@@ -140,9 +142,9 @@ def claim(home: Path, run_dir: Path, node: int) -> str | None:
 
 
 def adopt(home: Path, own: Path, resumed: Path | None, run_dir: Path, node: int) -> str | None:
-    """Makes the snapshot resumed from this attempt's, in ``own``, and removes the others; why not, or None.
+    """Move the snapshot that was resumed from to this attempt's folder, ``own``, and remove all other attempts.
 
-    Call it when all nodes have claimed their folders.
+    Call it after all nodes have claimed their folders. Returns an error message, or None.
     """
     try:
         if (home / OWNER).read_text() != owner(run_dir, node):
@@ -159,12 +161,12 @@ def adopt(home: Path, own: Path, resumed: Path | None, run_dir: Path, node: int)
 
 
 def owner(run_dir: Path, node: int) -> str:
-    """Content of the file that says whose a folder is."""
+    """Content of the owner file."""
     return f"{run_dir.resolve()}\n{node}"
 
 
 def sweep(home: Path, used: Collection[Path], now: float) -> None:
-    """Removes a run's folder unless it is in use, and what this user's dead runs have left next to it."""
+    """Remove a run's folder unless it is in use, and folders next to it that dead runs of this user left."""
     for other in home.parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if is_own(other) and other not in used and (other == home or is_dead(other, now)):
@@ -172,7 +174,7 @@ def sweep(home: Path, used: Collection[Path], now: float) -> None:
 
 
 def is_dead(home: Path, now: float) -> bool:
-    """Whether no attempt is expected to resume from a run's snapshots."""
+    """Whether no attempt will resume from a run's snapshots."""
     attempts = list(home.glob(f"{ATTEMPT}*"))
     age_s = now - max(folder.stat().st_mtime for folder in [home, *attempts])
     run_dir = RunDir(Path((home / OWNER).read_text().partition("\n")[0]))
@@ -186,16 +188,18 @@ def is_dead(home: Path, now: float) -> bool:
 
 
 class SealedImage(ShardImage):
-    """A shard's image in a file, which ``write`` gives a second name; to be filled again when that one is not needed.
+    """A shard image in a memory-mapped file, which ``write`` links under the shard's name.
+
+    It may be filled again when that name is no longer needed.
 
     Args:
-        plan: of the shard.
+        plan: the shard's skeleton.
         allocate: as ``HostMemory.staging``.
-        file: replaced if it exists.
-        mode: permissions, of which the process' mask is taken.
+        file: the file to create; replaced if it exists.
+        mode: its permissions, before the umask.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is not enough space.
     """
 
     keeps = True
@@ -211,7 +215,7 @@ class SealedImage(ShardImage):
         super().__init__(plan, lambda num_bytes: allocate(num_bytes, np.frombuffer(memory, np.uint8)))
 
     def write(self, path: Path, is_dropped: Callable[[], bool] = lambda: False, mode: int = 0o666) -> None:
-        """Sums the file up, adds its index, and gives it its name. Raises OSError, Dropped."""
+        """Compute the checksums, add the index, and link the file as ``path``. Raises OSError, Dropped."""
         size = self.buffer.size
         for begin in range(0, size, BLOCK_BYTES):
             if is_dropped():

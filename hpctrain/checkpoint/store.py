@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of one process or of the ranks of a group; resumes from the newest intact one."""
+"""Saves and loads checkpoints of one process or of the ranks of a group; resumes from the newest sound one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hpctrain.train.stateful import HOOKS, STATE, Kept, make_equal
 
 
 class CheckpointStore(CheckpointFolder):
-    """A folder of checkpoints, ``step-<number>/`` each, for one process or for the ranks of a group.
+    """A folder of checkpoints, ``step-<number>/``, saved and loaded by one process or the ranks of a group.
 
     Example:
         >>> store = CheckpointStore("checkpoints")
@@ -38,15 +38,15 @@ class CheckpointStore(CheckpointFolder):
         >>> loaded.step, loaded.meta, loaded.arrays["model/weight"]  # doctest: +SKIP
 
     Args:
-        path: the folder; made with its parents when the first checkpoint is saved.
-        keep: what to remove after a save; nothing by default.
-        group: ranks that save and load together, each of which then calls ``save`` and ``load``.
-        fence: called before each commit and each removal; raises Replaced if this process may no longer write.
-        peers: data-parallel ranks (``World.data``), if models are partitioned over ranks of the group: rank-local state
-            is that of its rank there. By default the group.
-        copies: ranks with the same rank-local state (``World.tensor``), of which the first writes it. By default
-            this rank alone.
-        local: ranks whose files lie in the same folder, if those of the group lie on several nodes.
+        path: the folder; created with its parents when the first checkpoint is saved.
+        keep: which checkpoints to keep after a save; by default all.
+        group: ranks that save and load together; all of them call ``save`` and ``load``.
+        fence: called before each commit and removal; raises Replaced if this process may no longer write.
+        peers: data-parallel ranks (``World.data``) if models are partitioned over ranks of the group; rank-local state
+            belongs to a rank of this group. By default the whole group.
+        copies: ranks with the same rank-local state (``World.tensor``), of which the first writes it. By default only
+            this rank.
+        local: ranks whose files are in the same folder, if the group's files are spread over several nodes.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class CheckpointStore(CheckpointFolder):
         step: int | None = None,
         rank_arrays: Mapping[str, ArrayLike] | None = None,
     ) -> Path:
-        """Writes a checkpoint and returns its folder when it is durable. Collective over the store's group.
+        """Write a checkpoint and return its folder once it is durable. Collective over the store's group.
 
         Args:
-            arrays: the state by name, slashes making groups; equal on all ranks, each of which writes a part.
-            meta: anything JSON can hold.
+            arrays: replicated state by name, equal on all ranks, each of which writes a part; slashes create groups.
+            meta: JSON values.
             step: number of the checkpoint; by default one more than the newest.
-            rank_arrays: state that is each rank's own.
+            rank_arrays: rank-local state by name.
 
         Raises:
             UserError: names, types or ``meta`` cannot be stored.
-            RunFailed: it could not be written (disk full, I/O error); older checkpoints are untouched.
+            RunFailed: the checkpoint could not be written (disk full, I/O error); older checkpoints are untouched.
             Replaced: a newer attempt has begun.
         """
         if self.saver is None:
@@ -98,26 +98,26 @@ class CheckpointStore(CheckpointFolder):
         return path
 
     def load(self, step: int | None = None) -> Loaded:
-        """Loads the newest sound checkpoint, or that of a step, into memory. Collective over the store's group.
+        """Load the newest sound checkpoint, or that of ``step``, into memory. Collective over the store's group.
 
         All bytes are verified before any is used.
 
         Raises:
-            UserError: there is none.
-            DamagedCheckpoint: none is sound; says why for each.
-            UnreadableCheckpoint: one cannot be read now; nothing older is taken in its place.
+            UserError: there is no checkpoint.
+            DamagedCheckpoint: no checkpoint is sound; gives the reason for each.
+            UnreadableCheckpoint: a checkpoint cannot be read now; no older one is loaded in its place.
         """
         return load_newest(self.candidates(step), self.group, self.peers)
 
     def load_into(self, use: Use, step: int | None = None) -> Loaded:
-        """Loads a checkpoint into memory that the caller already has. Collective over the store's group.
+        """Load a checkpoint into memory that the caller already has. Collective over the store's group.
 
         Args:
-            use: called with the checkpoint, on all ranks. Each of its arrays is read, and verified, when it is asked
-                for: ``arrays`` are SavedArrays, which give parts as well. What it returns are the arrays that the
-                result holds. It may be called again: with the same checkpoint if a rank cannot read it by itself, and
-                with an older one if what any rank reads is damaged; that one holds all that the damaged one did.
-            step: of the checkpoint; by default the newest intact one.
+            use: called with the checkpoint on all ranks. Its ``arrays`` are SavedArrays, each of which is read and
+                verified on access, whole or in part. It returns the arrays that the result should hold. It may be
+                called again: with the same checkpoint if a rank cannot read it directly, and with an older one, which
+                has all of the same tensors, if a rank finds damage.
+            step: step of the checkpoint; by default the newest sound one.
 
         Raises:
             UserError, DamagedCheckpoint, UnreadableCheckpoint: as ``load``, and what ``use`` raises.
@@ -126,16 +126,16 @@ class CheckpointStore(CheckpointFolder):
 
     @contextmanager
     def opened(self, step: int) -> Iterator[Loaded]:
-        """Opens a step's checkpoint for one process: each array is read and verified on demand.
+        """Open a step's checkpoint for one process; each array is read and verified on access.
 
         Raises:
-            DamagedCheckpoint, UnreadableCheckpoint, UserError: it cannot be read; also when arrays are read.
+            DamagedCheckpoint, UnreadableCheckpoint, UserError: it cannot be read; also raised on access to arrays.
         """
         with self.whole(step), opened(self.path, step) as loaded:
             yield loaded
 
     def candidates(self, step: int | None) -> list[Path]:
-        """Folders to try. Collective. Raises UserError if there are none."""
+        """Checkpoint folders to try, in order. Collective. Raises UserError if there are none."""
         steps: list[int] = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if not steps:
             raise UserError(f"{self.path} has no checkpoint", "save one first, or check the path")
@@ -146,7 +146,7 @@ class CheckpointStore(CheckpointFolder):
         return [self.folder(each) for each in ([step] if step is not None else steps[::-1])]
 
     def close(self) -> None:
-        """Releases staging memory and the thread of ``save``; the store stays usable."""
+        """Release staging memory and the thread of ``save``; the store stays usable."""
         if self.saver:
             self.saver.close()
         self.saver = None
@@ -157,12 +157,12 @@ def open_saver(
     writers: Sequence[int] | None = None,
     allocate: Callable[[int], NDArray[np.uint8]] = host_buffer,
 ) -> Saver:
-    """A saver for the ranks of a store's group. Collective.
+    """Create a saver for the ranks of a store's group. Collective.
 
     Args:
-        store: where to.
-        writers: ranks that share the writing of replicated state; by default all.
-        allocate: gives staging memory of a number of bytes, uint8, contiguous.
+        store: where to save.
+        writers: ranks that split the writing of replicated state; by default all.
+        allocate: returns contiguous uint8 staging memory of a number of bytes.
     """
     token = store.group.broadcast(secrets.token_hex(4), "name the partial checkpoints")
     among = range(store.group.size) if writers is None else writers
@@ -170,7 +170,7 @@ def open_saver(
 
 
 REUNITED = ("sync.kind", "local", "every_step")
-"""Of ``differences``: ranks had their own weights and optimizer state, and are to have the same ones."""
+"""Entry of ``differences``: ranks had separate weights and optimizer state (local SGD) and now need equal ones."""
 
 
 def resume(
@@ -183,24 +183,24 @@ def resume(
     prepare: Callable[[Path], None] = lambda folder: None,
     remote: Sequence[Path] = (),
 ) -> Loaded | None:
-    """Loads the newest sound checkpoint into framework and state; None if there is none. Collective.
+    """Load the newest sound checkpoint into framework and state; returns None if there is none. Collective.
 
-    Removes what killed attempts left behind, and puts damaged checkpoints aside.
+    Removes what killed attempts left behind, and renames damaged checkpoints.
 
     Args:
         store: the run's checkpoints.
-        framework: takes over the arrays.
-        state: takes over the position.
+        framework: receives the arrays.
+        state: receives the position.
         identity: what must not have changed; see ``resume_compat``.
-        fresh: begin again: existing checkpoints are put aside, not used.
-        snapshots: folders of checkpoints elsewhere; of equal steps they are taken before those of the store.
+        fresh: start over: existing checkpoints are renamed, not used.
+        snapshots: folders of checkpoints elsewhere, preferred to those of the store at equal steps.
         prepare: see ``load_newest``.
-        remote: folders that ``prepare`` fetches; of equal steps they are taken last.
+        remote: folders that ``prepare`` fetches, used last at equal steps.
 
     Raises:
-        UserError: the run file asks for another run than the checkpoint's.
-        DamagedCheckpoint: there are checkpoints, and none is sound.
-        UnreadableCheckpoint: one cannot be read now; it stays where it is.
+        UserError: the run file differs from the checkpoint's run.
+        DamagedCheckpoint: there are checkpoints, but none is sound.
+        UnreadableCheckpoint: a checkpoint cannot be read now; it stays where it is.
     """
     steps = store.group.broadcast(tidy(store, fresh) if store.group.rank == 0 else None, "list the checkpoints")
     candidates = [*snapshots, *map(store.folder, steps), *remote]
@@ -218,25 +218,25 @@ def resume(
     loaded = load_newest(candidates, store.group, store.peers, take, prepare)
     if store.group.rank == 0:
         for rejected in loaded.rejected:
-            with suppress(OSError):  # it is passed over again at the next resume
-                if rejected.path.parent == store.path:  # else it is removed with its tier
+            with suppress(OSError):  # it is skipped again at the next resume
+                if rejected.path.parent == store.path:  # others are removed with their tier
                     store.put_aside(rejected.step, "damaged")
     if REUNITED in differences(loaded.meta["identity"], identity) and loaded.ranks == store.peers.size:
-        make_equal(framework, store.peers)  # another number of ranks has taken means
-    if loaded.ranks != store.peers.size:  # streams as at the start would be those that the first steps have had
+        make_equal(framework, store.peers)  # with another number of ranks, means were loaded
+    if loaded.ranks != store.peers.size:  # otherwise the random streams would repeat those of the first steps
         framework.reseed(loaded.step)
     state.restore(loaded.meta["state"])
     return loaded
 
 
 def load_framework(framework: StateSource, loaded: Loaded) -> dict[str, NDArray[Any]]:
-    """Loads a framework's arrays, one at a time in memory, and returns those of objects."""
+    """Load a framework's arrays, one at a time in memory, and return those of hooks and other objects."""
     framework.load(loaded.arrays)
     return {name: loaded.arrays[name] for name in loaded.arrays if name.startswith((HOOKS, STATE))}
 
 
 def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
-    """Sweeps, on rank 0; returns the steps to resume from. Raises UserError if the folder may not be changed."""
+    """Remove leftovers, on rank 0; returns the steps to resume from. Raises UserError if access is denied."""
 
     def clear() -> None:
         try:
@@ -256,12 +256,12 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
 def load_weights(
     framework: StateSource, store: CheckpointStore, step: int | None = None, state: Sequence[Kept] = ()
 ) -> Loaded:
-    """Loads a checkpoint, by default the newest intact one, to evaluate or predict with. Collective; changes no file.
+    """Load a checkpoint, by default the newest sound one, to evaluate or predict. Collective; changes no files.
 
-    State that only one of task and checkpoint has is ignored.
+    State that only the task or only the checkpoint has is ignored.
 
     Raises:
-        UserError: there is none, or it is of another model.
+        UserError: there is no checkpoint, or it is of a different model.
         DamagedCheckpoint: it is damaged.
     """
     loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step)

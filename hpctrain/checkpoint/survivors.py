@@ -1,8 +1,7 @@
-"""Snapshots whose shards lie on several nodes: which are whole over those that are here, and how each becomes so.
+"""Snapshots whose shards are spread over nodes: finds those that the current nodes have whole, and completes them.
 
-A node lacks the shards of the others. Before a snapshot is read, the first ranks of the nodes send each other what they
-lack, piece by piece, into their own folders: from then on it is a checkpoint like any other, for any plan and number
-of ranks.
+Each node has only some of the shards. Before a snapshot is read, the nodes' first ranks send each other the missing
+shards, piece by piece. After that it is a normal checkpoint on every node, for any parallel plan and number of ranks.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ from hpctrain.system import cgroups, shared_memory
 from hpctrain.system.files import make_private
 
 PIECE_BYTES = 16 << 20
-"""Memory that sending takes on each node."""
+"""Size of the buffer for transfers on each node."""
 MOVE_TIMEOUT_S = 3600.0
-"""Longest wait for the nodes to send each other what they lack."""
+"""Timeout for the exchange of shards."""
 MOVING = ".moving-"
-"""Prefix of a shard that is not whole yet."""
+"""Prefix of a shard that is being received."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot of which some nodes have shards."""
+    """A snapshot and the nodes that have its shards."""
 
     folder: Path
-    """Where it lies, or would lie, on this node."""
+    """Its folder on this node, which may not exist."""
     count: int
-    """Of its shards."""
+    """Number of its shards."""
     holders: dict[int, list[int]]
-    """Nodes that have a shard, by its number."""
+    """Nodes that have each shard, by the shard's number."""
 
     @property
     def lost(self) -> str | None:
-        """Why it is not whole, or None."""
+        """Why it is incomplete, or None."""
         missing = self.count - len(self.holders)
         return f"{missing} of its {self.count} shards are not on the nodes of this attempt" if missing else None
 
 
 def survey(world: World, homes: Sequence[Path], trained: int) -> list[Snapshot]:
-    """The snapshots in these folders of a run, on all nodes. Collective.
+    """Find the snapshots in these folders of a run on all nodes. Collective.
 
     Args:
         world: the ranks.
-        homes: on this node, in an order that is the same on all.
-        trained: older attempts do not count.
+        homes: the run's folders on this node, in the same order on all nodes.
+        trained: number of the oldest attempt to consider.
     """
     here = [shards_here(home, trained) for home in homes] if world.local_rank == 0 else None
     told = world.everyone.allgather(here, "list the snapshots")
@@ -76,15 +75,15 @@ def survey(world: World, homes: Sequence[Path], trained: int) -> list[Snapshot]:
 
 
 def complete(snapshot: Snapshot, world: World, firsts: Group) -> None:
-    """Gives every node all of a snapshot, and its manifest. Collective.
+    """Copy all shards of a snapshot, and its manifest, to every node. Collective.
 
     Args:
-        snapshot: that is whole over the nodes.
+        snapshot: a snapshot that the nodes together have whole.
         world: the ranks.
-        firsts: the nodes' first ranks, on those.
+        firsts: on each node's first rank, the group of these ranks.
 
     Raises:
-        DamagedCheckpoint: it is damaged, or a node has no room for it; on all ranks.
+        DamagedCheckpoint: it is damaged, or a node has too little space; on all ranks.
     """
     problem = exchange(snapshot, firsts) if world.local_rank == 0 else None
     told = world.everyone.allgather(problem, f"complete {snapshot.folder.name}", MOVE_TIMEOUT_S)
@@ -93,7 +92,7 @@ def complete(snapshot: Snapshot, world: World, firsts: Group) -> None:
 
 
 def exchange(snapshot: Snapshot, firsts: Group) -> str | None:
-    """As ``complete`` does, among the nodes' first ranks; what went wrong on this node, or on any."""
+    """Do the work of ``complete`` among the nodes' first ranks; returns an error message, or None."""
     folder, count = snapshot.folder, snapshot.count
     files = {shard: shard_file(shard, count) for shard in range(count)}
     mine = [shard for shard in files if snapshot.holders[shard][0] == firsts.rank]
@@ -124,7 +123,10 @@ def exchange(snapshot: Snapshot, firsts: Group) -> str | None:
 
 
 def make_folder(folder: Path, head: bytes, shard_texts: Sequence[bytes]) -> None:
-    """A snapshot's folder with its manifest, to which shards may be missing. Raises DamagedCheckpoint, OSError."""
+    """Create a snapshot's folder and write its manifest, before all shards are there.
+
+    Raises DamagedCheckpoint, OSError.
+    """
     data = manifest_file.with_shards(head, str(folder / HEAD_FILE), shard_texts)
     make_private(folder.parent.parent)
     folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -134,7 +136,7 @@ def make_folder(folder: Path, head: bytes, shard_texts: Sequence[bytes]) -> None
 
 
 def require_room(folder: Path, needed: int) -> None:
-    """Raises OSError if fewer bytes are free; in memory, the limit of the job counts, too."""
+    """Raise OSError if fewer bytes are free; in memory, also within the job's memory limit."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     left = cgroups.memory_left() if folder.is_relative_to(shared_memory.FOLDER) else None
@@ -143,7 +145,10 @@ def require_room(folder: Path, needed: int) -> None:
 
 
 def send(path: Path, firsts: Group, root: int, lacks: bool) -> str | None:
-    """A shard from one node to those that lack it; why not, or None. All nodes' first ranks call it."""
+    """Send a shard from one node to those that lack it. Collective over the nodes' first ranks.
+
+    Returns an error message, or None.
+    """
     what, problem, descriptor, size = f"send {path.name}", None, -1, 0
     partial = path.with_name(f"{MOVING}{path.name}")
     with ExitStack() as files:
@@ -177,6 +182,6 @@ def send(path: Path, firsts: Group, root: int, lacks: bool) -> str | None:
 
 
 def said(error: Exception) -> str:
-    """In a sentence, with the node."""
+    """Format an error with the node's name."""
     what = error.what if isinstance(error, HpctrainError) else str(error)
     return f"{socket.gethostname()}: {what}"

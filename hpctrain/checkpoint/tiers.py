@@ -1,7 +1,7 @@
-"""Snapshots in the nodes' memory, or on their own disks: they outlive the ranks, and a restart reads them first.
+"""Snapshots in the nodes' memory or on their local disks, which outlive the ranks and are read first on a restart.
 
-A snapshot is a checkpoint like those in the run folder. Each node keeps the shards of its ranks. Only snapshots of the
-attempt that trained last count (``trained`` in run.json), and those of the one that takes over.
+A snapshot has the format of a checkpoint, but each node keeps only the shards of its ranks. A resume uses only
+snapshots of the attempt that trained last (``trained`` in run.json) and of later ones.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from hpctrain.train.state import StateTensor
 
 @dataclass
 class Tier:
-    """Snapshots in one place of the node."""
+    """Snapshots in one location of the node: memory or scratch disk."""
 
     name: str
     policy: Policy
     home: Path
-    """Folder of the run."""
+    """The run's folder."""
     store: SnapshotStore
-    """Of this attempt."""
+    """This attempt's snapshots."""
     copies: int = 0
-    """On other nodes."""
+    """Number of copies on other nodes."""
     saver: Saver | None = None
-    """None before the resume, and once a snapshot could not be written."""
+    """None before the resume, and after a snapshot has failed."""
     partner: Partner | None = None
     cost: Cost | None = None
-    """Of the last snapshot."""
+    """Cost of the last snapshot."""
     last_s: float = field(default_factory=time.monotonic)
     is_due: bool = False
 
     def open(self, allocate: Callable[[int], NDArray[np.uint8]], world: World) -> str | None:
-        """From now on snapshots are taken; why without copies, or None. Collective."""
+        """Start to take snapshots. Returns why there are no copies, or None. Collective."""
         self.saver = open_saver(self.store, allocate=allocate)
         if not self.copies:
             return None
@@ -63,8 +63,8 @@ class Tier:
         return problem
 
     def close(self) -> None:
-        """Ends the threads; what is sealed stays."""
-        if self.partner:  # first: the saver's thread may wait for it
+        """End the threads; finished snapshots stay."""
+        if self.partner:  # first, because the saver's thread may be waiting for it
             self.partner.close()
         if self.saver:
             self.saver.close()
@@ -72,14 +72,14 @@ class Tier:
         self.saver = self.partner = None
 
     def flags(self, decides: bool) -> NDArray[np.int64]:
-        """int64[3]: ``Saver.flags``, and whether no snapshot is due by the clock of the rank that decides."""
+        """int64[3]: ``Saver.flags``, and whether no snapshot is due by the clock of the deciding rank."""
         if self.saver is None:
             return np.ones(3, np.int64)
         late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
         return np.append(self.saver.flags(), np.int64(not (decides and late and self.saver.idle)))
 
     def advance(self, least: NDArray[np.int64]) -> SaveResult | None:
-        """Advances the snapshot in flight; its outcome if it ended."""
+        """Advance the snapshot in flight; returns its result if it ended."""
         self.is_due = self.is_due or not least[2]
         outcome = self.saver.advance(least[:2]) if self.saver else None
         if outcome:
@@ -89,7 +89,7 @@ class Tier:
         return outcome
 
     def due(self, step: int) -> Saver | None:
-        """The saver, if it is to begin a snapshot at this step."""
+        """The saver, if it should begin a snapshot at this step."""
         self.is_due = self.is_due or self.policy.due_at(step, epoch=0, at_epoch_end=False)
         if not (self.is_due and self.saver and self.saver.idle):
             return None
@@ -99,26 +99,26 @@ class Tier:
 
 @dataclass(eq=False)
 class Tiers:
-    """The tiers of a run before its run folder, the fastest first. All calls are collective."""
+    """A run's snapshot tiers, the fastest first. All ranks call each method."""
 
     tiers: Sequence[Tier]
-    """In the order in which a resume looks."""
+    """In the order in which a resume searches them."""
     world: World
     attempts: Attempts
-    """Of the run."""
+    """The run's attempts."""
     number: int
-    """Of this attempt."""
+    """This attempt's number."""
     homes: Sequence[Path]
-    """Folders in which earlier attempts of the run may have left something."""
+    """Folders in which earlier attempts of the run may have left snapshots."""
     firsts: Group
-    """The nodes' first ranks, on those."""
+    """On each node's first rank, the group of these ranks."""
     snapshots: dict[Path, Snapshot] = field(default_factory=dict, init=False)
-    """Those that are whole over the nodes, by their folders on this one."""
+    """Snapshots that the nodes together have whole, by their folders on this node."""
     lost: list[NotUsed] = field(default_factory=list, init=False)
-    """Those that are not."""
+    """Snapshots that are missing shards."""
 
     def found(self) -> list[Path]:
-        """Where this node has, or would have, the snapshots that a resume may use; not known to be sound."""
+        """Folders on this node, which may not exist, of the snapshots that a resume may use; not verified."""
         if not self.tiers:
             return []
         trained = self.attempts.info().get("trained") or 0 if self.world.rank == 0 else None
@@ -131,20 +131,20 @@ class Tiers:
         return list(self.snapshots)
 
     def complete(self, folder: Path) -> None:
-        """Makes a snapshot whole on each node, before it is read. Raises DamagedCheckpoint, on all ranks."""
+        """Copy missing shards of a snapshot to each node before it is read. Raises DamagedCheckpoint, on all ranks."""
         if folder in self.snapshots:
             complete(self.snapshots[folder], self.world, self.firsts)
 
     def tier_of(self, folder: Path) -> str | None:
-        """Name of the tier that a snapshot lies in."""
+        """Name of the tier that holds this folder, or None."""
         return next((tier.name for tier in self.tiers if tier.home in folder.parents), None)
 
     def take_over(self, resumed: Path | None, allocate: Callable[[int], NDArray[np.uint8]]) -> list[str]:
-        """Removes all snapshots but the one resumed from, which becomes this attempt's; what a person should know.
+        """Remove all snapshots except the one resumed from, which becomes this attempt's; returns warnings to print.
 
         Args:
-            resumed: folder of the checkpoint that the run resumed from, in whatever tier.
-            allocate: gives staging memory.
+            resumed: folder of the checkpoint that the run resumed from, in any tier or elsewhere.
+            allocate: allocates staging memory.
         """
         run_dir, node, is_first = self.attempts.run_dir.path, self.world.node, self.world.local_rank == 0
         if is_first:
@@ -157,7 +157,7 @@ class Tiers:
             {tier.name: adopt(tier.home, tier.store.path, resumed, run_dir, node) for tier in mine}
         )
         if self.world.rank == 0 and self.homes and (self.tiers or self.attempts.info().get("trained")):
-            self.attempts.update(trained=self.number)  # from here on, nothing counts that older attempts seal
+            self.attempts.update(trained=self.number)  # from now on, snapshots that older attempts complete are ignored
         alone = {
             tier.name: problem
             for tier in self.tiers
@@ -169,36 +169,36 @@ class Tiers:
         ]
 
     def _problems(self, mine: Mapping[str, str | None]) -> dict[str, str]:
-        """What any node finds wrong, by tier. Collective."""
+        """The problems of all nodes, by tier. Collective."""
         told = self.world.everyone.allgather(mine, "open the tiers")
         return {name: problem for each in told for name, problem in each.items() if problem}
 
     def prepare(self, tensors: Sequence[StateTensor]) -> None:
-        """Staging, before the first snapshot needs it. Raises MemoryError, OSError."""
+        """Allocate staging memory before the first snapshot. Raises MemoryError, OSError, RunFailed."""
         for tier in self.tiers:
             if tier.saver and tier.saver.idle:
                 tier.saver.prepare(tensors)
 
     def flags(self) -> NDArray[np.int64]:
-        """int64[3 * tiers]: for the minimum over the ranks, see ``Tier.flags``."""
+        """int64[3 * tiers], for the minimum over the ranks; see ``Tier.flags``."""
         each = [tier.flags(decides=self.world.rank == 0) for tier in self.tiers]
         return np.concatenate([np.empty(0, np.int64), *each])
 
     def advance(self, least: NDArray[np.int64]) -> list[tuple[str, SaveResult]]:
-        """Advances the snapshots in flight; the outcomes of those that ended. A tier that failed is used no more."""
+        """Advance the snapshots in flight; returns the results of those that ended. A tier that failed is disabled."""
         ended = [(tier.name, tier.advance(flags)) for tier, flags in zip(self.tiers, least.reshape(-1, 3), strict=True)]
         return [(name, outcome) for name, outcome in ended if outcome]
 
     def due(self, step: int) -> list[Saver]:
-        """Savers that are to begin a snapshot at this step."""
+        """The savers that should begin a snapshot at this step."""
         return [saver for tier in self.tiers if (saver := tier.due(step))]
 
     def shared(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's, which each node stores. Collective."""
+        """Rank 0's meta, which each node stores. Collective."""
         return self.world.everyone.broadcast(meta, "share a snapshot's meta") if self.world.nodes > 1 else meta
 
     def clear(self) -> None:
-        """Removes all snapshots: the run folder has the newest state."""
+        """Remove all snapshots, after the run folder has the newest state."""
         for tier in self.tiers:
             if tier.saver and not tier.saver.idle:
                 if tier.partner:
@@ -211,10 +211,10 @@ class Tiers:
             for home in self.homes:
                 shutil.rmtree(home, ignore_errors=True)
         if self.world.rank == 0 and self.tiers:
-            self.attempts.update(trained=self.number + 1)  # those on nodes that are not here do not count any more
+            self.attempts.update(trained=self.number + 1)  # invalidates snapshots on nodes that are not in this attempt
 
     def close(self) -> None:
-        """Ends the threads; what is sealed stays."""
+        """End the threads; finished snapshots stay."""
         for tier in self.tiers:
             tier.close()
 
@@ -222,7 +222,7 @@ class Tiers:
 def open_tiers(
     config: CheckpointConfig, world: World, attempts: Attempts, number: int, fence: Callable[[], None]
 ) -> Tiers:
-    """The tiers of a run file. Collective."""
+    """Create the tiers of a run file. Collective."""
     run = world.everyone.broadcast(attempts.info().get("id") if world.rank == 0 else None, "name the tiers' folders")
     tiers: list[Tier] = []
     homes: list[Path] = []

@@ -1,7 +1,7 @@
-"""Verifies a checkpoint: one process reads all of it, a block at a time.
+"""Verifies a checkpoint in one process, which reads all of it block by block.
 
-A checksum says that bytes are those that were written, not that they make sense: a file made by another program, or by
-an attacker, can hang or crash libhdf5. So libhdf5 reads it in a separate process, with a time limit.
+Checksums show that the bytes are those written, not that they are valid: a file made by another program, or by an
+attacker, can hang or crash libhdf5. Therefore libhdf5 reads it in a separate process, with a timeout.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from hpctrain.errors import UserError
 from hpctrain.system import foreign_text, python
 
 LOOK_S = 30.0
-"""Seconds that libhdf5 may take to list a checkpoint, plus DATASET_S for each dataset."""
+"""Timeout in seconds for libhdf5 to examine a checkpoint, plus DATASET_S for each dataset."""
 DATASET_S = 0.01
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What ``verify`` found."""
+    """The result of ``verify_checkpoint``."""
 
     step: int
     path: str
     num_bytes: int
     problems: tuple[str, ...]
-    """None if it is sound."""
+    """Empty if the checkpoint is sound."""
     readable: bool = True
-    """Whether it could be read; if it could not, it is not known to be sound."""
+    """Whether it could be read; if not, it is unknown whether it is sound."""
 
 
 def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
-    """Checks manifest, sizes and checksums; then, on shards that are sound, that HDF5 sees what the manifest says."""
+    """Check manifest, sizes and checksums, then, for sound shards, that HDF5 reads what the manifest describes."""
     folder, num_bytes = store.folder(step), 0
     problems: list[str] = []
     readable = True
@@ -72,7 +72,7 @@ def verify_checkpoint(store: CheckpointStore, step: int) -> VerifyResult:
 
 
 def hdf5_problems(folder: Path, manifest: layout.Manifest, indices: Sequence[int]) -> list[str]:
-    """Problems that a separate process finds in these shards, whose checksums must be correct."""
+    """Problems that a separate process finds in these shards, whose checksums were verified."""
     limit_s = LOOK_S + DATASET_S * sum(len(manifest.shards[index].pieces) for index in indices)
     words = [str(folder.absolute()), str(manifest.step), *map(str, indices)]
     try:
@@ -94,14 +94,14 @@ def hdf5_problems(folder: Path, manifest: layout.Manifest, indices: Sequence[int
 
 
 def how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str:
-    """Why the separate process gave no result."""
+    """Describe why the separate process gave no result."""
     if done.returncode < 0:
         return f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
     return f"it could not be examined: {(done.stderr.decode(errors='replace').strip() or 'no reason given')[-300:]}"
 
 
 def look(folder: Path, step: int, indices: Sequence[int]) -> None:
-    """Prints the problems of each shard as a line of JSON."""
+    """Print the problems of each shard as a line of JSON."""
     manifest = manifest_file.read(folder, step)
     for index in indices:
         shard = manifest.shards[index]
@@ -109,7 +109,7 @@ def look(folder: Path, step: int, indices: Sequence[int]) -> None:
 
 
 def shard_problems(path: Path, shard: layout.Shard) -> list[str]:
-    """Differences between a shard's datasets and its entry of the manifest."""
+    """Differences between a shard's datasets and its entry in the manifest."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             found = [dataset_problem(file, stored) for stored in shard.pieces]
@@ -119,7 +119,7 @@ def shard_problems(path: Path, shard: layout.Shard) -> list[str]:
 
 
 def dataset_problem(file: h5py.File, stored: layout.StoredPiece) -> str | None:
-    """What is wrong with one dataset, or None. No link is followed, and nothing is asked for that lies elsewhere."""
+    """The problem with one dataset, or None. Neither links nor external storage are followed."""
     piece = stored.piece
     dataset = own_dataset(file, piece.path)
     if dataset is None:

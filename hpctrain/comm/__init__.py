@@ -1,5 +1,5 @@
-"""Rank and world size: the ranks of a job, and what they exchange.
+"""The ranks of a job and their communication on the host.
 
-``group`` has the collectives and all waits of ranks for each other, each of which ends after a time limit, and
-``world`` finds out which ranks there are. Needs mpi4py only if there are several.
+``world`` finds out which ranks there are, and ``group`` has their collectives; every wait has a timeout. mpi4py is
+needed only if there are several ranks.
 """

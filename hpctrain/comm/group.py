@@ -1,4 +1,4 @@
-"""Host-side collectives of a group of ranks: small values as JSON, arrays in place, every wait with an end."""
+"""Host-side collectives over a group of ranks: small values as JSON, arrays in place; every wait has a timeout."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TIMEOUT_S = 900.0
-"""Longest wait for the other ranks if the caller names none: start-up on a busy shared file system takes minutes."""
+"""Default timeout: start-up on a busy shared file system takes minutes."""
 MOST_COUNTED_S = 0.1
-"""Of the time between two looks at a wait: a process that was suspended, as Slurm does, has not waited."""
+"""Longest time between two polls that counts as waiting: a process suspended by Slurm, for example, was not waiting."""
 QUICK_LOOKS = 200
-"""At a meeting, some 0.1 ms, before any at the clock and before the core is left to others: looking at the clock adds a
-fifth to the time of a quick meeting, and a framework's idle threads keep a core that is left to them for 60 us."""
+"""Polls of a ``meet`` (about 0.1 ms) before it looks at the clock or yields the core. Reading the clock makes a short
+wait a fifth longer, and idle threads of a framework keep a yielded core for 60 us."""
 LARGEST_BYTES = 1 << 30
-"""Of one message: MPI counts are 32-bit before MPI 4."""
+"""Largest message: MPI counts are 32-bit before MPI 4."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -32,12 +32,12 @@ Arrays = Mapping[str, NDArray[Any]]
 class Group:
     """Ranks that act together. Without a communicator it is a group of one, and every collective returns at once.
 
-    Values travel as JSON, never as pickles. All calls are collective: every rank of the group makes them in the same
+    Values are sent as JSON, never pickled. All calls are collective: every rank of the group makes them in the same
     order, from its main thread. Each takes ``what``, which completes the sentence "rank 3 waited 900 s for the other
-    ranks to ...", and ``timeout_s``, the seconds after which it raises RunFailed with that sentence.
+    ranks to ...", and ``timeout_s``, after which it raises RunFailed with that sentence.
 
     Args:
-        name: of the group, for people.
+        name: name of the group, for messages.
         comm: an mpi4py communicator that nothing else uses.
     """
 
@@ -58,8 +58,8 @@ class Group:
             self._wait(self.comm.Ibarrier(), what, timeout_s)
 
     def meet(self, what: str = "come to a barrier", timeout_s: float = TIMEOUT_S) -> None:
-        """A barrier that ends within microseconds of the last arrival. It does not sleep, but soon leaves its core to
-        whoever can use it: loaders and writers, or a rank that has not arrived yet.
+        """A barrier that returns within microseconds of the last arrival. It never sleeps, but soon starts to yield its
+        core to other threads and processes, such as loaders, writers, or a rank that has not arrived yet.
 
         Args:
             what: completes "waited for the other ranks to ..." in an error.
@@ -69,10 +69,10 @@ class Group:
             self._wait_awake(self.comm.Ibarrier(), what, timeout_s)
 
     def same(self, number: int, what: str = "compare a number", timeout_s: float = TIMEOUT_S) -> bool:
-        """Whether all ranks gave the same number. It waits as ``meet`` does.
+        """Whether all ranks passed the same number. Waits like ``meet``.
 
         Args:
-            number: this rank's.
+            number: this rank's number.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
         """
@@ -88,7 +88,7 @@ class Group:
         """The values of all ranks, in rank order.
 
         Args:
-            value: anything JSON can hold.
+            value: anything that JSON can represent.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
         """
@@ -105,10 +105,10 @@ class Group:
     def allgather_array(
         self, values: NDArray[Any], what: str = "gather arrays", timeout_s: float = TIMEOUT_S
     ) -> NDArray[Any]:
-        """The arrays of all ranks, joined along their first axis in rank order.
+        """Concatenates the arrays of all ranks along their first axis, in rank order.
 
         Args:
-            values: of the same dtype and shape on every rank, but for the length of the first axis.
+            values: array with the same dtype and shape on every rank, except for the length of the first axis.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
 
@@ -116,7 +116,7 @@ class Group:
             A new array.
 
         Raises:
-            RunFailed: the arrays do not fit together, or are more than 1 GiB.
+            RunFailed: the arrays do not fit together, or exceed 1 GiB in total.
         """
         if not self.comm:
             return np.array(values)
@@ -140,7 +140,7 @@ class Group:
         """The root's value, on every rank.
 
         Args:
-            value: anything JSON can hold; the other ranks' is ignored.
+            value: anything that JSON can represent; ignored on the other ranks.
             what: completes "waited for the other ranks to ..." in an error.
             root: rank that has the value.
             timeout_s: seconds after which it raises RunFailed.
@@ -170,7 +170,7 @@ class Group:
         return total
 
     def gather(self, values: NDArray[Any], what: str = "gather arrays", timeout_s: float = TIMEOUT_S) -> NDArray[Any]:
-        """The arrays of all ranks. It does not sleep, but leaves its core to whoever can use it; see ``meet``.
+        """Gathers an array from every rank. Never sleeps, but yields its core; see ``meet``.
 
         Args:
             values: numbers, C-contiguous, of the same shape and dtype on every rank.
@@ -178,7 +178,7 @@ class Group:
             timeout_s: seconds after which it raises RunFailed.
 
         Returns:
-            A new array with a leading axis of ranks, in their order.
+            A new array with a leading axis of ranks, in rank order.
         """
         everything = np.empty((self.size, *values.shape), values.dtype)
         if self.comm:
@@ -190,11 +190,11 @@ class Group:
     def join(
         self, values: NDArray[Any], lengths: Sequence[int], what: str = "gather arrays", timeout_s: float = TIMEOUT_S
     ) -> NDArray[Any]:
-        """The arrays of all ranks, one behind the other in rank order. Waits as ``meet`` does.
+        """Concatenates one-dimensional arrays of known lengths in rank order. Waits like ``meet``.
 
         Args:
             values: numbers, one-dimensional and contiguous, of the same dtype on every rank.
-            lengths: of the array of each rank, equal on all ranks.
+            lengths: length of each rank's array, the same on all ranks.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
         """
@@ -208,11 +208,11 @@ class Group:
     def swap(
         self, going: NDArray[Any], coming: NDArray[Any], what: str = "swap arrays", timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Row i of ``going`` goes to rank i; row i of ``coming`` is filled by rank i. Waits as ``meet`` does.
+        """All-to-all: row i of ``going`` goes to rank i; row i of ``coming`` comes from rank i. Waits like ``meet``.
 
         Args:
-            going: a row for each rank, C-contiguous, of the same shape and dtype on every rank.
-            coming: of the same shape and dtype, overwritten.
+            going: one row per rank, C-contiguous, of the same shape and dtype on every rank.
+            coming: array of the same shape and dtype, overwritten.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
         """
@@ -222,11 +222,11 @@ class Group:
             coming[:] = going
 
     def part(self, name: str, takes_part: bool) -> Group | None:
-        """The ranks that take part, in the same order, on a separate communicator; None on the others. Collective.
+        """A group of the ranks that take part, in the same order, on a new communicator; None elsewhere. Collective.
 
         Args:
-            name: of the new group, for people.
-            takes_part: whether this rank does.
+            name: name of the new group, for messages.
+            takes_part: whether this rank takes part.
         """
         if self.comm is None:
             return Group(name) if takes_part else None
@@ -236,16 +236,16 @@ class Group:
         return Group(name, comm) if takes_part else None
 
     def split(self, name: str, part: int) -> Group:
-        """The ranks that name the same part, in the same order, on a separate communicator. Collective.
+        """A group of the ranks that pass the same ``part``, in the same order, on a new communicator. Collective.
 
         Args:
-            name: of the new groups, for people.
-            part: which one this rank goes to.
+            name: name of the new groups, for messages.
+            part: number of this rank's new group.
         """
         return Group(name, self.comm.Split(part, self.rank) if self.comm else None)
 
     def add(self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S) -> None:
-        """Replaces an array by its elementwise sum over the ranks, with the same bits on all. Waits as ``meet`` does.
+        """Replaces an array by its elementwise sum over the ranks, bitwise equal on all. Waits like ``meet``.
 
         Args:
             values: numbers, C-contiguous, of the same shape and dtype on every rank.
@@ -257,7 +257,7 @@ class Group:
     def begin_add(
         self, values: NDArray[Any], what: str = "add up arrays", timeout_s: float = TIMEOUT_S
     ) -> Callable[[bool], bool]:
-        """Starts what ``add`` does. The array is to be left alone until it is done.
+        """Starts ``add`` without waiting. Do not touch the array until it is done.
 
         Args:
             values: as for ``add``.
@@ -265,7 +265,7 @@ class Group:
             timeout_s: seconds after which waiting raises RunFailed.
 
         Returns:
-            A function that says whether it is done, after it has waited for that if its argument is true.
+            A function that says whether the sum is done; if its argument is True, it waits for that first.
         """
         if not self.comm:
             return lambda wait: True
@@ -285,7 +285,7 @@ class Group:
     def broadcast_array(
         self, values: NDArray[Any], what: str = "broadcast an array", root: int = 0, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Overwrites an array with the root's, in place.
+        """Overwrites an array with the root's.
 
         Args:
             values: C-contiguous, of the same shape and dtype on every rank.
@@ -301,12 +301,12 @@ class Group:
         """Starts to send an array. Not collective: the other rank calls ``fetch``.
 
         Args:
-            values: C-contiguous; to be left as it is until it has been sent.
-            rank: that gets it.
-            tag: of all messages of one kind, which arrive in order.
+            values: C-contiguous array; do not change it until it has been sent.
+            rank: rank that receives it.
+            tag: identifies one kind of message; messages with the same tag arrive in order.
 
         Returns:
-            A function that says, without waiting, whether it has been sent.
+            A function that says, without waiting, whether the array has been sent.
         """
         assert self.comm, "there is another rank"
         from mpi4py import MPI
@@ -315,12 +315,12 @@ class Group:
         return lambda: MPI.Request.Testall(requests)
 
     def fetch(self, values: NDArray[Any], rank: int, tag: int, what: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Fills an array with what a rank has sent by ``post``. It waits as ``meet`` does.
+        """Receives into an array what another rank sent by ``post``. Waits like ``meet``.
 
         Args:
-            values: C-contiguous, of the shape and dtype that were sent.
-            rank: that sends it.
-            tag: as it was sent.
+            values: C-contiguous array with the shape and dtype that were sent.
+            rank: rank that sends it.
+            tag: the tag of ``post``.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
         """
@@ -331,16 +331,16 @@ class Group:
     def merge(
         self, mine: Arrays, add: Callable[[Arrays, Arrays], Arrays], what: str, timeout_s: float = TIMEOUT_S
     ) -> Arrays | None:
-        """What the ranks hold, merged by twos: neighbours first, then neighbouring pairs, so that order is kept.
+        """Merges the data of all ranks in a binary tree, neighbours first, so that rank order is kept.
 
         Args:
             mine: arrays of numbers by name; shapes may differ between ranks.
-            add: add(first, second) merges the arrays of ranks with those of the ranks behind them.
+            add: add(first, second) merges the data of some ranks with that of the ranks after them.
             what: completes "waited for the other ranks to ..." in an error.
             timeout_s: seconds after which it raises RunFailed.
 
         Returns:
-            Everything merged, on rank 0; None elsewhere.
+            The merged data on rank 0; None elsewhere.
         """
         distance = 1
         while distance < self.size:
@@ -355,7 +355,7 @@ class Group:
     def begin_min(self, values: NDArray[Any], what: str, timeout_s: float = TIMEOUT_S) -> Callable[[], NDArray[Any]]:
         """Starts an elementwise minimum over the ranks.
 
-        Started at one step and taken at the next, it costs neither: everyone has long arrived.
+        If it is started at one step and taken at the next, it costs no time: all ranks have arrived long before.
 
         Args:
             values: numbers, of the same shape and dtype on every rank.
@@ -379,16 +379,16 @@ class Group:
         return wait
 
     def settle(self, requests: Iterable[MPI.Request], what: str, awake_s: float = TIMEOUT_S) -> None:
-        """Waits for messages on this communicator, and leaves the core to whoever can use it.
+        """Waits for messages on this communicator, yielding the core meanwhile.
 
         Args:
-            requests: of the messages.
+            requests: requests of the messages.
             what: completes "waited for the other ranks to ..." in an error.
-            awake_s: seconds of each wait before it sleeps between looks; messages that MPI still has to hand to the
-                network, or to take from it, then wait, too.
+            awake_s: how long each wait polls before it sleeps between polls; while it sleeps, MPI makes no progress
+                with other messages either.
 
         Raises:
-            RunFailed: it took TIMEOUT_S.
+            RunFailed: a wait took longer than TIMEOUT_S.
         """
         for request in requests:
             self._wait(request, what, TIMEOUT_S, awake_s)
@@ -428,7 +428,7 @@ class Group:
         return {name: fill(np.empty(shape, np.dtype(kind))) for name, (shape, kind) in head.items()}
 
     def _wait(self, request: MPI.Request, what: str, timeout_s: float, awake_s: float = 1e-4) -> None:
-        """Polls, then sleeps ever longer between looks, so that waiting ranks leave the cores to those that work."""
+        """Polls, then sleeps for ever longer intervals, so that waiting ranks leave the cores to working ones."""
         last, waited = time.monotonic(), 0.0
         while not request.Test():
             now = time.monotonic()
@@ -446,7 +446,7 @@ class Group:
 
 
 def pieces_of(values: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a C-contiguous array, in messages that MPI can count."""
+    """The bytes of a C-contiguous array, split into messages that MPI can count."""
     everything = values.reshape(-1).view(np.uint8)
     for begin in range(0, everything.size, LARGEST_BYTES):
         yield everything[begin : begin + LARGEST_BYTES]

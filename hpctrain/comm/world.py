@@ -1,4 +1,4 @@
-"""Who am I among how many: ranks, nodes and named groups, as MPI itself reports them."""
+"""The ranks of a job: this process's place among ranks, nodes and groups, as reported by MPI."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
-"""Open MPI's one-sided transport over libfabric: no use on one machine, and it sleeps for a second to find that out."""
+"""Skips Open MPI's one-sided transport over libfabric, useless on one machine, which delays start-up by a second."""
 ALONE_START = {"OMPI_MCA_btl": "^ofi,sm,vader"}
-"""For a process without peers: Open MPI 5 would leave a file in /dev/shm behind each time."""
+"""For a process without peers: keeps Open MPI 5 from leaving a file in /dev/shm on each start."""
 LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-"""Variables by which launchers give a process its rank. Under mpirun SLURM_PROCID is the daemon's, so it comes last."""
+"""Variables in which launchers pass the rank. Under mpirun, SLURM_PROCID is that of the daemon, so it comes last."""
 
 
 @dataclass(frozen=True)
 class World:
     """The ranks of this run and this process's place among them.
 
-    ``data`` holds the ranks that see different samples and average their gradients, ``tensor`` those that hold parts
-    of each layer of one model, and ``pipeline`` those that hold different layers of it; the latter two see the same
-    samples. Use the group that is meant, not the world.
+    ``data`` groups the ranks that see different samples and average their gradients, ``tensor`` those that hold parts
+    of each layer of one model, and ``pipeline`` those that hold different layers of it; ranks of a tensor or pipeline
+    group see the same samples. Use the specific group, not the world.
     """
 
     everyone: Group
     """All ranks."""
     data: Group
-    """Data-parallel peers: ranks of equal index in their tensor and pipeline groups."""
+    """Data-parallel peers: ranks with the same index in their tensor and pipeline groups."""
     local: Group
-    """Ranks on this node: those that can share memory with this one."""
+    """Ranks on this node, which can share memory."""
     node: int
-    """Index of this node, in order of its lowest rank."""
+    """Index of this node; nodes are ordered by their lowest rank."""
     nodes: int
     """Number of nodes."""
     host: str
     """Name of this node."""
     tensor: Group = field(default_factory=lambda: Group("tensor"))
-    """Neighbours among which layers are cut; this process alone unless ``parallel.tensor`` says otherwise."""
+    """Ranks that the model's layers are split over; only this process unless ``parallel.tensor`` is set."""
     pipeline: Group = field(default_factory=lambda: Group("pipeline"))
-    """Stages of one model, in the order of its layers: this rank's is ``pipeline.rank``. This process alone unless
-    ``parallel.pipeline`` says otherwise."""
+    """Stages of one model, in the order of its layers; this rank's stage is ``pipeline.rank``. Only this process unless
+    ``parallel.pipeline`` is set."""
 
     @property
     def rank(self) -> int:
@@ -73,20 +73,20 @@ class World:
         return self.local.size
 
     def rank_of(self, data_rank: int) -> int:
-        """The first of the ranks whose index in their data groups this is: they do the same with the same samples."""
+        """The first rank with this index in its data group; the others with this index see the same samples."""
         return data_rank * self.tensor.size
 
     def same(self, value: T, what: str = "agree on a value") -> T:
-        """Rank 0's value on all ranks, for values that groups computed separately: they may differ in the last bit.
+        """Rank 0's value on all ranks, for values that groups computed separately and that may differ in the last bit.
 
-        Collective if models are partitioned over ranks; otherwise ranks have the same value already. ``what`` completes
-        "waited for the other ranks to ...".
+        Collective if the model is partitioned over ranks; otherwise all ranks already have the same value. ``what``
+        completes "waited for the other ranks to ...".
         """
         return value if self.data.size == self.size else self.everyone.broadcast(value, what)
 
 
 def alone() -> World:
-    """A world of this process only; needs no MPI."""
+    """A world of one process; needs no MPI."""
     return World(Group("world"), Group("data"), Group("local"), node=0, nodes=1, host=socket.gethostname())
 
 
@@ -94,11 +94,11 @@ def connect(expected: int | None = None) -> World:
     """Joins the other ranks of this job, or returns a world of one if there is no launcher.
 
     Args:
-        expected: how many ranks the launcher meant to start; by default what our supervisor put into the environment.
-            A different number of ranks found by MPI is an error before anything is written.
+        expected: number of ranks that the launcher meant to start; by default, taken from the environment set by
+            hpctrain's supervisor. If MPI finds another number, that is an error before anything is written.
 
     Raises:
-        UserError: the ranks do not see each other, or mpi4py or its MPI library is missing if several are expected.
+        UserError: MPI finds another number of ranks, or several are expected and mpi4py or its MPI library is missing.
     """
     if expected is None and os.environ.get(EXPECTED_RANKS):
         expected = int(os.environ[EXPECTED_RANKS])
@@ -123,18 +123,18 @@ def connect(expected: int | None = None) -> World:
 
 
 def in_grid(world: World, tensor: int, pipeline: int = 1) -> World:
-    """The world with its grid of groups. Collective.
+    """Returns the world with its tensor, pipeline and data groups. Collective.
 
-    Neighbours make up a tensor group; then come the tensor groups of other samples, then those of the next stage:
-    rank = (stage * data size + data rank) * tensor + tensor rank.
+    Consecutive ranks form a tensor group; consecutive tensor groups of the same stage see different samples; then comes
+    the next stage: rank = (stage * data size + data rank) * tensor + tensor rank.
 
     Args:
-        world: of all ranks.
+        world: all ranks.
         tensor: size of a tensor group.
         pipeline: number of stages.
 
     Raises:
-        UserError: the ranks do not divide into such groups, or a tensor group would lie on several nodes; on all ranks.
+        UserError: the ranks do not divide into such groups, or a tensor group spans several nodes; on all ranks.
     """
     if tensor == pipeline == 1:
         return world
@@ -164,13 +164,13 @@ def in_grid(world: World, tensor: int, pipeline: int = 1) -> World:
 
 
 def sizes_over_one(tensor: int, pipeline: int) -> dict[str, int]:
-    """By key of the run file."""
+    """The sizes over 1, by run-file key."""
     sizes = {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
     return {key: size for key, size in sizes.items() if size > 1}
 
 
 def undivided(ranks: int, tensor: int, pipeline: int) -> str:
-    """Says that this many ranks do not make whole models."""
+    """Message that this number of ranks does not divide into whole models."""
     keys = sizes_over_one(tensor, pipeline)
     given = " and ".join(f"{key} is {size}" for key, size in keys.items())
     groups = "that size" if len(keys) == 1 else f"{tensor * pipeline} for each model"
@@ -179,7 +179,7 @@ def undivided(ranks: int, tensor: int, pipeline: int) -> str:
 
 @contextlib.contextmanager
 def _quick_start() -> Iterator[None]:
-    """Sets what MPI reads when it starts, for a process that no launcher has started."""
+    """Sets environment variables that MPI reads at start-up, if no launcher started this process."""
     added = {} if any(name in os.environ for name in (*LAUNCHED, *ALONE_START)) else ALONE_START
     os.environ.update(added)
     try:
@@ -190,7 +190,7 @@ def _quick_start() -> Iterator[None]:
 
 
 def from_communicator(communicator: MPI.Comm) -> World:
-    """The world of an mpi4py communicator, which is duplicated: traffic of others on it is not disturbed."""
+    """The world of an mpi4py communicator, which is duplicated so that other traffic on it is not disturbed."""
     from mpi4py import MPI
 
     if communicator.Get_size() == 1:

@@ -1,4 +1,4 @@
-"""What every dataset offers, the checks that all kinds share, and the simplest kind: arrays in memory."""
+"""The Dataset protocol, checks that all datasets share, and the simplest dataset: arrays in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from hpctrain.errors import UserError, foreign_errors
 
 Samples = dict[str, NDArray[Any]]
-"""Arrays by field name, each with the samples along its first axis. Of a field whose samples differ in shape: an array
-of dtype object, whose items are the samples' arrays."""
+"""Arrays by field name, with the samples along the first axis. A ragged field, whose samples differ in shape, is an
+array of dtype object that holds one array per sample."""
 
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_BYTES = 16 * 2**20
@@ -26,12 +26,12 @@ _READING = threading.Lock()
 
 @dataclass(frozen=True)
 class Field:
-    """One array of every sample."""
+    """Shape and dtype of one of a sample's arrays."""
 
     shape: tuple[int, ...]
-    """Of one sample: without the sample axis; -1 along axes in which samples differ."""
+    """Shape of one sample, without the sample axis; -1 along axes whose length varies."""
     dtype: np.dtype[Any]
-    """A number or boolean, in this machine's byte order."""
+    """Numeric or boolean, in native byte order."""
 
     @property
     def is_ragged(self) -> bool:
@@ -40,17 +40,17 @@ class Field:
 
     @property
     def num_bytes(self) -> int:
-        """Of one sample; of a ragged one at least."""
+        """Bytes of one sample; a lower bound if the field is ragged."""
         return abs(int(np.prod(self.shape, dtype=np.int64))) * self.dtype.itemsize
 
     def holds(self, array: NDArray[Any]) -> bool:
-        """Whether this is an array of one sample."""
+        """Whether the array has this field's shape and dtype."""
         if self.dtype != array.dtype or len(self.shape) != array.ndim:
             return False
         return all(expected in (-1, found) for expected, found in zip(self.shape, array.shape, strict=True))
 
     def make_rows(self, number: int) -> NDArray[Any]:
-        """Room for this number of samples; a row of a ragged field takes an array."""
+        """An uninitialized array for this number of samples, of dtype object if the field is ragged."""
         if self.is_ragged:
             return np.empty(number, object)
         return np.empty((number, *self.shape), self.dtype)
@@ -58,48 +58,50 @@ class Field:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Samples with random access. Read from one thread at a time."""
+    """Samples with random access. Only one thread reads at a time."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """The arrays of a sample, in a fixed order: models get the first by default."""
+        """The arrays of a sample, in a fixed order: by default, models get the first."""
 
     def __len__(self) -> int:
         """Number of samples, at least 1."""
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """New, writable, C-contiguous arrays of shape ``[len(indices), *field.shape]``, in the order of the indices; of
-        a ragged field an array of dtype object and shape ``[len(indices)]``, which holds the samples' arrays.
+        """Return the samples as new, writable, C-contiguous arrays of shape ``[len(indices), *field.shape]``, in the
+        order of the indices; for a ragged field, as an array of dtype object and shape ``[len(indices)]``.
 
         Args:
             indices: int64[n], each 0 to ``len(self) - 1``, in any order, repeats allowed.
 
         Raises:
-            UserError: the source does not deliver what it promised; names it and the sample.
+            UserError: a sample cannot be read or does not match ``fields``; names the source and the sample.
         """
 
     def fingerprint(self) -> str:
-        """Identifies the data wherever it lies, cheaply: see docs/data.md."""
+        """A cheap identifier of the content, independent of its location: see docs/data.md."""
 
 
 @runtime_checkable
 class SeededDataset(Dataset, Protocol):
     """A dataset that may draw from the process's global random generators while it reads.
 
-    They belong to the whole process, so it is read by the thread that trains, or in worker processes.
+    The model shares these generators, so only the training thread or worker processes read such a dataset.
     """
 
     def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
-        """As ``read``, with all global generators (Python's, NumPy's, torch's on the CPU) seeded before each sample.
+        """Like ``read``, with all global generators (Python, NumPy, torch on the CPU) seeded before each sample.
 
-        Args:
-            indices: see ``read``.
-            seeds: int64[len(indices)], at least 0. Afterwards the generators are what they were before.
+        The generators' previous states are restored afterwards.
+
+                Args:
+                    indices: see ``read``.
+                    seeds: int64[len(indices)], at least 0.
         """
 
 
 def read_exclusively(dataset: Dataset, indices: NDArray[np.int64], seeds: Callable[[], NDArray[np.int64]]) -> Samples:
-    """Its samples, while no other thread reads any: training and validation data may be parts of one source."""
+    """Read under a process-wide lock: training and validation data may share one source."""
     with _READING:
         if isinstance(dataset, SeededDataset):
             return dataset.read_seeded(indices, seeds())
@@ -107,7 +109,7 @@ def read_exclusively(dataset: Dataset, indices: NDArray[np.int64], seeds: Callab
 
 
 class ArrayDataset:
-    """Arrays with a common sample axis. Use ``from_arrays``, which checks them."""
+    """Arrays in memory with a common sample axis. Create it with ``from_arrays``, which checks the arrays."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], fields: Mapping[str, Field]) -> None:
         self.arrays = arrays
@@ -128,7 +130,7 @@ class ArrayDataset:
 
 
 def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") -> ArrayDataset:
-    """A dataset of array-likes that share their first axis; NumPy arrays are not copied.
+    """Make a dataset of array-likes that share their first axis; NumPy arrays are not copied.
 
     A list of arrays that differ in shape makes a ragged field.
 
@@ -142,10 +144,10 @@ def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") ->
 
 
 def as_rows(values: Any) -> NDArray[Any]:
-    """An array; of dtype object, holding arrays, if the values differ in shape."""
+    """The values as an array; an object array of arrays if they differ in shape."""
     try:
         array = np.asarray(values)
-    except ValueError:  # NumPy's word for it
+    except ValueError:  # NumPy's error for values that differ in shape
         array = ragged_rows(list(values))
     if array.dtype == object and array.ndim == 1 and all(isinstance(item, (np.ndarray, list)) for item in array):
         return ragged_rows([np.asarray(item) for item in array])
@@ -153,7 +155,7 @@ def as_rows(values: Any) -> NDArray[Any]:
 
 
 def ragged_rows(items: Sequence[Any]) -> NDArray[Any]:
-    """An array of dtype object that holds the items as arrays."""
+    """A one-dimensional object array that holds each item as an array."""
     rows = np.empty(len(items), object)
     for row, item in enumerate(items):
         rows[row] = np.asarray(item)
@@ -174,19 +176,19 @@ def field_of(name: str, array: NDArray[Any], where: str) -> Field:
     shapes = list(zip(*(item.shape for item in array), strict=True))
     shape = tuple(lengths[0] if len(set(lengths)) == 1 else -1 for lengths in shapes)
     if -1 not in shape:
-        shape = (-1, *shape[1:])  # rows of dtype object stay so
+        shape = (-1, *shape[1:])  # an object array stays ragged even if all its samples have the same shape
     return check_field(name, (len(array), *shape), dtype, where)
 
 
 def in_dtype(array: NDArray[Any], field: Field) -> NDArray[Any]:
-    """The array, or each of those that it holds, in the field's dtype."""
+    """Cast the array, or each array in a ragged one, to the field's dtype."""
     if not field.is_ragged:
         return array.astype(field.dtype, copy=False)
     return ragged_rows([item.astype(field.dtype, copy=False) for item in array])
 
 
 def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:
-    """The field of an array of this whole shape; raises UserError if it cannot be trained on."""
+    """The field of an array of this shape, sample axis included; raises UserError if it cannot be trained on."""
     if not shape:
         raise UserError(
             f"{where}: {name!r} is a single value, without a sample axis",
@@ -201,7 +203,7 @@ def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: 
 
 
 def check_lengths(lengths: Mapping[str, int], where: str) -> int:
-    """The common length of all arrays; raises UserError if there is none, or no sample at all."""
+    """The common length of all arrays; raises UserError if lengths differ or there are no samples."""
     if not lengths:
         raise UserError(f"{where} holds no arrays", "give arrays whose first axis runs over the samples")
     if len(set(lengths.values())) > 1:
@@ -217,7 +219,7 @@ def check_lengths(lengths: Mapping[str, int], where: str) -> int:
 
 
 def choose(present: Mapping[str, Any] | list[str], wanted: tuple[str, ...] | None, where: str) -> tuple[str, ...]:
-    """The wanted names, by default all; raises UserError naming what is there if one is missing."""
+    """The wanted names, by default all; if one is missing, raises UserError that lists those present."""
     names = tuple(present)
     if wanted is None:
         return names
@@ -245,12 +247,12 @@ def content_fingerprint(dataset: Dataset) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """The error and where it arose: ``ValueError: bad angle (augment.py:12 in rotate)``."""
+    """Format the error with its origin: ``ValueError: bad angle (augment.py:12 in rotate)``."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
 
 
 def users_code(what: str, fix: str) -> AbstractContextManager[None]:
-    """Errors in the body, which runs code of the user's, become UserErrors: ``what``, the error and its place."""
+    """Context manager for calls into user code: errors become UserErrors with ``what``, the error and its origin."""
     return foreign_errors(lambda error: UserError(f"{what}: {with_place(error)}", fix))

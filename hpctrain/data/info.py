@@ -1,4 +1,4 @@
-"""What a dataset holds, how fast it reads, and which tables it is or is a copy of, each at its version."""
+"""Facts about a dataset: its contents, read speed, and the versions of the tables it comes from."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BATCH = 256
 
 
 def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[str, Any]:
-    """JSON-able facts about HDF5 files.
+    """Facts about a dataset in files, as JSON values.
 
     Args:
         source: a path or a pattern.
-        seconds: to measure each way of reading for, at most; all samples at most.
-        outside: further folders that the files may lead to.
+        seconds: maximum duration of each speed measurement, which reads each sample at most once.
+        outside: further folders to which links in the files may lead.
     """
     dataset = open_dataset(source, allow_outside=outside)
     files = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
@@ -52,13 +52,13 @@ def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[s
 
 
 def common_notes(paths: Sequence[Path | str]) -> dict[str, Any]:
-    """The notes that all files share."""
+    """The notes that are the same in all files."""
     first, *others = [packed_notes(path) for path in paths] or [{}]
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def layout(files: list[Dataset] | Any, name: str) -> str:
-    """How an array is stored in all files."""
+    """The storage layout of an array: that of all HDF5 files, ``mixed`` if they differ, ``table`` if there are none."""
     layouts = {file.readers[name].layout for file in files if isinstance(file, Hdf5Dataset)}
     return layouts.pop() if len(layouts) == 1 else "mixed" if layouts else "table"
 
@@ -66,15 +66,15 @@ def layout(files: list[Dataset] | Any, name: str) -> str:
 def speed(
     dataset: Dataset, indices: Callable[[int, int], NDArray[np.int64]], seconds: float, sample_bytes: int
 ) -> dict[str, float]:
-    """Samples and bytes a second, in batches of 256, with the page cache as it stands, after a first read.
+    """Measure samples and bytes per second in batches of 256 after a warm-up read; the page cache is not cleared.
 
     Args:
-        dataset: what is read.
-        indices: of the samples in place of those from one position up to another.
-        seconds: to measure for.
-        sample_bytes: of one sample.
+        dataset: the dataset to read.
+        indices: indices(begin, end) returns the samples to read for these positions.
+        seconds: how long to measure.
+        sample_bytes: bytes per sample.
     """
-    dataset.read(np.arange(min(1, len(dataset))))  # what is opened and imported for it is not counted
+    dataset.read(np.arange(min(1, len(dataset))))  # excludes the time to open files and import modules
     begin = time.perf_counter()
     samples = 0
     while samples < len(dataset) and (not samples or time.perf_counter() - begin < seconds):
@@ -86,7 +86,7 @@ def speed(
 
 
 def hints(layouts: set[str], num_bytes: int) -> list[str]:
-    """What would read faster."""
+    """Advice for faster reading."""
     if layouts == {"contiguous"}:
         return []
     text = "arrays that are not contiguous are read block by block through the HDF5 library"
@@ -98,14 +98,15 @@ def hints(layouts: set[str], num_bytes: int) -> list[str]:
 
 
 MOST_SOURCES = 100
-"""That a record lists; there may be a table for each of very many packed files."""
+"""Limit on the sources that a run's record lists; each of very many packed files may come from a different table."""
 
 
 def sources_of(dataset: Dataset) -> list[dict[str, Any]]:
-    """The tables in order, each with its ``address`` and what ``Table.record`` says; none of data made otherwise.
+    """The dataset's source tables in order, each with its ``address`` and the entries of ``Table.record``.
 
     Args:
-        dataset: tables, files that ``hpctrain data pack`` made from tables (named as ``packed``), or anything else.
+        dataset: any dataset. Tables, and files that ``hpctrain data pack`` made from tables (listed as ``packed``),
+            have source tables; others have none.
     """
     found = {json.dumps(each): each for each in _sources(dataset)}
     return [{"address": address_of(each), **each} for each in list(found.values())[:MOST_SOURCES]]
@@ -130,6 +131,6 @@ def _sources(dataset: Any) -> list[dict[str, Any]]:
 
 
 def address_of(source: Mapping[str, Any]) -> str:
-    """Of a table, such as ``delta:s3://bucket/table@12``."""
+    """The address of a table at its version, such as ``delta:s3://bucket/table@12``."""
     version = source.get("version", source.get("snapshot"))
     return str(source["uri"]) if version is None else f"{source['kind']}:{source['uri']}@{version}"

@@ -1,6 +1,6 @@
-"""Which samples make each global batch, and which of them are a rank's: the same for any number of ranks.
+"""The order of samples: which ones form each global batch, independent of the number of ranks.
 
-Random numbers depend on what they are for, never on who draws them or when.
+Random numbers are keyed by their purpose, so they depend neither on the rank that draws them nor on the time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hpctrain.data.dataset import users_code
 from hpctrain.errors import UserError
 
 ROUNDS = 8
-"""Four are enough against an adversary who sees few pairs (Luby and Rackoff 1988); the rest is margin."""
+"""Four rounds are pseudorandom for few observed pairs (Luby and Rackoff 1988); the rest is a safety margin."""
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 @dataclass(frozen=True)
 class FeistelPermutation:
-    """A permutation of 0 to ``length - 1``, keyed by ``ROUNDS`` random words.
+    """A random-access permutation of 0 to ``length - 1``, keyed by ``ROUNDS`` random words.
 
     A generalized Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a position
-    is a pair (row, column) of a rectangle of at least ``length`` cells, and each round adds a hash of one to the other,
-    modulo its size. What lands beyond ``length`` is permuted again until it does not.
+    is a pair (row, column) in a rectangle of at least ``length`` cells, and each round adds a hash of one to the other,
+    modulo its size. Results of ``length`` or more are permuted again until they fall below it (cycle walking).
     """
 
     length: int
@@ -39,11 +39,11 @@ class FeistelPermutation:
 
     @classmethod
     def draw(cls, length: int, rng: Generator) -> FeistelPermutation:
-        """One of the permutations of ``length`` things."""
+        """Draw a random permutation of ``length`` items."""
         return cls(length, rng.integers(0, 2**64, ROUNDS, dtype=np.uint64))
 
     def __call__(self, begin: int, end: int) -> NDArray[np.int64]:
-        """int64[end - begin]: what stands at positions ``begin`` to ``end - 1``."""
+        """int64[end - begin]: the items at positions ``begin`` to ``end - 1``."""
         found = self._once(np.arange(begin, end, dtype=np.uint64))
         while len(outside := np.flatnonzero(found >= self.length)):
             found[outside] = self._once(found[outside])
@@ -67,16 +67,16 @@ def _hashed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 LARGE_SAMPLES = 2**24
-"""From this number of samples on, a full shuffle is computed position by position: no memory, no work at the beginning
-of an epoch."""
+"""From this number of samples on, a full shuffle is computed on the fly, without memory or work at the start of an
+epoch."""
 GROUP_BLOCKS = 16
-"""Blocks whose samples are shuffled together if shuffle is ``block``."""
+"""Number of blocks whose samples are shuffled together if ``shuffle`` is ``block``."""
 
 Shuffle = Literal["full", "block", "none"]
 
 
 class Stream(enum.IntEnum):
-    """What random numbers are for: each purpose has its own stream of the same seed and epoch."""
+    """Purposes of random numbers, each with an independent stream for the same seed and epoch."""
 
     ORDER = 0
     """The order of samples, or of blocks, in an epoch."""
@@ -85,16 +85,16 @@ class Stream(enum.IntEnum):
     TRANSFORM = 2
     """The random transform of one sample."""
     SAMPLER = 3
-    """The samples of an epoch, if the task brings a sampler."""
+    """The samples of an epoch, if the task has a sampler."""
     DATASET = 4
-    """What a dataset draws itself while one sample is read."""
+    """Random numbers that a dataset draws while it reads a sample."""
 
 
 def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0, repeat: int = 0) -> Generator:
     """A generator keyed by (seed, epoch, stream, index, repeat).
 
-    Philox is counter-based (Salmon et al., SC 2011): seed and epoch are its 128-bit key; stream, index and repeat all
-    but the lowest word of its 256-bit counter, so that no two generators overlap within their first 2**64 numbers.
+    Philox is counter-based (Salmon et al., SC 2011): seed and epoch form its 128-bit key; stream, index and repeat form
+    the upper three words of its 256-bit counter, so no two generators overlap within the first 2**64 counter values.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
     counter = np.array([0, repeat, index, stream], dtype=np.uint64)
@@ -103,46 +103,46 @@ def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0, repea
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a sampler gets to know about the epoch whose samples it names."""
+    """The argument of a sampler: the epoch for which it returns samples."""
 
     index: int
     """From 0."""
     rng: Generator
-    """Keyed by the run's seed and the epoch: the same on every rank and after a resume. Use no other."""
+    """Keyed by the run's seed and the epoch: the same on every rank and after a resume. Use no other generator."""
     num_samples: int
     """Samples in the dataset."""
     global_batch: int
-    """Samples of one global batch: consecutive stretches of what the sampler returns."""
+    """Samples in a global batch; consecutive slices of the sampler's result become the batches."""
 
 
 Sampler = Callable[[Epoch], NDArray[np.int64]]
-"""sampler(epoch) gives int64[n], the samples of an epoch in order; n is the same in all epochs, repeats are allowed."""
+"""sampler(epoch) returns int64[n]: the samples of an epoch in order. n is constant, and repeats are allowed."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples of one epoch, and how often each has been drawn in it before: a repeat has separate random numbers."""
+    """Samples of one epoch, with the number of earlier draws of each, so that repeats get separate random numbers."""
 
     epoch: int
     ids: NDArray[np.int64]
     repeats: NDArray[np.int64]
 
     def part(self, which: slice) -> Drawn:
-        """Some of them."""
+        """The samples in this slice."""
         return Drawn(self.epoch, self.ids[which], self.repeats[which])
 
 
 EpochOrder = Callable[[int, int], Drawn]
-"""Gives the samples at positions ``begin`` to ``end - 1`` of an epoch."""
+"""order(begin, end) returns the samples at positions ``begin`` to ``end - 1`` of an epoch."""
 
 
 def first_draw(ids: NDArray[np.int64], epoch: int = 0) -> Drawn:
-    """Samples of which none has been drawn before."""
+    """Samples that were not drawn before in the epoch."""
     return Drawn(epoch, ids, np.zeros(len(ids), np.int64))
 
 
 def part_of(n: int, rank: int, size: int) -> slice:
-    """The contiguous part of ``n`` things that is this rank's: the first ``n % size`` ranks have one more."""
+    """The contiguous slice of ``n`` items that belongs to this rank; the first ``n % size`` ranks get one more."""
     share, rest = divmod(n, size)
     begin = rank * share + min(rank, rest)
     return slice(begin, begin + share + (rank < rest))
@@ -150,27 +150,27 @@ def part_of(n: int, rank: int, size: int) -> slice:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of ``length`` samples, cut into global batches, in every epoch.
+    """The order of ``length`` samples in every epoch, cut into global batches.
 
-    A pure function of the fields: any position of any epoch is found without going through those before it.
+    A pure function of the fields: any batch of any epoch is computed directly, without the ones before it.
     """
 
     length: int
     """Samples in the dataset."""
     global_batch: int
-    """Samples of one global batch; the last of an epoch is smaller if it does not divide ``length``."""
+    """Samples in a global batch; the last one of an epoch may be smaller."""
     seed: int = 0
     """0 to 2**64 - 1."""
     shuffle: Shuffle = "full"
-    """full: a permutation of all samples (4 bytes of memory a sample below LARGE_SAMPLES, none above); block: blocks of
-    samples are permuted, then the samples within each group of ``GROUP_BLOCKS`` blocks; none: as they are stored, in
-    every epoch."""
+    """full: a permutation of all samples (4 bytes of memory per sample below LARGE_SAMPLES, none from there on); block:
+    blocks of samples are permuted, then the samples within each group of ``GROUP_BLOCKS`` blocks; none: storage order
+    in every epoch."""
     block_samples: int = 1024
-    """Samples of a block."""
+    """Samples in a block."""
     drop_last: bool = False
-    """Leave out the last global batch if it is smaller."""
+    """Drop the last global batch of an epoch if it is smaller."""
     sampler: Sampler | None = None
-    """Names the samples of each epoch in place of ``shuffle``."""
+    """Returns the samples of each epoch and replaces ``shuffle``."""
     _epochs: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Order:
 
     @cached_property
     def epoch_samples(self) -> int:
-        """Samples of one epoch; those of a last batch that is left out, too."""
+        """Samples in an epoch, including those of a dropped last batch."""
         return self.length if self.sampler is None else len(draw(self.sampler, self, 0))
 
     @property
@@ -198,7 +198,7 @@ class Order:
         return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)
 
     def fingerprint(self) -> str:
-        """Of the sampler, from its indices in the first epoch; empty without one."""
+        """sha256 of the sampler's indices in the first epoch; empty without a sampler."""
         if self.sampler is None:
             return ""
         return hashlib.sha256(draw(self.sampler, self, 0).tobytes()).hexdigest()
@@ -233,13 +233,13 @@ class Order:
                     f"the order of {self.length} samples does not fit into memory with data.shuffle {self.shuffle}",
                     "set larger data.block_samples, or data.shuffle to full, which takes no memory for large data sets",
                 ) from error
-            self._epochs.clear()  # batches come epoch by epoch: one permutation in memory is enough
+            self._epochs.clear()  # batches are read epoch by epoch, so one permutation in memory is enough
             self._epochs[epoch] = order
         return order
 
 
 class BlockShuffle:
-    """Blocks in permuted order; within each group of them, their samples in permuted order."""
+    """Permuted blocks, with the samples permuted within each group of ``GROUP_BLOCKS`` blocks."""
 
     def __init__(self, order: Order, epoch: int, blocks: NDArray[np.int64]) -> None:
         self.order = order
@@ -272,7 +272,7 @@ class BlockShuffle:
 
 
 def order_of(order: Order, epoch: int) -> EpochOrder:
-    """Draws an epoch's permutation."""
+    """Draw the order of an epoch, from the sampler or by shuffling."""
     if order.sampler is not None:
         ids = draw(order.sampler, order, epoch)
         if len(ids) != order.epoch_samples:
@@ -287,7 +287,7 @@ def order_of(order: Order, epoch: int) -> EpochOrder:
 
 
 def repeats_in(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each of these stands before its place."""
+    """For each position, how often its value occurs before it."""
     by_id = np.argsort(ids, kind="stable")
     begins = np.searchsorted(ids[by_id], ids[by_id])
     before = np.empty_like(ids)
@@ -296,7 +296,7 @@ def repeats_in(ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], NDArray[np.int64]]:
-    """Gives what stands at positions ``begin`` to ``end - 1`` of the epoch."""
+    """A function that returns the samples at positions ``begin`` to ``end - 1`` of the shuffled epoch."""
     if order.shuffle == "none":
         return lambda begin, end: np.arange(begin, end, dtype=np.int64)
     if order.shuffle == "block":
@@ -312,7 +312,7 @@ def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], NDArray[np.int6
 
 
 def draw(sampler: Sampler, order: Order, epoch: int) -> NDArray[np.int64]:
-    """What the sampler names for an epoch; raises UserError if these are not samples of the dataset."""
+    """Call the sampler for an epoch; raises UserError if its result is not an array of valid sample indices."""
     rng = keyed_generator(order.seed, epoch, Stream.SAMPLER)
     with users_code(f"the sampler failed in epoch {epoch}", "correct the sampler"):
         ids = np.asarray(sampler(Epoch(epoch, rng, order.length, order.global_batch)))

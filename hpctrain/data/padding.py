@@ -1,4 +1,4 @@
-"""Samples of variable length as one batch."""
+"""Padding of samples of variable length to one shape."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def pad(
     length: int | None = None,
     mask: str | None = None,
 ) -> Samples:
-    """Pads arrays at their ends to the largest of the batch, and stacks all others: a ready ``collate``.
+    """Pad arrays at the end to the largest shape in the batch and stack them: a ready-made ``collate``.
 
-    Give arguments with ``functools.partial(hpctrain.pad, fields=["tokens"], multiple_of=8, mask="mask")``.
+    Bind the arguments with ``functools.partial(hpctrain.pad, fields=["tokens"], multiple_of=8, mask="mask")``.
 
     Args:
-        samples: dicts of arrays, which may differ in shape only in fields that are padded.
+        samples: dicts of arrays; only fields that are padded may differ in shape.
         fields: names of the arrays to pad, along each axis in which they differ.
-        value: what to pad with; by name if it is not the same for all, and 0 for those that it leaves out.
-        multiple_of: the first axis is padded to the next multiple of this. Frameworks compile once for each length:
-            multiples keep the number of lengths small.
-        length: pad the first axis to this length in every batch.
+        value: the padding value, or a mapping from field name to value, with 0 for fields that it omits.
+        multiple_of: round the length of the first axis up to a multiple of this. Frameworks compile once per length,
+            so this keeps the number of compilations small.
+        length: pad the first axis to this length in every batch, rounded up to ``multiple_of``.
         mask: name of an array to add: bool[samples, padded length], true where the first of ``fields`` has values.
 
     Returns:
-        Arrays by name, in the samples' order, with the samples along the first axis.
+        Arrays by name, with the samples along the first axis, in the given order.
 
     Raises:
-        UserError: a sample lacks one of the fields, is longer than ``length``, or differs in one that is not padded.
+        UserError: a sample lacks one of the fields, is longer than ``length``, or differs in an unpadded field.
     """
     first = samples[0]
     missing = [name for name in fields if name not in first or np.ndim(first[name]) == 0]
@@ -69,7 +69,7 @@ def pad(
 def padded_shape(
     name: str, samples: Sequence[Mapping[str, Any]], multiple_of: int, length: int | None
 ) -> tuple[int, ...]:
-    """The shape that all samples' arrays of this name get."""
+    """The common shape to which all samples' arrays of this name are padded."""
     shapes = [np.shape(sample[name]) for sample in samples]
     if len({len(shape) for shape in shapes}) > 1:
         raise UserError(f"pad: the samples' arrays {name!r} differ in their number of axes", "give all the same number")
@@ -83,7 +83,7 @@ def padded_shape(
 
 
 def padded(array: NDArray[Any], shape: tuple[int, ...], value: float) -> NDArray[Any]:
-    """The array at the beginning of a larger one."""
+    """Copy the array to the start of a new array of this shape, filled with ``value``."""
     result = np.full(shape, value, array.dtype)
     result[tuple(map(slice, array.shape))] = array
     return result

@@ -1,4 +1,4 @@
-"""What each rank trains and validates on, batch after batch, made ready ahead of the step."""
+"""Each rank's training and validation batches, prefetched ahead of the step."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Batch:
     epoch: int
     """From 0."""
     index: int
-    """Of the global batch within its epoch."""
+    """Index of the global batch within its epoch."""
     micro_batches: tuple[Samples, ...]
-    """The part, cut into at most ``accumulate`` pieces, none of them empty; no pieces if the part is empty."""
+    """The part, cut into at most ``accumulate`` nonempty micro-batches; no micro-batches if the part is empty."""
     local_samples: int
     """Samples in this rank's part."""
     global_samples: int
-    """Samples in all ranks' parts together."""
+    """Samples in the whole global batch."""
     sample_ids: NDArray[np.int64]
-    """int64[local_samples]: which samples of the dataset these are."""
+    """int64[local_samples]: indices of the samples in the dataset, or numbers in the epoch of a stream."""
     ends_epoch: bool
     """Whether it is the last global batch of its epoch."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a Batch is made from."""
+    """The samples from which a Batch is made."""
 
     drawn: Drawn
     index: int
@@ -51,53 +51,53 @@ class Part:
 
     @property
     def pieces(self) -> list[Drawn]:
-        """The samples of each micro-batch: at most ``accumulate``, none of them empty."""
+        """The samples of each micro-batch: at most ``accumulate`` pieces, none of them empty."""
         count = len(self.drawn.ids)
         return [self.drawn.part(part_of(count, piece, self.accumulate)) for piece in range(min(self.accumulate, count))]
 
 
 class BatchSource(Protocol):
-    """Endless global batches, epoch after epoch, of which this rank gets its part."""
+    """Infinite sequence of global batches, epoch after epoch, of which this rank gets its part."""
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
-        """Batches from this one on, without end; an earlier iterator of this object is closed."""
+        """Infinite iterator over batches, starting with this one; closes any earlier iterator of this object."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``starting_at`` needs besides epoch and batch, after the batch that was taken last."""
+        """State needed to resume after the last batch taken, besides epoch and batch."""
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what ``state_dict`` gave, before ``starting_at``."""
+        """Restore the result of ``state_dict``; called before ``starting_at``."""
 
     def close(self) -> None:
-        """Ends threads and processes; may be called again."""
+        """Stop threads and processes; may be called repeatedly."""
 
 
 @dataclass(eq=False)
 class TrainingData:
-    """Endless global batches, epoch after epoch, of which this rank gets its part."""
+    """Infinite sequence of global batches of a dataset, epoch after epoch, of which this rank gets its part."""
 
     dataset: Dataset
     order: Order
     """Over ``len(dataset)`` samples."""
     rank: int
     size: int
-    """Of the data-parallel group, in which this process has the rank."""
+    """Size of the data-parallel group, in which this process has ``rank``."""
     accumulate: int = 1
-    """Micro-batches that a batch is cut into."""
+    """Maximum number of micro-batches per batch."""
     prefetch: int = 2
-    """Batches held ready by a thread; 0 reads when a batch is asked for, and so does a dataset that draws from global
+    """Batches that a thread keeps ready. 0 reads each batch on request; so does a dataset that draws from global
     generators, unless worker processes read it."""
     workers: int = 0
-    """Worker processes that read and transform; 0 leaves that to the thread."""
+    """Worker processes that read and transform; 0 uses the prefetch thread."""
     recipe: Recipe = field(default_factory=Recipe)
-    """From samples to a micro-batch; its seed is that of transforms, and the order has its own."""
+    """How samples become a micro-batch. Its seed is for transforms; the order has a separate one."""
     place: Callable[[Samples], Samples] = lambda samples: samples
-    """Moves a micro-batch to memory from which it reaches the device fastest."""
+    """Moves a micro-batch to memory with fast transfer to the device, such as pinned memory."""
     batches: Generator[Batch, None, None] | None = field(default=None, init=False)
     pool: WorkerPool | None = field(default=None, init=False)
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
-        """Batches from this one on, without end; an earlier iterator of this object is closed."""
+        """Infinite iterator over batches, starting with this one; closes any earlier iterator of this object."""
         self.close()
         if self.workers:
             self.pool = start_workers(self.workers, self.dataset, self.recipe)
@@ -106,14 +106,14 @@ class TrainingData:
         return self.batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: any position is found by its number."""
+        """Empty: the order can start at any batch."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See ``state_dict``."""
+        """Nothing to restore; see ``state_dict``."""
 
     def close(self) -> None:
-        """Ends the thread and the worker processes; may be called again."""
+        """Stop the thread and the worker processes; may be called repeatedly."""
         if self.pool:
             self.pool.kill()  # first, because the thread may be waiting for a worker
         if self.batches:
@@ -152,10 +152,9 @@ class TrainingData:
 
 
 class ValidationData:
-    """This rank's contiguous part of a dataset, as stored, in batches of up to ``batch`` samples.
+    """This rank's contiguous part of a dataset, in storage order, in batches of up to ``batch`` samples.
 
-    The parts of all ranks together are the dataset, each sample once. Ranks may have different numbers of batches, or
-    none.
+    The ranks' parts cover the dataset, each sample once. Ranks may have different numbers of batches, or none.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class ValidationData:
         self.prefetch = prefetch
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Number of batches on this rank."""
         return len(range(self.part.start, self.part.stop, self.batch))
 
     def __iter__(self) -> Iterator[Samples]:
@@ -181,22 +180,22 @@ class ValidationData:
 
 
 def thread_depth(dataset: Dataset, prefetch: int) -> int:
-    """How many batches a thread may read ahead: none if it would draw from generators that the model draws from."""
+    """How many batches a thread may prefetch: 0 if it would draw from global generators, which the model uses too."""
     return 0 if isinstance(dataset, SeededDataset) else prefetch
 
 
 class Failed:
-    """What ended the source."""
+    """The exception with which the source ended."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 def prefetched(source: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
-    """The items of ``source`` in order, up to ``depth`` of them ready or being made ahead of the consumer.
+    """Yield the items of ``source`` in order; a thread prepares up to ``depth`` of them ahead of the consumer.
 
-    The thread starts with the first item asked for. Its errors are raised where the item is taken. Closing the
-    generator ends the thread after the item that it is making, then closes the source.
+    The thread starts when the first item is requested, and its errors are raised in the consumer. Closing the generator
+    waits until the thread has finished its current item, then closes the source.
     """
     if depth == 0:
         yield from source
@@ -209,7 +208,7 @@ def prefetched(source: Generator[T, None, None], depth: int) -> Generator[T, Non
         try:
             while room.acquire() and not stopped.is_set():
                 ready.put(next(source))
-        except BaseException as error:  # StopIteration too: it is what ends the consumer
+        except BaseException as error:  # including StopIteration, which ends the consumer
             ready.put(Failed(error))
 
     thread = threading.Thread(target=run, name="hpctrain-prefetch", daemon=True)

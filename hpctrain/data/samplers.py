@@ -1,4 +1,4 @@
-"""Ready samplers: which samples an epoch has, as functions of seed and epoch alone."""
+"""Ready-made samplers, which choose the samples of an epoch as a function of seed and epoch only."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Numbers = Sequence[float] | NDArray[Any]
 
 @dataclass(frozen=True)
 class WeightedSampler:
-    """Draws samples with probabilities in proportion to their weights."""
+    """Draws samples with probabilities proportional to their weights."""
 
     weights: Numbers
-    """Of each sample, at least 0."""
+    """One weight per sample, at least 0."""
     num_samples: int | None = None
-    """Samples of an epoch; by default the length of the dataset."""
+    """Samples per epoch; by default the length of the dataset."""
     replacement: bool = True
-    """Whether a sample may be drawn several times in an epoch. Each draw has separate random transforms."""
+    """Whether a sample may be drawn more than once in an epoch. Each draw gets separate random transforms."""
 
     def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
         """int64[num_samples]: the samples of an epoch.
 
         Raises:
-            UserError: there is not one finite weight of at least 0 for each sample, or too few to draw from.
+            UserError: the weights are not one finite number of at least 0 per sample, or too few are above 0.
         """
         weights = one_each("weights", self.weights, epoch).astype(np.float64)
         number = epoch.num_samples if self.num_samples is None else self.num_samples
@@ -47,19 +47,19 @@ class WeightedSampler:
 
 @dataclass(frozen=True)
 class LengthGroupedSampler:
-    """Every sample once an epoch, in random batches of similar lengths: less padding.
+    """Groups samples of similar length into batches, which reduces padding; every sample comes once per epoch.
 
-    The samples are shuffled, sorted by length within pools of many batches, and cut into global batches; these, and the
-    samples within each, are shuffled again, so that no rank gets all long ones.
+    The samples are shuffled, sorted by length within pools of many batches, and cut into global batches. The batches,
+    and the samples within each, are then shuffled, so that no rank gets all the long samples.
     """
 
     lengths: Numbers
-    """Of each sample."""
+    """One length per sample."""
     pool_batches: int = 50
-    """Global batches of one pool: more make lengths more similar, fewer the order more random."""
+    """Global batches per pool: more make lengths within a batch more similar, fewer make the order more random."""
 
     def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
-        """int64[samples of the dataset]: the samples of an epoch; raises UserError without a length for each."""
+        """int64[num_samples]: the samples of an epoch; raises UserError if there is not one length per sample."""
         lengths = one_each("lengths", self.lengths, epoch)
         shuffled = epoch.rng.permutation(epoch.num_samples)
         whole = epoch.num_samples // epoch.global_batch * epoch.global_batch
@@ -73,21 +73,21 @@ class LengthGroupedSampler:
 
 @dataclass(frozen=True)
 class CurriculumSampler:
-    """Easy samples first: each epoch draws from the easiest share of the dataset, which grows to the whole.
+    """Starts with easy samples: each epoch draws from the easiest fraction of the dataset, which grows to all of it.
 
-    An epoch has as many samples as the dataset: while the share is smaller, its samples come several times, equally
-    often except one. The share grows linearly (Platanios et al. 2019, section 2.2).
+    An epoch is as long as the dataset. While the fraction is below 1, its samples are repeated, with counts that differ
+    by at most one. The fraction grows linearly (Platanios et al. 2019, section 2.2).
     """
 
     difficulty: Numbers
-    """Of each sample: larger is harder."""
+    """One number per sample; larger is harder."""
     begin: float = 0.2
-    """Share of the samples that the first epoch draws from, above 0 and at most 1."""
+    """Fraction of the samples that the first epoch draws from, above 0 and at most 1."""
     epochs: int = 10
-    """Epochs until all samples take part."""
+    """Epochs until all samples are used."""
 
     def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
-        """int64[samples of the dataset]: the samples of an epoch; raises UserError without a difficulty for each."""
+        """int64[num_samples]: the samples of an epoch; raises UserError if there is not one difficulty per sample."""
         difficulty = one_each("difficulty", self.difficulty, epoch)
         if not 0 < self.begin <= 1 or self.epochs < 1:
             raise UserError(
@@ -102,15 +102,15 @@ class CurriculumSampler:
 
 @dataclass(frozen=True)
 class LaneSampler:
-    """Samples that continue each other, such as stretches of a text, for state carried from batch to batch.
+    """Orders consecutive samples, such as pieces of a text, for models that carry state from batch to batch.
 
-    The dataset, in its order, is cut into as many lanes as a global batch has samples, and each batch holds the next
-    sample of every lane: sample i of a batch continues sample i of the batch before. Every lane stays with its rank.
-    Samples that fill no whole batch are left out. The order is that of all epochs.
+    The dataset, in storage order, is cut into one lane per sample of a global batch, and each batch holds the next
+    sample of every lane: sample i of a batch continues sample i of the previous batch. A lane stays on one rank.
+    Samples that do not fill a whole batch are dropped. The order is the same in every epoch.
     """
 
     def __call__(self, epoch: Epoch) -> NDArray[np.int64]:
-        """int64[lanes * samples of a lane]: the samples of an epoch; raises UserError if a lane has none."""
+        """int64[lanes * samples per lane]: the samples of an epoch; raises UserError if a lane would be empty."""
         lanes, length = epoch.global_batch, epoch.num_samples // epoch.global_batch
         if not length:
             raise UserError(
@@ -121,7 +121,7 @@ class LaneSampler:
 
 
 def one_each(name: str, values: Numbers, epoch: Epoch) -> NDArray[Any]:
-    """The numbers as an array; raises UserError if there is not one for each sample."""
+    """The numbers as an array; raises UserError if there is not one per sample."""
     array = np.asarray(values)
     if array.shape != (epoch.num_samples,):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Single samples as users' code gives and transforms them, and arrays of many with a sample axis."""
+"""Batches from single samples: the user's transform and collate, checks, and stacking."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from hpctrain.errors import UserError, foreign_errors, kind_of
 Sample = dict[str, NDArray[Any]]
 """The arrays of one sample."""
 Transform = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
-"""transform(sample, rng) of a sample's arrays, which it may change; rng is keyed by (seed, epoch, sample), and
-by how often the sample has been drawn in the epoch before."""
+"""transform(sample, rng) returns the new sample; it may modify ``sample`` in place. ``rng`` is keyed by (seed, epoch,
+sample, repeat), where repeat counts earlier draws of the sample in the epoch."""
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
-"""collate(samples) of the samples of one batch: arrays for the model, the first of them with a row for each sample."""
+"""collate(samples) turns the samples of one batch into arrays, the first of which has one row per sample."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How samples become a batch."""
+    """How samples become a batch: transform, collate and the seed of random transforms."""
 
     transform: Transform | None = None
-    """Of each sample."""
+    """Applied to each sample."""
     collate: Collate | None = None
-    """Of all of them; by default they are stacked, and must be equal in shape."""
+    """Applied to the list of samples; by default they are stacked and must have equal shapes."""
     seed: int = 0
-    """Of random numbers."""
+    """Seed of transforms and of datasets that draw random numbers."""
 
 
 def grouped(numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Each number, and where it is, in rising order."""
+    """Each distinct number with the indices at which it occurs, in ascending order."""
     order = np.argsort(numbers, kind="stable")
     for places in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(numbers) else ():
         yield int(numbers[places[0]]), places
 
 
 def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
-    """Reads these samples, transforms each, and makes one batch of them; no samples give no arrays.
+    """Read and transform the drawn samples and collate them into one batch; an empty dict if there are none.
 
     Raises:
-        UserError: transform or collate failed, or the samples to stack differ in shape or dtype; names the sample.
+        UserError: transform or collate failed, or samples to stack differ in shape or dtype; names the sample.
     """
     arrays = read_exclusively(dataset, drawn.ids, lambda: seeds_of(drawn, recipe.seed)) if len(drawn.ids) else {}
     is_ragged = any(array.dtype == object for array in arrays.values())
@@ -56,14 +56,14 @@ def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
 
 
 def seeds_of(drawn: Drawn, seed: int) -> NDArray[np.int64]:
-    """For what a dataset draws itself: keyed by (seed, epoch, sample, repeat)."""
+    """Seeds for ``read_seeded``: int64, one per sample, keyed by (seed, epoch, sample, repeat)."""
     keys = zip(drawn.ids.tolist(), drawn.repeats.tolist(), strict=True)
     generators = (keyed_generator(seed, drawn.epoch, Stream.DATASET, *key) for key in keys)
     return np.array([generator.integers(2**63) for generator in generators], np.int64)
 
 
 def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples:
-    """One batch of samples that have been read; see ``make_batch``."""
+    """One batch of samples that were already read; see ``make_batch``."""
     ids, giver = drawn.ids.tolist(), "the data"
     if recipe.transform is not None:
         transform, seed, giver = recipe.transform, recipe.seed, "the transform"
@@ -77,7 +77,7 @@ def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples
 
 
 def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Samples:
-    """What the user's function makes of the samples; raises UserError if that is not a batch of them."""
+    """Call the user's collate; raises UserError if it fails or its result is not a batch."""
     shown = f"{', '.join(map(str, ids[:4]))}{' and others' if len(ids) > 4 else ''}"
 
     def failed(error: Exception) -> UserError:
@@ -105,7 +105,7 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
 
 
 def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, sample_id: int, repeat: int) -> Sample:
-    """The transformed sample; raises UserError naming it."""
+    """The transformed sample; if the transform fails, raises UserError that names the sample."""
     what = f"the transform failed on sample {sample_id} in epoch {epoch}"
     with users_code(what, "correct the transform, or the sample"):
         transformed = transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id, repeat))
@@ -117,7 +117,7 @@ def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, s
 
 
 def named(sample: Any, names: tuple[str, ...] | None) -> Sample:
-    """A sample's arrays: a mapping keeps its names; the parts of a tuple are ``names``, by default x and y."""
+    """A sample's arrays by name: a mapping's own keys, or ``names`` for the parts of a tuple, by default x and y."""
     if isinstance(sample, Mapping):
         return {name: np.asarray(sample[name]) for name in names or sample}
     parts = list(sample) if isinstance(sample, (tuple, list)) else [sample]
@@ -133,16 +133,16 @@ def named(sample: Any, names: tuple[str, ...] | None) -> Sample:
 def stack(
     samples: Iterable[Sample], ids: Sequence[int], giver: str, fields: Mapping[str, Field] | None = None
 ) -> Samples:
-    """The samples along a new first axis.
+    """Stack the samples along a new first axis.
 
     Args:
-        samples: one for each of ``ids``.
-        ids: for errors.
-        giver: who makes the samples, for errors.
-        fields: what each must be; by default what the first is.
+        samples: one per entry of ``ids``.
+        ids: the samples' numbers, for errors.
+        giver: what produced the samples, for errors.
+        fields: the expected fields, by default those of the first sample.
 
     Raises:
-        UserError: a sample is different.
+        UserError: a sample does not match the fields.
     """
     batch: Samples = {}
     for row, (sample_id, sample) in enumerate(zip(ids, samples, strict=True)):
@@ -162,12 +162,12 @@ def stack(
 
 
 def layout(fields: Mapping[str, Field]) -> str:
-    """The fields as a person writes them: ``image float32[3, 32, 32], label int64``."""
+    """Format the fields for messages: ``image float32[3, 32, 32], label int64``."""
     return ", ".join(f"{name} {f.dtype}{list(f.shape) or ''}" for name, f in fields.items()) or "nothing"
 
 
 def require_alike(fields: Sequence[Mapping[str, Field]], names: Sequence[str], fix: str) -> None:
-    """Raises UserError, with this fix, unless all of what has these names holds the same."""
+    """Raise UserError with this fix unless all named sources have the same fields."""
     for each, name in zip(fields, names, strict=True):
         if dict(each) != dict(fields[0]):
             raise UserError(f"{name} holds {layout(each)} but {names[0]} holds {layout(fields[0])}", fix)

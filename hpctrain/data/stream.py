@@ -1,7 +1,7 @@
-"""Streams: samples that can only be read one after the other, their number unknown or endless.
+"""Streams: iterable data without random access, of unknown or infinite length.
 
-Every rank reads all of a stream and decodes its part of each global batch, so all ranks stand at the same position, and
-a checkpoint's position is that of any number of ranks.
+Every rank reads the whole stream and decodes only its part of each global batch. All ranks are therefore at the same
+position, and a checkpoint can be resumed on any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from hpctrain.data.samples import Recipe, Sample, batch_of, named
 from hpctrain.errors import UserError, foreign_errors
 
 UNKNOWN_LENGTH = 2**62
-"""Stands for the batches of an epoch that is never seen to end before it does."""
+"""Stands for the number of batches in an epoch, which is unknown until the epoch ends."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Samples one after the other, from a position that can be saved, as in torchdata and MosaicML Streaming.
+    """An iterable of samples whose position can be saved, as in torchdata and MosaicML Streaming.
 
-    All methods are called by the thread that reads ahead. The samples must be the same on every rank.
+    The samples must be the same on every rank. While training, the prefetch thread calls all methods.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples from the present position on, each a dict or tuple of arrays; at the end of the data, its begin."""
+        """Samples from the current position, each a dict or tuple of arrays; at the end of the data, from its start."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The position behind the sample that was given last: values of JSON and NumPy arrays of numbers."""
+        """The position after the last sample yielded: JSON values and NumPy arrays of numbers."""
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes to a position; ``iter`` is called next.
+        """Restore a position; ``iter`` is called next.
 
         Args:
-            saved: what ``state_dict`` returned, as JSON gives it back.
+            saved: what ``state_dict`` returned, after a round trip through JSON.
         """
 
 
 @dataclass(eq=False)
 class Stream:
-    """Samples of one source, from the beginning or from a position. Use ``open_stream``, which checks it."""
+    """Samples of one source, from its start or a saved position. Create it with ``open_stream``, which checks it."""
 
     source: Any
     names: tuple[str, ...] | None
-    """Of the parts of samples."""
+    """Names of the arrays in a sample, if given; see ``samples.named``."""
     first: Sample
     without: Callable[[int], Iterable[Any]]
-    """without(n) gives the source's samples from its present position on, without the first n."""
+    """without(n) iterates over the source from its current position, skipping the first n samples."""
     decode: Callable[[Any], Any] | None = None
-    """Makes samples of what the source gives; by default these are samples."""
+    """Turns a raw item of the source into a sample; None if the items are samples already."""
 
     def __post_init__(self) -> None:
         kind = type(self.source).__name__
@@ -69,7 +69,7 @@ class Stream:
         }
 
     def undecoded(self, skip: int = 0) -> Iterator[Any]:
-        """From the present position on, without the first ``skip`` ones: what ``sample`` makes samples of."""
+        """Raw items from the current position, skipping the first ``skip``; ``sample`` decodes them."""
         number, kind = skip, type(self.source).__name__
 
         def failed(error: Exception) -> UserError:
@@ -81,13 +81,13 @@ class Stream:
                 number += 1
 
     def sample(self, undecoded: Any, number: int) -> Sample:
-        """Raises UserError that tells the sample's number in the epoch."""
+        """Decode a raw item; if that fails, raises UserError that names the sample's number in the epoch."""
         if self.decode is None:
             return cast(Sample, undecoded)
         return decoded(undecoded, self.decode, self.names, number, type(self.source).__name__)
 
     def state_dict(self) -> dict[str, Any]:
-        """The source's position; empty if it has none."""
+        """The source's position; empty if it cannot save one."""
         return copy.deepcopy(dict(self.source.state_dict())) if isinstance(self.source, Resumable) else {}
 
     def example(self) -> ArrayDataset:
@@ -95,7 +95,7 @@ class Stream:
         return from_arrays({name: value[None] for name, value in self.first.items()})
 
     def fingerprint(self) -> str:
-        """Of the class and the first sample."""
+        """sha256 of the source's class name and first sample."""
         digest = hashlib.sha256(type(self.source).__qualname__.encode())
         for name, value in self.first.items():
             digest.update(f"\n{name} {value.shape} {value.dtype.str}".encode() + value.tobytes())
@@ -103,14 +103,14 @@ class Stream:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether this is data that can only be read one sample after the other."""
+    """Whether this data can only be read sequentially."""
     if isinstance(source, (Stream, Resumable)):
         return True
     return "torch.IterableDataset" in bases_of(source) or (has_skip(source) and int(source.cardinality()) == -1)
 
 
 def bases_of(source: Any) -> set[str]:
-    """The classes that it derives from, by name and package; imports none."""
+    """The source's class and base classes as ``package.Name``; imports nothing."""
     return {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(source).__mro__}
 
 
@@ -122,19 +122,19 @@ def has_skip(source: Any) -> bool:
 def open_stream(
     source: Any, fields: tuple[str, ...] | list[str] | None = None, decode: Callable[[Any], Any] | None = None
 ) -> Stream:
-    """Opens data that is read one sample after the other, of unknown or endless number.
+    """Open data that is read sequentially and has unknown or infinite length.
 
     Args:
         source: an object with ``__iter__``, ``state_dict`` and ``load_state_dict`` (its state is saved and resumed); a
-            tf.data.Dataset or torch IterableDataset of single samples; or another iterable that begins again whenever
-            ``iter`` is called (a resumed run passes over the samples that it has seen).
-        fields: arrays to take, in this order; names the parts of samples that are tuples.
-        decode: decode(raw) gives a sample, a dict or tuple of arrays, of what the source gives, such as the bytes of a
-            picture. Every rank reads all of the source, but decodes only what it trains on, some batches later: the
-            source must not change what it has given.
+            tf.data.Dataset or torch IterableDataset of single samples; or another iterable that starts over whenever
+            ``iter`` is called (a resumed run skips the samples that it has seen).
+        fields: arrays to use, in this order; names the parts if samples are tuples.
+        decode: decode(raw) turns a raw item, such as the bytes of an image, into a sample: a dict or tuple of arrays.
+            Every rank reads the whole source but decodes only what it trains on, some batches later, so the source
+            must not modify items that it has yielded.
 
     Raises:
-        UserError: the source gives no samples, can be read only once, or its samples cannot be trained on.
+        UserError: the source yields no samples, can be read only once, or its samples cannot be trained on.
     """
     if isinstance(source, Stream):
         if fields is not None or decode is not None:
@@ -180,14 +180,14 @@ def first_of(
 def decoded(
     raw: Any, decode: Callable[[Any], Any] | None, names: tuple[str, ...] | None, number: int, kind: str
 ) -> Sample:
-    """The arrays of what a source of this kind gave; raises UserError that tells the sample's number."""
+    """The arrays of a raw item; if decoding fails, raises UserError that names the sample's number."""
     fix = "correct the stream, or the function that decodes its samples"
     with users_code(f"sample {number} of {kind} cannot be decoded", fix):
         return named(host(decode(raw) if decode else raw), names)
 
 
 def host(sample: Any) -> Any:
-    """Tensors as arrays: of torch, or eager ones of TensorFlow."""
+    """Convert torch tensors, also in mappings and tuples, to NumPy arrays on the host."""
     if isinstance(sample, Mapping):
         return {name: host(value) for name, value in sample.items()}
     if isinstance(sample, (tuple, list)):
@@ -197,45 +197,45 @@ def host(sample: Any) -> Any:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """Consecutive samples of a stream as global batches."""
+    """Cuts a stream into global batches of consecutive samples."""
 
     global_batch: int
-    """Samples of one global batch; the last one of an epoch may be smaller."""
+    """Samples in a global batch; the last one of an epoch may be smaller."""
     drop_last: bool = False
-    """Leave out the last global batch of an epoch if it is smaller."""
+    """Drop the last global batch of an epoch if it is smaller."""
     batches_per_epoch: int = UNKNOWN_LENGTH
-    """Not known."""
+    """Always ``UNKNOWN_LENGTH``."""
 
     def fingerprint(self) -> str:
-        """A stream has one order only."""
+        """Empty: a stream has only one order."""
         return ""
 
 
 @dataclass(eq=False)
 class StreamingData:
-    """Endless global batches of a stream, of which this rank gets its part; see TrainingData."""
+    """This rank's part of an infinite sequence of global batches of a stream; see TrainingData."""
 
     stream: Stream
-    """Read whole by every rank."""
+    """Every rank reads all of it."""
     order: StreamOrder
-    """How it is cut."""
+    """How the stream is cut into global batches."""
     rank: int
     size: int
     accumulate: int = 1
     prefetch: int = 2
-    """Batches held ready by a thread; 0 reads when a batch is asked for."""
+    """Batches that a thread keeps ready; 0 reads each batch on request."""
     recipe: Recipe = field(default_factory=Recipe)
-    """From samples to a batch."""
+    """How samples become a batch."""
     place: Callable[[Samples], Samples] = lambda samples: samples
     batches: Generator[tuple[Batch, dict[str, Any]], None, None] | None = field(default=None, init=False)
     at: tuple[int, int] = field(default=(0, 0), init=False)
-    """Epoch and batch that begin at the position."""
+    """Epoch and index of the batch that starts at ``position``."""
 
     def __post_init__(self) -> None:
         self.position = self.stream.state_dict()
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
-        """Batches from this one on, without end; an earlier iterator of this object is closed."""
+        """Infinite iterator over batches, starting with this one; closes any earlier iterator of this object."""
         self.close()
         skip = batch * self.order.global_batch
         if self.position and (epoch, batch) == self.at:
@@ -245,20 +245,20 @@ class StreamingData:
         return self._handed_out(self.batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's position behind the batch that was taken last; empty if the source has none."""
+        """The stream's position after the last batch taken; empty if the source cannot save one."""
         if not self.position:
             return {}
         return {"at": list(self.at), **{f"stream.{key}": value for key, value in self.position.items()}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """What ``state_dict`` gave; ``starting_at`` then begins there."""
+        """Restore the result of ``state_dict``, from which ``starting_at`` then continues."""
         epoch, batch = saved["at"]
         self.at = (epoch, batch)
         named = {key: value for key, value in saved.items() if key.startswith("stream.")}
         self.position = {key.removeprefix("stream."): value for key, value in named.items()}
 
     def close(self) -> None:
-        """Ends the thread; may be called again."""
+        """Stop the prefetch thread; may be called repeatedly."""
         if self.batches:
             self.batches.close()
         self.batches = None
@@ -269,7 +269,7 @@ class StreamingData:
             yield batch
 
     def _load(self, epoch: int, batch: int, skip: int) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
-        may_be_at_end = bool(self.position) and epoch > 0  # a saved position: then nothing comes before the next begin
+        may_be_at_end = bool(self.position) and epoch > 0  # a position at the end of the data yields no samples
         while True:
             before = batch
             for samples, position, is_last in self._chunks(skip):
@@ -288,7 +288,7 @@ class StreamingData:
             batch, skip, may_be_at_end = 0, 0, False
 
     def _chunks(self, skip: int) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
-        """What makes each global batch to the end of the data, the position behind it, whether it is the last."""
+        """For each global batch up to the end of the data: raw items, position after it, whether it is the last."""
         size = self.order.global_batch
         look_ahead = size if self.order.drop_last else 1
         samples = self.stream.undecoded(skip)

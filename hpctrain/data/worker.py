@@ -1,4 +1,4 @@
-"""A worker process of ``hpctrain.data.worker_pool``: reads and transforms the samples that its parent asks for."""
+"""Main program of a worker process in ``hpctrain.data.worker_pool``: reads and transforms samples on request."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from hpctrain.system.shared_memory import AnonymousMemory
 
 
 def main(channel: int, payload: int, results: list[int]) -> None:
-    """Answers requests until the parent closes the channel, or dies.
+    """Answer requests until the parent closes the channel or dies.
 
     Args:
-        channel: descriptor of the socket to the parent: one JSON object a line.
-        payload: descriptor of the memory that holds the dataset's arrays, if it has any.
-        results: descriptors of the memories that results go to, in turns.
+        channel: descriptor of the socket to the parent, which carries one JSON object per line.
+        payload: descriptor of the shared memory with the dataset's arrays, if it has any.
+        results: descriptors of the shared memories for results, used in turn.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # schedulers and terminals signal every process: the parent decides
+        signal.signal(number, signal.SIG_IGN)  # schedulers and terminals signal all processes; the parent decides
     with socket.socket(fileno=channel) as parent, parent.makefile("rb") as lines:
         try:
             for answer in answers(lines, AnonymousMemory(payload), [AnonymousMemory(result) for result in results]):
                 parent.sendall(json.dumps(answer).encode() + b"\n")
-            lines.read()  # until the parent, which has yet to read the last answer, closes
+            lines.read()  # stay until the parent has read the last answer and closes the channel
         except OSError:
-            pass  # no reader waits for it
+            pass  # the parent is gone
 
 
 def answers(lines: BinaryIO, payload: AnonymousMemory, results: list[AnonymousMemory]) -> Iterator[dict[str, Any]]:
-    """Where the samples of each request lie; the first failure, of the set-up too, is the last answer."""
+    """Where each request's samples are in shared memory; ends with an error after the first failure, also in set-up."""
     turns = itertools.cycle(results)
     try:
         setup = json.loads(lines.readline())
-        sys.path[:] = setup["path"]  # for the user's functions; all that is ours has been imported
+        sys.path[:] = setup["path"]  # to find the user's functions; hpctrain's modules are imported already
         dataset = reopen(setup["dataset"], payload)
         recipe = recipe_of(setup["recipe"])
         for line in lines:

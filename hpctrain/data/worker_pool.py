@@ -1,7 +1,7 @@
-"""Worker processes that read and transform samples: for transforms too heavy for one thread.
+"""Worker processes that read and transform samples, for transforms too expensive for one thread.
 
-They are spawned, never forked, because a fork of a process that uses MPI or a GPU is broken. Each opens the
-dataset and imports the transform for itself; arrays in memory are shared, and results come back through shared memory.
+They are spawned, never forked, because forking a process that uses MPI or a GPU breaks it. Each opens the dataset and
+imports the transform itself; in-memory arrays and results are passed through shared memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hpctrain.system import python
 from hpctrain.system.shared_memory import AnonymousMemory
 
 RESULTS = 2
-"""Of a worker, under way: while the parent takes one, the worker makes the next."""
+"""Results in flight per worker: while the parent takes one, the worker prepares the next."""
 CLOSE_S = 1.0
-"""How long a worker may take to end by itself."""
+"""Grace period for a worker to exit before it is killed."""
 LAUNCHER_VARIABLES = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPI_", "I_MPI_", "PALS_")
-"""A worker that imports mpi4py must not take itself for its parent's rank."""
+"""Prefixes of variables withheld from workers: one that imports mpi4py must not take itself for its parent's rank."""
 IN_WORKER = "HPCTRAIN_DATA_WORKER"
 
 Ids = NDArray[np.int64]
@@ -43,7 +43,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(eq=False)
 class Worker:
-    """One process, and what is shared with it. Use ``start_worker``."""
+    """One worker process, its socket and shared memories. Create it with ``start_worker``."""
 
     index: int
     process: subprocess.Popen[bytes]
@@ -55,21 +55,21 @@ class Worker:
         self.asked: deque[Ids] = deque()
 
     def set_up(self, line: bytes) -> None:
-        """Sends what it needs; waits until most of it is read if that is more than a socket's buffer holds."""
+        """Send the set-up; blocks until the worker reads if the line does not fit into the socket's buffer."""
         try:
             self.channel.sendall(line)
         except OSError as error:
             raise self._death("started") from error
 
     def ask(self, drawn: Drawn) -> None:
-        """Lets it make these samples, after those it was asked for before."""
+        """Request these samples, after all earlier requests."""
         self.asked.append(drawn.ids)
         request = {"epoch": drawn.epoch, "ids": drawn.ids.tolist(), "repeats": drawn.repeats.tolist()}
-        with contextlib.suppress(OSError):  # it has died, which is said when its answer is missed
+        with contextlib.suppress(OSError):  # the worker died; take() reports it
             self.channel.sendall(json.dumps(request).encode() + b"\n")
 
     def take(self) -> Samples:
-        """The samples of the oldest request; raises what kept the worker from making them."""
+        """The samples of the oldest request; raises the worker's error if it failed."""
         ids, memory = self.asked.popleft(), next(self.turns)
         try:
             line = self.lines.readline()
@@ -94,7 +94,7 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Frees what is shared; the process has ended."""
+        """Close the socket and shared memories, after the process has ended."""
         self.lines.close()
         self.channel.close()
         for memory in self.results:
@@ -102,14 +102,14 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers that take turns, so that results come in order. Use ``start_workers``."""
+    """Workers that are used in turn, so that results come in order. Create it with ``start_workers``."""
 
     def __init__(self, workers: list[Worker], payload: AnonymousMemory) -> None:
         self.workers = workers
         self.payload = payload
 
     def load(self, parts: Iterable[Drawn]) -> Generator[Samples, None, None]:
-        """The samples of each part, in order; workers are asked ahead. The parts never end."""
+        """The samples of each part, in order, requested ahead of use. ``parts`` must be infinite."""
         ahead = RESULTS * len(self.workers)
         for number, (drawn, worker) in enumerate(zip(parts, itertools.cycle(self.workers), strict=False)):
             if number >= ahead:
@@ -117,9 +117,9 @@ class WorkerPool:
             worker.ask(drawn)
 
     def kill(self) -> None:
-        """Ends the processes; a thread that waits for one gets an error."""
+        """End the processes; a thread that waits for one gets an error."""
         for worker in self.workers:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # the worker has already closed its end
                 worker.channel.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + CLOSE_S
         for worker in self.workers:
@@ -130,7 +130,7 @@ class WorkerPool:
                 worker.process.wait()
 
     def close(self) -> None:
-        """Ends the processes and frees what was shared with them; once, when no thread uses the pool any more."""
+        """End the processes and free the shared memory. Call it once, when no thread uses the pool any longer."""
         self.kill()
         for worker in self.workers:
             worker.close()
@@ -138,11 +138,11 @@ class WorkerPool:
 
 
 def start_workers(num_workers: int, dataset: Dataset, recipe: Recipe) -> WorkerPool:
-    """Starts the processes and sends them what they need.
+    """Start the processes and send each its set-up.
 
     Raises:
-        UserError: the dataset cannot be opened again elsewhere, or transform or collate cannot be imported.
-        RunFailed: a process died at once.
+        UserError: the dataset cannot be reopened in another process, or transform or collate cannot be imported.
+        RunFailed: a process died before it read its set-up.
     """
     if os.environ.get(IN_WORKER):
         raise UserError(
@@ -159,7 +159,7 @@ def start_workers(num_workers: int, dataset: Dataset, recipe: Recipe) -> WorkerP
         line = json.dumps(setup).encode() + b"\n"
         for index in range(num_workers):
             pool.workers.append(start_worker(index, pool.payload))
-        for worker in pool.workers:  # once all are starting, for each reads it only when it is up
+        for worker in pool.workers:  # after all are started, since sending may block until a worker is up
             worker.set_up(line)
     except BaseException:
         pool.close()
@@ -168,7 +168,7 @@ def start_workers(num_workers: int, dataset: Dataset, recipe: Recipe) -> WorkerP
 
 
 def start_worker(index: int, payload: AnonymousMemory) -> Worker:
-    """One process."""
+    """Start one worker process."""
     ours, theirs = socket.socketpair()
     results = [AnonymousMemory.create() for _ in range(RESULTS)]
     descriptors = [theirs.fileno(), payload.descriptor, *(memory.descriptor for memory in results)]

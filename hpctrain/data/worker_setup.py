@@ -1,7 +1,7 @@
-"""The set-up of worker processes: which data to open and which transform to import, as values that JSON holds.
+"""The set-up of worker processes: which data to open and which functions to import, as JSON values.
 
-Nothing is pickled. What a worker needs is found by name (files, functions and their plain arguments) or lies in memory
-that it shares with its parent (arrays).
+Nothing is pickled. A worker finds files and functions, with their plain arguments, by name, and arrays in memory
+shared with its parent.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hpctrain.errors import UserError
 from hpctrain.system.shared_memory import AnonymousMemory
 
 RAGGED, SHAPES = "ragged/", "shapes/"
-"""Before the names of what a ragged field becomes in shared memory."""
+"""Prefixes of the two arrays that hold a ragged field in shared memory: values and shapes."""
 Reference = dict[str, Any]
-"""Values of JSON that lead another process to the same function or dataset."""
+"""JSON values from which another process can find the same function or dataset."""
 
 
 def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
-    """What ``reopen`` needs. Arrays are copied into ``memory``.
+    """The reference that ``reopen`` needs. Arrays are copied into ``memory``.
 
     Raises:
-        UserError: it is an object of the user's, which only this process has.
+        UserError: the dataset is an object that exists only in this process.
     """
     if isinstance(dataset, ArrayDataset):
         return {"arrays": memory.put(flattened(dataset))}
@@ -72,7 +72,7 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
         }
     files = [part for part in parts if isinstance(part, Hdf5Dataset)]
     if len(files) < len(parts):
-        kind = type(getattr(dataset, "source", dataset)).__name__  # of a torch Dataset, not of what is around it
+        kind = type(getattr(dataset, "source", dataset)).__name__  # the torch Dataset's class, not the wrapper's
         raise _refusal(f"the data is an object of {kind}, and no function is known that makes it")
     paths = [str(file.path) for file in files]
     first = files[0]
@@ -82,10 +82,10 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
 
 
 def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
-    """The dataset of ``refer_to_dataset``, in another process.
+    """Open the dataset of ``refer_to_dataset`` in another process.
 
     Raises:
-        UserError: a file or function gives other data here than there.
+        UserError: the data differ from those of the process that made the reference.
     """
     if "arrays" in reference:
         return from_arrays(unflattened(memory.views(reference["arrays"])))
@@ -104,7 +104,7 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
 
 
 def flattened(dataset: ArrayDataset) -> dict[str, NDArray[Any]]:
-    """Its arrays; those of a ragged field as the values of all samples in a row, and their shapes."""
+    """The dataset's arrays; a ragged field becomes two: the concatenated values of all samples, and their shapes."""
     flat: dict[str, NDArray[Any]] = {}
     for name, array in dataset.arrays.items():
         if dataset.fields[name].is_ragged:
@@ -116,7 +116,7 @@ def flattened(dataset: ArrayDataset) -> dict[str, NDArray[Any]]:
 
 
 def unflattened(flat: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The arrays of ``flattened``; nothing is copied."""
+    """The inverse of ``flattened``, without copies."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, array in flat.items():
         if name.startswith(RAGGED):
@@ -130,7 +130,7 @@ def unflattened(flat: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def refer_to_recipe(recipe: Recipe) -> Reference:
-    """What ``recipe_of`` needs; raises UserError if a function cannot be imported."""
+    """The reference that ``recipe_of`` needs; raises UserError if a function cannot be imported."""
     return {
         "transform": recipe.transform and refer_to_function(recipe.transform, "the transform"),
         "collate": recipe.collate and refer_to_function(recipe.collate, "collate"),
@@ -139,16 +139,17 @@ def refer_to_recipe(recipe: Recipe) -> Reference:
 
 
 def recipe_of(reference: Mapping[str, Any]) -> Recipe:
-    """The recipe of ``refer_to_recipe``, in another process."""
+    """Rebuild the recipe of ``refer_to_recipe`` in another process."""
     transform, collate = (reference[name] and import_function(reference[name]) for name in ("transform", "collate"))
     return Recipe(transform, collate, reference["seed"])
 
 
 def refer_to_function(function: Callable[..., Any], what: str) -> Reference:
-    """The function's module, its name there, and the arguments that a partial binds: what ``import_function`` needs.
+    """The reference that ``import_function`` needs: module, name, and the arguments that a partial binds.
 
     Raises:
-        UserError: another process could not find it, or the arguments are not values of JSON; names it as ``what``.
+        UserError: another process could not find the function, or the arguments are not JSON values; the message calls
+            it ``what``.
     """
     if isinstance(function, functools.partial):
         bound = {"args": list(function.args), "keywords": dict(function.keywords)}
@@ -166,12 +167,12 @@ def refer_to_function(function: Callable[..., Any], what: str) -> Reference:
     if found is not function:
         raise _refusal(f"{what} is {function!r}, which is not at the top level of a module")
     if home == "__main__" and module.__spec__ is not None:
-        home = module.__spec__.name  # started by `python -m`: relative imports need its name
+        home = module.__spec__.name  # started by `python -m`: relative imports need the real name
     return {"module": home, "file": _file_of(home, module), "name": name, "args": [], "keywords": {}}
 
 
 def import_function(reference: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function of ``refer_to_function``, imported in this process."""
+    """Import the function of ``refer_to_function``."""
     function: Callable[..., Any] = _attribute(_import(reference["module"], reference["file"]), reference["name"])
     if reference["args"] or reference["keywords"]:
         return functools.partial(function, *reference["args"], **reference["keywords"])
@@ -187,7 +188,7 @@ def _refusal(why: str) -> UserError:
 
 
 def _survives_json(value: Any) -> bool:
-    """Whether JSON gives back what it got: a tuple comes back as a list."""
+    """Whether the value is unchanged by a round trip through JSON; a tuple, for example, becomes a list."""
     try:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError):
@@ -199,7 +200,7 @@ def _attribute(module: ModuleType, name: str) -> Any:
 
 
 def _file_of(name: str, module: ModuleType) -> str | None:
-    """The module's file if a new process would not find it under its name: the main program, a task's file."""
+    """The module's file if a new process cannot import it by name, such as the main program or a task's file."""
     path = getattr(module, "__file__", None)
     if not path or "." in name:
         return None
@@ -210,7 +211,7 @@ def _file_of(name: str, module: ModuleType) -> str | None:
 def _import(name: str, path: str | None) -> ModuleType:
     if path is None:
         return importlib.import_module(name)
-    alias = "__mp_main__" if name == "__main__" else name  # what the program guards by its name must not run here
+    alias = "__mp_main__" if name == "__main__" else name  # code under `if __name__ == "__main__"` must not run here
     if getattr(sys.modules.get(alias), "__file__", None) == path:
         return sys.modules[alias]
     spec = importlib.util.spec_from_file_location(alias, path)

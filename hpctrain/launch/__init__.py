@@ -1,7 +1,7 @@
-"""Outside the ranks: starts them, watches them, outlives them, and decides what follows.
+"""Code outside the ranks: it starts them, watches them, outlives them, and decides what to do when they end.
 
-``supervisor`` runs one attempt for any launcher, as ``attempt`` watches it; ``engines`` say what starts ranks here and
-under Slurm; ``forks`` has ranks on this machine forked from one process; ``mpi_library`` finds mpirun, and runs a
-program of ours on ranks outside any run; ``sweep`` makes many runs of one. The other files read what launchers print.
-No MPI and no framework.
+``supervisor`` runs attempt after attempt, each watched by ``attempt``; ``engines`` start ranks on this machine, under
+Slurm and elsewhere; ``forks`` forks the ranks on this machine from one process; ``mpi_library`` finds mpirun, and runs
+hpctrain programs on ranks outside any run; ``sweep`` expands one run file into many runs. ``postmortem`` and
+``launcher_messages`` find out why ranks died; ``patience`` retries services that are down. No MPI, no framework.
 """

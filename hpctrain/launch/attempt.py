@@ -1,4 +1,4 @@
-"""One attempt under watch: starts the launcher, forwards stop requests, makes all ranks end together."""
+"""Runs and watches one attempt: starts the launcher, forwards stop requests, makes all ranks end together."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from hpctrain.system.signals import StopSignals, signal_name
 TICK_S = 0.05
 """Seconds between two checks."""
 WORDS_EVERY_S = 1.0
-"""Seconds between two reads of the ranks' words, which may be on a shared file system."""
+"""Seconds between two reads of the ranks' last words, which may be on a shared file system."""
 LOOKING = 0.05
-"""Largest share of the time spent reading them."""
+"""Maximum fraction of time spent reading them."""
 FAILURE_GRACE_S = 10.0
 """Seconds a launcher gets to end the other ranks after one failed or died."""
 END_GRACE_S = 60.0
@@ -53,12 +53,12 @@ STOPPED_GRACE_S = 1.0
 KILL_GRACE_S = 5.0
 """Seconds between terminating a launcher and killing it; its descendants get as long after its end."""
 KILLED_GRACE_S = 1.0
-"""Seconds that they get after it was killed: their tethers end them at once, and a shell to a lost host never ends."""
+"""Seconds its descendants get after it was killed: tethers end ranks at once; a shell to a lost host never ends."""
 
 NODE_SILENCE_S = 0.5
-"""Seconds without a word from a node, after those of all others, until it is asked itself."""
+"""Seconds that one node may stay silent, after all others have reported, before it is probed."""
 LAST_PUMP_S = 10.0
-"""Seconds that a slow terminal has to take the rest of the ranks' output."""
+"""Seconds that a slow terminal gets to take the rest of the ranks' output."""
 
 SEE_LOGS = "see the ranks' logs"
 PERSON_SIGNALS = (signal.SIGINT, signal.SIGHUP)
@@ -67,43 +67,43 @@ PERSON_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started in one attempt."""
+    """What to start in one attempt, and how to judge what the launcher does."""
 
     argv: Sequence[str]
     """The launcher, its options, and the ranks' command."""
     env: Mapping[str, str]
     """Variables set for the launcher and the ranks, on top of this process's own."""
     ranks: int
-    """Expected number."""
+    """Number of ranks expected."""
     saves: bool = True
-    """Whether the ranks save checkpoints of ours; a plain command may or may not save something."""
+    """Whether the ranks write hpctrain checkpoints; what a plain command saves is unknown."""
     hosts: Mapping[int, str] = field(default_factory=dict)
-    """Hosts of ranks, where known before the start."""
+    """Host by rank, if known before the start."""
     unheard: Callable[[str], bool] = lambda text: False
-    """Whether a launcher with this output started nothing because the scheduler's controller was away."""
+    """Whether a launcher with this output started nothing because the scheduler's controller was down."""
     unreached: Callable[[Collection[str]], Collection[str]] = lambda hosts: ()
-    """Of nodes of which the launcher hears nothing more, those that cannot be reached; seconds at most."""
+    """Probes hosts that the launcher no longer hears from; returns the unreachable ones. Takes seconds at most."""
     away: Callable[[], Collection[str]] = tuple
-    """Hosts that are known to be lost."""
+    """Returns the hosts known to be lost."""
     parent: int = 0
-    """Process that forks the ranks, and outlives them; 0 if none does."""
+    """Process ID of the parent that forks the ranks and outlives them; 0 if there is none."""
     can_lose: Callable[[str], bool] = lambda host: False
-    """Whether to continue without a host that the monitor cannot reach; otherwise it is waited for."""
+    """Whether to continue without a host that the monitor cannot reach; if not, the attempt waits for it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Timeouts, and how often attempts may fail."""
+    """Limits on stopping and on failed attempts."""
 
     stop_grace_s: float = 60.0
-    """From a stop request, and from each growth of the last checkpoint, to the end of the ranks."""
+    """Seconds the ranks get to end after a stop request, renewed whenever their last checkpoint grows."""
     max_failures: int = 3
-    """Failed attempts in a row without a new checkpoint; 0 if none is started again."""
+    """Consecutive failed attempts without a new checkpoint after which the run ends; 0: the first failure ends it."""
 
 
 @dataclass
 class WatchedAttempt:
-    """One attempt as the supervisor sees it; ``run`` is all there is to call."""
+    """One attempt as the supervisor sees it; callers use ``run`` only."""
 
     launch: Launch
     run_dir: RunDir
@@ -113,35 +113,35 @@ class WatchedAttempt:
     limits: Limits
     verbose: bool = False
     by_person: Callable[[int], bool] = lambda number: number in PERSON_SIGNALS
-    """Tells signals of people from those of the scheduler."""
+    """Whether a signal number comes from a person rather than the scheduler."""
     process: subprocess.Popen[bytes] | None = None
     passing: Passing | None = None
     failure: RunVerdict | None = None
     """Set when the supervisor itself ends the attempt."""
     standing: Standing = Standing.ENDED
-    """How well that explains its end."""
+    """How well ``failure`` explains the attempt's end."""
     ended_at: float = float("inf")
-    """Unix seconds of that."""
+    """Unix seconds at which the supervisor ended it; infinity if it did not."""
     gone: frozenset[int | None] = frozenset()
-    """Ranks whose processes the supervisor missed then."""
+    """Ranks found dead at the last look before the supervisor ended the attempt."""
     stop: Stop | None = None
     stop_deadline: float = float("inf")
     saved_bytes: int = 0
-    """Of the checkpoint in flight, at the last look after a stop request."""
+    """Size of the unfinished checkpoint when last checked after a stop request."""
     kill_at: float = float("inf")
     has_killed: bool = False
-    """Whether the launcher was killed by us."""
+    """Whether the supervisor killed the launcher."""
     suspicion: dict[str, float] = field(default_factory=dict)
     """When each condition that may be transient was first seen."""
     words: WordReader | None = None
-    """From the first look on."""
+    """Reads the ranks' last words; made at the first look."""
     monitor: Tail | None = None
-    """What the monitor tells, from the first look on."""
+    """Follows the monitor's events; made at the first look."""
     next_look: float = 0.0
     shown_bytes: int = 0
 
     def run(self) -> tuple[RunVerdict, list[LastWord]]:
-        """Starts the ranks, watches until all are gone, and decides."""
+        """Starts the ranks and watches them until all have ended; returns the verdict and the ranks' last words."""
         environment = {**os.environ, **self.launch.env, ATTEMPT: str(self.number), RUN_DIR: str(self.run_dir.path)}
         with processes.own_session(environment) as session:
             self.watch_until_heard(session)
@@ -159,7 +159,7 @@ class WatchedAttempt:
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, earlier), words
 
     def concluded(self, told: Sequence[LastWord]) -> tuple[list[LastWord], RunVerdict | None]:
-        """The ranks' words, with what was found out of their ends, and the verdict unless one of them says why."""
+        """Returns the last words, completed for ranks that left none, and a verdict unless a rank's error gives it."""
         text = self.launcher_text()
         banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
         cause = settled(lambda: self.facts(told, text, banner))
@@ -171,7 +171,7 @@ class WatchedAttempt:
         return words, missing_ranks(words, self.launch.ranks, text or banner, log, cause)
 
     def facts(self, told: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
-        """What is known of this attempt's end, without the deaths that we may have caused."""
+        """Returns what is known about this attempt's end, without deaths that the supervisor may have caused."""
         found = facts_of(self.run_dir, self.number, told, text, banner)
         if (node := lost_node(told, text, banner, self.launch.hosts)) is not None:
             found.append(Found(Standing.NODE, node))
@@ -189,7 +189,7 @@ class WatchedAttempt:
         return [each for each in found if not isinstance(each, Death) or not ours(each)]
 
     def launcher_death(self, words: Sequence[LastWord]) -> RunVerdict:
-        """A killed launcher takes the ranks that still run with it, which then leave no word."""
+        """Returns the verdict on a killed launcher; ranks that still ran died with it, without a last word."""
         how = f"was killed by {signal_name(self.launcher_signal)}"
         alone = next((word for word in words if self.process is not None and word.pid == self.process.pid), None)
         if alone is not None:  # without a launcher
@@ -202,18 +202,18 @@ class WatchedAttempt:
 
     @property
     def launcher_signal(self) -> int:
-        """Signal that somebody else killed the launcher with, 0 if none did."""
+        """Signal that killed the launcher, if the supervisor did not end the attempt; else 0."""
         code = self.process.returncode if self.process is not None and self.ended_at == float("inf") else 0
         return max(0, -(code or 0))
 
     def attempts_so_far(self) -> list[Attempt]:
-        """The attempts up to this one, which has just ended. Raises OSError."""
+        """Returns the attempts up to and including this one, which has just ended. Raises OSError."""
         attempts = [attempt for attempt in Attempts(self.run_dir).all() if attempt.number <= self.number]
         newest = self.run_dir.newest_checkpoint_step()
         return [*attempts[:-1], *(dataclasses.replace(each, to_step=newest) for each in attempts[-1:])]
 
     def watch_until_heard(self, environment: Mapping[str, str]) -> None:
-        """Runs the launcher, again if the scheduler's controller was away."""
+        """Runs the launcher; runs it again if it started nothing because the scheduler's controller was down."""
         self.watch(environment)
         for pause_s in PAUSES_S:
             if self.failure or collect(self.run_dir, self.number) or not self.launch.unheard(self.launcher_text()):
@@ -225,7 +225,7 @@ class WatchedAttempt:
             self.watch(environment)
 
     def waits(self, pause_s: float) -> bool:
-        """Waits while nothing runs; False if the attempt is to end."""
+        """Waits between two starts; False if the attempt must end (stop request, or lock lost)."""
         end = time.monotonic() + pause_s
         while (now := time.monotonic()) < end:
             try:
@@ -240,9 +240,9 @@ class WatchedAttempt:
         return True
 
     def watch(self, environment: Mapping[str, str]) -> None:
-        """Runs the launcher to its end. Its exit code is not trusted: launchers lose those of ranks."""
+        """Runs the launcher to its end. Its exit code is ignored, since launchers lose those of ranks."""
         log = self.open_log()
-        others = processes.descendants()  # of the shell that this process has replaced
+        others = processes.descendants()  # children of the shell that this process replaced by exec
         processes.adopt_orphans()
         with log:
             self.process = subprocess.Popen(
@@ -252,7 +252,7 @@ class WatchedAttempt:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
-                # mpirun and srun end their ranks then. Safe, since there is one thread here.
+                # On SIGTERM mpirun and srun end their ranks. A preexec_fn is safe: this process has one thread.
                 preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),  # noqa: PLW1509
             )
         assert self.process.stdout is not None
@@ -285,7 +285,7 @@ class WatchedAttempt:
             self.look_at_ranks(now)
             self.look_at_save(now)
             self.show_launcher_text()
-            spent = time.monotonic() - now  # thousands of small files on a shared file system take their time
+            spent = time.monotonic() - now  # thousands of small files on a shared file system are slow to read
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
         if now >= self.stop_deadline:
             grace = f"{self.limits.stop_grace_s:.0f} s"
@@ -297,7 +297,10 @@ class WatchedAttempt:
             self.kill()
 
     def take_signals(self, now: float) -> None:
-        """The first signal asks the ranks to stop; a second Ctrl-C ends them. A closing terminal sends SIGHUP twice."""
+        """Handles signals: the first asks the ranks to stop, a later Ctrl-C ends them at once.
+
+        A later SIGHUP does not, because a closing terminal sends it twice.
+        """
         received = self.signals.received
         if received and self.stop is None:
             request = StopRequest.of_signal(received[0])
@@ -309,12 +312,12 @@ class WatchedAttempt:
             self.end(now, failed_with(Code.STOP, what, "the same command resumes it"))
 
     def take_stop_file(self, now: float) -> None:
-        """Takes a STOP file made by a person or hpctrain stop."""
+        """Handles a STOP file, made by a person or by ``hpctrain stop``."""
         if self.stop is None and (request := requested_stop(self.run_dir)) is not None:
             self.begin_stop(now, request)
 
     def begin_stop(self, now: float, request: StopRequest) -> None:
-        """Starts the grace period; ranks see the STOP file themselves."""
+        """Starts the grace period. The ranks notice the STOP file themselves."""
         by_person = request.signal is None or self.by_person(request.signal)
         self.stop = Stop(request.by, by_person, request.code)
         self.stop_deadline = now + self.limits.stop_grace_s
@@ -323,13 +326,13 @@ class WatchedAttempt:
         say(f"{request.by}: stopping {how}{again}")
 
     def look_at_ranks(self, now: float) -> None:
-        """Ends an attempt whose launcher does not end although a rank failed, died or left."""
+        """Ends the attempt if a rank failed, died or finished, but the launcher keeps running."""
         if self.failure is not None:
             return
         if self.words is None:
             self.words = WordReader(pieces(self.run_dir, self.number))
         words = self.words.look()
-        if self.stop is not None and not words:  # else they see the request themselves
+        if self.stop is not None and not words:  # ranks that have started see the request themselves
             self.suspect("unborn", now, FAILURE_GRACE_S, None)
         self.look_at_nodes(now, words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
@@ -341,7 +344,7 @@ class WatchedAttempt:
         if any(word.ending is Ending.FAILED for word in words):
             self.suspect("failed", now, FAILURE_GRACE_S, None)
         ended = [word for word in words if word.ending in GOOD_ENDINGS]
-        # Ours end together; a program that is not ours may have one rank write for long after the others.
+        # hpctrain's ranks end together; in a plain command one rank may keep writing long after the others.
         if self.launch.saves and ended and len(ended) < self.launch.ranks:
             late = sorted(set(range(self.launch.ranks)) - {word.rank for word in ended})
             what = f"rank {ended[0].rank} ended {END_GRACE_S:.0f} s ago but ranks {late[:8]} did not"
@@ -350,12 +353,12 @@ class WatchedAttempt:
             self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
 
     def look_at_nodes(self, now: float, words: Sequence[LastWord]) -> None:
-        """Ends an attempt whose launcher waits in vain for a node: Slurm's takes half a minute to say so."""
+        """Ends an attempt whose launcher waits for a lost node; srun takes half a minute to report the loss."""
         hosts = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
         away, cut_off = self.launch.away(), self.cut_off()
         if gone := next((host for host in hosts.values() if host in away or host in cut_off), None):
             self.end(now, lost([rank for rank, other in hosts.items() if other == gone], gone, by_slurm=False))
-            self.kill_at = now if gone in cut_off else self.kill_at  # mpirun waits for it
+            self.kill_at = now if gone in cut_off else self.kill_at  # mpirun would wait for that host
             return
         silent = launcher_messages.silent_hosts(self.launcher_text(), hosts)
         if not silent or now - self.suspicion.setdefault(f"silent {sorted(silent)}", now) < NODE_SILENCE_S:
@@ -365,7 +368,7 @@ class WatchedAttempt:
             self.kill_at = now
 
     def cut_off(self) -> set[str | None]:
-        """Hosts of which the monitor has said since the last look that they cannot be reached, if we can do without."""
+        """Returns hosts that the monitor newly reports as unreachable and that the run can do without."""
         self.monitor = self.monitor or Tail(self.run_dir.monitor_events)
         try:
             told = decode(self.monitor.lines())
@@ -376,7 +379,7 @@ class WatchedAttempt:
         return {host for host in hosts if host and self.launch.can_lose(host)}
 
     def look_at_save(self, now: float) -> None:
-        """After a stop request: each growth of the ranks' checkpoint renews their grace period."""
+        """After a stop request, renews the grace period if the ranks' checkpoint has grown."""
         if self.stop is None or self.stop_deadline == float("inf"):
             return
         saved_bytes = bytes_in_flight(self.run_dir.checkpoints)
@@ -385,9 +388,9 @@ class WatchedAttempt:
         self.saved_bytes = saved_bytes
 
     def suspect(self, key: str, now: float, patience_s: float, failure: RunVerdict | None) -> None:
-        """Ends the attempt if this persists, for a failure that is the reason unless a better one is known.
+        """Ends the attempt if the condition ``key`` lasts; ``failure`` is the reason unless a better one is found.
 
-        A launcher that is ending the ranks gets the time it announces: afterwards it knows which node is gone.
+        A launcher that is ending the ranks gets the time it announces; after that it reports which node is lost.
         """
         lasted_s = now - self.suspicion.setdefault(key, now)
         if self.ended_at < float("inf") or lasted_s <= patience_s:
@@ -396,17 +399,20 @@ class WatchedAttempt:
             self.end(now, failure, Standing.SEEN)
 
     def end_launcher(self, now: float, patience_s: float) -> None:
-        """Limits the wait for MPI and Slurm's step to end after the last words."""
+        """Limits how long MPI and Slurm's step may take to end after all ranks have left their last word."""
         if now - self.suspicion.setdefault("over", now) > patience_s:
             self.kill_at = min(self.kill_at, now)
 
     def lives(self, word: LastWord) -> bool:
-        """Whether a rank's process is there; what runs on another host or in a container is not seen from here."""
+        """Whether a rank's process is alive; assumed so on other hosts and in containers, which cannot be checked."""
         here = word.host == socket.gethostname() and word.machine == processes.machine()
         return not here or processes.is_alive(word.pid, word.birth)
 
     def end(self, now: float, failure: RunVerdict | None, standing: Standing = Standing.ENDED) -> None:
-        """Has the launcher end all ranks, and kills what remains some seconds later. ``failure`` is the reason."""
+        """Terminates the launcher, which ends all ranks; what remains is killed KILL_GRACE_S later.
+
+        ``failure`` is the reason, if known.
+        """
         self.failure, self.standing = (failure, standing) if failure else (self.failure, self.standing)
         self.ended_at = min(self.ended_at, time.time())
         if self.process is not None and self.kill_at == float("inf"):
@@ -415,28 +421,28 @@ class WatchedAttempt:
                 self.process.terminate()
 
     def kill(self) -> None:
-        """The launcher's whole session; ranks in separate sessions are tethered to it, or swept up afterwards."""
+        """Kills the launcher's process group; ranks in other sessions are tethered to it, or killed afterwards."""
         self.has_killed, self.ended_at = True, min(self.ended_at, time.time())
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def open_log(self) -> Any:
-        """Where the launcher's own messages go."""
+        """Opens the file for the launcher's own messages; /dev/null if that fails."""
         try:
             return os.fdopen(open_log(self.run_dir.log("launcher", self.number), self.run_dir.path, fresh=True), "wb")
         except OSError:
             return open(os.devnull, "wb")
 
     def launcher_text(self) -> str:
-        """What the launcher said."""
+        """Returns what the launcher has written to standard error; empty if that cannot be read."""
         try:
             return self.run_dir.log("launcher", self.number).read_text(errors="replace")
         except OSError:
             return ""
 
     def show_launcher_text(self) -> None:
-        """With --verbose, what the launcher has said since the last look."""
+        """With ``--verbose``, prints what the launcher has written since the last look."""
         if self.verbose:
             text = self.launcher_text()
             tell(text[self.shown_bytes :], end="")

@@ -1,4 +1,4 @@
-"""What mpirun and srun print: passed on to the user, and, when a rank dies, read back into facts by pure functions."""
+"""Output of mpirun and srun: forwards it to the user, and parses reports of dead ranks (by pure functions)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 from hpctrain.run.first_cause import Death, Standing
 
 BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION", re.MULTILINE)
-"""Begin of MPICH's report on a dead rank, which comes on standard output. Programs draw such lines too."""
+"""Start of MPICH's report on a dead rank, which goes to standard output. Programs may print lines of ``=`` too."""
 OPEN_MPI_SIGNAL = re.compile(
     r"noticed\s+that\s+process\s+rank\s+(\d+)\s+with\s+PID\s+(\d+)\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
 )
@@ -24,7 +24,7 @@ OPEN_MPI_CODE = re.compile(r"Process\s+name:\s+\[\S+?,(\d+)\]\s+Exit\s+code:\s+(
 HYDRA = re.compile(r"PID\s+(\d+)\s+RUNNING\s+AT\s+(\S+)\s+=\s+EXIT\s+CODE:\s+(\d+)")
 SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,\-]+): (.+)")
 CLOSED = re.compile(r"An error occurred in Socket closed\s+.*reported by process \[\d+,(\d+)\]")
-"""What ranks say, over TCP, whose connection to another one has ended."""
+"""Printed over TCP by a rank whose connection to another rank was closed."""
 GAVE_UP = "Timed out waiting for job step to complete"
 WAITS = re.compile(r"Waiting up to (\d+) seconds for job step to finish")
 NOT_STARTED = re.compile(r"srun: error: task (\d+) launch failed: (.+)")
@@ -35,16 +35,16 @@ LOST_NODE = re.compile(
     r"|Remote daemon\s*:\s*\[\S+\]\s+on\s+node\s+(?P<remote>\S+)"
 )
 FEW_HOSTS = 8
-"""Hosts that may be lost at once; where more are silent, srun has yet to hear of them."""
+"""Most hosts assumed lost at once; if more are silent, srun just has not heard from them yet."""
 NO_DAEMON = re.compile(r"daemon failed to report back after being spawned[\s\S]{0,900}?Remote host:\s+(\S+)")
-"""Open MPI 5, on standard output."""
+"""Printed by Open MPI 5 on standard output."""
 
 
 def deaths(text: str) -> list[Death]:
-    """Processes that the launcher reports to have ended badly.
+    """Returns the processes that the launcher reports as dead.
 
-    Text of Open MPI 4 and 5, MPICH's hydra and srun is understood. Ranks that called MPI_Abort are not deaths: they
-    left a word. srun tells deaths in any order, and those that it caused too.
+    Understands Open MPI 4 and 5, MPICH's hydra and srun. Ranks that called MPI_Abort do not count: they left a last
+    word. srun reports deaths in any order, including those that it caused.
     """
     found = [
         Death(int(rank), int(pid) or None, host, signal=int(number))
@@ -62,41 +62,42 @@ def deaths(text: str) -> list[Death]:
 
 
 def lost_node(text: str, output: str = "") -> str | None:
-    """The node that the launcher says is gone, or its daemon; empty where it names none, None where none is gone.
+    """Returns the node that the launcher says is lost, or whose daemon is; "" if not named, None if none is lost.
 
-    ``output`` is what came on standard output, where ranks may have written, too.
+    ``output`` is the end of standard output, to which ranks may have written too.
     """
     hosts = [found["host"] or found["unheard"] or found["remote"] or "" for found in LOST_NODE.finditer(text)]
     return max([*hosts, *NO_DAEMON.findall(output)], default=None)
 
 
 def refusal(text: str, output: str, host: str) -> str:
-    """What the remote shell said of a host on which mpirun could start nothing; empty if it said nothing of it."""
+    """Returns the remote shell's message about a host on which mpirun could not start its daemon; empty if none."""
     lines = [line.strip() for line in text.splitlines() if host in line or "verification failed" in line]
     return lines[-1] if lines and host in NO_DAEMON.findall(output) else ""
 
 
 def waits_s(text: str) -> float:
-    """Seconds that srun gives a step to end before it says which ranks it has lost; 0 if it does not end one."""
+    """Returns the seconds that srun gives a step to end before it reports lost ranks; 0 if it is not ending one."""
     return max((float(seconds) for seconds in WAITS.findall(text)), default=0.0)
 
 
 def not_started(text: str) -> tuple[list[int], str]:
-    """Ranks that Slurm could not start, and its reason, which is rarely the cause."""
+    """Returns the ranks that Slurm could not start and its stated reason, which is rarely the real cause."""
     found = NOT_STARTED.findall(text)
     return sorted({int(rank) for rank, _ in found}), found[0][1].strip() if found else ""
 
 
 def silent(text: str, ranks: Iterable[int]) -> list[int]:
-    """Ranks whose end srun had not heard of when it gave up waiting: their node, or Slurm's daemon on it, is gone."""
+    """Returns ranks that had not reported when srun gave up waiting: their node, or Slurm's daemon on it, is lost."""
     heard = _heard(text)
     return [rank for rank in ranks if rank not in heard] if GAVE_UP in text else []
 
 
 def silent_hosts(text: str, hosts: Mapping[int, str]) -> set[str]:
-    """While srun waits for a step to end: the few hosts of whose ranks it has heard none, if of all the others.
+    """Returns the hosts still silent while srun waits for a step to end and all other hosts have reported.
 
-    ``hosts`` are those of ranks that left no last word.
+    A host is silent if none of its ranks has reported. Empty if srun does not wait, or more than FEW_HOSTS are silent.
+    ``hosts`` maps ranks without a last word to their hosts.
     """
     heard = _heard(text) & hosts.keys()
     silent, told = ({host for rank, host in hosts.items() if (rank in heard) == is_told} for is_told in (False, True))
@@ -104,7 +105,7 @@ def silent_hosts(text: str, hosts: Mapping[int, str]) -> set[str]:
 
 
 def left(text: str, ranks: Iterable[int]) -> list[int]:
-    """Of ranks that said nothing at their end, those that exited with 0: srun reports the ends of all the others."""
+    """Returns which of these ranks, which left no word, exited with 0: srun reports only other exit codes."""
     heard = _heard(text)
     return [rank for rank in ranks if rank not in heard] if heard and GAVE_UP not in text else []
 
@@ -114,7 +115,7 @@ def _heard(text: str) -> set[int]:
 
 
 def expand(tasks: str) -> list[int]:
-    """Slurm's list of tasks: '0,2-3' is [0, 2, 3]."""
+    """Expands Slurm's list of tasks: '0,2-3' gives [0, 2, 3]."""
     ranges = [part.partition("-") for part in tasks.split(",") if part]
     return [rank for first, _, last in ranges for rank in range(int(first), int(last or first) + 1)]
 
@@ -131,7 +132,7 @@ SRUN_SIGNALS = {
 
 
 def _srun(rank: int, host: str, how: str, ending: bool) -> Death:
-    """``ending``: srun had begun to end the step."""
+    """Returns a death reported by srun; ``ending``: srun had already begun to end the step."""
     number = next((number for name, number in SRUN_SIGNALS.items() if how.startswith(name)), None)
     may_be_srun = number in (signal.SIGKILL, signal.SIGTERM)
     standing = Standing.LATER if ending else Standing.KILLED if may_be_srun else Standing.REPORTED
@@ -141,7 +142,7 @@ def _srun(rank: int, host: str, how: str, ending: bool) -> Death:
 
 
 def _hydra(pid: int, host: str, code: int) -> Death:
-    """hydra gives a wait status: a signal in the low bits, or an exit code."""
+    """Returns a death reported by hydra, whose codes below 32 are signals and others exit codes."""
     is_signal = 0 < code < 32
     return Death(pid=pid, host=host, signal=code if is_signal else None, exit_code=None if is_signal else code)
 
@@ -149,15 +150,17 @@ def _hydra(pid: int, host: str, code: int) -> Death:
 KEPT_BYTES = 65536
 CHUNK_BYTES = 16384
 PUMP_S = 0.2
-"""Seconds after which ``pump`` returns although there is more: its caller has signals to look at."""
+"""Seconds after which ``pump`` returns even if there is more, so that its caller can check for signals."""
 
 
 class Passing:
-    """Reads without waiting; call ``pump`` often, and once more at the end, with more patience.
+    """Forwards the launcher's output to the user without blocking, and withholds MPICH's report on dead ranks.
+
+    Call ``pump`` often, and once more at the end with a longer limit.
 
     Args:
         source: the launcher's standard output, a pipe.
-        target: descriptor of the user's standard output.
+        target: file descriptor of the user's standard output.
     """
 
     def __init__(self, source: IO[bytes], target: int) -> None:
@@ -168,7 +171,7 @@ class Passing:
         os.set_blocking(self.source, False)
 
     def pump(self, most_s: float = PUMP_S) -> None:
-        """Passes on what is there, for a limited time: ranks may print faster than a terminal shows."""
+        """Forwards what is available, for at most ``most_s`` seconds: ranks may print faster than a terminal shows."""
         end = time.monotonic() + most_s
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.source, CHUNK_BYTES):
@@ -177,7 +180,7 @@ class Passing:
                     return
 
     def take(self, chunk: bytes) -> None:
-        """Keeps the end of the output, which may hold the launcher's report, and shows all but that report."""
+        """Keeps the end of the output, which may hold MPICH's report, and shows everything before that report."""
         self.tail = (self.tail + chunk)[-KEPT_BYTES:]
         if self.in_banner:
             return
@@ -190,5 +193,5 @@ class Passing:
 
     @property
     def text(self) -> str:
-        """The end of the output."""
+        """The last KEPT_BYTES of the output."""
         return self.tail.decode(errors="replace")

@@ -1,6 +1,6 @@
-"""The MPI library that mpi4py links, the mpirun that belongs to it, and a program of ours on ranks of this machine.
+"""Finds the MPI library that mpi4py links and its mpirun, and runs programs on ranks of this machine.
 
-That program runs outside any run: it is what the doctor and benchmarks measure with.
+Such programs do not belong to a run; ``hpctrain doctor`` and the benchmarks use them for measurements.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hpctrain.system import processes, python
 from hpctrain.system.cgroups import usable_cores
 
 PROBE_S = 120.0
-"""A file system under load gives a library within minutes or not at all."""
+"""Timeout for loading the library, in seconds: a busy file system may take that long."""
 
 
 class Flavour(StrEnum):
-    """Families of mpirun that take the same options."""
+    """Families of mpirun with the same options."""
 
     OPEN_MPI_4 = "Open MPI 4"
     OPEN_MPI_5 = "Open MPI 5"
@@ -38,12 +38,12 @@ class Flavour(StrEnum):
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """What mpi4py links."""
+    """The MPI library that mpi4py links."""
 
     version: str
-    """'Open MPI v5.0.11'."""
+    """Name and version, such as 'Open MPI v5.0.11'."""
     path: str
-    """Of libmpi.so; empty if unknown."""
+    """Path of libmpi.so; empty if unknown."""
     flavour: Flavour
 
 
@@ -57,15 +57,15 @@ except OSError:
     paths = []
 print(json.dumps([MPI.Get_library_version().rstrip(chr(0)), paths[0] if paths else ""]))
 """
-"""Run in a separate process: the supervisor itself must not load MPI."""
+"""Runs in a separate process, because the supervisor must not load MPI."""
 
 
 def probe() -> MpiLibrary:
-    """Asks mpi4py, without starting MPI.
+    """Returns the MPI library that mpi4py links, without initializing MPI.
 
     Raises:
         MissingExtra: mpi4py is not installed.
-        UserError: it is, but finds no MPI library in time, or one of an unknown family.
+        UserError: it cannot load an MPI library within PROBE_S, or the library's family is unknown.
     """
     command = python.code(PROBE)
     try:
@@ -84,17 +84,17 @@ def probe() -> MpiLibrary:
 
 
 def short(version: str) -> str:
-    """'Open MPI v5.0.11', 'MPICH 5.0.2 (ch4:ofi)' out of what the library says of itself."""
+    """Shortens MPI_Get_library_version's text to 'Open MPI v5.0.11' or 'MPICH 5.0.2 (ch4:ofi)'."""
     first = version.splitlines()[0].split(",")[0] if version else ""
     device = re.search(r"MPICH Device:\s*(.+)", version)
     return " ".join(first.replace("Version:", "").split()) + (f" ({device[1].strip()})" if device else "")
 
 
 def flavour_of(version: str) -> Flavour:
-    """The family behind the text of MPI_Get_library_version or of ``mpirun --version``.
+    """Returns the family, given the text of MPI_Get_library_version or ``mpirun --version``.
 
     Raises:
-        UserError: none that is known.
+        UserError: the family is unknown.
     """
     if match := re.search(r"Open MPI\)? v?(\d+)|OpenRTE\) (\d+)|PRTE\)? v?(\d)|prterun \S+ (\d+)", version):
         major = int(match[1] or match[2] or 5)
@@ -105,12 +105,12 @@ def flavour_of(version: str) -> Flavour:
 
 
 def find_mpirun(library: MpiLibrary) -> str:
-    """Path of an mpirun that can start ranks of this library.
+    """Returns the path of an mpirun that can start ranks with this library.
 
-    Looked up next to the library, in this Python's environment, then on PATH.
+    Looks next to the library, in this Python's environment, then on PATH.
 
     Raises:
-        UserError: none of those found belongs to the library.
+        UserError: no mpirun of the library's family was found.
     """
     beside = [str(Path(library.path).parent.parent / "bin")] if library.path else []
     folders = [*beside, str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", "").split(os.pathsep)]
@@ -137,12 +137,12 @@ class MpiRun:
     flavour: Flavour
 
     def argv(self, ranks: int, env: Mapping[str, str], cores: int, local: bool = True) -> list[str]:
-        """The words before the program: how many ranks, no binding, as root if we are root, environment passed on.
+        """Returns the command line up to the program: number of ranks, no binding, variables to export.
 
         Args:
-            ranks: how many to start.
-            env: variables that every rank must get, on other hosts too; only their names are used.
-            cores: of this machine; more ranks than that are said to be meant.
+            ranks: number of ranks.
+            env: variables to export to every rank, on other hosts too; only their names are used.
+            cores: cores of this machine; with more ranks, oversubscribing is allowed explicitly.
             local: start on this machine only, even inside a batch job's allocation.
         """
         words, names = [self.path, "-n", str(ranks)], sorted(env)
@@ -162,7 +162,7 @@ class MpiRun:
         return words
 
     def on(self, hosts: Sequence[str], ranks_per_node: int) -> list[str]:
-        """Words that choose nodes of a batch job's allocation."""
+        """Returns the options that choose nodes of a batch job's allocation."""
         if self.flavour is Flavour.HYDRA:
             return ["-hosts", ",".join(hosts), "-ppn", str(ranks_per_node)]
         return ["--host", ",".join(f"{host}:{ranks_per_node}" for host in hosts)]
@@ -171,10 +171,10 @@ class MpiRun:
 def launcher_environment(
     flavour: Flavour, given: Mapping[str, str], local: bool = True, oversubscribed: bool = False
 ) -> dict[str, str]:
-    """Variables that mpirun and the ranks' MPI read; those the user has set stay.
+    """Returns environment variables for mpirun and the ranks' MPI, without those already in ``given``.
 
-    On one machine, which others may use, ranks that wait give way: it costs a sum 0.3 us, and two runs at once on all
-    cores took 20 times as long when waiting ranks kept them.
+    On one machine, which may be shared, waiting ranks yield their core. That costs 0.3 us per allreduce; without it,
+    two runs on all cores took 20 times as long.
     """
     wanted = {}
     if flavour is not Flavour.HYDRA:
@@ -203,38 +203,38 @@ def _matches(version: str, flavour: Flavour) -> bool:
 
 
 LONGEST_POLL_S = 2.0
-"""Looks at processes cost what is being measured some milliseconds."""
+"""Longest pause between polls; each poll disturbs the program, which may be a benchmark, for some milliseconds."""
 ENDED_S = 5.0
-"""Seconds that mpirun has to end after all its ranks have. One whose ranks fail while MPI starts may wait for ever."""
+"""Seconds that mpirun gets to end after its ranks. If they fail during MPI_Init it may never end by itself."""
 KILL_S = 10.0
-"""Seconds that it has to end its ranks when it is asked to, which it does not do when it is killed."""
+"""Seconds that mpirun gets to end its ranks on SIGTERM; when killed, it leaves them running."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program left."""
+    """Exit code and output of a program."""
 
     code: int
     output: str
     messages: str
-    """On standard error."""
+    """Standard error."""
 
 
 def on_ranks(
     words: Sequence[str], ranks: int, library: MpiLibrary | None, environment: Mapping[str, str], timeout_s: float
 ) -> Ended:
-    """Runs a program to its end.
+    """Runs a program on ranks of this machine and waits for it.
 
     Args:
-        words: the program.
-        ranks: how many to start.
+        words: the program and its arguments.
+        ranks: number of ranks.
         library: the MPI library that mpi4py links; None starts the program without mpirun, on one rank.
-        environment: of the ranks; what mpirun needs is added.
-        timeout_s: longest time that it may take.
+        environment: the ranks' environment; what mpirun needs is added.
+        timeout_s: timeout in seconds.
 
     Raises:
         UserError: there is no mpirun for the library.
-        subprocess.TimeoutExpired: it has not ended in time.
+        subprocess.TimeoutExpired: the program did not end in time.
     """
     if library is not None:
         mpirun, cores = MpiRun(find_mpirun(library), library.flavour), usable_cores()
@@ -256,7 +256,7 @@ def on_ranks(
 
 
 def _wait(launcher: subprocess.Popen[bytes], timeout_s: float, has_ranks: bool) -> None:
-    """Returns when the program has ended, or mpirun has outlived its ranks."""
+    """Waits until the program ends, or until mpirun has outlived its ranks by ENDED_S."""
     begin = alone_since = time.monotonic()
     has_started, pause = False, 0.05
     while (now := time.monotonic()) < alone_since + ENDED_S:

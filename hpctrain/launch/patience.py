@@ -1,4 +1,4 @@
-"""Waiting for a scheduler's controller or a file server that is away: a run must not end because one restarts."""
+"""Retries while a scheduler's controller or a file server is down: a run must not end because one restarts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from hpctrain.system.output import say
 
 T = TypeVar("T")
 PAUSES_S = (5.0, 10.0, *[20.0] * 44)
-"""Seconds between requests to a controller that does not answer: a quarter of an hour, plus its own timeouts."""
+"""Seconds between requests to a controller that does not answer: 15 minutes in all, plus its own timeouts."""
 LOOK_S = 1.0
 """Seconds between two checks for the STOP file."""
 
 FILE_PAUSES_S = (0.1, 0.5, 2.0, 5.0)
-"""Between attempts to use a file whose server does not answer."""
+"""Seconds between attempts to use a file whose server does not answer."""
 AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-"""Errors of file servers that fail over."""
+"""Errors seen while a file server fails over."""
 
 
 class Stopped(HpctrainError):
-    """A person asked the run to stop while none of its ranks ran."""
+    """A person asked the run to stop while none of its ranks was running."""
 
     exit_code = ExitCode.STOPPED
     code = Code.STOPPED
 
 
 def patiently(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> T:
-    """What ``ask`` returns; it is called again after each error of this kind until PAUSES_S are used up.
+    """Calls ``ask`` until it does not raise ``again``, pausing PAUSES_S in between; returns its result.
 
     Raises:
         Stopped: a person created the STOP file meanwhile; one left by a signal does not count.
+        HpctrainError: the last call raised it.
     """
     for pause_s in PAUSES_S:
         try:
@@ -47,7 +48,7 @@ def patiently(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> 
 
 
 def read_patiently(use: Callable[[], T]) -> T:
-    """What ``use`` returns, which is called again while a file server is away, until FILE_PAUSES_S are over.
+    """Calls ``use`` until it succeeds, as long as a file server is down, pausing FILE_PAUSES_S; returns its result.
 
     Raises:
         RunFailed: a file cannot be used, or ``use`` raised it.

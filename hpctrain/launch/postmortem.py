@@ -1,4 +1,4 @@
-"""What can be found out afterwards about ranks that left no last word."""
+"""Finds out, after an attempt, what happened to ranks that left no last word."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hpctrain.run.verdict import RunVerdict, failed_with
 from hpctrain.system import cgroups, processes
 
 RULE = re.compile(r"^-{60,}$", re.MULTILINE)
-"""Around banners of Open MPI."""
+"""The lines around Open MPI's banners."""
 LATE_NOTE_S = 2.0
-"""Longest wait for the note of a death that explains the others."""
+"""Longest wait for a node agent's note of the death that explains the others."""
 LOOK_AGAIN_S = 0.1
 
 
 def settled(look: Callable[[], Sequence[Fact]]) -> Fact | None:
-    """What went wrong first, once nothing more is to be expected.
+    """Returns the first cause of the failure, after waiting up to LATE_NOTE_S for notes that could change it.
 
-    As long as only victims of another death are known, or not what a rank died of, a note that comes later is waited
-    for: nodes are not equally busy.
+    It waits as long as the only known ranks are victims of another death, or a rank's cause of death is missing: busy
+    nodes write their notes late.
     """
     end = time.monotonic() + LATE_NOTE_S
     while True:
@@ -43,7 +43,7 @@ def settled(look: Callable[[], Sequence[Fact]]) -> Fact | None:
 
 
 def may_change(cause: Fact | None, facts: Sequence[Fact]) -> bool:
-    """Whether a note from another node could explain this, or say what it was."""
+    """Whether a late note could replace this cause, or say what the rank died of."""
     if cause is None or isinstance(cause, Found):
         return False
     words = [fact for fact in facts if isinstance(fact, LastWord)]
@@ -55,7 +55,7 @@ def may_change(cause: Fact | None, facts: Sequence[Fact]) -> bool:
 
 
 def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
-    """What ranks said, agents noted, the monitor saw and the launcher tells. ``banner``: see ``lost_node``."""
+    """Returns the facts from last words, agents' notes, the monitor and the launcher. ``banner``: see ``lost_node``."""
     untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
     found: list[Fact] = [*words, *launcher_messages.deaths(text + banner)]
     found += [Death(rank, exit_code=0, standing=Standing.LEFT) for rank in launcher_messages.left(text, untold)]
@@ -68,7 +68,8 @@ def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str
             found += [Death(rank, standing=Standing.GONE) for rank in about]
         elif event.kind == CUT_OFF and about and untold.keys() >= set(about):
             verdict = lost(about, untold[about[0]], by_slurm=False)
-            found.append(Found(Standing.CUT_OFF, dataclasses.replace(verdict, code=Code.VANISHED)))  # it may be back
+            # Code.NODE would say the node is lost, and the host may only be cut off for a while.
+            found.append(Found(Standing.CUT_OFF, dataclasses.replace(verdict, code=Code.VANISHED)))
         elif event.kind == "hung" and event.action == "abort":
             what = event.sentence or "no rank moved any more"
             fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
@@ -77,7 +78,7 @@ def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str
 
 
 def complete(words: Sequence[LastWord], cause: Fact | None) -> list[LastWord]:
-    """The words, with those of ranks that left none as far as their end is known: one of them may be the cause."""
+    """Returns the last words, with endings filled in for ranks that left none, one of which may be the cause."""
     others = isinstance(cause, Death) or any(word.ending is Ending.FAILED for word in words)
     rest = Ending.TAKEN_DOWN if others else Ending.VANISHED
 
@@ -95,7 +96,7 @@ def complete(words: Sequence[LastWord], cause: Fact | None) -> list[LastWord]:
 
 
 def ran_out_of_memory(word: LastWord) -> bool:
-    """Whether the kernel's log names the process, or its control group (which is ours) counts one more such kill."""
+    """Whether the kernel's log names the process, or our control group, which it shares, counts another OOM kill."""
     if processes.kernel_killed_for_memory(word.pid):
         return True
     now = cgroups.oom_kills()
@@ -103,7 +104,7 @@ def ran_out_of_memory(word: LastWord) -> bool:
 
 
 def last_line(text: str) -> str:
-    """What a launcher's text ends with: a line with content, or the first paragraph of a banner between dashes."""
+    """Returns the last non-empty line of a launcher's text, or the first paragraph of a banner at its end."""
     *before, banner, rest = ["", *RULE.split(text.rstrip())]
     if before and not rest:
         return " ".join(banner.strip().partition("\n\n")[0].split())[:300]
@@ -112,12 +113,12 @@ def last_line(text: str) -> str:
 
 
 def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
-    """Whether every rank ended well by its own word."""
+    """Whether every rank's last word reports a good ending."""
     return len(words) == ranks and all(word.ending in GOOD_ENDINGS for word in words)
 
 
 def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
-    """What the monitor said of ranks that hang or died in an attempt."""
+    """Returns the monitor's events about ranks that hung, died or were cut off in an attempt."""
     try:
         told = stored_events(run_dir.monitor_events)
         return [event for event in told if isinstance(event, Hang) and event.attempt == attempt]
@@ -126,16 +127,16 @@ def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
 
 
 def unreachable(run_dir: RunDir, attempt: int) -> list[int]:
-    """Ranks on hosts that the monitor could not reach."""
+    """Returns the ranks on hosts that the monitor could not reach."""
     told = [event for event in _hangs(run_dir, attempt) if event.kind == CUT_OFF]
     return [rank.rank for event in told for rank in event.ranks if rank.rank is not None]
 
 
 def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[int, str]) -> RunVerdict | None:
-    """What the launcher's text says of nodes: one is lost, or did not start its ranks.
+    """Returns a verdict if the launcher's text says that a node is lost or did not start its ranks, else None.
 
-    ``banner`` ends with what MPICH's launcher says of deaths, after what rank 0 printed. ``hosts`` are those of ranks,
-    where known before the start.
+    ``banner`` is the end of standard output: rank 0's output, then MPICH's report of deaths. ``hosts`` gives hosts by
+    rank, if known before the start.
     """
     if (host := launcher_messages.lost_node(text, banner)) is not None:
         if said := launcher_messages.refusal(text, banner, host):
@@ -153,7 +154,10 @@ def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[
 def missing_ranks(
     words: Sequence[LastWord], ranks: int, said: str, log: Path, dead: Death | None = None
 ) -> RunVerdict | None:
-    """On ranks that never spoke, one of which may be known to be dead. ``said`` by the launcher, kept in ``log``."""
+    """Returns a verdict on ranks that left no word at all; None if there are none, or ``dead`` is not one of them.
+
+    ``said`` is the launcher's text, stored in ``log``; ``dead`` is a known death.
+    """
     known = {word.rank for word in words if word.rank is not None}
     missing = set(range(ranks)) - known
     if not missing or (dead and dead.rank in known):
@@ -164,7 +168,7 @@ def missing_ranks(
 
 
 def lost(ranks: Sequence[int], host: str, by_slurm: bool = True) -> RunVerdict:
-    """Nothing is heard of these ranks, the first of them on this host; ``by_slurm``: as Slurm says."""
+    """Returns the verdict that a host was lost with these ranks; ``by_slurm``: the loss was reported by Slurm."""
     several = f"ranks {', '.join(map(str, ranks[:8]))}" if len(ranks) > 1 else f"rank {ranks[0]}"
     daemon, option = (", or Slurm's daemon on it", f" (--exclude {host})") if by_slurm else ("", "")
     what = f"{host} was lost{daemon}: nothing more was heard from {several}"
@@ -172,7 +176,7 @@ def lost(ranks: Sequence[int], host: str, by_slurm: bool = True) -> RunVerdict:
 
 
 def _unstarted(ranks: Sequence[int], why: str, hosts: Mapping[int, str]) -> RunVerdict:
-    """Slurm did not start these ranks; that says nothing about the run."""
+    """Returns the verdict that Slurm did not start these ranks, which does not count against the run."""
     host = hosts.get(ranks[0])
     where = f" on {host}" if host else ""
     what = f"rank {ranks[0]} could not be started{where}: Slurm says {why!r}"

@@ -1,4 +1,4 @@
-"""The process that starts ranks and outlives them, attempt after attempt. No MPI, no framework; for any launcher."""
+"""The supervisor: starts a run's attempts one after another, under any launcher. No MPI, no framework."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def supervise(
     by_person: Callable[[int], bool] = WatchedAttempt.by_person,
     again: Callable[[RunVerdict], Attempt | None] | None = None,
 ) -> RunVerdict:
-    """A run from taking its folder to the last recorded verdict: attempts one after another in the same place.
+    """Supervises a run, from locking its folder to recording the last verdict; repeats failed attempts in place.
 
     Args:
-        run_dir: its folder; made if need be.
-        make_launch: what to start, given the attempt's number; called with the lock held, and may take long.
-            If it raises one of our errors nothing is started, and the error is the verdict.
-        limits: times and counts.
+        run_dir: the run folder; created if missing.
+        make_launch: returns what to start, given the attempt's number. Called with the lock held; may take long.
+            If it raises an HpctrainError, nothing is started and the error becomes the verdict.
+        limits: timeouts, and when to give up.
         facts: what is known about the first attempt before it starts, for its entry in run.json.
-        run_yaml: the resolved run file, kept in the folder.
-        verbose: show what the launcher says.
-        by_person: distinguishes signals of people from those of the scheduler.
-        again: the facts of another attempt after a failed one, None if this place can serve no longer. By default
-            there is one attempt.
+        run_yaml: text of the resolved run file, which is stored in the folder.
+        verbose: show the launcher's messages.
+        by_person: whether a signal number comes from a person rather than the scheduler.
+        again: given the verdict on a failed attempt, returns the facts of the next one, or None if no attempt can
+            start here any more. Default: only one attempt.
 
     Returns:
-        The verdict on the last attempt; the caller prints it with ``report`` and exits with its code, or requeues.
+        The verdict on the last attempt. The caller prints it with ``report``, then exits with its code or requeues.
 
     Raises:
         UserError: the folder is in use by another live run, or cannot be made.
@@ -65,7 +65,7 @@ def supervise(
     try:
         while True:
             words: list[LastWord] = []
-            with lock.kept():  # by a thread as long as nothing is started; then by the attempt at each look
+            with lock.kept():  # a thread renews the lock until the ranks start; then the attempt does
                 if before is not None and (gone := lost(lock, number)) is not None:
                     return gone
                 try:
@@ -76,7 +76,7 @@ def supervise(
                     say(f"not started again here: {error}")
                     return before
                 launch = prepare(make_launch, number)
-            launch = lost(lock, number) or launch  # that took its time
+            launch = lost(lock, number) or launch  # preparing may have taken long
             if isinstance(launch, RunVerdict):
                 verdict = launch
             else:
@@ -87,7 +87,7 @@ def supervise(
                 record(run_dir, number, verdict, words)
                 asked = bool(signals.received) or requested_stop(run_dir) is not None
                 saved, step = step, newest_step(run_dir, step)
-                idle = idle + 1 if step == saved else 0  # lost nodes are not counted by the verdict
+                idle = idle + 1 if step == saved else 0  # counts lost nodes too, which ``decide`` does not
                 if again is None or idle >= limits.max_failures or not starts_again(verdict, asked):
                     return verdict
                 found = again(verdict)
@@ -101,7 +101,7 @@ def supervise(
 
 
 def newest_step(run_dir: RunDir, known: int | None) -> int | None:
-    """Of the newest checkpoint; the one known before if it cannot be seen, which counts as no progress."""
+    """Returns the step of the newest checkpoint, or ``known`` if the folder cannot be read (counts as no progress)."""
     try:
         return read_patiently(run_dir.newest_checkpoint_step)
     except HpctrainError as error:
@@ -110,7 +110,7 @@ def newest_step(run_dir: RunDir, known: int | None) -> int | None:
 
 
 def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | RunVerdict:
-    """What to start, or the verdict if the attempt cannot start."""
+    """Returns what to start, or the verdict if the attempt cannot start."""
     try:
         return make_launch(number)
     except Stopped as error:
@@ -122,30 +122,30 @@ def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | RunVe
 
 
 def lost(lock: LiveLock, number: int) -> RunVerdict | None:
-    """The verdict if another attempt has replaced this one; None if it still holds its run folder."""
+    """Returns the verdict if another attempt has replaced this one; None if it still holds its run folder."""
     try:
         lock.check()
         Attempts(lock.run_dir).check_fence(number)
     except Replaced as error:
         return replaced(error)
-    except OSError as error:  # that it cannot be seen changes nothing
+    except OSError as error:  # being unable to check does not end the run
         say(f"whether a newer attempt has begun cannot be seen: {error}")
     return None
 
 
 def record(run_dir: RunDir, number: int, verdict: RunVerdict, words: Sequence[LastWord]) -> None:
-    """Writes verdict and last words into the run folder; on a full disk the exit code still gives the verdict."""
+    """Writes the verdict and last words into the run folder. On a full disk the exit code still gives the verdict."""
     try:
         read_patiently(lambda: Attempts(run_dir).end(number, verdict, words))
     except HpctrainError as error:
-        if verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED):  # else the verdict is what the user must read
+        if verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED):  # after a failure the user needs only the verdict
             say(str(error))
 
 
 def report(verdict: RunVerdict, run_dir: RunDir, command: Sequence[str] = (), saves: bool = True) -> bool:
-    """One sentence on how the run ended, and what to do; False if it could not be written.
+    """Prints how the run ended and what to do next, unless it is done; False if the message could not be written.
 
-    ``command`` resumes it; ``saves``: from a checkpoint of ours.
+    ``command`` resumes the run; ``saves`` says whether the run has hpctrain checkpoints to resume from.
     """
     if verdict.action is Action.DONE:
         return True
@@ -159,11 +159,11 @@ def report(verdict: RunVerdict, run_dir: RunDir, command: Sequence[str] = (), sa
 
 
 def begins(run_dir: RunDir, step: int | None) -> str:
-    """Where the next attempt begins: with the checkpoint of a step, or with a newer snapshot on the nodes."""
+    """Says where the next attempt begins: at the checkpoint of ``step``, or at a newer snapshot on the nodes."""
     where = "from the beginning" if step is None else f"from step {step}"
     with suppress(HpctrainError, OSError):
         trained, progress = Attempts(run_dir).info().get("trained") or 0, RunView(run_dir.path).snapshot().progress
-        kept = [progress.newest(SnapshotSaved), progress.newest(Resumed)]  # what was resumed from becomes its own
+        kept = [progress.newest(SnapshotSaved), progress.newest(Resumed)]  # an attempt keeps what it resumed from
         steps = [each.step for each in kept if each and each.attempt >= trained and each.tier not in (None, "store")]
         if max(steps, default=0) > (step or 0):
             return f"from step {max(steps)} if its snapshot is whole, else {where}"
@@ -171,12 +171,12 @@ def begins(run_dir: RunDir, step: int | None) -> str:
 
 
 def choose(hosts: Sequence[str], out: Collection[str], config: Config) -> list[str] | None:
-    """The nodes for the next attempt, the first ones that will do; None if too few are left. Pure.
+    """Chooses the nodes for the next attempt: the first usable ones, or None if too few are left. Pure.
 
     Args:
-        hosts: of the allocation.
-        out: those that are lost or to be left out.
-        config: how many nodes are wanted, and how many suffice.
+        hosts: hosts of the allocation.
+        out: hosts that are lost or excluded.
+        config: gives the number of nodes wanted, and the minimum.
     """
     launch = config.launch
     left = [host for host in hosts if host not in out][: launch.nodes]
@@ -189,6 +189,6 @@ def choose(hosts: Sequence[str], out: Collection[str], config: Config) -> list[s
 
 
 def fits(config: Config, ranks: int) -> bool:
-    """Whether another number of ranks computes the same run: the plan divides it, and the global batch stays."""
+    """Whether the run can continue on this number of ranks: its plan divides it, and the global batch is unchanged."""
     batch_stays = bool(config.launch.command) or config.train.batch_per_rank is None
     return batch_stays and ranks % (config.parallel.tensor * config.parallel.pipeline) == 0

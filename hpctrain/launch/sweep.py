@@ -1,4 +1,4 @@
-"""A sweep: one run for each combination of values, each in a separate folder below the sweep's."""
+"""Sweeps: one run for each combination of option values, each in its own folder below the sweep's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hpctrain.run.view import RunView
 from hpctrain.system.output import say
 
 NO_AXIS = "launch.slurm."
-"""Begins keys whose text may hold commas, such as several partitions."""
+"""Prefix of keys whose values may contain commas (several partitions, for example), so are not split."""
 CONTINUES = ("train.epochs", "train.steps", "launch.", "checkpoint.", "monitor.", "track.")
-"""Begins keys that leave a run the one that it was: with other values it continues in its folder."""
+"""Prefixes of keys that do not change a run's identity: with other values it continues in its folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Point:
     """One run of a sweep."""
 
     config: Config
-    """With its own name and folder."""
+    """The run's configuration, with the point's own name and folder."""
     values: tuple[tuple[str, Any], ...]
-    """What distinguishes it: swept keys and their values."""
+    """Swept keys and their values."""
 
     @property
     def run(self) -> RunDir:
-        """Its folder."""
+        """The run folder."""
         return RunDir.of(self.config.name, self.config.run_dir)
 
     @property
     def label(self) -> str:
-        """``optimizer.lr 0.001, seed 2``."""
+        """The swept values as text, such as ``optimizer.lr 0.001, seed 2``."""
         return ", ".join(f"{key} {value}" for key, value in self.values)
 
     def is_finished(self) -> bool:
-        """Whether an earlier call has brought it to this run file's end."""
+        """Whether an earlier call has finished it with the same ``train`` section."""
         if RunView(self.run.path).snapshot().outcome.word is not Word.FINISHED:
             return False
         return load(self.run.run_yaml).train == self.config.train
 
 
 def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Options of the command line and their values, which stand behind ``=`` or in the next word."""
+    """Yields command-line options and their values, given as ``--option=value`` or ``--option value``."""
     rest = iter(words)
     for word in rest:
         option, equals, value = word.partition("=")
@@ -60,7 +60,7 @@ def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def split(text: str) -> list[str]:
-    """Values separated by commas; a list or mapping in brackets is one value, whatever it holds."""
+    """Splits text at commas, except inside brackets or braces: a list or mapping is one value."""
     values, depth = [""], 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -72,14 +72,14 @@ def split(text: str) -> list[str]:
 
 
 def combinations(words: Sequence[str], lists: Sequence[str] = ()) -> list[list[str]]:
-    """The options of each point: all combinations of values separated by commas, for each line of the lists.
+    """Returns the options of each point: all combinations of comma-separated values, crossed with the files' lines.
 
     Args:
         words: options such as ``--optimizer.lr 1e-3,3e-4``.
-        lists: files with one line of options a point.
+        lists: files with one point's options per line.
 
     Raises:
-        UserError: a file cannot be read, or has no such line.
+        UserError: a file cannot be read, or has no options.
     """
     axes = []
     for option, value in options_of(words):
@@ -90,11 +90,11 @@ def combinations(words: Sequence[str], lists: Sequence[str] = ()) -> list[list[s
 
 
 def lines_of(file: str) -> list[list[str]]:
-    """The options in each line of a file; comments and empty lines are passed over. Raises UserError."""
+    """Returns the options on each line of a file, without comments and empty lines. Raises UserError."""
     fix = "give a file with one line of options a run, such as --seed 3 --train.epochs 10"
     try:
         found = [shlex.split(line, comments=True) for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:  # no text, or a quotation without an end
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a quotation that is not closed
         raise UserError(f"{file}: {getattr(error, 'strerror', None) or error}", fix) from error
     if not any(found):
         raise UserError(f"{file} names no runs", fix)
@@ -102,22 +102,23 @@ def lines_of(file: str) -> list[list[str]]:
 
 
 def elements(run_file: str, overrides: Sequence[str], words: Sequence[str]) -> list[Config]:
-    """The runs of ``--array``, as ``points_of`` has them: all combinations of ``key=v1,v2``, for each line of files.
+    """Returns the runs of ``--array``: all combinations of ``key=v1,v2``, crossed with the lines of any files.
 
     Raises:
         UserError: see ``combinations`` and ``points_of``.
     """
-    lists = [word for word in words if "=" not in word or os.path.exists(word)]  # False for a list too long for a name
+    lists = [word for word in words if "=" not in word or os.path.exists(word)]  # no OSError if too long for a path
     axes = [f"--{word.removeprefix('--')}" for word in words if word not in lists]
     points = [[*overrides, *options] for options in combinations(axes, lists)]
     return [point.config for point in points_of(run_file, points)] if words else []
 
 
 def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
-    """The points, each with the folder that an earlier call gave it, or the next free one.
+    """Returns the points, each in the folder that an earlier call gave it, or in the next free one.
 
     Raises:
-        UserError: one of them is not a run, two are the same, or the sweep's folder is that of a single run.
+        UserError: a point is not a valid run, two are the same, name or run_dir is swept, or the sweep's folder
+            belongs to a single run.
     """
     configs = [load(run_file, words, say if index == 0 else lambda text: None) for index, words in enumerate(options)]
     named = dict.fromkeys(option.removeprefix("--") for words in options for option, _ in options_of(words))
@@ -145,7 +146,7 @@ def points_of(run_file: str, options: Sequence[Sequence[str]]) -> list[Point]:
 
 
 def identity_of(config: Config, swept: Sequence[str]) -> Any:
-    """All of a run but its name, its folder, and keys with which it continues, unless they are swept."""
+    """Returns what identifies a run: its configuration without name, folder, and the CONTINUES keys not swept."""
     task = absolute_task(config.task)
     values = dataclasses.asdict(dataclasses.replace(config, name="point", run_dir=None, task=task))
     for section in ("checkpoint", "monitor", "track"):
@@ -156,7 +157,7 @@ def identity_of(config: Config, swept: Sequence[str]) -> Any:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """What a run has for a key, dotted; an argument of the task that it lacks is None."""
+    """Returns a run's value for a dotted key; None if it has none."""
     section, _, argument = key.partition(".")
     if section == "task_args" and argument:
         return config.task_args.get(argument)

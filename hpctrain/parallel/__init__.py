@@ -1,7 +1,8 @@
-"""Training of what does not fit on one rank, as far as no framework is needed.
+"""The framework-independent part of training models that do not fit on one rank.
 
-``tensor_words`` is what a task says of how its layers are cut. ``pipeline`` says which layers each stage of a pipeline
-has, in which order it passes micro-batches, and how a run keeps its stages. ``sharded`` says which rows of which
-parameters each rank updates, and ``sharded_exchange`` moves gradients to who updates and parameters back.
+``tensor_words`` has the words with which a task says how its layers are split. ``pipeline`` assigns layers to stages,
+orders their passes, and keeps the choice across attempts. ``sharded`` assigns rows of parameters to ranks, and
+``sharded_exchange`` sends gradients to their owners and parameters back. ``memory_estimate`` estimates the memory per
+rank under each plan.
 ``memory_estimate`` is what a rank needs for a model, under each plan.
 """

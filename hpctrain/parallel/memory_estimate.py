@@ -1,5 +1,4 @@
-"""What a rank needs of memory for a model, added up from the state of a framework, and which layouts of a number of
-ranks fit."""
+"""Estimates a model's memory per rank from a framework's state, and finds the parallel layouts that fit."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from hpctrain.train.state import Cut, Placement, StateTensor
 
 @dataclass(frozen=True)
 class TensorSize:
-    """What an estimate has to know of a train.state.StateTensor, which may be gone."""
+    """Name, size and placement of a train.state.StateTensor, which need not exist any more."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,32 +26,32 @@ class TensorSize:
 
     @classmethod
     def of(cls, tensor: StateTensor) -> TensorSize:
-        """The same without values."""
+        """The sizes of a tensor."""
         return cls(tensor.name, tensor.shape, tensor.dtype, tensor.placement, tensor.cut, tensor.is_trained)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a model as the first rank of a tensor group has it, at one size of the group."""
+    """Bytes of a model on the first rank of a tensor group, for one size of the group."""
 
     parameters: int
-    """Buffers included."""
+    """Parameters and buffers."""
     gradients: int
     optimizer: int
-    """Its state, after an update."""
+    """Optimizer state after an update."""
     averages: int
     """Moving averages of the parameters (``train.ema_decay``)."""
     activations: float
-    """What a forward pass keeps for the backward pass, of one sample."""
+    """What a forward pass keeps for the backward pass, per sample."""
     checkpoint: int
     """The whole state of the run, on disk."""
     stages: Mapping[int, MemoryEstimate] = field(default_factory=dict)
-    """Of the largest stage, by how many there are."""
+    """Estimate for the largest stage, by number of stages."""
     shards: Mapping[str, MemoryEstimate] = field(default_factory=dict)
-    """Of the rank with most, by the values of ``parallel.shard`` that can be."""
+    """Estimate for the rank with the most, by possible value of ``parallel.shard``."""
 
     def scaled(self, **shares: float) -> MemoryEstimate:
-        """With these shares of some of the parts above, rounded up."""
+        """A copy with the named parts multiplied by these factors, rounded up."""
         return replace(self, **{name: math.ceil(getattr(self, name) * share) for name, share in shares.items()})
 
 
@@ -73,13 +72,13 @@ def of_state(state: Iterable[TensorSize], activations: float, ranks: int) -> Mem
 
 
 def num_bytes(tensor: TensorSize, shape: tuple[int, ...]) -> int:
-    """Of a tensor's dtype in some shape."""
+    """Bytes of a tensor of this dtype with the given shape."""
     return math.prod(shape) * (2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize)
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """What becomes of the ranks of a run."""
+    """How the ranks of a run are organised."""
 
     tensor: int
     """``parallel.tensor``."""
@@ -92,7 +91,7 @@ class ParallelLayout:
 
     @property
     def keys(self) -> str:
-        """How it is written into a run file."""
+        """The layout as it is written in a run file."""
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline}
         given = [f"{key}: {size}" for key, size in sizes.items() if size > 1]
         given += [f"shard: {self.shard}"] if self.shard != "none" else []
@@ -101,31 +100,31 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank, the one that has most."""
+    """Memory of the rank that needs most, in bytes."""
 
     plan: ParallelLayout
     program: int
-    """The process before there is a model: Python, PyTorch, MPI."""
+    """The process without a model: Python, PyTorch, MPI."""
     parameters: int
     gradients: int
     optimizer: int
     averages: int
     activations: int
     staging: int
-    """Where a checkpoint waits for the disk: the part that this rank writes."""
+    """Host copy of a checkpoint on its way to disk: the part that this rank writes."""
     checkpoint: int
-    """On disk; not of a rank."""
+    """Size on disk, of all ranks together."""
     bubble: float = 0.0
-    """Share of a step for which each stage waits for the others, if all take equally long."""
+    """Fraction of a step that each stage spends waiting, if all passes take the same time."""
 
     @property
     def total(self) -> int:
-        """Of the rank."""
+        """Total memory of the rank."""
         state = self.parameters + self.gradients + self.optimizer + self.averages
         return self.program + state + self.activations + self.staging
 
     def to_json(self) -> dict[str, Any]:
-        """With the total."""
+        """All fields and the total, JSON-able."""
         return {**asdict(self), "total": self.total}
 
 
@@ -136,14 +135,14 @@ def footprints(
     program: int,
     micro_batches: int = 1,
 ) -> list[Footprint]:
-    """Of every plan, those first that change least: whole models before cut ones, whole states before sharded ones.
+    """Footprints of all plans, least intrusive first: whole models before split ones, replicated state before sharded.
 
     Args:
-        estimates: by the size of the tensor group; sizes that cannot be are left out.
-        ranks: of the run.
-        samples: of a rank's largest micro-batch, by the number of ranks per model.
+        estimates: by tensor group size; impossible sizes are left out.
+        ranks: number of ranks in the run.
+        samples: samples in a rank's largest micro-batch, by the number of ranks per model.
         program: bytes of a process without a model.
-        micro_batches: of an update (``train.accumulate``).
+        micro_batches: micro-batches per update (``train.accumulate``).
     """
     of_plans = [
         (pipeline, tensor, shard, model)
@@ -172,5 +171,5 @@ def footprints(
 
 
 def cheapest(found: Sequence[Footprint], limit: int) -> Footprint | None:
-    """The first that fits into a rank's memory."""
+    """The first footprint that fits into a rank's memory."""
     return next((one for one in found if one.total <= limit), None)

@@ -1,8 +1,7 @@
-"""Which layers each stage of a pipeline has, and in which order it passes micro-batches forward and back; how layers
-are divided if the task does not say it: as an earlier attempt did, or by their times.
+"""Pipeline stages: which layers each stage has, and in which order it runs forward and backward passes. If the task
+does not assign layers to stages, they are divided as in an earlier attempt, or by measured times.
 
-What is trained depends on that in the last bits, and on the random numbers of stages: a run keeps its choice when
-it resumes."""
+The division affects the last bits of results and the stages' random numbers, so a run keeps it when it resumes."""
 
 from __future__ import annotations
 
@@ -18,24 +17,25 @@ from hpctrain.train.framework import HostBatch
 
 @dataclass(frozen=True)
 class Pass:
-    """What a stage does next."""
+    """One pass of a stage."""
 
     micro_batch: int
-    """Number of the micro-batch."""
+    """Index of the micro-batch."""
     forward: bool
-    """Else backward."""
+    """True for a forward pass, False for a backward pass."""
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
     """The order of a stage's passes (1F1B; Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end).
 
-    A stage goes forward until the first micro-batch has come back to it, then takes turns: it never holds the
-    activations of more micro-batches than there are stages from it to the last. Micro-batches may be fewer than stages.
+    A stage runs forward passes until the first micro-batch comes back to it, then alternates: it never holds the
+    activations of more micro-batches than there are stages from it to the last. There may be fewer micro-batches than
+    stages.
 
     Args:
         stage: 0 to stages - 1.
-        stages: of the pipeline.
-        micro_batches: of one update.
+        stages: number of stages.
+        micro_batches: number of micro-batches per update.
     """
     ahead = min(stages - 1 - stage, micro_batches)
     order = [Pass(number, forward=True) for number in range(ahead)]
@@ -45,32 +45,33 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Share of a step's time for which each stage waits if all passes take equally long."""
+    """Fraction of a step that each stage spends waiting, if all passes take the same time."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def balanced(
     costs: Sequence[float], trained: Sequence[bool], stages: int, joined: Sequence[bool] = ()
 ) -> list[range] | None:
-    """Neighbouring layers for each stage, so that the most expensive stage costs as little as can be.
+    """Divides layers into stages of consecutive layers so that the most expensive stage is as cheap as possible.
 
-    Of several such ways, one in which stages begin with layers that are trained, and early ones are short: they hold
-    the activations of more micro-batches.
+    Among equal solutions, prefers stages that begin with trained layers, and short early stages: those hold the
+    activations of more micro-batches.
 
     Args:
-        costs: of each layer, in order.
-        trained: whether a layer has parameters that are trained; each stage needs one that has.
-        stages: to make.
-        joined: whether a layer must be in the stage of the one before it; none by default.
+        costs: cost of each layer, in order.
+        trained: whether each layer has trained parameters; every stage needs such a layer.
+        stages: number of stages.
+        joined: whether each layer must be in the same stage as the previous one; none by default.
 
     Returns:
+        The layer indices of each stage; None if there is no solution.
         The numbers of each stage's layers; None if there is no such way.
     """
     count = len(costs)
     may_begin = [number == 0 or not (joined and joined[number]) for number in range(count)]
     sums, known = [0.0, *itertools.accumulate(costs)], [0, *itertools.accumulate(trained)]
     best = [[(math.inf, False)] * (count + 1) for _ in range(stages + 1)]
-    """By stages made and layers in them: cost of the most expensive stage, and whether the last begins untrained."""
+    """By number of stages and layers in them: cost of the most expensive stage; whether the last begins untrained."""
     cuts = [[0] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = (0.0, False)
     for made in range(1, stages + 1):
@@ -90,38 +91,38 @@ def balanced(
 
 
 LEAST_PASSES, MOST_PASSES = 2, 20
-"""That are measured, after one that makes ready."""
+"""Limits on the number of measured passes, after one warm-up pass."""
 BUDGET_S = 1.0
-"""After which there are no more than the least."""
+"""After this time, no more than the minimum number of passes is measured."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Where a run's choice comes from, and where it is kept."""
+    """Where a run's stage sizes come from, and where they are recorded."""
 
     batch: Callable[[], HostBatch] | None = None
-    """This rank's first micro-batch, empty if it has none, on which layers are timed; None to go by parameters alone.
-    Collective."""
+    """Returns this rank's first micro-batch, empty if it has none, to time layers with. Collective. None: go by the
+    number of parameters instead."""
     kept: Sequence[int] = ()
-    """How many layers each stage had in an earlier attempt; empty if there was none at this plan."""
+    """Stage sizes of an earlier attempt; empty if there was none with this plan."""
     record: Callable[[Sequence[int], Sequence[float]], object] | None = None
-    """Called with how many layers each stage has, and the seconds of each layer, if there was a choice."""
+    """Called with the stage sizes and each layer's seconds if layers were timed."""
 
 
 BY_PARAMETERS = StageChoice()
 
 
 def agreed_times(one_pass: Callable[[], Sequence[float] | None], group: Group) -> list[float]:
-    """Seconds of each layer, the same on all ranks: of each rank's passes the fastest, and of these the mean.
+    """Seconds per layer, the same on all ranks: the minimum over each rank's passes, averaged over ranks.
 
-    Collective over the group: all ranks make equally many passes, in which some may meet.
+    Collective over the group: all ranks make the same number of passes, which may themselves be collective.
 
     Args:
-        one_pass: times the layers once; None of a rank that has no samples, or cannot time them.
+        one_pass: times each layer once; returns None on a rank that has no samples or cannot time layers.
         group: all ranks.
 
     Returns:
-        Nothing if no rank could time them.
+        Seconds of each layer; empty if no rank could time them.
     """
     fastest: dict[int, list[float]] = {}
     spent = 0.0
@@ -131,7 +132,7 @@ def agreed_times(one_pass: Callable[[], Sequence[float] | None], group: Group) -
         if not known:
             return []
         spent += max(map(sum, known.values()))
-        if number > 0:  # the first pass makes ready
+        if number > 0:  # the first pass is a warm-up
             for rank, seconds in known.items():
                 fastest[rank] = list(map(min, seconds, fastest.get(rank, seconds)))
         if number >= LEAST_PASSES and spent > BUDGET_S:

@@ -1,7 +1,7 @@
-"""Which rows of which parameters each rank updates. Pure index arithmetic over the flat gradient buffer.
+"""Assigns rows of parameters to the ranks that update them: pure index arithmetic over the flat gradient buffer.
 
-Every rank gets one range of the buffer. Ranges end between rows of a tensor (its first axis), as pieces of checkpoints
-do, or between tensors where an optimizer needs them whole.
+Each rank gets one contiguous range of the buffer. Ranges end between rows of a tensor (its first axis), as checkpoint
+shards do, or between tensors if an optimizer needs them whole.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hpctrain.reduce.layout import Layout
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter, as far as it is partitioned."""
+    """Size of a parameter that is to be sharded."""
 
     rows: int
-    """Rows between which it may be cut; 1: it has one owner."""
+    """Number of rows it can be split into; 1 if it must have one owner."""
     num_bytes: int
-    """What it counts; 0 for one that no optimizer updates."""
+    """Its weight in the division; 0 if no optimizer updates it."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class RowRange:
     parameter: int
     """Index of the parameter."""
     owner: int
-    """Rank."""
+    """Rank that updates these rows."""
     begin: int
     """First row."""
     end: int
     """One past the last row."""
     rows: int
-    """Of the parameter; 1 if this is all of it."""
+    """Total rows of the parameter; 1 if this is all of it."""
 
     def of(self, whole: Any) -> Any:
-        """These rows of a tensor or an array."""
+        """Selects these rows of a tensor or an array."""
         return whole if self.rows == 1 else whole[self.begin : self.end]
 
 
@@ -51,28 +51,28 @@ class Shares:
     """What each rank updates."""
 
     ranges: tuple[slice, ...]
-    """Of the flat buffer, by rank: neighbours, which cover all gradients with their padding."""
+    """Adjacent ranges of the flat buffer, by rank, which cover all gradients and their padding."""
     pieces: tuple[RowRange, ...]
-    """In the order of the buffer; together they are all rows of all parameters."""
+    """In buffer order; together they cover all rows of all parameters."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a window of the flat buffer has of a parameter."""
+    """The part of a parameter that lies in a window of the flat buffer."""
 
     index: int
-    """Of the parameter."""
+    """Index of the parameter."""
     part: slice
-    """Of its elements, in the order of their memory."""
+    """Range of the parameter's elements, in memory order."""
     place: slice
-    """In the window."""
+    """Range in the window."""
     is_end: bool
-    """Whether later windows have nothing of it."""
+    """Whether the parameter ends in this window."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Neighbouring elements of the flat buffer."""
+    """A contiguous part of the flat buffer."""
 
     begin: int
     end: int
@@ -80,22 +80,22 @@ class Window:
 
     @cached_property
     def indices(self) -> frozenset[int]:
-        """Of the parameters that have a part in it."""
+        """Indices of the parameters that have a part in it."""
         return frozenset(one.index for one in self.spans)
 
     def parts(self, ranges: Sequence[slice]) -> list[slice]:
-        """What of it lies in each range of the buffer, from its own first element on."""
+        """The part of the window in each range of the buffer, relative to the window's start."""
         ends = ((min(max(end, self.begin), self.end) - self.begin for end in (one.start, one.stop)) for one in ranges)
         return [slice(*each) for each in ends]
 
 
 def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int) -> Shares:
-    """Shares of nearly equal bytes: each cut is at the row, or the tensor, that is nearest to the ideal place.
+    """Divides the update into nearly equal numbers of bytes, cutting at the row or tensor nearest to the ideal place.
 
     Args:
-        layout: of the flat buffer.
+        layout: layout of the flat buffer.
         parameters: in the order of the layout's offsets.
-        ranks: that the update is shared among.
+        ranks: number of ranks that split the update.
     """
     order = sorted(range(len(parameters)), key=lambda index: layout.offsets[index])
     ends = list(itertools.accumulate(parameters[index].num_bytes for index in order))
@@ -117,7 +117,7 @@ def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int
 
 
 def windows_of(layout: Layout, begin: int, end: int, size: int) -> list[Window]:
-    """A range of the flat buffer in windows of this size, the last of them shorter."""
+    """Divides a range of the flat buffer into windows of this size; the last may be smaller."""
     found = []
     order = sorted(range(len(layout.offsets)), key=lambda index: layout.offsets[index])
     for low in range(begin, end, size):
@@ -133,7 +133,7 @@ def windows_of(layout: Layout, begin: int, end: int, size: int) -> list[Window]:
 
 
 def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First row of a rank, and one past its last, of equal shares, rounded up, as long as there are some."""
+    """First row of a rank and one past its last; equal shares, rounded up, so the last ranks may get fewer or none."""
     share = -(-rows // size)
     return min(rank * share, rows), min((rank + 1) * share, rows)
 
@@ -141,9 +141,9 @@ def part_of_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
 def _nearest(
     order: Sequence[int], parameters: Sequence[ShardedParameter], ends: Sequence[int], number: int, ranks: int
 ) -> tuple[int, int]:
-    """The (place, row) before which the bytes are nearest to number/ranks of all; whole numbers, so that ranks agree.
+    """The (place, row) before which the bytes are nearest to number/ranks of the total; integers, so that ranks agree.
 
-    ``ends`` are the bytes up to the end of each place: looked for by halves, since there may be very many ranks.
+    ``ends`` are cumulative bytes by place, searched by bisection, since there may be very many ranks.
     """
     target = ends[-1] * number if ends else 0
     place = bisect_right(ends, target // ranks)
@@ -158,7 +158,7 @@ def _nearest(
 def _position(
     layout: Layout, order: Sequence[int], parameters: Sequence[ShardedParameter], cut: tuple[int, int]
 ) -> int:
-    """Of a cut, in the flat buffer."""
+    """Position of a cut in the flat buffer."""
     place, row = cut
     if place == len(order):
         return layout.gradients
@@ -168,15 +168,15 @@ def _position(
 
 STEPS = 3
 LARGEST_SIZE = 160
-"""Of an axis that is tried: beyond 128, where some optimizers begin to treat tensors in another way."""
+"""Longest axis of test tensors: above 128, where some optimizers start to treat tensors differently."""
 LARGEST_TENSOR = 3 << 13
-"""Elements of a tensor that is tried, and so milliseconds."""
+"""Most elements of a test tensor, so that a test takes milliseconds."""
 LEAST_RATE = 1e-3
-"""In place of a learning rate of 0, with which nothing would happen."""
+"""Replaces a learning rate of 0, with which nothing would change."""
 
 
 def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape like it, of no more than some thousand elements."""
+    """A similar shape with at most about ``LARGEST_TENSOR`` elements."""
     inner, elements = [], 1
     for size in shape[1:]:
         inner.append(max(1, min(size, LARGEST_SIZE, LARGEST_TENSOR // elements // 2)))
@@ -185,7 +185,7 @@ def small(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def uneven_rows(shape: tuple[int, ...]) -> list[slice]:
-    """Uneven parts of the first axis, the first of them one row; one part of what has no two rows."""
+    """Splits the first axis unevenly, beginning with a single row; one part if there are fewer than two rows."""
     rows = shape[0] if shape else 1
     ends = sorted({0, min(1, rows), rows // 2, rows})
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)] if rows > 1 else [slice(None)]

@@ -1,5 +1,5 @@
-"""Gradients to the rank that updates, parameters back to all: reduce-scatter and allgather of a flat host buffer, as a
-whole (``ShmSharded``, ``MpiSharded``) or through small windows (``ShmWindows``, ``MpiWindows``)."""
+"""Sends gradients to the rank that updates, and parameters back to all: reduce-scatter and allgather of a flat host
+buffer, either whole (``ShmSharded``, ``MpiSharded``) or through small windows (``ShmWindows``, ``MpiWindows``)."""
 
 from __future__ import annotations
 
@@ -17,55 +17,54 @@ from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwis
 from hpctrain.train.clock import Waiting
 
 SLICES, UPDATE = "add up slices of gradients", "update their parameters"
-"""What a rank waits for."""
+"""Each completes "waited for the other ranks to ..." in errors."""
 
 
 class ShmSharded:
-    """Ranks of one node, through memory that they share. Every rank makes the same calls in the same order.
+    """Exchange between the ranks of one node through shared memory. Every rank makes the same calls in the same order.
 
-    A rank reads and writes its own range in the buffers of all ranks: first their gradients, then what it has made of
-    the parameters. No rank waits for the end of a sum, or for others to have read: what is written next is not read
-    before all ranks have met once more.
+    A rank reads and writes its own range in the buffers of all ranks: first their gradients, then its updated
+    parameters. No barrier follows a sum or a read: what is written next is not read before the next barrier.
     """
 
     def __init__(self, shared: SharedArrays, length: int, gradients: int, ranges: Sequence[slice]) -> None:
         """
         Args:
-            shared: an array for each rank, longer by one than the buffer.
+            shared: an array per rank, one element longer than the buffer.
             length: elements of the buffer.
             gradients: elements before the slots.
-            ranges: of the gradients, by rank.
+            ranges: range of the gradients for each rank.
         """
         self.shared, self.node = shared, shared.node
         self.buffers = [array[:length] for array in shared.arrays]
         self.squares = [array[length:] for array in shared.arrays]
-        """Of each rank's range. No slots: those are overwritten while others may still read these."""
+        """Squared norm of each rank's range. Not in the slots, which change while others may still read this."""
         self.buffer = self.buffers[self.node.rank]
         """This rank's gradients, slots at the end; after ``scatter`` its range holds sums."""
         self.leaving = [buffer for rank, buffer in enumerate(self.buffers) if rank != self.node.rank]
-        """Laid out as the gradients: this rank writes its range of the parameters to each of them before ``gather``,
-        which leaves those of other ranks in ``buffer``."""
+        """Laid out as the gradients. This rank writes its range of the parameters to each of them before ``gather``,
+        after which ``buffer`` has those of the other ranks."""
         self.mine = ranges[self.node.rank]
         self.gradients = gradients
         self.slots = self.buffer[gradients:].copy()
         """The sums of the slots, after ``scatter``."""
 
     def scatter(self, needs_norm: bool) -> None:
-        """Sums all ranks' gradients, each rank its own range, and the slots.
+        """Sums gradients over all ranks, each rank its own range, and the slots.
 
-        If the norm is needed, SQUARE is the square of that of the whole sum. If it is not, ``gather`` comes before this
-        rank's gradients are written again: until then others may read them.
+        If the norm is needed, SQUARE is set to the squared norm of the whole sum. If it is not, call ``gather`` before
+        writing this rank's gradients again: until then, other ranks may read them.
         """
         self.node.meet(ARRIVE)
         own = self.buffer
-        total = own if self.node.rank < 2 else self.buffers[0]  # the first two terms are read before it is written
+        total = own if self.node.rank < 2 else self.buffers[0]  # the first two terms are read before the sum is written
         squared = 0.0
         for begin, end in chunks(self.mine.start, self.mine.stop):
             add_pairwise([buffer[begin:end] for buffer in self.buffers], total[begin:end])
             if total is not own:
                 own[begin:end] = total[begin:end]
             if needs_norm:
-                squared += float(np.dot(own[begin:end], own[begin:end]))  # while they are in the core's cache
+                squared += float(np.dot(own[begin:end], own[begin:end]))  # while it is in the core's cache
         slots = [buffer[self.gradients :].copy() for buffer in self.buffers]
         add_pairwise(slots, slots[0])
         self.squares[self.node.rank][0] = squared
@@ -75,7 +74,7 @@ class ShmSharded:
         self.slots = slots[0]
 
     def gather(self) -> None:
-        """Returns when ``buffer`` has the parameters of all other ranks, in their ranges."""
+        """Returns when ``buffer`` holds the parameters of all other ranks, in their ranges."""
         self.node.meet(UPDATE)
 
     def close(self) -> None:
@@ -84,7 +83,7 @@ class ShmSharded:
 
 
 class MpiSharded:
-    """The same of any ranks, by messages of MPI."""
+    """The same exchange between any ranks, by MPI messages."""
 
     def __init__(self, group: Group, length: int, gradients: int, dtype: DTypeLike, ranges: Sequence[slice]) -> None:
         self.comm = duplicate(group)
@@ -123,7 +122,7 @@ class MpiSharded:
         self.comm.Free()
 
     def _messages(self) -> list[tuple[int, int, int]]:
-        """(owner, begin, end) of parts that MPI can count."""
+        """Splits ranges into (owner, begin, end) of messages that MPI can count."""
         return [
             (owner, begin, min(begin + LARGEST_MESSAGE, part.stop))
             for owner, part in enumerate(self.ranges)
@@ -137,14 +136,14 @@ ShardedExchange: TypeAlias = ShmSharded | MpiSharded
 def open_sharded_exchange(
     group: Group, length: int, gradients: int, dtype: DTypeLike, ranges: Sequence[slice]
 ) -> ShardedExchange:
-    """Through shared memory if the ranks are those of one node, else by MPI. Collective.
+    """Opens an exchange: through shared memory if all ranks are on one node, else by MPI. Collective.
 
     Args:
         group: the ranks.
-        length: elements of the buffer, the extra slots of layout.py at its end.
+        length: elements of the buffer, including the extra slots of layout.py at its end.
         gradients: elements before the slots.
-        dtype: of the buffer.
-        ranges: of the gradients, by rank.
+        dtype: dtype of the buffer.
+        ranges: range of the gradients for each rank.
     """
     shared = share_on_node(group, length + 1, dtype)
     if shared:
@@ -153,9 +152,9 @@ def open_sharded_exchange(
 
 
 class ShmWindows:
-    """A buffer of each rank of one node, in memory that they share. Every rank makes the same calls in the same order.
+    """Windows of all ranks of one node, in shared memory. Every rank makes the same calls in the same order.
 
-    There are two for each rank, in turn: who fills one has met the others since they read it.
+    Each rank has two, used in turn: a rank that fills one has passed a barrier since the others read it.
     """
 
     def __init__(self, shared: SharedArrays, size: int, waiting: Waiting) -> None:
@@ -164,7 +163,7 @@ class ShmWindows:
 
     @property
     def own(self) -> NDArray[Any]:
-        """This rank's, to be filled before each call."""
+        """This rank's window, to be filled before each call."""
         return self.turns[0][self.node.rank]
 
     def _met(self, what: str) -> list[NDArray[Any]]:
@@ -177,9 +176,9 @@ class ShmWindows:
         """Sums the windows of all ranks, each rank its own part. Collective.
 
         Args:
-            parts: by rank, one behind the other from the window's first element on.
-            total: takes the sum of this rank's part.
-            adds: whether to add it to what is there.
+            parts: part of each rank, consecutive from the window's first element.
+            total: receives the sum of this rank's part.
+            adds: whether to add the sum to what is there.
         """
         windows, first = self._met(SLICES), parts[self.node.rank].start
         for begin, end in chunks(first, parts[self.node.rank].stop):
@@ -189,10 +188,10 @@ class ShmWindows:
                 np.add(out, terms[0], out=out)
 
     def others(self, lengths: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(rank, window) of all other ranks, each to be read before the next one is asked for. Collective.
+        """Yields (rank, window) of all other ranks; read each before asking for the next one. Collective.
 
         Args:
-            lengths: elements that each rank has filled.
+            lengths: number of elements that each rank has filled.
         """
         windows = self._met(UPDATE)
         yield from ((rank, window) for rank, window in enumerate(windows) if rank != self.node.rank)
@@ -203,7 +202,7 @@ class ShmWindows:
 
 
 class MpiWindows:
-    """The same of any ranks, sent by MPI."""
+    """The same exchange between any ranks, by MPI."""
 
     def __init__(self, group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> None:
         self.comm, self.waiting = duplicate(group), waiting
@@ -233,12 +232,12 @@ Windows: TypeAlias = ShmWindows | MpiWindows
 
 
 def open_windows(group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> Windows:
-    """Through shared memory if the ranks are those of one node, else by MPI. Collective.
+    """Opens windows: in shared memory if all ranks are on one node, else sent by MPI. Collective.
 
     Args:
         group: the ranks.
         size: elements of a window.
-        dtype: of them.
+        dtype: dtype of the elements.
         waiting: records waits for other ranks.
     """
     shared = share_on_node(group, 2 * size, dtype)

@@ -1,4 +1,4 @@
-"""The words by which a task says how its layers are cut over the ranks of a tensor group."""
+"""The words with which a task says how its layers are split over a tensor group."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from hpctrain.errors import UserError
 
 @dataclass(frozen=True)
 class LayerCut:
-    """How a layer is cut: ``columns``, ``rows`` or ``vocabulary``."""
+    """How a layer is split: by ``columns``, ``rows`` or ``vocabulary``."""
 
     kind: Literal["columns", "rows", "vocabulary"]
     parts: int = 1
-    """Equal parts of the outputs, each of which is cut by itself: 3 for queries, keys and values in one layer."""
+    """Number of equal parts of the outputs, each split separately: 3 for queries, keys and values in one layer."""
     heads: int | None = None
-    """What must stay whole: that number of heads makes up a part of the outputs. None if any cut will do."""
+    """Number of heads per part of the outputs, none of which is split; None if any split will do."""
     gathers: bool = False
-    """Whether each rank gets the outputs of all."""
+    """Whether each rank gets the outputs of all ranks."""
     classes: bool = False
     """Whether outputs are logits for ``hpctrain.cross_entropy``."""
 
 
 @dataclass(frozen=True)
 class Columns(LayerCut):
-    """``columns``, by itself or called with options."""
+    """The type of ``columns``, which can be used as it is or called with options."""
 
     kind: Literal["columns", "rows", "vocabulary"] = "columns"
 
     def __call__(
         self, parts: int = 1, heads: int | None = None, gathers: bool = False, classes: bool = False
     ) -> Columns:
-        """A cut by outputs.
+        """Splits a layer by outputs.
 
         Args:
-            parts: equal parts of the outputs, each of which is cut by itself: 3 for queries, keys and values together.
-            heads: this number of heads makes up a part, and none is cut.
-            gathers: each rank gets the outputs of all, as most losses need those of the last layer.
-            classes: the outputs are logits, each rank keeps those of its classes, and the loss is made by
+            parts: equal parts of the outputs, each split separately: 3 for queries, keys and values in one layer.
+            heads: number of heads per part, none of which is split.
+            gathers: each rank gets the outputs of all ranks, as most losses need for the last layer.
+            classes: the outputs are logits, each rank keeps those of its classes, and the loss is computed by
                 ``hpctrain.cross_entropy``. In evaluations and predictions they are gathered.
 
         Raises:
@@ -57,24 +57,24 @@ class Columns(LayerCut):
 
 @dataclass(frozen=True)
 class Rows(LayerCut):
-    """``rows``, by itself or called."""
+    """The type of ``rows``, which can be used as it is or called."""
 
     kind: Literal["columns", "rows", "vocabulary"] = "rows"
 
     def __call__(self) -> Rows:
-        """The same."""
+        """Returns itself."""
         return self
 
 
 columns = Columns()
-"""Of a ``torch.nn.Linear``: each rank computes some of the outputs, of whole inputs."""
+"""For ``torch.nn.Linear``: each rank computes some of the outputs from the whole input."""
 rows = Rows()
-"""Of a ``torch.nn.Linear``: each rank has some of the inputs, which a layer with ``columns`` left it; the sum over the
-ranks is the output, on all of them."""
+"""For ``torch.nn.Linear``: each rank has some of the inputs, left to it by a layer with ``columns``; the outputs are
+summed over the ranks, and all ranks get them."""
 vocabulary = LayerCut("vocabulary")
-"""Of a ``torch.nn.Embedding``: each rank has some of the rows of the table, and all get the vectors of all. With
-``parallel.shard: tables``, also of a ``torch.nn.EmbeddingBag``: ranks see different samples, and get theirs."""
+"""For ``torch.nn.Embedding``: each rank has some of the table's rows, and all ranks get all vectors. With
+``parallel.shard: tables``, also for ``torch.nn.EmbeddingBag``: ranks see different samples, and get their vectors."""
 ColwiseParallel = columns
-"""``columns`` under the name that DTensor has for it; ``ColwiseParallel()`` is the same."""
+"""``columns`` under DTensor's name; ``ColwiseParallel()`` is the same."""
 RowwiseParallel = rows
-"""``rows`` under the name that DTensor has for it; ``RowwiseParallel()`` is the same."""
+"""``rows`` under DTensor's name; ``RowwiseParallel()`` is the same."""

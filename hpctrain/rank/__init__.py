@@ -1,8 +1,8 @@
-"""Inside one rank: it joins the others, builds its objects from the run file, trains, and leaves its last word.
+"""Code that runs inside a rank: joins the other ranks, builds objects from the run file, trains, says how it ended.
 
-``session`` is a rank from start to end, ``problem`` the user's task and data, ``batches`` this rank's part of the data.
-``wiring`` is the one place that knows which class implements what, and ``fit`` the training itself. ``trial`` opens a
-task without a run: for the doctor, with the weights of a file, or to measure a model's memory. ``predictions`` joins
-the ranks' outputs. ``plain_command`` is a rank of another program, ``convention`` the variables that it gets,
-``heartbeat`` what it may call.
+``session`` handles a rank from start to end; ``problem`` loads the user's task and data; ``batches`` makes this rank's
+part of the data. ``wiring`` is the one place that knows which class implements what; ``fit`` trains. ``stop_requests``
+lets ranks agree to stop. ``trial`` opens a task outside a run: for the doctor, with weights from a file, or to estimate
+memory. ``predictions`` writes all ranks' outputs to one file. ``plain_command`` runs a third-party program as a rank;
+``convention`` sets its environment variables, and ``heartbeat`` is a function that it may call.
 """

@@ -1,4 +1,4 @@
-"""This rank's batches: of training data, of validation data, and the first ones, on which a task is tried."""
+"""Makes this rank's batches of training and validation data, and the first batches, on which a task is tried."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hpctrain.rank.problem import Problem, examples_of
 from hpctrain.train.hooks import BaseHook
 
 TRIED_SAMPLES = 32
-"""Of a set of validation data, at most."""
+"""Maximum number of samples taken from each validation set for the trial."""
 
 
 def first_batch(problem: Problem, world: World, most: int | None = None) -> Samples:
-    """This rank's first micro-batch, at most ``most`` samples of it; empty if it takes no part in the first batch."""
+    """Returns this rank's first micro-batch, at most ``most`` samples; empty if the first batch has none for it."""
     recipe = problem.loading.recipe
     if not isinstance(problem.order, Order):
         return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
@@ -32,7 +32,7 @@ def first_batch(problem: Problem, world: World, most: int | None = None) -> Samp
 
 
 def first_validation(problem: Problem) -> list[Samples]:
-    """The first samples of each set of validation data, the same on all ranks: one batch, TRIED_SAMPLES at most."""
+    """Returns one batch from each validation set: its first samples, at most TRIED_SAMPLES, the same on all ranks."""
     recipe, found = Recipe(collate=problem.task.collate), []
     for dataset in problem.validation.values():
         count = min(problem.loading.validation_batch, len(dataset), TRIED_SAMPLES)
@@ -41,7 +41,7 @@ def first_validation(problem: Problem) -> list[Samples]:
 
 
 def make_validation(problem: Problem, world: World, dataset: Dataset) -> ValidationData:
-    """This rank's part of a dataset."""
+    """Returns this rank's part of a validation set."""
     loading, group = problem.loading, world.data
     return ValidationData(
         dataset, loading.validation_batch, group.rank, group.size, loading.prefetch_batches, problem.task.collate
@@ -49,12 +49,15 @@ def make_validation(problem: Problem, world: World, dataset: Dataset) -> Validat
 
 
 def make_validation_sets(problem: Problem, world: World) -> dict[str, ValidationData]:
-    """This rank's part of each set of validation data."""
+    """Returns this rank's part of each validation set, by name."""
     return {name: make_validation(problem, world, dataset) for name, dataset in problem.validation.items()}
 
 
 def make_data(problem: Problem, world: World, place: Callable[[Samples], Samples]) -> BatchSource:
-    """This rank's part of each global batch; ``place`` puts a batch where it reaches the device fastest."""
+    """Returns the source of this rank's part of each global batch.
+
+    ``place`` puts a batch into memory from which it reaches the device fastest.
+    """
     loading, rank, size = problem.loading, world.data.rank, world.data.size
     common: dict[str, Any] = {"accumulate": loading.micro_batches, "prefetch": loading.prefetch_batches}
     common |= {"recipe": loading.recipe, "place": place}
@@ -66,7 +69,7 @@ def make_data(problem: Problem, world: World, place: Callable[[Samples], Samples
 
 
 class DataPosition(BaseHook):
-    """Saves and restores the data's position; no state if (epoch, batch) is enough."""
+    """Saves and restores the position in the data; has no state if (epoch, batch) is enough."""
 
     name = "data"
 

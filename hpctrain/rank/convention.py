@@ -1,4 +1,4 @@
-"""The rank's variables for third-party programs, as their own launchers would set them. Pure, except for the port."""
+"""Environment variables for third-party programs, as their own launchers would set them. Pure, except for the port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a rank."""
+    """Where a rank is among all ranks and nodes."""
 
     rank: int
     size: int
@@ -24,11 +24,11 @@ class Place:
 
 
 def place_of(rank: int, hosts: Sequence[str]) -> Place:
-    """The place of a rank.
+    """Returns the place of a rank.
 
     Args:
-        rank: which.
-        hosts: of all ranks, in their order.
+        rank: the rank.
+        hosts: host of each rank, by rank.
     """
     mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     nodes = list(dict.fromkeys(hosts))
@@ -36,13 +36,13 @@ def place_of(rank: int, hosts: Sequence[str]) -> Place:
 
 
 def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
-    """Environment variables of a rank.
+    """Returns the environment variables of a rank.
 
     Args:
         convention: ``torch`` (as torchrun sets them), ``tensorflow`` (TF_CONFIG, all ranks are workers), ``auto``
             (both), or ``mpi`` (none: the launcher's own suffice).
-        place: of the rank.
-        addresses: host and free port of each rank. Ranks of one host meet at 127.0.0.1.
+        place: place of the rank.
+        addresses: host and free port of each rank, by rank. If there is only one node, 127.0.0.1 replaces the host.
     """
     reached = [("127.0.0.1" if place.nodes == 1 else host, port) for host, port in addresses]
     found: dict[str, str] = {}
@@ -64,10 +64,10 @@ def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]
 
 
 def reserve_port() -> socket.socket:
-    """A free port of this host, kept as long as the socket is open.
+    """Reserves a free port of this host for as long as the returned socket is open.
 
-    The socket does not listen and sets SO_REUSEADDR, as servers do, so the program can listen there at any time and no
-    other process gets the port until then.
+    The socket does not listen and sets SO_REUSEADDR, as servers do. So the program can listen on the port at any time,
+    and the kernel gives it to no other process until then.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

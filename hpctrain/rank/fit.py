@@ -1,4 +1,4 @@
-"""Training on one rank: what ``hpctrain train`` does, as a function."""
+"""Training on one rank: ``hpctrain train`` as a function."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def fit(
 ) -> RunSummary:
     """Trains as ``hpctrain train`` does, with run folder, checkpoints, resume, monitor, stop requests and last words.
 
-    This process is one rank: run the program by itself, or under mpirun or srun, where every rank makes this call. Call
-    it from the main thread. While it trains, Ctrl-C, SIGTERM and the like save a checkpoint and end the run. On several
-    ranks standard error, and standard output but rank 0's, go to the ranks' logs; where they went before is restored
-    when training has ended well.
+    This process is one rank. Run the program by itself, or under mpirun or srun with this call on every rank. Call it
+    from the main thread. During training, signals such as Ctrl-C and SIGTERM save a checkpoint and end the run. With
+    several ranks, standard error and the standard output of all ranks but 0 go to the ranks' logs; the streams are
+    restored once training has ended without an error.
 
     Args:
-        config: a run; see ``load_config``. Its task is imported from the module or file that it names.
+        config: the run's configuration; see ``load_config``. The task is imported from the module or file it names.
         hooks: attached to the loop after hpctrain's own; see ``Hook``. Their state is part of checkpoints.
         sinks: receive the run's events; only rank 0's are used.
         fresh: put existing checkpoints aside and start from the beginning.
-        verbose: leave all output where it is, and show the libraries' messages.
+        verbose: do not redirect output, and show the libraries' messages.
 
     Returns:
         How the attempt ended, and the last validation metrics. After a stop request (``StopReason.REQUESTED``) the same
         call resumes from the checkpoint that was saved.
 
     Raises:
-        HpctrainError: what ended the run, the same on all ranks: ``UserError`` for something to correct first,
-            ``NoRequeue`` if another attempt is pointless, ``RunFailed`` otherwise. Errors of the task's own code
+        HpctrainError: the error that ended the run, the same on all ranks: ``UserError`` if something must be corrected
+            first, ``NoRequeue`` if another attempt is pointless, ``RunFailed`` otherwise. Errors of the task's own code
             pass through on the rank where they arise.
     """
     summaries: list[RunSummary] = []
@@ -74,7 +74,7 @@ def fit(
 def train(
     session: Session, config: Config, hooks: Sequence[Hook] = (), sinks: Sequence[Sink] = (), fresh: bool = False
 ) -> tuple[RunSummary, RankResult]:
-    """Trains, from the configuration to the end of the loop. Collective."""
+    """Builds everything from the configuration and trains to the end of the loop. Collective."""
     beginning = Beginning(RunDir.of(config.name, config.run_dir), config.parallel, partial(dump, config))
     run_dir = session.join_run(beginning)
     session.arrange(config.parallel.tensor, config.parallel.pipeline)

@@ -1,4 +1,4 @@
-"""Exchanges small values between ranks through the run folder, for programs that may not use MPI."""
+"""Exchanges small values between ranks through files in the run folder, for programs that must not use MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.run.last_words import pieces
 from hpctrain.system import files, safe_read
 
 LONGEST_PAUSE_S = 0.5
-"""Seconds between polls: the folder may be on a shared file system."""
+"""Longest pause between polls in seconds; long, as the folder may be on a shared file system."""
 
 
 class MeetingStopped(HpctrainError):
@@ -26,18 +26,18 @@ class MeetingStopped(HpctrainError):
 
 
 class FolderGroup(Group):
-    """Ranks that exchange values as files, by ``allgather``, ``broadcast`` and ``barrier``; each takes milliseconds.
+    """A group whose ``allgather``, ``broadcast`` and ``barrier`` exchange JSON files; each call takes milliseconds.
 
-    Rank 0 reads the ranks' values and writes them to one file, which the others read. The files are stored with the
-    last words and removed with them when the attempt is over.
+    Rank 0 reads the values of all ranks and writes them to one file, which the others read. The files are stored next
+    to the last words and removed with them when the attempt is over.
 
     Args:
-        name: of the group; different from those of other groups of the attempt.
+        name: name of the group, unique within the attempt.
         run_dir: the run folder.
         attempt: number of the attempt.
-        rank: of this process in the group.
-        size: number of ranks of the group.
-        interrupted: asked while it waits.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
+        interrupted: called while waiting; if it returns true, the wait raises MeetingStopped.
     """
 
     def __init__(
@@ -85,7 +85,12 @@ class FolderGroup(Group):
         files.write_atomically(self._path(who), content, self.root, mode=0o600)  # the monitor's token is among them
 
     def _take(self, missing: set[str], what: str, end: float) -> dict[str, Any]:
-        """All ranks' values, once they are complete."""
+        """Waits for the values of these writers and returns them by writer.
+
+        Raises:
+            MeetingStopped: ``interrupted`` returned true.
+            RunFailed: they did not arrive by ``end``.
+        """
         found: dict[str, Any] = {}
         pause_s = 0.01
         while True:
@@ -107,13 +112,13 @@ class FolderGroup(Group):
 
 
 def folder_world(name: str, run_dir: RunDir, attempt: int, place: Place) -> World:
-    """The World of ranks that meet in their run folder.
+    """Returns a World whose ranks communicate through their run folder.
 
     Args:
-        name: of the groups; different from those of other worlds of the attempt.
+        name: prefix of the groups' names, unique within the attempt.
         run_dir: the run folder.
         attempt: number of the attempt.
-        place: of this rank.
+        place: place of this rank.
     """
     everyone = FolderGroup(name, run_dir, attempt, place.rank, place.size)
     local = FolderGroup(f"{name}-node{place.node}", run_dir, attempt, place.local_rank, place.local_size)

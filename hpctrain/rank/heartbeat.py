@@ -22,14 +22,14 @@ POLL_STEPS = 32
 
 
 def heartbeat(samples: float = 1.0) -> None:
-    """Reports that this rank has ended a step, so that the monitor detects hangs and keeps the stacks of hanging ranks.
+    """Reports that this rank has finished a step, so that the monitor can detect hangs and record stack traces.
 
-    Call it on every rank, once per step, after the exchange. The first call starts the monitor: it synchronizes the
-    ranks and takes about a second; later calls take a microsecond. Without a supervisor
-    (``hpctrain run``, a Slurm job of ``hpctrain submit``) it does nothing. It needs no MPI.
+    Call it on every rank, once per step, after the gradient exchange. The first call starts the monitor: it
+    synchronizes the ranks and takes about a second. Later calls take a microsecond. Without a supervisor
+    (``hpctrain run``, or a Slurm job of ``hpctrain submit``) it does nothing. It needs no MPI.
 
     Args:
-        samples: samples of this rank in the step.
+        samples: number of samples that this rank processed in the step.
 
     Raises:
         RunFailed: the other ranks did not make their first call within 15 minutes.
@@ -39,27 +39,27 @@ def heartbeat(samples: float = 1.0) -> None:
 
 @functools.cache
 def beat() -> Callable[[float], None]:
-    """The function behind ``heartbeat``, made at the first call."""
+    """Returns the function behind ``heartbeat``; the first call makes it and starts the monitor."""
     folder, place = os.environ.get(WATCHED_DIR), os.environ.get(PLACE)
     if not folder or not place:
         return lambda samples: None
     run_dir = RunDir(Path(folder))
     world = folder_world("heartbeat", run_dir, current_attempt(), Place(**json.loads(place)))
     session = start(world, run_dir.path, load(run_dir.run_yaml).monitor)
-    # What ends with an error does not wait for anybody.
+    # A program that ends with an error must not wait for the other ranks.
     atexit.register(lambda: session.close(orderly=not hasattr(sys, "last_type")))
     return Heart(session).beat
 
 
 class Heart:
-    """Records the ends of steps on a monitor session's clock."""
+    """Records finished steps on the clock of a monitor session."""
 
     def __init__(self, session: MonitorSession) -> None:
         self.session = session
         self.steps = 0
 
     def beat(self, samples: float) -> None:
-        """Records the end of a step."""
+        """Records a finished step; every POLL_STEPS steps, reads the monitor's messages."""
         self.session.clock.end_step(samples)
         self.steps += 1
         if self.steps % POLL_STEPS == 0:

@@ -1,4 +1,4 @@
-"""What run.json keeps of a run: what it measures once, its reducer and the layers of its stages, and its data."""
+"""Choices that run.json keeps so that a resumed run does not measure them again, and a description of the data."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from hpctrain.run.folder import RunDir
 
 @dataclass(frozen=True)
 class KeptReducer:
-    """The reducer that a run has chosen by measuring."""
+    """The reducer that an earlier attempt chose by measuring, and how to record this attempt's choice."""
 
     name: str | None = None
-    """Of an earlier attempt's choice for the same grid of ranks; None if there was none."""
+    """Name of the reducer chosen for the same grid of ranks; None if there is none."""
     record: Callable[[Choice], object] | None = None
-    """Keeps a choice that this attempt makes."""
+    """Records the choice that this attempt makes."""
 
 
 def kept_reducer(world: World, run_dir: RunDir, warn: Callable[[str], object]) -> KeptReducer:
-    """What run.json says. Collective."""
+    """Returns the reducer that run.json records. Collective."""
     remembered = Remembered("reducer", "measures its reducers", world, run_dir, warn)
     return KeptReducer(remembered.choice().get("reducer"), lambda choice: remembered.note(choice.to_event()))
 
 
 def stage_choice(problem: Problem, session: Session, run_dir: RunDir) -> StageChoice:
-    """How layers are assigned to stages: timed once in a run, for the same grid of ranks, and kept. Collective."""
+    """Returns how to assign layers to stages; their times are measured once per grid of ranks and kept. Collective."""
     remembered = Remembered("stages", "times its layers", session.world, run_dir, session.warn)
 
     def batch() -> Samples:
@@ -50,7 +50,7 @@ def stage_choice(problem: Problem, session: Session, run_dir: RunDir) -> StageCh
 
 
 def note_data(problem: Problem, session: Session, run_dir: RunDir) -> None:
-    """Says what is trained on."""
+    """Records in run.json, on rank 0, which data the run trains on."""
     if session.world.rank == 0:
         samples = None if isinstance(problem.train, Stream) else len(problem.train)
         data = {"fingerprint": problem.fingerprint(), "samples": samples, "sources": problem.sources()}
@@ -58,7 +58,7 @@ def note_data(problem: Problem, session: Session, run_dir: RunDir) -> None:
 
 
 def keep(run_dir: RunDir, warn: Callable[[str], object], otherwise: str, **fields: Any) -> None:
-    """Enters fields into run.json; what if that fails is said, and training continues."""
+    """Sets fields of run.json. If that fails, warns what follows (``otherwise``) and lets training continue."""
     try:
         Attempts(run_dir).update(**fields)
     except RunFailed as error:
@@ -70,26 +70,26 @@ class Remembered:
     """A choice that run.json keeps for later attempts."""
 
     name: str
-    """Of its field there."""
+    """Name of the field in run.json."""
     does_again: str
-    """What a resumed run does if it is lost, for people."""
+    """What a resumed run does again if the choice was not stored, for the warning."""
     world: World
     run_dir: RunDir
     warn: Callable[[str], object]
 
     @property
     def grid(self) -> dict[str, int]:
-        """That it was made for."""
+        """Sizes of the rank grid, for which the choice holds."""
         return {"ranks": self.world.size, "tensor": self.world.tensor.size, "pipeline": self.world.pipeline.size}
 
     def choice(self) -> dict[str, Any]:
-        """Of an earlier attempt with the same grid; empty if there is none. Collective."""
+        """Returns the choice of an earlier attempt with the same grid; empty if there is none. Collective."""
         saved = (Attempts(self.run_dir).info().get(self.name) or {}) if self.world.rank == 0 else {}
         saved = self.world.everyone.broadcast(saved, f"learn the {self.name} of the earlier attempt")
         return saved if {"tensor": 1, "pipeline": 1, **saved}.items() >= self.grid.items() else {}
 
     def note(self, choice: Mapping[str, Any]) -> None:
-        """On rank 0."""
+        """Stores a choice, on rank 0."""
         if self.world.rank == 0:
             otherwise = f"a resumed run {self.does_again} again"
             keep(self.run_dir, self.warn, otherwise, **{self.name: {**self.grid, **choice}})

@@ -1,4 +1,4 @@
-"""A rank whose steps spend too much time on fresh memory keeps the memory that they free."""
+"""Makes malloc keep freed memory on a rank whose steps spend too much time on getting fresh pages from the kernel."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, Training
 
 FIRST_STEP = 2
-"""First steps are skipped: they allocate what stays, such as buffers and optimizer state."""
+"""First step that is checked: earlier ones allocate memory for good, such as buffers and optimizer state."""
 LOOK_S = 1.0
 """Minimum seconds between two checks."""
 LOOKS = 2
-"""Consecutive checks that must agree: reading a data set for the first time takes fresh memory, too."""
+"""Consecutive checks that must agree: reading a data set for the first time also takes fresh memory."""
 
 
 class KeptMemory(BaseHook):
-    """Makes malloc keep freed memory once providing fresh memory takes the kernel more than a small share of the steps,
-    if the node has as much memory left as its ranks have used at their peak.
+    """Makes malloc keep freed memory once the kernel spends too large a share of the step time on fresh pages.
 
-    Each rank decides for itself. Results do not change.
+    Does so only if the node's free memory would hold the peak use of all its ranks once more. Each rank decides for
+    itself. Results do not change.
 
     Args:
-        say: tells the user, on rank 0.
+        say: shows a message to the user; called on rank 0.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:

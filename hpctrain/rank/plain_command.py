@@ -1,6 +1,6 @@
-"""``python -m hpctrain.rank.plain_command program arguments``: one rank of a plain command.
+"""``python -m hpctrain.rank.plain_command PROGRAM ARGUMENTS``: runs any program as one rank of a run.
 
-The program gets what hpctrain's own ranks have: a log, a stop request as a signal, and a last word. It need not import
+The program gets a log, stop requests (as a signal) and a last word, as hpctrain's own ranks do. It need not import
 hpctrain.
 """
 
@@ -37,7 +37,7 @@ POLL_S = 2.0
 """Seconds between checks for the STOP file."""
 LOOKED_AT_BYTES = 4096
 TRACEBACK = re.compile(r"^(.*)Traceback \(most recent call last\):\n(?:\1[ \t].*\n)*\1(\S.*)", re.MULTILINE)
-"""Torch begins each line with the rank."""
+"""A traceback; each line may have the same prefix, since PyTorch prefixes lines with the rank."""
 LONGEST_LINE = 300
 """Characters of a program's last line that are quoted."""
 KILL_GRACE_S = 5.0
@@ -45,7 +45,10 @@ KILL_GRACE_S = 5.0
 
 
 def main() -> int:
-    """Runs the program to its end; 0 for good ends, so that launchers leave the other ranks alone."""
+    """Runs the program and returns the exit code.
+
+    Returns 0 for good endings, after a stop request too, so that the launcher does not end the other ranks.
+    """
     run_dir, attempt = RunDir(Path(os.environ[RUN_DIR])), current_attempt()
     processes.die_with_parent()
     word = first_word(rank(os.environ), cgroups.oom_kills())
@@ -79,11 +82,11 @@ def main() -> int:
 def start_program(
     words: Sequence[str], environment: Mapping[str, str], signals: StopSignals
 ) -> subprocess.Popen[bytes]:
-    """The program, which gets the signals that all processes of this rank get from now on.
+    """Starts the program. From now on it handles the signals that are sent to all processes of this rank.
 
     Raises:
-        MeetingStopped: one arrived before.
-        UserError: there is no such program.
+        MeetingStopped: a stop signal has arrived already.
+        UserError: the program cannot be run.
     """
 
     def become_program() -> None:
@@ -101,13 +104,15 @@ def start_program(
 def program_environment(
     run_dir: RunDir, attempt: int, word: LastWord, signals: StopSignals
 ) -> tuple[socket.socket, dict[str, str]]:
-    """A port reserved for the program, and its variables. Collective, if this rank knows its number.
+    """Reserves a port for the program and returns it with the program's environment.
+
+    Collective, unless this rank does not know its number.
 
     Raises:
         MeetingStopped: the run was asked to stop.
         RunFailed: the other ranks did not arrive.
     """
-    # The program may be hpctrain's own, with a separate run folder.
+    # The program may use hpctrain itself, with a separate run folder.
     environment = {name: value for name, value in os.environ.items() if name not in (RUN_DIR, CONVENTION)}
     convention, *given = os.environ.get(CONVENTION, "mpi").split()
     port, size = reserve_port(), int(os.environ.get(EXPECTED_RANKS) or 1)
@@ -122,13 +127,13 @@ def program_environment(
 
 
 def failed(word: LastWord, error: HpctrainError) -> LastWord:
-    """The last word of a rank that ends because of an error in hpctrain."""
+    """Returns the last word of a rank that ends with an error of hpctrain."""
     why = ErrorWord(error.what, error.fix, type(error).__name__, "", error.code)
     return dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=error.exit_code, error=why)
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the program, by force if it does not end by itself."""
+    """Terminates the program; kills it after KILL_GRACE_S."""
     child.terminate()
     try:
         child.wait(KILL_GRACE_S)
@@ -140,12 +145,13 @@ def end(child: subprocess.Popen[bytes]) -> None:
 def watch(
     child: subprocess.Popen[bytes], run_dir: RunDir, attempt: int, number: int | None, signals: StopSignals
 ) -> bool:
-    """Waits for the program's end and passes a stop request on, once; whether there was one.
+    """Waits for the program to end; returns whether the run was asked to stop.
 
-    A signal is not passed on: schedulers send it to all processes of a rank, and the program may need its time to end.
+    If a STOP file appears, sends the program the stop signal, once. A signal to this process is not forwarded:
+    schedulers send it to all processes of a rank, and the program may need time to end.
 
     Raises:
-        Replaced: rank 0 has found that a newer attempt has begun. The program still runs.
+        Replaced: this is rank 0, and a newer attempt has begun. The program is still running.
     """
     asked, next_look, next_look_at_fence = False, 0.0, 0.0
     while True:
@@ -154,20 +160,23 @@ def watch(
             return asked or bool(signals.received)
         except subprocess.TimeoutExpired:
             pass
-        if number == 0 and time.monotonic() >= next_look_at_fence:  # if it ends, the others are ended
+        if number == 0 and time.monotonic() >= next_look_at_fence:  # rank 0 suffices: its failure ends the others
             next_look_at_fence = time.monotonic() + BEAT_S
-            with contextlib.suppress(OSError):  # a file server that does not answer now
+            with contextlib.suppress(OSError):  # the file server does not answer at the moment
                 Attempts(run_dir).check_fence(attempt)
         if not asked and time.monotonic() >= next_look:
             next_look = time.monotonic() + POLL_S
             if asked := run_dir.stop_file.exists():
                 number_of_stop = signal.Signals[os.environ.get(STOP_SIGNAL, "SIGTERM")]
-                if number_of_stop not in signals.received:  # else the program has got it, too
+                if number_of_stop not in signals.received:  # if it is, the program has received it too
                     child.send_signal(number_of_stop)
 
 
 def said_last(log: Path) -> str:
-    """The error of the last traceback at the end of a log (libraries print more as they close), or its last line."""
+    """Returns the error line of the last traceback near the end of a log, or the log's last line.
+
+    A traceback comes first because libraries may print more as they shut down.
+    """
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOOKED_AT_BYTES))
         end = file.read().decode(errors="replace")
@@ -177,9 +186,9 @@ def said_last(log: Path) -> str:
 
 
 def ending(word: LastWord, program: str, code: int, asked: bool, said: str = "") -> LastWord:
-    """What the program's exit code means; pure. Negative codes are signals, as ``subprocess`` has it.
+    """Returns the last word for the program's exit code; pure. Negative codes are signals, as in ``subprocess``.
 
-    ``said``: what its output ends with.
+    ``said`` is the last line of its output, or its error; ``asked``: the run was asked to stop.
     """
     final = code in (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
     if code == ExitCode.STOPPED or (asked and not final):
@@ -187,14 +196,14 @@ def ending(word: LastWord, program: str, code: int, asked: bool, said: str = "")
     if code == ExitCode.DONE:
         return dataclasses.replace(word, ending=Ending.COMPLETED, exit_code=ExitCode.DONE)
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    by_itself = code > 0 or code == -signal.SIGABRT  # a program that fails may abort while its libraries close
+    by_itself = code > 0 or code == -signal.SIGABRT  # a failing program may abort while its libraries shut down
     how = f"{program} {how}" + (f" ({said})" if said and by_itself else "")
     error = ErrorWord(how, "see the rank's log", "exit", "", Code.EXCEPTION)
     return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
 
 
 def rank(environ: Mapping[str, str]) -> int | None:
-    """This process's rank, from its launcher's variables; 0 without a launcher."""
+    """Returns this process's rank from the launcher's variables: 0 without a launcher, None if it is not a number."""
     found = next((environ[name] for name in LAUNCHED if environ.get(name)), "0")
     return int(found) if found.isdigit() else None
 

@@ -1,4 +1,4 @@
-"""Predictions of all ranks in one HDF5 file, in the order of the data."""
+"""Writes the predictions of all ranks to one HDF5 file, in the order of the data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from hpctrain.train.framework import Evaluator, samples_of
 def write_predictions(
     framework: Evaluator, data: ValidationData, group: Group, path: Path, writes: bool = True
 ) -> None:
-    """Each rank predicts its contiguous part and writes it into its rows; the file appears when complete. Collective.
+    """Has each rank predict a contiguous part of the data and write its rows. Collective.
 
-    ``writes`` is False for ranks whose outputs another group already writes, as with a partitioned model.
+    The file appears under its name when it is complete. ``writes`` is False on ranks whose outputs another group
+    writes, as with a partitioned model.
 
     Raises:
-        UserError: outputs are not one row of a fixed shape for each sample, or the folder cannot be made.
+        UserError: the outputs are not one row of a fixed shape per sample, or the folder cannot be made.
         RunFailed: the ranks' outputs differ in shape or dtype, or the file cannot be written.
     """
     outputs = (
@@ -44,7 +45,7 @@ def write_predictions(
     partial = path.with_name(f".{path.name}.partial")
     if group.rank == 0:
         make_folder(path)
-        partial.unlink(missing_ok=True)  # left by one that was killed, or a link
+        partial.unlink(missing_ok=True)  # left by a process that was killed, or a link
         create_row_file(partial, fields, len(data.dataset))
     group.barrier("make the file of predictions")
     writer = RowWriter.open(partial)
@@ -62,7 +63,7 @@ def write_predictions(
 
 
 def make_folder(path: Path) -> None:
-    """The folder of a file to be written. Raises UserError."""
+    """Makes the folder of a file to be written. Raises UserError."""
     if path.is_dir():
         raise UserError(f"{path} is a folder", "name a file with --output")
     with file_errors(f"{path.parent} cannot be made", "choose another --output"):
@@ -70,7 +71,7 @@ def make_folder(path: Path) -> None:
 
 
 def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None:
-    """Raises UserError if a batch's outputs would not fit into its rows of the file."""
+    """Raises UserError if a batch's outputs do not have the shape and dtype of its rows in the file."""
     for name, field in fields.items():
         found, wanted = rows.get(name), (samples, *field.shape)
         if found is None or found.shape != wanted or found.dtype != field.dtype:
@@ -82,7 +83,11 @@ def check_rows(rows: Samples, samples: int, fields: Mapping[str, Field]) -> None
 
 
 def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
-    """Shapes and dtypes of the outputs; ranks without samples have none."""
+    """Returns the shape per sample and the dtype of each output; ranks without samples may have none. Collective.
+
+    Raises:
+        RunFailed: they differ between ranks.
+    """
     mine = {name: [list(array.shape[1:]), array.dtype.str] for name, array in head.items()}
     told = [each for each in group.allgather(mine, "compare their outputs") if each]
     if any(each != told[0] for each in told):
@@ -93,10 +98,10 @@ def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
 
 
 def create_row_file(path: Path, fields: Mapping[str, Field], length: int) -> None:
-    """Makes the file with all of its space: contiguous datasets of shape [length, *field.shape], not filled.
+    """Makes the file with all its space allocated: contiguous, unfilled datasets of shape [length, *field.shape].
 
     Raises:
-        RunFailed: there is one, no space, or the folder cannot be written.
+        RunFailed: the file exists, the disk is full, or the folder cannot be written.
     """
     try:
         with h5py.File(path, "x") as file:
@@ -118,11 +123,11 @@ class RowWriter:
 
     path: Path
     offsets: Mapping[str, int]
-    """Of each dataset's first byte in the file."""
+    """Offset of each dataset's first byte in the file."""
 
     @classmethod
     def open(cls, path: Path) -> RowWriter:
-        """Reads where the datasets lie."""
+        """Opens such a file and reads the offsets of its datasets."""
         with h5py.File(path, "r") as file:
             return cls(path, {name: file[name].id.get_offset() for name in file})
 
@@ -144,7 +149,7 @@ class RowWriter:
 
 
 def write_fully(handle: int, data: memoryview, offset: int) -> None:
-    """``pwrite`` until everything is written: one call may take less."""
+    """Calls ``pwrite`` until everything is written, since one call may write only a part."""
     while len(data):
         written = os.pwrite(handle, data, offset)
         data, offset = data[written:], offset + written

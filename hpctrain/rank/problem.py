@@ -1,4 +1,4 @@
-"""A task on this rank: its data, their order, its weights, and which features it uses: conflicts are refused first."""
+"""Loads the user's task on this rank: its data, their order and its weights. Refuses conflicting features first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hpctrain.train.stateful import kept_state
 
 
 def staged_args(task_args: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The task's arguments, each text that names a staged source replaced by its copy."""
+    """Returns the task's arguments, with each string that names a staged source replaced by the path of its copy."""
     copies = json.loads(environ.get(STAGED) or "{}")
     return {key: _replaced(value, copies) for key, value in task_args.items()}
 
@@ -50,10 +50,10 @@ def _replaced(value: Any, copies: Mapping[str, str]) -> Any:
 
 
 def seed_task(seed: int, precision: str, local_rank: int) -> None:
-    """Seeds Python, NumPy and each framework that is imported, the same on all ranks, and has it use this rank's GPU.
+    """Seeds Python, NumPy and each imported framework, the same on all ranks, and selects this rank's GPU.
 
-    Initial weights then do not depend on how many ranks there are. Keras layers are made for the precision (fp32, bf16,
-    fp16) that they compute in.
+    So initial weights do not depend on the number of ranks. ``precision`` (fp32, bf16, fp16) becomes Keras' policy for
+    layers made from now on.
     """
     seed_python(seed)
     if "torch" in sys.modules:
@@ -65,7 +65,7 @@ def seed_task(seed: int, precision: str, local_rank: int) -> None:
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-"""Name of a set of validation data."""
+"""Valid name of a validation set."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,36 +73,36 @@ class Loading:
     """How samples become this rank's batches."""
 
     recipe: Recipe
-    """Of the training data."""
+    """How training samples become a batch: transform, collate, seed."""
     micro_batches: int
     """Micro-batches in this rank's part of a global batch."""
     validation_batch: int
-    """Samples."""
+    """Samples in a rank's batch of validation data."""
     prefetch_batches: int
     """Batches prepared ahead of use."""
     workers: int
-    """Processes that read and transform training data; 0: a thread of this process does."""
+    """Processes that read and transform training data; 0: a thread of this process does it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A task on this rank. Making it involves no other rank, so each rank can fail by itself."""
+    """A task on this rank. Making it involves no communication, so each rank can fail by itself."""
 
     task: Task
     train: Dataset | Stream
     validation: Mapping[str, Dataset]
-    """Sets by name; a single unnamed set is called ``validation``."""
+    """Validation sets by name; a single unnamed set is called ``validation``."""
     order: Order | StreamOrder
-    """Of the training samples, over all ranks."""
+    """Global order of the training samples, over all ranks."""
     loading: Loading
 
     def fingerprint(self) -> str:
-        """Of the training data, and of the sampler if there is one."""
+        """Returns a fingerprint of the training data, and of the sampler if there is one."""
         sampler = self.order.fingerprint()
         return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
 
     def sources(self) -> list[dict[str, Any]]:
-        """Tables that the training data are, or are a copy of."""
+        """Returns the tables that the training data were read or copied from; empty for streams."""
         return [] if isinstance(self.train, Stream) else sources_of(self.train)
 
 
@@ -145,7 +145,7 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
     make_weights(task, lambda: examples_of(train), config.seed)
     loading = Loading(
         Recipe(task.transform, task.collate, config.seed),
-        1 if has_own_step(task) else config.train.accumulate,  # its own step cuts its batch by ctx.split
+        1 if has_own_step(task) else config.train.accumulate,  # a custom step splits its batch by ctx.split
         validation_batch(config.train, world.data.size),
         data.prefetch_batches,
         data.workers,
@@ -154,7 +154,11 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
 
 
 def without_loaders(task: Task, batch: int, share: int, accumulate: int, data: DataConfig) -> Task:
-    """The task with datasets in place of torch DataLoaders; raises UserError if they mean something else here."""
+    """Returns the task with its torch DataLoaders replaced by their datasets.
+
+    Raises:
+        UserError: a DataLoader's settings contradict the run file.
+    """
     if not isinstance(task, TorchTask):
         return task
     from hpctrain.backends.torch.task.data_loader import Batches, without_loaders
@@ -164,7 +168,7 @@ def without_loaders(task: Task, batch: int, share: int, accumulate: int, data: D
 
 
 def with_optimizer(task: Task, asked: OptimizerConfig) -> Task:
-    """The task with the run file's optimizer, if it asks for one; raises UserError if the task brings its own."""
+    """Returns the task with the optimizer named in the run file, if any. Raises UserError if the task has its own."""
     if asked.name is None or task.model is None:
         return task
     own = task.optimizer
@@ -182,7 +186,13 @@ def with_optimizer(task: Task, asked: OptimizerConfig) -> Task:
 
 
 def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
-    """The task with a function in place of a loss that is a name, or one of its framework's own."""
+    """Returns the task with its loss as a function, if it was given as a name or as an object of its framework.
+
+    Also checks the task's hooks, callables and state.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
     require_hooks(task)
     if isinstance(task, KerasTask):
         from hpctrain.backends.tensorflow.steps.compiled import adopted
@@ -196,7 +206,7 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
 
     task = dataclasses.replace(task, optimizer=joined(task.optimizer))
     own = has_own_step(task)
-    kept_state(task.state)  # what cannot be kept is refused before anything else is made
+    kept_state(task.state)  # refuse state that cannot be saved before anything else is made
     if task.loss is not None or not own:
         task = dataclasses.replace(task, loss=as_loss(task.loss, fields))
     require_callables(task, "torch", own)
@@ -208,7 +218,7 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
 
 
 def validation_sets(task: Task) -> dict[str, Any]:
-    """A task's sets of validation data by name. Raises UserError for names that cannot prefix metrics."""
+    """Returns a task's validation sets by name. Raises UserError for names that cannot prefix metrics."""
     given = task.validation
     if given is None:
         return {}
@@ -225,14 +235,14 @@ def validation_sets(task: Task) -> dict[str, Any]:
 
 
 def is_source(value: Any) -> bool:
-    """Whether a value is a set of data rather than one array of a set."""
+    """Whether a value is a whole dataset rather than one array of a dataset."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(item, (str, Path)) for item in value)
     return not isinstance(value, np.ndarray) and "__array__" not in dir(value)
 
 
 def open_validation(task: Task, name: str, given: Any, allow_outside: Sequence[str] = ()) -> Dataset:
-    """Opens one set. Raises UserError."""
+    """Opens one validation set. Raises UserError."""
     if is_stream(given):
         which = "" if name == "validation" else f" {name!r}"
         raise UserError(
@@ -245,7 +255,7 @@ def open_validation(task: Task, name: str, given: Any, allow_outside: Sequence[s
 
 @contextlib.contextmanager
 def of_field(field: str) -> Iterator[None]:
-    """UserErrors in the body name the task's field."""
+    """Prefixes UserErrors raised in the body with the name of the task's field."""
     try:
         yield
     except UserError as error:
@@ -253,7 +263,7 @@ def of_field(field: str) -> Iterator[None]:
 
 
 def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset | Stream:
-    """The training data."""
+    """Opens the task's training data. Raises UserError."""
     with of_field("train"):
         if is_stream(task.train):
             return open_stream(task.train)
@@ -261,12 +271,12 @@ def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset
 
 
 def examples_of(train: Dataset | Stream) -> Dataset:
-    """Samples like the training samples: the first one of a stream."""
+    """Returns a dataset of example samples: the training data itself, or the first sample of a stream."""
     return train.example() if isinstance(train, Stream) else train
 
 
 def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
-    """Makes the weights of a Keras model that waits for its first batch, by a dry call on one sample of its data."""
+    """Builds the weights of a Keras model that would build them on its first batch, by calling it on one sample."""
     if isinstance(task, KerasTask):
         from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
 
@@ -276,7 +286,7 @@ def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
 
 
 def require_same_data(problem: Problem, world: World) -> None:
-    """Raises UserError, on all ranks, if ranks read different training data. Collective."""
+    """Raises UserError on all ranks if they have different training data. Collective."""
     prints = world.everyone.allgather(problem.fingerprint(), "compare their training data")
     others = [rank for rank, each in enumerate(prints) if each != prints[0]]
     if others:
@@ -295,12 +305,19 @@ def require_hooks(task: Task) -> None:
 
 
 def has_own_step(task: Task) -> bool:
-    """Whether the task says itself how a batch is trained on."""
+    """Whether the task has a custom training step."""
     return isinstance(task, TorchTask) and task.step is not None
 
 
 def task_features(name: str, task: Task, order: Order | StreamOrder, ranks: int) -> dict[Feature, Any]:
-    """What the task, which the run file calls ``name``, and its data use in a run on a number of ranks."""
+    """Returns the features that a task and its data use.
+
+    Args:
+        name: the task's name in the run file, for messages.
+        task: the task.
+        order: order of the training samples.
+        ranks: number of data-parallel ranks.
+    """
     rest = order.epoch_samples % order.global_batch if isinstance(order, Order) and not order.drop_last else 0
     validates, own_step = task.validation is not None, has_own_step(task)
     given = {
@@ -323,7 +340,7 @@ def task_features(name: str, task: Task, order: Order | StreamOrder, ranks: int)
 
 
 def rate_features(task: Task, hooks: Sequence[Hook]) -> dict[Feature, Any]:
-    """What sets the learning rate and has state, among a task's schedule and some hooks."""
+    """Returns the features for stateful control of the learning rate: by a TorchScheduler or by one of the hooks."""
     scheduler = task.schedule if isinstance(task.schedule, TorchScheduler) else None
     given = {
         Feature.EVALUATION_SCHEDULER: scheduler is not None and scheduler.every == "evaluation",

@@ -1,4 +1,4 @@
-"""Says, with the first step after a failed attempt, what the failure cost."""
+"""Reports what a failed attempt cost, at the first step of the next attempt."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ from hpctrain.train.hooks import BaseHook, Training
 
 @dataclass(frozen=True)
 class Loss:
-    """A failed attempt."""
+    """A failed attempt, or several in a row without progress."""
 
     verdict: RunVerdict
     since: float
-    """Unix seconds of the first death or error, as far as that is known; else of the attempt's end."""
+    """Unix seconds of the first death or error, if known; else of the attempt's end."""
     reached: int
-    """Updates that it did, as far as is known."""
+    """Highest step that it is known to have reached."""
 
     def recovered(self, first_step: int, now: float, began_at: int) -> Recovered:
-        """The event, once the next attempt, which began at a step, has done its first one."""
+        """Returns the event for the next attempt's first step.
+
+        Args:
+            first_step: that step.
+            now: Unix seconds.
+            began_at: step from which the next attempt resumed.
+        """
         why = self.verdict
         repeated = max(0, self.reached - began_at)
         return Recovered(
@@ -46,9 +52,9 @@ class Loss:
 
 
 def loss_before(run_dir: RunDir, number: int) -> Loss | None:
-    """The failure of the attempt before ``number``; None if it ended in order, or the cause is not known.
+    """Returns the failure of the attempt before ``number``; None if it did not fail, or failed for good.
 
-    An attempt that failed before its first step only prolongs the failure that it was to recover from.
+    An attempt that failed before its first step counts as part of the failure before it.
 
     Raises:
         OSError: the run folder cannot be read.
@@ -77,11 +83,11 @@ def loss_before(run_dir: RunDir, number: int) -> Loss | None:
 
 
 class RecoveryNote(BaseHook):
-    """Writes ``recovered``, once; on rank 0.
+    """Reports one ``recovered`` event, on rank 0, if the attempt before this one failed.
 
     Args:
-        run_dir: what attempts before this one left.
-        report: takes the event.
+        run_dir: the run folder.
+        report: called with the event.
     """
 
     def __init__(self, run_dir: RunDir, report: Callable[[Event], object]) -> None:
@@ -93,7 +99,7 @@ class RecoveryNote(BaseHook):
     def before_fit(self, training: Training) -> None:
         self.began_at = training.state.step
         if training.world.rank == 0:
-            with suppress(HpctrainError, OSError):  # a report is worth no run
+            with suppress(HpctrainError, OSError):  # a missing report must not end the run
                 self.loss = loss_before(self.run_dir, current_attempt())
 
     def after_step(self, training: Training, result: StepResult) -> None:

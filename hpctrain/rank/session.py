@@ -1,4 +1,4 @@
-"""One rank from its start to its last word: joins the others, fails together with them, and says why once."""
+"""One rank from start to last word: it joins the others, fails together with them, and one rank reports the error."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from hpctrain.tasks.user_errors import advised, own_line, words
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
-"""Seconds that a failing rank waits to learn whether all others fail too before it aborts them."""
+"""Seconds that a failing rank waits to learn whether all other ranks fail too, before it aborts them."""
 EXIT_CODES = {StopReason.REQUESTED: ExitCode.STOPPED}
 
 
 class StoppedInSetUp(HpctrainError):
-    """The run was asked to stop before it had anything to save."""
+    """The run was asked to stop during start-up, before there was anything to save."""
 
     exit_code = ExitCode.STOPPED
     code = Code.STOPPED
@@ -54,7 +54,7 @@ class RankResult:
     reason: StopReason
     step: int | None = None
     weights_hash: str | None = None
-    """Equal on all ranks after a correct run."""
+    """Hash of this rank's model parameters; equal on all ranks that hold the same part of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Beginning:
     parallel: ParallelConfig
     """How the attempt partitions the model."""
     run_file: Callable[[], str]
-    """Gives the text of the resolved run file."""
+    """Returns the text of the resolved run file."""
 
 
 class PeerFailed(Exception):
-    """All ranks agreed that another one failed; this one ends silently."""
+    """Another rank failed and all ranks know it; this rank ends without a message."""
 
     def __init__(self, rank: int, what: str, exit_code: int) -> None:
         super().__init__(f"rank {rank} failed: {what}")
@@ -79,7 +79,7 @@ class PeerFailed(Exception):
 
 
 class Agreed(Exception):
-    """All ranks know this rank's error, its ``__cause__``; ``first`` is the lowest rank that failed."""
+    """This rank failed and all ranks know it; ``__cause__`` is the error, ``first`` the lowest rank that failed."""
 
     def __init__(self, first: int) -> None:
         super().__init__(f"the error of rank {first} is the one that is shown")
@@ -88,25 +88,25 @@ class Agreed(Exception):
 
 @dataclasses.dataclass
 class Session:
-    """A rank among the others. Made by ``run_rank``."""
+    """This rank's connection to the other ranks, the user and the run folder. Made by ``attend``."""
 
     world: World
     errors: Group
-    """All ranks, on a separate communicator, so that an error can be reported at any time."""
+    """All ranks, on a communicator used for errors only, so that one can be reported at any time."""
     signals: StopSignals
     verbose: bool = False
     supervised: bool = False
     raises: bool = False
-    """Whether the caller gets the error raised, rather than shown."""
+    """Whether the caller raises the error: with a single rank it is then not shown."""
     run_dir: RunDir | None = None
     holding: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """The run folder's lock, if there is no supervisor to hold it."""
     word: LastWord = dataclasses.field(default_factory=lambda: first_word(None))
     user_stderr: int = 2
-    """Descriptor that reaches the user."""
+    """File descriptor for messages to the user."""
 
     def join(self) -> None:
-        """Connects to the other ranks, and opens the run folder where a supervisor has named it."""
+        """Connects to the other ranks; opens the run folder if a supervisor has named it."""
         self.world = connect()
         comm = self.world.everyone.comm
         self.errors = Group("errors", comm.Dup() if comm is not None else None)
@@ -118,9 +118,9 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """A part of the start-up that each rank does by itself; if it fails on one rank, it fails on all.
+        """Context for a part of the start-up that each rank does by itself; if it fails on one rank, it fails on all.
 
-        The body must not communicate with other ranks. A request to stop ends it: it may read an endless stream.
+        The body must not communicate with other ranks. A stop request interrupts it, since it may take very long.
         """
         error: Exception | None = None
         try:
@@ -132,7 +132,7 @@ class Session:
             asked = (self.run_dir and requested_stop(self.run_dir)) or StopRequest.of_signal(caught.number)
             reason = f"stopped by {asked.by} before training began ({what})"
             error = StoppedInSetUp(reason, "the same command starts it", asked.code)
-        except Exception as caught:  # reported to the others first, whatever it is
+        except Exception as caught:  # reported to the other ranks first, then raised
             error = caught
         if error is None:
             self.check_peers(what)
@@ -149,7 +149,7 @@ class Session:
             raise PeerFailed(first, *told[first])
 
     def exchange(self, error: BaseException | None, what: str, timeout_s: float) -> list[Any] | None:
-        """Each rank's report, (message, exit code) or None; None if the other ranks do not arrive."""
+        """Exchanges errors: returns each rank's [message, exit code] or None. Returns None if ranks do not arrive."""
         mine = None if error is None else [message(error)[0], exit_code(error)]
         try:
             return self.errors.allgather(mine, what, timeout_s)
@@ -157,7 +157,7 @@ class Session:
             return None
 
     def join_run(self, beginning: Beginning) -> RunDir:
-        """Opens the run folder, and begins an attempt if no supervisor has; collective.
+        """Opens the run folder, and begins an attempt unless a supervisor has done so. Collective.
 
         Raises:
             UserError: the folder is in use by another live run, or cannot be made.
@@ -171,18 +171,18 @@ class Session:
         return beginning.run_dir
 
     def arrange(self, tensor: int, pipeline: int) -> None:
-        """Puts the ranks into groups of these sizes; collective. Raises UserError, on all ranks."""
+        """Puts the ranks into tensor and pipeline groups of these sizes. Collective; raises UserError on all ranks."""
         self.world = in_grid(self.world, tensor, pipeline)
 
     def begin_attempt(self, beginning: Beginning) -> int:
-        """What a supervisor does at the start, for ranks that have none."""
+        """Locks the run folder and begins an attempt, in place of a supervisor; returns its number. On rank 0."""
         run_dir, attempt = beginning.run_dir, Attempt(ranks=self.world.size).under(beginning.parallel)
         run_dir.create()
         self.holding.enter_context(LiveLock(run_dir, myself()).held())
         return Attempts(run_dir).begin(attempt, beginning.run_file())
 
     def open(self, run_dir: RunDir) -> None:
-        """Writes the first word and redirects output."""
+        """Writes this rank's first word into the run folder and redirects output to its log."""
         self.run_dir = run_dir
         self.word = first_word(self.world.rank, cgroups.oom_kills())
         with self.phase("write into the run folder"):
@@ -191,12 +191,12 @@ class Session:
             self.user_stderr = redirect(self.log(), run_dir.path, keep_stdout=self.world.rank == 0)
 
     def log(self) -> Path:
-        """This rank's log."""
+        """Path of this rank's log."""
         assert self.run_dir is not None
         return self.run_dir.log("x" if self.word.rank is None else self.word.rank, current_attempt())
 
     def word_file(self) -> WordFile:
-        """The file of this rank's last word."""
+        """File of this rank's last word."""
         assert self.run_dir is not None
         return WordFile.of(self.run_dir, current_attempt(), self.word)
 
@@ -207,28 +207,28 @@ class Session:
             self.word_file().end(self.word)
 
     def reached(self, step: int) -> None:
-        """Records the number of updates for the last word."""
+        """Stores the current step for the last word."""
         self.word = dataclasses.replace(self.word, step=step)
 
     def finish(self, outcome: RankResult) -> int:
-        """An orderly end, on all ranks."""
+        """Ends this rank after all ranks succeeded; returns the exit code. Collective."""
         code = EXIT_CODES.get(outcome.reason, ExitCode.DONE)
         self.check_peers("end")
         self.end(Ending(outcome.reason.value), code, step=outcome.step, weights_hash=outcome.weights_hash)
         if self.supervised:
-            return ExitCode.DONE  # to mpirun any other code is a failure; the supervisor reads the word
+            return ExitCode.DONE  # mpirun takes any other code for a failure; the supervisor reads the last word
         self.errors.barrier("leave their last words")
         self.conclude()
         return code
 
     def fail(self, error: BaseException, first: int | None) -> int:
-        """The end of a rank with an error. Aborts the other ranks unless they have failed too.
+        """Ends this rank with an error; returns the exit code. Aborts the other ranks unless they have failed too.
 
         Args:
-            error: what happened.
-            first: the lowest failing rank, if the ranks have agreed on that.
+            error: the error.
+            first: the lowest failing rank, if the ranks have agreed on it.
         """
-        if self.run_dir is None and self.supervised:  # it never joined: its word has no rank
+        if self.run_dir is None and self.supervised:  # it never joined, so its last word has no rank
             self.run_dir = RunDir(Path(os.environ[RUN_DIR]))
         what, fix = message(error)
         trace = "".join(traceback.format_exception(error))
@@ -237,7 +237,7 @@ class Session:
         unexpected = not isinstance(error, HpctrainError)
         shown = not (self.raises and self.world.size == 1)
         if shown and (self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1)):
-            with contextlib.suppress(OSError):  # the log's disk may be full, and the others must still be ended
+            with contextlib.suppress(OSError):  # the log's disk may be full; the other ranks must still be ended
                 foreign_text.show(trace, sys.stderr)
         if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
             first = lowest_failing(told)
@@ -250,7 +250,7 @@ class Session:
         return code
 
     def shows(self, first: int | None) -> bool:
-        """Whether this rank is the one that reports to the user; exactly one is, however many fail."""
+        """Whether this rank reports to the user: exactly one does, however many fail."""
         if first is not None:
             return first == self.world.rank
         if self.run_dir is None:
@@ -261,7 +261,7 @@ class Session:
             return True
 
     def tell(self, what: str, fix: str) -> None:
-        """Shows the one message to the user."""
+        """Shows the error message to the user."""
         place = Grid(self.world.size, self.world.tensor.size, self.world.pipeline.size).told(self.world.rank)
         where = f"rank {self.world.rank}{place} on {self.world.host}: " if self.world.size > 1 else ""
         LOGGER.error("%s%s; fix: %s", where, what, fix)
@@ -270,24 +270,24 @@ class Session:
         self.write(self.user_stderr, f"{where}{what}\n  fix: {fix}{trace}")
 
     def warn(self, text: str) -> None:
-        """Shows a warning to the user, from rank 0; under a supervisor only standard output reaches the user."""
+        """Shows a warning to the user; call it on rank 0. Under a supervisor only standard output reaches the user."""
         LOGGER.warning("%s", text)
         self.write(1 if self.supervised else self.user_stderr, text)
 
     def write(self, descriptor: int, text: str) -> None:
-        """Writes a message; failing to write it is not an error."""
+        """Writes a message; ignores errors."""
         with contextlib.suppress(OSError):
             os.write(descriptor, f"hpctrain: {foreign_text.plain(text)}\n".encode())
 
     def leave(self) -> None:
-        """Removes what a later call of the same program must not find."""
+        """Cleans up what a later call in the same process must not find."""
         if not self.supervised:
             os.environ.pop(ATTEMPT, None)
         if self.user_stderr != 2:
             os.close(self.user_stderr)
 
     def conclude(self) -> None:
-        """Records the end of an attempt that has no supervisor to do it: verdict, merged words, lock."""
+        """Ends the attempt in place of a supervisor: records the verdict, merges the last words, releases the lock."""
         if self.run_dir is None or not (self.world.rank == 0 or self.word.ending is Ending.FAILED):
             return
         with contextlib.suppress(HpctrainError, OSError):
@@ -302,28 +302,28 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a rank's work ended."""
+    """How a rank ended: its exit code, and the error if there was one."""
 
     exit_code: int
     error: BaseException | None = None
 
 
 def run_rank(body: Callable[[Session], RankResult], verbose: bool = False) -> int:
-    """Runs one rank's work; the process's exit code. See ``attend``."""
+    """Runs one rank's work; returns the process's exit code. See ``attend``."""
     return attend(body, verbose).exit_code
 
 
 def attend(body: Callable[[Session], RankResult], verbose: bool = False, raises: bool = False) -> End:
-    """Runs one rank's work.
+    """Connects to the other ranks, calls ``body`` and leaves a last word.
 
-    Connects to the other ranks, calls ``body`` and leaves a last word. Parts of the start-up in ``body`` run within
-    ``session.phase``; an error there, or one that all ranks share, ends all ranks and is shown once. An error
-    on some ranks only is shown by one of them, which ends the others through MPI within seconds.
+    ``body`` runs parts of its start-up within ``session.phase``. An error there, or one that all ranks share, ends all
+    ranks and is shown once. Any other error is shown by one of the failing ranks, which ends the others by MPI_Abort
+    within seconds.
 
     Args:
-        body: the work; returns how it ended well.
+        body: the rank's work; returns its result.
         verbose: do not redirect output.
-        raises: the caller will raise the error: a single rank does not show it.
+        raises: the caller will raise the error, so a single rank does not show it.
     """
     os.environ.update(quiet_environment(verbose, os.environ))
     supervised = RUN_DIR in os.environ
@@ -351,12 +351,12 @@ def attend(body: Callable[[Session], RankResult], verbose: bool = False, raises:
 
 
 def lowest_failing(told: Sequence[Any]) -> int:
-    """The lowest rank that reports something; at least one does."""
+    """Returns the lowest rank that reports an error; at least one must."""
     return next(rank for rank, entry in enumerate(told) if entry is not None)
 
 
 def message(error: BaseException) -> tuple[str, str]:
-    """What to say about an error, and the fix: an hpctrain error's own text, else the type, text and place."""
+    """Returns what to say about an error, and the fix: an HpctrainError's own text, else type, text and line."""
     if isinstance(error, HpctrainError):
         return error.what, error.fix
     if isinstance(error, KeyboardInterrupt):
@@ -369,5 +369,5 @@ def message(error: BaseException) -> tuple[str, str]:
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code that an error ends a rank with."""
+    """Returns the exit code of a rank that ends with this error."""
     return int(error.exit_code) if isinstance(error, HpctrainError) else int(ExitCode.FAILURE)

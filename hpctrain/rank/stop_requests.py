@@ -1,4 +1,4 @@
-"""Requests to stop: the ranks agree at a step boundary, at no cost to the step; long parts of the start-up just end."""
+"""Stop requests: ranks agree on one at a step boundary, without slowing the step; start-up is just interrupted."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, StopReason, Training
 
 STOP_FILE = 128
-"""What rank 0 sends the others in place of a signal number when it found the STOP file."""
+"""Flag that rank 0 sends in place of a signal number when it finds the STOP file."""
 REPLACED = 256
-"""The same if rank 0 found that a newer attempt has begun."""
+"""Flag that rank 0 sends when it finds that a newer attempt has begun."""
 POLL_S = 1.0
-"""Seconds between checks for the STOP file: each may be a round trip to a metadata server."""
+"""Seconds between checks for the STOP file, each of which may be a round trip to a metadata server."""
 
 
 class StopRequests(BaseHook):
-    """Ends the loop on all ranks after the same step once any rank got a signal, or rank 0 found the STOP file.
+    """Ends the loop on all ranks after the same step, once any rank got a signal or rank 0 found the STOP file.
 
-    If rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead, and save
-    nothing: that holds too if their supervisor is gone or asleep.
+    If rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead and save
+    nothing. That works even if their supervisor is gone or suspended.
 
-    After each step the ranks start a non-blocking maximum over their flags, and read the one started a step before:
-    its messages travelled during the step, so reading it does not wait.
+    After each step the ranks start a non-blocking maximum of their flags (MPI_Iallreduce) and read the result of the
+    one before, whose messages travelled during the step, so reading it does not block.
     """
 
     def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[[Event], object]) -> None:
-        """``report`` is called with events, on rank 0."""
+        """``report`` is called with events on rank 0."""
         self.signals = signals
         self.run_dir = run_dir
         self.report = report
@@ -76,7 +76,7 @@ class StopRequests(BaseHook):
         return StopReason.REQUESTED
 
     def agree(self) -> int:
-        """What the ranks agreed on at the step before, 0 for no request; passes this step's flag on."""
+        """Returns the flag agreed on at the step before, 0 for no request; starts the exchange of this step's flag."""
         if self.comm is None:
             return self.flag()
         flag = 0
@@ -90,7 +90,7 @@ class StopRequests(BaseHook):
         return flag
 
     def flag(self) -> int:
-        """This rank's own request."""
+        """Returns this rank's own flag: REPLACED, a signal number, STOP_FILE, or 0."""
         if self.looks_for_file and self.finds_replacement():
             return REPLACED
         if self.signals.received:
@@ -98,7 +98,7 @@ class StopRequests(BaseHook):
         return STOP_FILE if self.looks_for_file and self.finds_file() else 0
 
     def finds_file(self) -> bool:
-        """Looks for the STOP file, at most every POLL_S seconds."""
+        """Whether the STOP file exists; checks at most every POLL_S seconds, else returns False."""
         now = time.monotonic()
         if now < self.next_look:
             return False
@@ -106,7 +106,7 @@ class StopRequests(BaseHook):
         return os.path.exists(self.stop_path)
 
     def finds_replacement(self) -> bool:
-        """Checks whether a newer attempt has begun, as often as the holder of the run folder renews its lock."""
+        """Whether a newer attempt has begun; checks every BEAT_S seconds, as often as the lock is renewed."""
         now = time.monotonic()
         if now < self.next_look_at_fence:
             return False
@@ -115,23 +115,23 @@ class StopRequests(BaseHook):
             Attempts(self.run_dir).check_fence(self.attempt)
         except Replaced:
             return True
-        except OSError:  # a file server that does not answer now
+        except OSError:  # the file server does not answer at the moment
             pass
         return False
 
     def request_behind(self, flag: int) -> StopRequest:
-        """Who asked: what the STOP file says, where there is one, is what the supervisor heard first."""
+        """Returns who asked: the STOP file's author if there is one, as the supervisor reports; else by the flag."""
         told = BY_PERSON if flag == STOP_FILE else StopRequest.of_signal(flag)
         return requested_stop(self.run_dir) or told
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """Completes what is still under way: all ranks come here after the same step."""
+        """Completes a pending exchange; all ranks get here after the same step."""
         if self.request is not None:
             self.request.Wait()
             self.request = None
 
     def close(self) -> None:
-        """After an error the others may never answer: what is under way is left to MPI's end."""
+        """Frees the communicator, unless an exchange is pending: after an error other ranks may never complete it."""
         if self.comm is not None and self.request is None:
             with contextlib.suppress(Exception):
                 self.comm.Free()
@@ -141,14 +141,16 @@ class StopRequests(BaseHook):
 LOOK_S = 1.0
 """Seconds between checks for the STOP file."""
 TELL_S = 30.0
-"""Seconds between messages that a part is still running."""
+"""Seconds between messages that a part of the start-up is still running."""
 
 
 class SetUpWatch:
-    """A thread that ends with the ``with`` block.
+    """Watches a part of the start-up, in a thread that ends with the ``with`` block.
+
+    Interrupts the part if a STOP file appears, and reports every TELL_S seconds that it is still running.
 
     Args:
-        what: the part, as a verb: "make the task".
+        what: the part, as a verb phrase: "make the task".
         run_dir: where a STOP file may appear; None before the folder is known.
         tell: shows a message to the user.
     """
@@ -167,7 +169,7 @@ class SetUpWatch:
         self.thread.join()
 
     def watch(self) -> None:
-        """Passes the STOP file on as a signal: the main thread alone can be interrupted."""
+        """Body of the thread. Turns a STOP file into a signal, which interrupts the main thread."""
         begin = time.monotonic()
         told = begin
         while not self.over.wait(LOOK_S):

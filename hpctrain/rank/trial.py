@@ -1,7 +1,7 @@
-"""Opens a task without a run: tried on one batch for ``hpctrain doctor``, with weights, or to estimate its memory.
+"""Opens a task outside a run: to try it on one batch (``hpctrain doctor``), to load weights, or to estimate memory.
 
-An estimate of what a rank needs under a plan makes the run's model as the rank would, and trains it for one step, all
-in one process. What a strategy adds to it is in its module of ``backends/torch/strategies``.
+To estimate a rank's memory under a parallel plan, one process makes the model as that rank would and trains it for one
+step. Each strategy's module in ``backends/torch/strategies`` then adds what it needs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from hpctrain.backends.torch.framework import TorchFramework
 
 MOST_SAMPLES = 32
-"""Samples of the batch at most: this one process would otherwise hold the batch of all ranks."""
+"""Maximum samples in the batch, since this one process would otherwise hold the batch of all ranks."""
 
 
 def try_task(config: Config) -> None:
-    """Makes the task and calls model, loss and metrics on its first samples. Writes nothing.
+    """Makes the task and calls its model, loss and metrics on the first samples. Writes nothing.
 
     Raises:
-        HpctrainError: it cannot be trained; names the field of the task and the user's line.
+        HpctrainError: the task cannot be trained; names the field of the task and the user's line.
     """
     config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="none", compression="none"))
     world = alone()
@@ -57,16 +57,16 @@ def try_task(config: Config) -> None:
 
 
 def told_shortly(error: Exception) -> UserError:
-    """An error of a task's own code, which names the line."""
+    """Returns a UserError for an error in the task's own code; it names the line."""
     what, _ = message(error)
     return UserError(what, advised("correct the task", what))
 
 
 def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
-    """The model of a run file with the weights of a safetensors file, and its task and data."""
+    """Opens the task of a run file and loads weights from a safetensors file; returns the framework and the problem."""
     where, _, function = config.task.rpartition(":")
     task = config.task
-    if where.endswith(".py") and not Path(where).is_file():  # it has travelled with the model, and is on the path
+    if where.endswith(".py") and not Path(where).is_file():  # it was copied along with the model, onto sys.path
         task = f"{Path(where).stem}:{function}"
     train = dataclasses.replace(config.train, ema_decay=None, compile=False)
     plain = dataclasses.replace(config, task=task, train=train)
@@ -77,11 +77,11 @@ def with_weights(config: Config, weights: str) -> tuple[Framework, Problem]:
 
 
 ESTIMATED_SAMPLES = 8
-"""Of the batch: what passes keep grows with it in proportion."""
+"""Samples in the measured batch; activation memory is proportional to the batch size."""
 
 
 class Imagined(Group):
-    """A group whose first rank is this process, as if all others had the same values."""
+    """A group without communication: acts as if all other ranks had the same values as this process."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(name)
@@ -98,15 +98,15 @@ class Imagined(Group):
 
 
 def program_bytes() -> int:
-    """Of this process's memory, with PyTorch and before there is a model."""
-    import hpctrain.backends.torch.framework  # noqa: F401  what it needs is the program's, not the model's
+    """Returns this process's resident memory in bytes, with PyTorch imported; call it before there is a model."""
+    import hpctrain.backends.torch.framework  # noqa: F401  its memory belongs to the program, not to the model
 
     return int(psutil.Process().memory_info().rss)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A run's model in this process, and what goes into it."""
+    """A run's model in this process, with its task and data."""
 
     problem: Problem
     framework: TorchFramework
@@ -115,8 +115,10 @@ class Model:
 
 @contextmanager
 def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
-    """As the first rank of a tensor group has it, with whole optimizers. Raises UserError, also for what the task's own
-    code raises, here or in the body."""
+    """Makes the model as the first rank of a tensor group has it, with unsharded optimizer state.
+
+    Raises UserError, also for errors of the task's own code, here or in the body.
+    """
     config = dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, tensor=tensor, pipeline=pipeline, shard="none"),
@@ -138,16 +140,20 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
 def estimate(
     config: Config, tensor: int, ranks: int, pipelines: Sequence[int] = ()
 ) -> tuple[MemoryEstimate, dict[str, str]]:
-    """What the first rank of a tensor group has of a run's model; and why values of ``parallel.shard`` cannot be.
+    """Estimates the memory of the first rank of a tensor group.
 
     Args:
-        config: of the run, whose task is made again.
-        tensor: size of the group.
-        ranks: of the run.
-        pipelines: numbers of stages that are possible; a model with fewer layers is left out.
+        config: run configuration; the task is rebuilt.
+        tensor: size of the tensor group.
+        ranks: number of ranks of the run.
+        pipelines: numbers of stages to estimate; those for which the model has too few layers are left out.
+
+    Returns:
+        The estimate, with one for each value of ``parallel.shard`` and number of stages that works; and the reason
+        for each value of ``parallel.shard`` that does not.
 
     Raises:
-        UserError: the model cannot be cut so, or not be trained; says which layer.
+        UserError: the model cannot be partitioned that way, or cannot be trained; names the layer.
     """
     from hpctrain.backends.torch.strategies.estimated import Estimated
     from hpctrain.backends.torch.strategies.listed import STRATEGIES
@@ -163,7 +169,7 @@ def estimate(
     if data == 1:
         return whole, reasons
     with made(config, tensor) as model:
-        framework = model.framework  # its optimizers have made no step
+        framework = model.framework  # new, so that its optimizers have no state yet
     module_of = {one.feature: one for one in STRATEGIES}
     for word, feature in SHARDS.items():
         if tensor > 1 and clash({Feature.TENSOR: tensor, feature: True}):
@@ -184,6 +190,6 @@ def estimate(
 
 
 def require_stages(config: Config, pipeline: int) -> None:
-    """Raises UserError if a run's model cannot be partitioned into that many stages."""
+    """Raises UserError if a run's model cannot be split into that many stages."""
     with made(config, 1, pipeline):
         pass

@@ -1,4 +1,4 @@
-"""From a run file to objects: the one place that knows which class implements what."""
+"""Builds objects from a run file: the one place that knows which class implements what."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def make_framework(
     reducer: KeptReducer = KeptReducer(),  # noqa: B008  frozen
     stages: StageChoice = BY_PARAMETERS,
 ) -> Framework:
-    """The framework of a task's kind; on several ranks a collective call, after which all hold the same weights.
+    """Makes the framework for a task (PyTorch or Keras). Collective; afterwards all ranks have the same weights.
 
-    ``reducer`` is an earlier attempt's choice. ``stages`` assigns layers to stages; by default by their parameters.
+    ``reducer`` is an earlier attempt's choice. ``stages`` assigns layers to stages, by default by parameter count.
     """
     if config.sync.kind == "local" and world.size > 1:
         return make_local_framework(config, world, task, clock, reducer)
@@ -69,8 +69,11 @@ def make_framework(
 def make_local_framework(
     config: Config, world: World, task: Task, clock: StepClock, reducer: KeptReducer
 ) -> LocalFramework:
-    """The same for ranks that train apart. Gradients of tables are dense: their ranks change. Nothing is measured while
-    they do, as they are not at the same point."""
+    """Makes the framework for local training, in which ranks or nodes train apart between synchronizations.
+
+    Gradients of embedding tables are made dense, since their ranks change. No reducer is measured while ranks train
+    apart, since they are not at the same point.
+    """
     inner = inner_world(world, config.sync)
     compression = "none" if config.reduce.compression == "auto" else config.reduce.compression
     apart = ReducerChoice(dataclasses.replace(config.reduce, kind="mpi", compression=compression), inner)
@@ -78,7 +81,7 @@ def make_local_framework(
     index = world.node if config.sync.within == "node" else world.rank
     own = dataclasses.replace(
         config,
-        seed=derive(config.seed, 2, index) % LARGEST_SEED,  # noise must differ between those that train apart
+        seed=derive(config.seed, 2, index) % LARGEST_SEED,  # random numbers must differ between groups that train apart
         reduce=dataclasses.replace(config.reduce, sparse="densify"),
     )
     return LocalFramework(open_framework(own, inner, task, clock, first), world, inner, config.sync, apart)
@@ -92,7 +95,7 @@ def open_framework(
     choice: ReducerChoice,
     stages: StageChoice = BY_PARAMETERS,
 ) -> TorchFramework | KerasFramework:
-    """The framework of a task's kind, whose gradients are summed as a choice says. Collective."""
+    """Makes the framework for a task, with gradients summed by the reducer that ``choice`` selects. Collective."""
     settings = StepSettings(config.train, config.parallel, config.reduce, config.seed, config.features())
     if isinstance(task, TorchTask):
         from hpctrain.backends.torch.task.opening import open_torch
@@ -120,10 +123,10 @@ def make_hooks(
     fresh: bool,
     data: BatchSource,
 ) -> Iterator[Hook]:
-    """Hooks of the loop, in calling order: the end of a run is reported after it is saved. Each is to be closed, even
-    if the next one cannot be made.
+    """Yields the loop's hooks in calling order: the end of a run is reported after it is saved.
 
-    ``more`` and ``sinks`` are the caller's own; ``data`` is what is trained on, whose position is saved.
+    A generator, so that the caller can close each hook even if the next one cannot be made. ``more`` and ``sinks`` are
+    the caller's own; ``data`` is the training data, whose position is saved.
     """
     require_watched(config.features(), problem.validation, problem.task)
     refuse(rate_features(problem.task, more))
@@ -143,17 +146,17 @@ def make_hooks(
         state = kept_state(problem.task.state)
         given = (config.checkpoint, identity, world, run_dir, writer.append, stateful, fresh, state)
         yield checkpoint_hook(*given)
-    # What is stateful stands behind what restores its state.
+    # Stateful hooks come after the checkpoint hook, which restores their state.
     yield from (*stateful, *profile, MonitorHook(monitor), RecoveryNote(run_dir, writer.append))
     all_sinks: list[Sink] = []
-    yield EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks)  # closes them
+    yield EventsHook(writer, monitor.clock, config.track.every_steps, all_sinks)  # closes the sinks
     if world.rank == 0:
         all_sinks += make_sinks(config.track, run_dir, config.name)
         all_sinks += sinks
 
 
 def scheduler_hooks(task: Task) -> list[RateHook]:
-    """The hook that steps a task's TorchScheduler, if it has one."""
+    """Returns the hook that steps a task's TorchScheduler, if it has one."""
     if not isinstance(task.schedule, TorchScheduler):
         return []
     from hpctrain.backends.torch.state.scheduler import SchedulerHook
@@ -162,7 +165,7 @@ def scheduler_hooks(task: Task) -> list[RateHook]:
 
 
 def profiler_of(task: Task) -> Profiler:
-    """The profiler of the task's framework."""
+    """Returns the profiler of the task's framework."""
     if isinstance(task, TorchTask):
         from hpctrain.backends.torch.performance import TorchProfiler
 
@@ -173,7 +176,7 @@ def profiler_of(task: Task) -> Profiler:
 
 
 def reported(task: Task) -> list[str]:
-    """Names of what evaluations of a task report; empty if only an evaluation tells."""
+    """Returns the names of the metrics that evaluations report; empty if only an evaluation can show them."""
     if isinstance(task, TorchTask):
         return ["loss", *task.metrics]
     from hpctrain.backends.tensorflow.steps.compiled import reported as reported_by_keras
@@ -183,9 +186,9 @@ def reported(task: Task) -> list[str]:
 
 
 def require_watched(features: Mapping[Feature, Any], validation: Iterable[str], task: Task) -> None:
-    """Raises UserError if a watched metric is none of the task, or has the prefix of the first set of validation data.
+    """Raises UserError if a watched metric is not one of the task's, or has the prefix of the first validation set.
 
-    A Keras model was tried before. One with a ``test_step`` may report others, known after the first evaluation.
+    Does not check metrics that are known only after the first evaluation, as with a Keras model's ``test_step``.
     """
     first = next(iter(validation), None)
     for key, metric in ((feature, features[feature]) for feature in WATCHED if feature in features):
@@ -208,7 +211,7 @@ def make_trainer(
     hooks: Sequence[Hook],
     data: BatchSource | None = None,
 ) -> Trainer:
-    """Assembles the trainer; touches neither files nor other ranks."""
+    """Assembles the trainer; uses no files and no communication."""
     group, order = world.data, problem.order
     plan = duration_of(config.train, order.batches_per_epoch)
     schedule: Schedule = make_schedule(

@@ -1,8 +1,8 @@
-"""How sums over ranks are formed, in memory of the host and by Horovod, for any framework.
+"""Sums over ranks in host memory, for any framework, and the choice between them and Horovod.
 
-``candidates`` are the ways there are, and ``reducer_choice`` takes one. ``layout`` says what travels,
-``compression`` in which 16 bits, ``int8_sum`` in 8, which keeps what it rounds off; ``mpi_allreduce``,
-``shm_allreduce``, ``shm_pieces``, ``ring_allreduce`` and ``streamed_allreduce`` add it up in host memory, as
-``host_allreduce`` opens them, and Horovod does if ``horovod_setup`` lets it. ``row_exchange`` is for rows of
-embeddings; ``outer_step`` is for ranks that train apart.
+``candidates`` lists the ways to sum gradients, and ``reducer_choice`` picks one. ``layout`` plans the flat buffer;
+``compression`` packs values into 16 bits, and ``int8_sum`` into 8, with error feedback. ``host_allreduce`` opens the
+sums in host memory: ``mpi_allreduce``, ``shm_allreduce``, ``shm_pieces``, ``ring_allreduce`` and
+``streamed_allreduce``. ``horovod_setup`` checks and starts Horovod. ``row_exchange`` sums rows of embeddings;
+``outer_step`` is for local training. ``refusals`` lists combinations that do not work.
 """

@@ -1,4 +1,4 @@
-"""Which ways of summing gradients over ranks there are, and which of them come into question."""
+"""The ways to sum gradients over ranks, and which of them are possible in a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Candidate:
 
     kind: Literal["none", "mpi", "horovod", "gloo", "nccl"]
     way: Way = "flat"
-    """node: through shared memory; ring: the same, and between nodes by hpctrain's ring; flat: one message after
+    """node: through shared memory; ring: the same, with hpctrain's ring between nodes; flat: one message after
     backward; overlap: buckets during backward; sharded: each rank gets the sums it updates with (parallel.shard)."""
     compression: Literal["none", "fp16", "bf16", "int8"] = "none"
 
@@ -34,7 +34,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, name: str) -> Candidate:
-        """The candidate of a name; raises ValueError if there is none."""
+        """Returns the candidate of this name; raises ValueError if there is none."""
         known = {candidate.name: candidate for candidate in EVERY_CANDIDATE}
         if name not in known:
             raise ValueError(f"{name!r} is not one of {', '.join(known)}")
@@ -58,33 +58,33 @@ EVERY_CANDIDATE = (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What decides which candidates there are."""
+    """Facts about the job that decide which candidates are possible."""
 
     ranks: int
     nodes: int
     shared_memory: bool
     """Whether ranks of a node can share memory."""
     horovod: bool
-    """Whether Horovod is there, works, and uses the same MPI."""
+    """Whether Horovod is installed, works, and uses the same MPI."""
     gpu: bool
-    """Whether gradients lie on a GPU."""
+    """Whether gradients are on a GPU."""
 
 
 def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Callable[[], bool]) -> Surroundings:
-    """What all ranks have: the same on all, even if nodes differ, so that all make the same calls. Collective.
+    """What all ranks have; the same on all, even if nodes differ, so that all make the same calls. Collective.
 
-    Data groups agree too: values that are equal in them stay equal only if all sum them in the same way.
+    All data groups agree too: values that are equal across them stay equal only if all sum in the same way.
 
     Args:
-        config: the run file's section.
+        config: the run file's reduce section.
         world: the ranks.
-        gpu: whether this rank's gradients lie on a GPU.
+        gpu: whether this rank's gradients are on a GPU.
         has_horovod: whether Horovod works here; asked only if it may be chosen.
     """
     group, peers = world.everyone, world.data
     horovod = peers.size > 1 and config.kind == "auto" and has_horovod()
     neighbours = world.local_size > world.tensor.size
-    if world.pipeline.size > 1:  # the others of the node may be of other stages
+    if world.pipeline.size > 1:  # the node's other ranks may belong to other stages
         neighbours = peers.allgather(world.node, "find the nodes of the data group").count(world.node) > 1
     shares = neighbours and os.path.isdir(FOLDER)
     everywhere = group.allgather([shares, horovod, gpu], "compare what gradients could be summed with")
@@ -93,10 +93,10 @@ def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Call
 
 
 def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
-    """What may be chosen from, best guess first. An explicit kind gives one: what it does then never depends on timing.
+    """The possible candidates, best guess first. An explicit kind gives exactly one, so timing never decides.
 
     Raises:
-        UserError: the configuration asks for what is not there.
+        UserError: the configuration asks for something that does not work here.
     """
     if around.ranks == 1:
         return [Candidate("none")]
@@ -138,7 +138,7 @@ def _every_way(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
 
 
 def _feasible(candidate: Candidate) -> Candidate:
-    """Compressed sums over MPI after backward are of messages between all ranks."""
+    """Compressed MPI sums after backward are always flat, between all ranks."""
     if candidate.kind == "mpi" and candidate.way != "overlap" and candidate.compression != "none":
         return Candidate("mpi", "flat", candidate.compression)
     return candidate

@@ -1,4 +1,4 @@
-"""16-bit forms of fp32 values, for the wire only: sums are always formed in fp32."""
+"""16-bit encodings of fp32 values, used only to send them: sums are always formed in fp32."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 
 class Codec(Protocol):
-    """Packs fp32 into 16 bits and back. Each framework may bring a faster one that gives the same bits."""
+    """Packs fp32 into 16 bits and back. A framework may supply a faster one that gives the same bits."""
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        """Rounds to nearest, ties to even; too large values become infinite."""
+        """Rounds to nearest, ties to even; values too large become infinite."""
 
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        """Exact."""
+        """Unpacks exactly."""
 
 
 class Float16:

@@ -1,4 +1,4 @@
-"""Horovod's preconditions and settings, the same for both frameworks. Imports nothing of Horovod by itself."""
+"""Horovod's preconditions and settings, the same for both frameworks. Does not import Horovod itself."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hpctrain.errors import Code, UserError
 
 SETTINGS = {
     "HOROVOD_CYCLE_TIME": "2.5",
-    # Dynamic fusion would let timing decide which tensors are added in one message, and so the order of additions.
+    # Dynamic fusion would let timing decide which tensors share a message, and so the order of additions.
     "HOROVOD_DISABLE_GROUP_FUSION": "1",
 }
-"""Environment variables that Horovod reads when it starts; what the user has set stays."""
+"""Environment variables that Horovod reads when it starts; values set by the user are kept."""
 MPI_LIBRARY = re.compile(r"lib(mpi|mpich|mpi-\w+|mpi_(?!cxx|mpifh|usempi)\w+)\.so[.\d]*")
 BUILD = "run: hpctrain install-horovod"
 _leases: dict[ModuleType, set[int]] = {}
-"""Numbers of the leases in use, by framework: Horovod has one state for the whole process."""
+"""Numbers of the leases in use, by framework module: Horovod has one state per process."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One reducer's use of Horovod, which runs as long as any reducer of the process uses it."""
+    """One reducer's use of Horovod, which is shut down when no reducer of the process uses it."""
 
     module: ModuleType
     number: int
-    """The lowest one free: equal on ranks that open and close reducers in the same order. For names of tensors."""
+    """Lowest free number: the same on ranks that open and close reducers in the same order. Used in tensor names."""
 
     def end(self) -> None:
-        """The last one ends Horovod's background thread, which would take time from the cores with nothing to do."""
+        """Ends this use. The last one shuts down Horovod's background thread, which would use the cores while idle."""
         numbers = _leases.get(self.module, set())
         numbers.discard(self.number)
         if not numbers and _leases.pop(self.module, None) is not None:
@@ -88,15 +88,15 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> Lease:
     """Starts Horovod's background thread on exactly the ranks of the group, unless it runs already.
 
     Args:
-        module: of ``load``.
+        module: the module returned by ``load``.
         group: the ranks.
         on_gpu: whether it will sum tensors on GPUs.
 
     Returns:
-        The caller's use of it, to be ended where it needs it no more.
+            The caller's lease; end it when Horovod is no longer needed.
 
-    Raises:
-        UserError: Horovod sees other ranks than the group has.
+        Raises:
+            UserError: Horovod sees other ranks than the group's.
     """
     runs = bool(module.is_initialized())
     if not runs:
@@ -108,7 +108,7 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> Lease:
             Code.HOROVOD,
         )
     if not runs:
-        _leases.pop(module, None)  # the program itself has ended it
+        _leases.pop(module, None)  # the user's program has shut it down
     numbers = _leases.setdefault(module, set())
     number = next(number for number in itertools.count() if number not in numbers)
     numbers.add(number)
@@ -116,23 +116,23 @@ def start(module: ModuleType, group: Group, on_gpu: bool) -> Lease:
 
 
 def _init(module: ModuleType, group: Group, on_gpu: bool) -> None:
-    part = group.comm if is_part(group) else None  # each data group is a separate Horovod world
+    part = group.comm if is_part(group) else None  # each data group forms its own Horovod world
     if part is not None and not module.mpi_built():
         raise UserError(
             "Horovod was built without MPI and cannot form the groups of a partitioned model", f"{BUILD} --force"
         )
     for key, value in SETTINGS.items():
         os.environ.setdefault(key, value)
-    # Horovod 0.28.1 crashes at its second start if this and the cycle time are set; without fusion it means nothing.
+    # Horovod 0.28.1 crashes at its second start if both this and the cycle time are set; unused without fusion.
     os.environ.pop("HOROVOD_FUSION_THRESHOLD", None)
     threads = set(os.listdir("/proc/self/task"))
     module.init(**({} if part is None else {"comm": part}))
-    if not on_gpu:  # there NCCL's own threads, which move the data, would inherit it
+    if not on_gpu:  # NCCL's own threads, which move the data, would inherit the priority
         _give_way(set(os.listdir("/proc/self/task")) - threads)
 
 
 def is_part(group: Group) -> bool:
-    """Whether a group has some of the ranks only."""
+    """Whether a group contains only some of the ranks."""
     if group.comm is None:
         return False
     from mpi4py import MPI
@@ -141,10 +141,10 @@ def is_part(group: Group) -> bool:
 
 
 def _give_way(threads: set[str]) -> None:
-    """Lets Horovod's thread have only the time that computing leaves.
+    """Gives Horovod's thread the lowest priority, so that it runs only on idle cores.
 
-    It spins in a collective every cycle, and if all cores compute, the model would pay for that; while the ranks
-    wait for sums it has the core to itself.
+    It spins in a collective every cycle, which would slow down the model when all cores compute; while ranks wait for
+    sums it has a core to itself.
     """
     for thread in threads:
         with contextlib.suppress(OSError):  # it may have ended

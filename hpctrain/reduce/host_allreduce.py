@@ -1,4 +1,4 @@
-"""Sums in host memory by the name of a candidate: of one flat buffer, or of several arrays that travel together."""
+"""Opens the host-memory sum that a candidate names: over one flat buffer, or over several arrays sent together."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def open_host_allreduce(
     codecs: Mapping[str, Codec],
     residue: Residue | None = None,
 ) -> tuple[Candidate, HostAllreduce]:
-    """The sum that a candidate of kind mpi names, and what it is: one flat message if ranks cannot share memory.
+    """Opens an MPI candidate's sum; returns it with the candidate used: flat if ranks cannot share memory.
 
     Collective over the group.
 
     Args:
-        candidate: what was chosen.
+        candidate: the chosen candidate.
         group: the ranks.
-        length: elements of the buffer, the extra slots of layout.py at its end.
-        dtype: of the buffer.
-        codecs: 16-bit forms by the name of a compression.
-        residue: of int8, if that is the compression.
+        length: elements of the buffer, including the extra slots of layout.py at its end.
+        dtype: dtype of the buffer.
+        codecs: 16-bit codecs by compression name.
+        residue: rounding error kept by int8 compression; None for other compressions.
     """
     if residue is not None:
         if candidate.way == "node" and (between := open_shm_allreduce(group, length, residue=residue)) is not None:
@@ -59,7 +59,7 @@ def open_host_allreduce(
 def open_streamed_allreduce(
     group: Group, length: int, dtype: DTypeLike, codec: Codec | None = None, node_first: bool = True
 ) -> StreamedAllreduce:
-    """Sums in pieces, of a node's ranks first if they share memory. Collective over the group."""
+    """Opens a sum in pieces, first within a node if its ranks share memory. Collective over the group."""
     dtype = dtype if codec is None else np.float32
     shared = share_arrays(group, length, dtype) if node_first else None
     if shared is None:
@@ -72,12 +72,12 @@ class PieceAllreduce(Protocol):
     """Sums arrays over the ranks. Every rank makes the same calls in the same order."""
 
     dtype: np.dtype[Any]
-    """Of the sums."""
+    """Dtype of the sums."""
 
     def sum(self, *pieces: NDArray[Any]) -> list[NDArray[Any]]:
-        """The sums, of the same shapes; read-only, and valid until the next call.
+        """Returns sums of the same shapes; read-only, and valid until the next call.
 
-        The last piece holds the slots, SQUARE in its place among them.
+        The last piece holds the slots; SQUARE is filled in.
         """
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class PieceAllreduce(Protocol):
 
 
 class BufferedPieces:
-    """Through the flat buffer of a host sum."""
+    """Sums pieces by copying them into the flat buffer of a host sum."""
 
     def __init__(self, host: HostAllreduce, layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
         self.host = host
@@ -104,7 +104,7 @@ class BufferedPieces:
 
 
 def views(flat_buffer: NDArray[Any], layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
-    """Of a flat buffer, one for each of what lies in it."""
+    """Views of each piece in a flat buffer."""
     places = zip(layout.offsets, layout.sizes, shapes, strict=True)
     return [flat_buffer[offset : offset + size].reshape(shape) for offset, size, shape in places]
 
@@ -118,16 +118,16 @@ def open_piece_allreduce(
     codecs: Mapping[str, Codec],
     residue: Residue | None = None,
 ) -> tuple[Candidate, PieceAllreduce]:
-    """The same for several arrays.
+    """Like ``open_host_allreduce``, for several arrays.
 
     Args:
-        candidate: what was chosen.
+        candidate: the chosen candidate.
         group: the ranks.
-        layout: of the pieces in a flat buffer; its extra slots are one more piece, the last.
-        shapes: of the other pieces.
-        dtype: of the pieces.
-        codecs: 16-bit forms by the name of a compression.
-        residue: of int8, if that is the compression.
+        layout: layout of the pieces in a flat buffer; the extra slots form the last piece.
+        shapes: shapes of the other pieces.
+        dtype: dtype of the pieces.
+        codecs: 16-bit codecs by compression name.
+        residue: rounding error kept by int8 compression; None for other compressions.
     """
     if candidate.way in ("node", "ring") and residue is None:
         if (small := open_shm_small(group, layout.length, dtype)) is not None:

@@ -1,8 +1,8 @@
-"""Sums with one byte a value on the wire: 8-bit integers in blocks with a common scale, and error feedback.
+"""Sums with one byte per value sent: 8-bit integers in blocks with a common scale, and error feedback.
 
-Each rank adds what earlier messages left out of its values, rounds, and keeps what this message leaves out (Seide et
-al. 2014; Karimireddy et al. 2019). Each gets its part of all ranks, adds in fp32 and in rank order, rounds again and
-sends the sum, whose rounding error it keeps too. All ranks decode the same bytes, so they hold the same bits.
+Each rank adds the rounding error of earlier messages to its values, rounds, and keeps the new error (Seide et al. 2014;
+Karimireddy et al. 2019). Each rank receives its part from all ranks, adds in fp32 and in rank order, rounds again and
+sends the sum, keeping that rounding error too. All ranks decode the same bytes, so their results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hpctrain.reduce.layout import Layout
 from hpctrain.reduce.mpi_allreduce import duplicate
 
 BLOCK = 128
-"""Values that share a scale of 4 bytes: 1.031 bytes a value, 0.258 of fp32's."""
+"""Values per 4-byte scale: 1.031 bytes a value, 0.258 of fp32's size."""
 CHUNK = 256 * BLOCK
-"""Values that are packed at a time: they stay in a core's own cache."""
+"""Values packed at a time, few enough to stay in a core's private cache."""
 LARGEST = 127
 SMALLEST_SCALE = 1e-30
-"""Smaller values are left to the error: the inverse of a smaller scale may be infinite."""
+"""Blocks with a smaller scale are sent as zeros and go into the error: the inverse of the scale could overflow."""
 WHAT = "exchange compressed gradients"
 
 Floats = NDArray[np.float32]
@@ -33,50 +33,50 @@ Floats = NDArray[np.float32]
 
 @dataclass
 class Residue:
-    """What compressed messages have left out so far on this rank: state of a run.
+    """Rounding error that compressed messages have left out so far on this rank; part of a run's state.
 
-    The sum over all ranks is what the summed gradients lack in all; how it is distributed over them does not matter.
+    Only the sum over all ranks matters: it is what the summed gradients lack. How it is distributed does not matter.
     """
 
     exact_updates: int
-    """Updates at the beginning of the run whose sums are exact."""
+    """Number of updates at the beginning of the run whose sums are exact."""
     error: Floats
-    """Of the gradients as they lie in the flat buffer."""
+    """Error per value, laid out as the gradients in the flat buffer."""
     updates: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
-    """Exchanges so far, in one element."""
+    """Number of exchanges so far, in one element."""
     sharers: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
-    """Ranks, and how many of them send each value."""
+    """Number of ranks, and how many of them send each value."""
     sent: slice = field(default_factory=lambda: slice(0))
-    """What this rank sends."""
+    """The part of the buffer that this rank sends."""
 
     def of(self, sent: slice) -> Floats:
-        """The error of what this rank sends."""
+        """Sets the part that this rank sends; returns its error."""
         self.sent = sent
         return self.error[sent]
 
     def begins_exactly(self) -> bool:
-        """Counts an update: whether its sums are exact."""
+        """Counts an update; returns whether its sums are exact."""
         self.updates += 1
         return bool(self.updates[0] <= self.exact_updates)
 
     def load(self, error: Floats, updates: NDArray[np.int64], sharers: NDArray[np.int64]) -> None:
-        """Takes over what was saved.
+        """Restores saved state.
 
         Args:
-            error: this rank's; the mean of all ranks' if there were more or fewer.
-            updates, sharers: as they were.
+            error: this rank's error; the mean over all saved ranks if their number has changed.
+            updates, sharers: as saved.
         """
         self.updates[:] = updates
         if np.array_equal(sharers, self.sharers):
             self.error[:] = error
             return
         self.error[:] = 0
-        if sharers[0] != self.sharers[0]:  # with as many ranks on other nodes no rank knows the errors of others
+        if sharers[0] != self.sharers[0]:  # same number of ranks on other nodes: no rank knows the others' errors
             self.error[self.sent] = error[self.sent] * np.float32(sharers[0] / self.sharers[1])
 
 
 def residue_of(candidate: Candidate, layout: Layout, exact_updates: int) -> Residue | None:
-    """Of gradients that a candidate sums; None if it leaves nothing out."""
+    """The residue for a candidate's gradients; None if it does not round to int8."""
     if candidate.compression != "int8":
         return None
     return Residue(exact_updates, np.zeros(layout.gradients, np.float32))
@@ -87,10 +87,10 @@ class Int8Sum:
 
     Args:
         group: the ranks, on a communicator that nothing else uses.
-        array: of fp32, contiguous.
-        values: how many are compressed; the rest travel as they are.
-        residue: of a flat buffer, in which the array's values begin at ``begin``.
-        begin: see there.
+        array: contiguous fp32 array.
+        values: number of leading elements that are compressed; the rest are sent as they are.
+        residue: error of the flat buffer that ``array`` is part of.
+        begin: where the array's values begin in the flat buffer.
     """
 
     def __init__(self, group: Group, array: Floats, values: int, residue: Residue, begin: int = 0) -> None:
@@ -106,14 +106,14 @@ class Int8Sum:
         self.result = np.zeros(self.packed, np.uint8)
         self.work = np.zeros((3, CHUNK), np.float32)
         self.bytes_sent = (group.size - 1) * (self.outgoing.shape[1] + self.packed)
-        """By this rank in a compressed sum."""
+        """Bytes that this rank sends in a compressed sum."""
 
     def run(self) -> None:
-        """Returns when the array holds the sums. All ranks call it."""
+        """Replaces the array by its sum. Collective."""
         if self.residue.begins_exactly():
             self.group.add(self.array, WHAT)
             return
-        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so, on all ranks
+        with np.errstate(invalid="ignore", over="ignore"):  # non-finite values stay so, on all ranks
             self._run()
 
     def _run(self) -> None:
@@ -137,7 +137,7 @@ class Int8Sum:
         self.tail[:] = np.sum(tails, axis=0, dtype=np.float32)
 
     def _chunks(self, part: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
-        """Ranges of the values, and where whole blocks of them lie in a row of packed values."""
+        """Ranges of the values, with the range of whole blocks that each takes in a row of packed values."""
         for begin in range(*part, CHUNK):
             end, at = min(begin + CHUNK, part[1]), begin - part[0]
             yield slice(begin, end), slice(at, at + -(-(end - begin) // BLOCK) * BLOCK)
@@ -148,7 +148,7 @@ class Int8Sum:
         return row[there].view(np.int8).reshape(-1, BLOCK), scales
 
     def _pack(self, values: Floats, row: NDArray[np.uint8], there: slice) -> None:
-        """Leaves in the values, the first of work[0], what the row lacks of them."""
+        """Packs the values and leaves their rounding error in work[0], of which they are the first part."""
         blocks = self.work[0][: length(there)]
         blocks[len(values) :] = 0
         quantize(blocks.reshape(-1, BLOCK), *self._fields(row, there), self.work[1][: length(there)])
@@ -162,13 +162,13 @@ class Int8Sum:
 
 
 def quantize(blocks: Floats, integers: NDArray[np.int8], scales: Floats, work: Floats) -> None:
-    """Rounds to nearest, ties to even, to multiples of a scale for each block: 1/127 of its largest magnitude.
+    """Rounds to multiples of each block's scale, which is 1/127 of its largest magnitude; ties to even.
 
     Args:
-        blocks: [blocks, values of each].
-        integers: of the same shape, overwritten.
-        scales: of each block, overwritten.
-        work: as many elements as ``blocks``.
+        blocks: [blocks, values per block].
+        integers: result, of the same shape.
+        scales: resulting scale of each block.
+        work: scratch space, with the same number of elements as ``blocks``.
     """
     scaled = work.reshape(blocks.shape)
     np.abs(blocks, out=scaled)
@@ -179,12 +179,12 @@ def quantize(blocks: Floats, integers: NDArray[np.int8], scales: Floats, work: F
 
 
 def length(part: slice) -> int:
-    """Elements of a range."""
+    """Number of elements in a slice."""
     return int(part.stop - part.start)
 
 
 class Int8Allreduce:
-    """The same for a flat buffer of all ranks, after everything is ready; see HostAllreduce."""
+    """Int8Sum over a flat buffer of all ranks, done entirely in ``finish``; see HostAllreduce."""
 
     def __init__(self, group: Group, size: int, residue: Residue) -> None:
         separate = Group(group.name, duplicate(group))
@@ -194,4 +194,4 @@ class Int8Allreduce:
         self.finish, self.close = self.sum.run, separate.free
 
     def start(self, begin: int, end: int) -> None:
-        """Waits for finish."""
+        """Does nothing: the whole sum is done in ``finish``."""

@@ -1,7 +1,7 @@
-"""Where each gradient lies in the one flat buffer that is exchanged, which parts of it travel together, and the few
-numbers in the extra slots of the same message, which cost no latency.
+"""Plans the flat buffer that is exchanged: where each gradient lies, which parts are sent together, and the extra
+slots, which carry a few numbers in the same message without additional latency.
 
-Pure index arithmetic, fixed by the model alone: sums are formed in the same order in every run.
+Pure index arithmetic that depends only on the model, so sums are formed in the same order in every run.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 16
-"""Elements: each gradient begins on a cache line of 64 bytes, so that kernels run on aligned vectors."""
+"""Elements: each gradient begins on a 64-byte cache line, so that kernels run on aligned vectors."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring gradients that are sent in one message."""
+    """Adjacent gradients that are sent in one message."""
 
     begin: int
     """First element in the flat buffer."""
@@ -34,9 +34,9 @@ class Layout:
     sizes: tuple[int, ...]
     """Elements of each parameter, by parameter index."""
     buckets: tuple[Bucket, ...]
-    """In the order in which they are sent; together they cover the buffer."""
+    """Buckets in sending order; together they cover the buffer."""
     gradients: int
-    """Elements of all gradients with their padding; the extra slots begin here."""
+    """Elements of all gradients including padding; the extra slots begin here."""
     length: int
     """Elements of the whole buffer."""
 
@@ -47,7 +47,7 @@ def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int) -> Layou
     Args:
         sizes: elements of each parameter.
         bucket_elements: a bucket is closed once it holds this many elements; None puts everything into one.
-        extra: slots behind the gradients for sums that travel along.
+        extra: number of slots after the gradients, for numbers summed in the same message.
     """
     offsets = [0] * len(sizes)
     buckets: list[Bucket] = []
@@ -62,14 +62,14 @@ def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int) -> Layou
             begin, members = end, []
     if members or not buckets:
         buckets.append(Bucket(begin, end + extra, tuple(members)))
-    else:  # the extra slots ride with the last bucket
+    else:  # the extra slots go with the last bucket
         last = buckets.pop()
         buckets.append(Bucket(last.begin, end + extra, last.members))
     return Layout(tuple(offsets), tuple(sizes), tuple(buckets), end, end + extra)
 
 
 def slices(length: int, parts: int) -> list[slice]:
-    """Contiguous, aligned slices of nearly equal size that cover a buffer, one a rank."""
+    """Contiguous, aligned slices of nearly equal size that cover a buffer, one per rank."""
     step = -(-length // (parts * ALIGNMENT)) * ALIGNMENT
     return [slice(min(part * step, length), min((part + 1) * step, length)) for part in range(parts)]
 
@@ -77,13 +77,12 @@ def slices(length: int, parts: int) -> list[slice]:
 SLOTS = 16
 """Extra slots: one cache line."""
 LOSS, WEIGHT, WEIGHTED, SQUARE = 0, 1, 2, 3
-"""Index of each number among the slots. SQUARE does not travel: sums that promise it fill in the square of the L2 norm
-of the summed gradients."""
+"""Index of each number in the slots. SQUARE is not sent: some sums fill in the squared L2 norm of their result."""
 
 
 @dataclass(frozen=True)
 class ExchangeResult:
-    """What all ranks together know after an exchange.
+    """What an exchange gives all ranks besides the gradients.
 
     A mean loss contributes ``mean * local_samples / global_samples`` on each rank and its gradients likewise. A
     (sum, weight) loss contributes both divided by ``global_samples``, and gradients must be divided by ``divisor``
@@ -93,11 +92,11 @@ class ExchangeResult:
     loss: float
     """Mean loss over the global batch."""
     divisor: float
-    """What the summed gradients are to be divided by: 1 for mean losses and if all weights are zero."""
+    """What to divide the summed gradients by; 1 for mean losses, and if all weights are zero."""
 
 
 def read_slots(slots: Sequence[float]) -> ExchangeResult:
-    """Reads the summed slots. A rank without samples leaves its slots at zero and learns the kind from the others."""
+    """Reads the summed slots. A rank without samples contributes zeros and learns the kind of loss from the others."""
     if slots[WEIGHTED] and slots[WEIGHT]:
         return ExchangeResult(slots[LOSS] / slots[WEIGHT], slots[WEIGHT])
     return ExchangeResult(slots[LOSS], 1.0)

@@ -1,4 +1,4 @@
-"""Sums of a flat host buffer over the ranks of a group, by MPI."""
+"""Sums of a flat host buffer over the ranks of a group, using MPI."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 LARGEST_MESSAGE = 2**28
-"""Elements; MPI libraries before MPI 4 count in 32 bits, and some still do inside."""
+"""Limit in elements: MPI libraries before MPI 4 count in 32 bits, and some still do so internally."""
 
 
 class HostAllreduce(Protocol):
     """Sums ``buffer`` over the ranks, in place. Every rank makes the same calls in the same order."""
 
     buffer: NDArray[Any]
-    """This rank's values before, the sums after ``finish``; one-dimensional."""
+    """One-dimensional: this rank's values, replaced by the sums in ``finish``."""
 
     def start(self, begin: int, end: int) -> None:
-        """These elements are complete and may travel; the calls before ``finish`` cover the buffer in order."""
+        """These elements are complete and may be sent; the calls before ``finish`` cover the buffer in order."""
 
     def finish(self) -> None:
-        """Returns when the whole buffer holds the sums."""
+        """Returns when the whole buffer holds sums."""
 
     def close(self) -> None:
         """Releases communicators."""
 
 
 class FlatAllreduce:
-    """One Allreduce after everything is ready."""
+    """A single MPI Allreduce, done in ``finish``."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
         self.comm = duplicate(group)
         self.buffer = np.zeros(length, dtype)
 
     def start(self, begin: int, end: int) -> None:
-        """Waits for finish."""
+        """Does nothing: the whole sum is done in ``finish``."""
 
     def finish(self) -> None:
         add_everywhere(self.comm, self.buffer)
@@ -50,7 +50,7 @@ class FlatAllreduce:
 
 
 def add_everywhere(comm: MPI.Comm, values: NDArray[Any]) -> None:
-    """Replaces a one-dimensional array by its sum over the ranks."""
+    """Replaces a one-dimensional array by its elementwise sum over the ranks."""
     from mpi4py import MPI
 
     for begin in range(0, len(values), LARGEST_MESSAGE):
@@ -58,7 +58,7 @@ def add_everywhere(comm: MPI.Comm, values: NDArray[Any]) -> None:
 
 
 def duplicate(group: Group) -> MPI.Comm:
-    """A separate communicator: no other message can be mistaken for a gradient."""
+    """A separate communicator, so that no other message can be mistaken for a gradient."""
     if group.comm is None:
         raise ValueError("a group of one has nothing to sum")
     return group.comm.Dup()

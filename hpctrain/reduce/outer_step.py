@@ -1,9 +1,9 @@
-"""Outer steps of local training: ranks train apart for some updates, then take a step along their mean progress.
+"""Outer steps of local training: ranks train separately for some updates, then step along their mean progress.
 
-With a rate of 1 and no momentum that is the mean of their weights (Local SGD, Stich 2019); with Nesterov's momentum it
-is DiLoCo (Douillard et al. 2023). With overlap the weights travel in parts, one after the other, while ranks make
-updates (Streaming DiLoCo, Douillard et al. 2025): one lands when the next one leaves, and what a rank has learned
-meanwhile stays.
+With a rate of 1 and no momentum this averages the weights (Local SGD, Stich 2019); with Nesterov momentum it is DiLoCo
+(Douillard et al. 2023). With overlap, the weights are exchanged in parts, one after the other, during updates
+(Streaming DiLoCo, Douillard et al. 2025): each part lands when the next one leaves, and keeps what the rank has learned
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hpctrain.comm.group import Group
 
 WHAT = "exchange the progress of a round"
 AS_FAST = 0.9
-"""Of the fastest one's speed: who reaches it makes all updates, as noise in what was measured may be as large."""
+"""Ranks with at least this fraction of the fastest speed make all updates: smaller differences may be noise."""
 
 Flat = NDArray[Any]
 
 
 class OuterStep:
-    """Outer weights, equal on all ranks, and what is on its way to them.
+    """Outer weights, equal on all ranks, and the progress being exchanged.
 
     Args:
         group: the ranks, on a communicator that nothing else uses.
-        weights: that training begins with, equal on all ranks; one-dimensional, of float32 or float64.
+        weights: initial weights, equal on all ranks; one-dimensional, float32 or float64.
         rate, momentum: of the outer steps.
-        parts: of the weights, that take turns on their way; 0: they are exchanged all at once.
+        parts: number of parts of the weights that are exchanged in turn; 0: all are exchanged at once.
     """
 
     def __init__(self, group: Group, weights: Flat, rate: float, momentum: float, parts: int) -> None:
@@ -40,24 +40,24 @@ class OuterStep:
         self.velocity = np.zeros_like(weights) if momentum else weights[:0].copy()
         self.length = -(-len(weights) // parts) if parts else 0
         self.ahead = np.zeros(self.length, weights.dtype)
-        """This rank's progress in the part under way, which is ahead of the outer weights by it."""
+        """This rank's progress in the part being exchanged, relative to the outer weights."""
         self.coming = self.ahead.copy()
-        """The mean of all ranks', once ``arrived`` has returned."""
+        """The mean of all ranks' progress, once ``arrived(True)`` has returned."""
         self.under_way = np.zeros(2 if parts else 0, np.int64)
-        """Bounds of that part; equal if there is none."""
+        """Bounds of the part being exchanged; equal if there is none."""
         self.arrived: Callable[[bool], bool] = lambda wait: True
 
     def begin(self, weights: Flat) -> None:
-        """Training apart begins from these weights, equal on all ranks."""
+        """Restarts local training from these weights, equal on all ranks."""
         self.outer[:] = weights
         for array in (self.velocity, self.ahead, self.coming, self.under_way):
             array[:] = 0
 
     def end_round(self, weights: Flat) -> Flat:
-        """Exchanges all progress; the outer weights, from which this rank continues. Collective.
+        """Exchanges all progress; returns the outer weights, from which this rank continues. Collective.
 
         Args:
-            weights: that this rank has reached, with no part under way.
+            weights: this rank's current weights, with no part being exchanged.
         """
         progress = weights - self.outer
         self.group.add(progress, WHAT)
@@ -66,20 +66,20 @@ class OuterStep:
 
     @property
     def part(self) -> slice:
-        """That is under way."""
+        """The part being exchanged."""
         return slice(*self.under_way.tolist())
 
     @property
     def next_part(self) -> slice:
-        """That leaves next."""
+        """The part to be exchanged next."""
         begin = int(self.under_way[1]) % len(self.outer)
         return slice(begin, min(begin + self.length, len(self.outer)))
 
     def land(self, weights: Flat) -> Flat:
-        """What this rank continues from in the part under way, which has arrived then. Collective.
+        """Finishes the exchange of a part; returns the values that this rank continues from in it. Collective.
 
         Args:
-            weights: of this part, that this rank has reached.
+            weights: this rank's current weights of this part.
         """
         self.settle()
         at, count = self.part, len(weights)
@@ -90,10 +90,10 @@ class OuterStep:
         return landed
 
     def leave(self, weights: Flat) -> None:
-        """Sends the progress of the next part on its way. Collective.
+        """Starts to exchange the progress of the next part. Collective.
 
         Args:
-            weights: of this part, that this rank has reached.
+            weights: this rank's current weights of that part.
         """
         at, count = self.next_part, len(weights)
         self.under_way[:] = at.start, at.stop
@@ -102,13 +102,13 @@ class OuterStep:
         self.arrived = self.group.begin_add(self.coming[:count], WHAT)
 
     def share_ahead(self, group: Group) -> None:
-        """These ranks have the same weights from now on. Collective among them."""
+        """Averages the exchanged progress over ranks whose weights are equal from now on. Collective among them."""
         self.settle()
         group.add(self.ahead, WHAT)
         self.ahead /= group.size
 
     def settle(self) -> None:
-        """Waits for what is on its way, which then is state like everything else."""
+        """Waits for the exchange under way, so that its result is ordinary state."""
         self.arrived(True)
 
     def _step(self, at: slice, progress: Flat) -> None:
@@ -119,36 +119,36 @@ class OuterStep:
 
 
 class Pace:
-    """Which updates of a round this rank makes; see sync.by_speed. All are made until speeds are known.
+    """Which updates of a round this rank makes; see sync.by_speed. All of them until speeds are known.
 
     Args:
         group: the ranks, on a communicator that nothing else uses.
-        index: of those that this rank exchanges gradients with, and keeps pace with.
-        every_steps: updates of a round.
+        index: group of ranks that this rank exchanges gradients with; they have a common pace.
+        every_steps: updates per round.
     """
 
     def __init__(self, group: Group, index: int, every_steps: int) -> None:
         self.group, self.index, self.every_steps = group, index, every_steps
         self.updates = np.zeros(group.size, np.int64)
-        """Of a round, by rank; 0 until they are known. State of a run."""
+        """Updates per round, by rank; 0 until known. Part of a run's state."""
         self.seconds: list[float] = []
-        """That updates of this rank took."""
+        """Duration of each of this rank's updates in the round."""
 
     def is_due(self, position: int) -> bool:
-        """Whether this rank makes an update of a round, from 1; it always makes the last one."""
+        """Whether this rank makes the update at this position of a round, from 1; it always makes the last one."""
         return is_due(position, int(self.updates[self.group.rank]) or self.every_steps, self.every_steps)
 
     def load(self, updates: NDArray[np.int64]) -> None:
-        """Takes the paces of a checkpoint, if ranks are as many."""
+        """Restores the paces of a checkpoint if the number of ranks is the same."""
         self.updates[:] = updates if len(updates) == len(self.updates) else 0
 
     def agree(self) -> None:
-        """Those that exchange gradients now may have been on other nodes before, and need one pace. Collective."""
+        """Gives each group of ranks one pace; their members may have come from other nodes. Collective."""
         index = self.group.gather(np.array([float(self.index)]), "learn who keeps pace")[:, 0]
         self.updates[:] = [self.updates[index == own].min() for own in index]
 
     def end_round(self) -> None:
-        """Settles the paces, if they are not known. Collective."""
+        """Determines the paces, if they are not known. Collective."""
         if not self.updates.any():
             mine = np.array([self.index, statistics.median(self.seconds or [0.0])])
             everyone = self.group.gather(mine, "compare their speeds")
@@ -157,17 +157,17 @@ class Pace:
 
 
 def is_due(position: int, times: int, steps: int) -> bool:
-    """Whether what is done N ``times`` in a round, evenly, is due at this place among its steps, from 1."""
+    """Whether something done ``times`` times per round, spread evenly over its steps, is due at this one, from 1."""
     return position * times // steps > (position - 1) * times // steps
 
 
 def updates_by_speed(index: Flat, seconds: Flat, every_steps: int) -> NDArray[np.int64]:
-    """Updates of a round by rank: what it can make while the fastest makes all of them, and one at least.
+    """Updates per round, by rank: the number it can make while the fastest makes all, and at least one.
 
     Args:
-        index: by rank; those of equal index are as fast as the slowest of them.
-        seconds: an update takes, by rank.
-        every_steps: updates of a round.
+        index: group of each rank; a group is as fast as its slowest rank.
+        seconds: duration of an update, by rank.
+        every_steps: updates per round.
     """
     slowest = np.array([seconds[index == own].max() for own in index])
     speed = np.ones_like(slowest) if slowest.min() <= 0 else slowest.min() / slowest

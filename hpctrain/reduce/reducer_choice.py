@@ -1,8 +1,8 @@
-"""Which reducer a run gets: the one that it names, the one that an earlier attempt chose, or the fastest one here.
+"""Chooses a run's reducer: the one it names, the one an earlier attempt chose, or the fastest one measured.
 
 Candidates take turns in rehearsals: forward, backward and exchange on real data without an update, after which the
-model is as before. So what is trained never depends on what was measured, only on the choice; and a run that keeps its
-choice on resume ends with the same bits.
+model is unchanged. Training therefore depends only on the choice, not on the timings, and a resumed run that keeps its
+choice gives bitwise identical results.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hpctrain.reduce.candidates import Candidate
 
 
 class Closable(Protocol):
-    """A reducer, as far as the choice is concerned."""
+    """A reducer, as far as choosing one is concerned."""
 
     def close(self) -> None:
-        """Ends its threads and frees its memory."""
+        """Ends the reducer's threads and frees its memory."""
 
 
 R = TypeVar("R", bound=Closable)
@@ -32,17 +32,17 @@ R_co = TypeVar("R_co", bound=Closable, covariant=True)
 
 
 class Reducers(Protocol[R_co]):
-    """A framework's part in the choice, for one model."""
+    """What a framework contributes to the choice, for one model."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
-        """What may be chosen from, best guess first. Collective.
+        """The possible candidates, best guess first. Collective.
 
         Raises:
-            UserError: the configuration asks for what is not there.
+            UserError: the configuration asks for something that does not work here.
         """
 
     def open(self, candidate: Candidate, group: Group) -> R_co:
-        """The reducer of a candidate. Collective over the group."""
+        """Opens a candidate's reducer. Collective over the group."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Choice:
 
     candidate: Candidate
     seconds: dict[str, float]
-    """Median time of a rehearsed step by candidate, on the slowest rank."""
+    """Median time of a rehearsed step on the slowest rank, by candidate."""
 
     def to_event(self) -> dict[str, str | dict[str, float]]:
-        """JSON-able, for the run folder."""
+        """The choice as JSON-able values, for the run folder."""
         return {
             "reducer": self.candidate.name,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
@@ -66,19 +66,19 @@ class ReducerChoice:
     """How the reducer of a run is chosen."""
 
     config: ReduceConfig
-    """The run file's section."""
+    """The run file's reduce section."""
     world: World
-    """The ranks, which all make the same calls."""
+    """All ranks; all make the same calls."""
     kept: str | None = None
     """Name of the candidate that an earlier attempt chose; used without measuring."""
     record: Callable[[Choice], object] | None = None
-    """Called with what was measured, if there was a choice."""
+    """Called with the result if candidates were measured."""
 
     def known(self, reducers: Reducers[R]) -> R | None:
-        """The reducer, or None if it has to be measured. Collective.
+        """Opens the reducer if it need not be measured; otherwise returns None. Collective.
 
         Raises:
-            UserError: the reducer that the configuration names cannot be used.
+            UserError: the reducer named in the configuration cannot be used.
         """
         among = reducers.possible(self.config, self.world)
         if len(among) == 1:
@@ -86,11 +86,11 @@ class ReducerChoice:
         return None if self.kept is None else reducers.open(Candidate.parse(self.kept), self.world.data)
 
     def measured(self, reducers: Reducers[R], rehearse: Callable[[R], object]) -> R:
-        """The fastest reducer. Collective.
+        """Measures the candidates and opens the fastest one. Collective.
 
         Args:
-            reducers: of the model.
-            rehearse: runs forward, backward and exchange once with the reducer it gets, and leaves the model as it was.
+            reducers: the model's reducers.
+            rehearse: runs forward, backward and exchange once with the given reducer, and leaves the model as it was.
         """
         group = self.world.data
         among = reducers.possible(self.config, self.world)
@@ -100,37 +100,37 @@ class ReducerChoice:
         return reducers.open(choice.candidate, group)
 
     def reducer(self, reducers: Reducers[R], rehearse: Callable[[R], object]) -> R:
-        """The reducer that is known, else the fastest one; arguments as those of ``measured``. Collective."""
+        """Opens the known reducer, or else the fastest one; arguments as for ``measured``. Collective."""
         return self.known(reducers) or self.measured(reducers, rehearse)
 
 
 @dataclass
 class ChosenReducer(Generic[R]):
-    """The reducer in use. If it has to be measured, that is done on the batch of the first update."""
+    """The reducer in use. If it has to be measured, that happens on the first update's batch."""
 
     possible: Reducers[R]
-    """Among which there is a choice."""
+    """The reducers to choose from."""
     choice: ReducerChoice
     unchanged: Callable[[], AbstractContextManager[None]]
-    """A context in which rehearsals leave no trace."""
+    """A context that undoes what rehearsals change."""
     used: R | None
-    """None while there is a choice."""
+    """None until one has been chosen."""
 
     def measured(self, rehearse: Callable[[R], object]) -> R:
-        """The reducer in use, which the first call may have to find by rehearsals of a step. Collective."""
+        """The reducer in use; the first call may have to choose it by rehearsing steps. Collective."""
         if self.used is None:
             with self.unchanged():
                 self.used = self.choice.measured(self.possible, rehearse)
         return self.used
 
     def use(self, choice: ReducerChoice) -> None:
-        """Sums as this choice says, whose reducer is known. Collective."""
+        """Switches to this choice, which needs no measuring. Collective."""
         self.close()
         self.choice = choice
         self.used = choice.known(self.possible)
 
     def close(self) -> None:
-        """Ends its threads and frees its memory."""
+        """Ends the reducer's threads and frees its memory."""
         if self.used is not None:
             self.used.close()
             self.used = None
@@ -140,28 +140,28 @@ PASSES = 3
 MOST_RUNS = 8
 BUDGET_S = 10.0
 HOPELESS = 1.6
-"""Times the fastest from which on a candidate has no second turn: the others are measured the longer."""
+"""Candidates slower than the fastest by this factor get only one turn, so that the others get more runs."""
 QUICK_S = 2.0
-"""No candidate is hopeless where all turns of all of them take less: one run of milliseconds may be a hiccup's."""
+"""If all turns together take less than this, no candidate is dropped: a hiccup can distort runs of milliseconds."""
 ADVANTAGE = 0.02
-"""A later candidate has to be this much faster than an earlier one to be taken in its place."""
+"""Fraction by which a later candidate must be faster to be preferred to an earlier one."""
 
 
 class Turns(Protocol):
-    """Steps without an update, one candidate at a time."""
+    """Rehearsed steps, with one candidate at a time."""
 
     def open(self, candidate: Candidate) -> None:
-        """Makes the candidate ready."""
+        """Opens the candidate's reducer."""
 
     def run(self) -> None:
-        """Forward, backward, exchange; returns when the sums are there."""
+        """Forward, backward, exchange; returns when the sums are ready."""
 
     def close(self) -> None:
-        """Ends the candidate's threads and frees its memory."""
+        """Ends the reducer's threads and frees its memory."""
 
 
 class Rehearsal(Generic[R]):
-    """Turns of a framework's reducers."""
+    """Turns with a framework's reducers."""
 
     def __init__(self, reducers: Reducers[R], group: Group, step: Callable[[R], object]) -> None:
         self.reducers, self.group, self.step = reducers, group, step
@@ -182,18 +182,18 @@ class Rehearsal(Generic[R]):
 def choose(
     among: Sequence[Candidate], rehearsal: Turns, group: Group, now: Callable[[], float] = time.perf_counter
 ) -> Choice:
-    """Measures the candidates in turns and returns one choice on every rank: the least maximum over ranks of medians.
+    """Measures the candidates in turns and returns the same choice on every rank: the least median on the slowest rank.
 
-    Collective over the group. Takes fifteen seconds at most, or two steps of each candidate if those are slower.
+    Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if those are slower.
     """
     kept: dict[str, list[float]] = {}
     left, runs = list(among), 1
     for turn in range(PASSES if len(among) > 1 else 0):
         times = {candidate.name: rehearse(candidate, rehearsal, 1 + runs, now) for candidate in left}
         for name, seconds in times.items():
-            kept.setdefault(name, []).extend(seconds[1:])  # the first run makes ready
+            kept.setdefault(name, []).extend(seconds[1:])  # the first run is a warm-up
         if turn == 0:
-            # The better one of both runs, where the first one does not compile.
+            # The better of both runs, as the first one may include compilation.
             least = slowest_rank(group, {name: min(seconds) for name, seconds in times.items()})
             if (PASSES - 1) * (1 + MOST_RUNS) * sum(least.values()) > QUICK_S:
                 left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
@@ -206,7 +206,7 @@ def choose(
 
 
 def rehearse(candidate: Candidate, rehearsal: Turns, runs: int, now: Callable[[], float]) -> list[float]:
-    """Seconds of each of a candidate's steps in one turn."""
+    """Duration in seconds of each of a candidate's steps in one turn."""
     rehearsal.open(candidate)
     times = []
     for _ in range(runs):
@@ -218,13 +218,13 @@ def rehearse(candidate: Candidate, rehearsal: Turns, runs: int, now: Callable[[]
 
 
 def slowest_rank(group: Group, seconds: dict[str, float]) -> dict[str, float]:
-    """The maximum over ranks of each time; collective."""
+    """Maximum over ranks of each time. Collective."""
     everywhere = group.allgather(seconds, "compare reducers")
     return {name: max(rank[name] for rank in everywhere) for name in seconds}
 
 
 def fastest(among: Sequence[Candidate], seconds: dict[str, float]) -> Candidate:
-    """The first candidate that no later one beats clearly."""
+    """The first candidate that no later one clearly beats."""
     best = among[0]
     for candidate in among[1:]:
         if seconds[candidate.name] < seconds[best.name] * (1 - ADVANTAGE):

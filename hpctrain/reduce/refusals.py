@@ -1,4 +1,4 @@
-"""What does not work with a way to sum gradients."""
+"""Combinations that do not work with a way to sum gradients."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Sums over ranks by a ring of small messages: what few hosts on Ethernet do best.
+"""Sums over ranks by a ring of small messages, the best method for a few hosts on Ethernet.
 
-Each rank passes one block after the other on to its right neighbour, first adding its own values (reduce-scatter), then
-the finished sums (allgather): 2 (p - 1) / p of the buffer goes through each link, the least there is (Patarasuk and
-Yuan 2009). Blocks travel in pieces, and a piece is passed on as soon as it has arrived. MPI libraries choose other
-algorithms for some numbers of ranks, and send large messages after a handshake that waits behind other data: over TCP
-with Open MPI 5 that takes 1.5 to 3.3 times as long on two to four hosts. It goes over switches
-one after the other, if Slurm tells which are above each node.
+Each rank passes blocks to its right neighbour, first adding its own values (reduce-scatter), then the finished sums
+(allgather): 2 (p - 1) / p of the buffer crosses each link, the minimum (Patarasuk and Yuan 2009). Blocks are sent in
+pieces, and each piece is passed to the next rank as soon as it has arrived. MPI libraries choose other algorithms for
+some numbers of ranks, and send large messages after a handshake that queues behind other data: over TCP with Open MPI 5
+that takes 1.5 to 3.3 times as long on two to four hosts. If Slurm reports the switches above each node, the ring visits
+one switch after the other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PIECE_BYTES = 60 * 1024
-"""Just below what Open MPI sends over TCP without a handshake (btl_tcp_eager_limit: 64 KiB with its header)."""
+"""Just below Open MPI's largest message without a handshake over TCP (btl_tcp_eager_limit: 64 KiB with header)."""
 
 
 class Ring:
-    """Sums a buffer over the ranks of a communicator, in place and in the same order in every run."""
+    """Sums a buffer over the ranks of a communicator, in place and always in the same order."""
 
     def __init__(self, comm: MPI.Comm, buffer: NDArray[Any]) -> None:
         self.comm = comm
@@ -45,12 +45,12 @@ class Ring:
             for part in parts
         ]
         self.blocks = [pieces[(place - step) % size] for step in range(self.steps + 1)]
-        """Pieces that are sent at each step: those that arrived in the one before, at first this rank's own."""
+        """Pieces sent at each step: at first this rank's own, then those that arrived in the previous step."""
         self.arrivals = [np.empty_like(piece) for piece in max(pieces, key=len)] if size > 1 else []
-        """Where pieces wait to be added."""
+        """Receive buffers for pieces that are still to be added."""
 
     def run(self) -> None:
-        """Returns when the buffer holds the sums. All ranks call it."""
+        """Replaces the buffer by its sum. Collective."""
         sent = [[self._send(0, piece) for piece in self.blocks[0]]] if self.steps else []
         coming = [self._receive(0, index, sent) for index in range(len(self.blocks[1]))] if self.steps else []
         for step in range(self.steps):
@@ -78,7 +78,7 @@ class Ring:
         return self.comm.Isend(piece, self.right, step)
 
     def _receive(self, step: int, index: int, sent: list[list[MPI.Request]]) -> MPI.Request:
-        """Sums overwrite a piece that this rank sent a round ago: only once that has left."""
+        """Posts a receive. A finished sum overwrites a piece that was sent one round ago, so that send must be done."""
         piece = self.blocks[step + 1][index]
         if self._adds(step):
             return self.comm.Irecv(self.arrivals[index][: len(piece)], self.left, step)
@@ -87,7 +87,7 @@ class Ring:
 
 
 class RingAllreduce(FlatAllreduce):
-    """The same by a ring of all ranks."""
+    """Sums a flat buffer by a ring of all ranks; see HostAllreduce."""
 
     def __init__(self, group: Group, length: int, dtype: DTypeLike = np.float32) -> None:
         super().__init__(group, length, dtype)
@@ -98,21 +98,21 @@ class RingAllreduce(FlatAllreduce):
 
 
 ADDRESS, PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
-"""Such as ``s0.s4.tux1`` and ``switch.switch.node``; set on each node if its cluster has a topology."""
+"""Set by Slurm on clusters with a topology, to values such as ``s0.s4.tux1`` and ``switch.switch.node``."""
 
 
 def switches(environment: Mapping[str, str]) -> list[str]:
-    """From the top of the network down to this node's; none if Slurm does not tell."""
+    """Switches from the top of the network down to this node's; empty if Slurm does not report them."""
     kinds = environment.get(PATTERN, "").split(".")
     names = environment.get(ADDRESS, "").split(".", len(kinds) - 1)  # the node's name comes last, and may have dots
     return [name for name, kind in zip(names, kinds, strict=False) if name and kind not in ("", "node")]
 
 
 def in_order(paths: Sequence[Sequence[str]]) -> list[int]:
-    """Ranks, those of each switch one after the other; as they are if they are so already, or if a path is unknown.
+    """Ranks ordered so that those below each switch are adjacent; unchanged if they already are or a path is unknown.
 
     Args:
-        paths: switches of each rank.
+        paths: the switches above each rank.
     """
     if not all(paths):
         return list(range(len(paths)))

@@ -1,4 +1,4 @@
-"""Sums of sparse gradients over the ranks: of each table only the rows that a rank has looked up travel."""
+"""Sums of sparse gradients over the ranks: only the rows of each table that ranks looked up are sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
 
 INDEX_BYTES = 8
 WHAT = "add up sparse gradients"
-"""What a rank waits for."""
+"""Completes "waited for the other ranks to ..." in errors."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Rows:
     """Some rows of a table; all others are zero."""
 
     indices: NDArray[np.int64]
-    """(n,): which rows, each once."""
+    """(n,): row numbers, each once."""
     values: NDArray[Any]
     """(n, columns)."""
 
@@ -30,14 +30,14 @@ class Rows:
 class RowExchange:
     """Adds up rows over the ranks of a group. Every rank makes the same calls in the same order.
 
-    Each rank's rows go to all others as (index, value), and are added in rank order; where that would be more bytes
-    than a sum of whole tables, whole tables are summed. All ranks know the counts of all, and so decide the same.
+    Each rank sends its rows to all others as (index, value), and they are added in rank order; if that would take more
+    bytes than summing whole tables, whole tables are summed. All ranks know all counts, so they decide the same.
 
     Args:
         group: the ranks.
         tables: (rows, columns) of each table.
-        dtype: of the values.
-        largest: message, in elements; a table alone may need more.
+        dtype: dtype of the values.
+        largest: largest message in elements; a single table may exceed it.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class RowExchange:
         self.largest = largest
 
     def sum(self, given: Sequence[Rows]) -> list[Rows]:
-        """The sums, by table; rows that any rank has given are there, even if their sum is zero.
+        """Returns the sums by table; includes all rows that any rank passed, even if their sum is zero.
 
         Args:
             given: this rank's rows of each table.
 
         Raises:
-            RunFailed: a rank does not come.
+            RunFailed: a rank does not arrive in time.
         """
         counts = self.group.gather(np.array([len(rows.indices) for rows in given], np.int64), WHAT)
         travels = [
@@ -79,7 +79,7 @@ class RowExchange:
         return [sums[index] for index in range(len(self.tables))]
 
     def _gather(self, given: Sequence[Rows], counts: NDArray[np.int64]) -> list[list[Rows]]:
-        """All ranks' rows, by table and rank; ``counts`` are by rank and table."""
+        """Gathers all ranks' rows, by table and rank; ``counts`` is by rank and table."""
         widths = [rows.values.shape[1] for rows in given]
         index_items = self.index_items
         indices = [np.ascontiguousarray(rows.indices).view(self.dtype) for rows in given]
@@ -111,11 +111,11 @@ class RowExchange:
 
 
 def in_messages(items: Mapping[int, int], largest: int) -> list[list[int]]:
-    """Tables in their order, in as few messages as they fit into: each is one wait.
+    """Groups tables, in order, into as few messages as possible: each message is one wait.
 
     Args:
-        items: of each table.
-        largest: message, in items; a larger table has a separate message.
+        items: elements to send of each table.
+        largest: largest message in elements; a larger table gets a separate message.
     """
     messages: list[list[int]] = []
     filled = 0
@@ -129,10 +129,10 @@ def in_messages(items: Mapping[int, int], largest: int) -> list[list[int]]:
 
 
 def rows_are_fewer(total: int, rows: int, columns: int, item_bytes: int) -> bool:
-    """Whether ``total`` rows of all ranks together, which each rank gets, are fewer bytes than a sum of whole tables.
+    """Whether sending ``total`` rows of all ranks to each rank takes fewer bytes than summing whole tables.
 
-    Each rank sends and gets nearly two tables in a ring allreduce (Patarasuk and Yuan 2009), and a byte a row that says
-    which rows are there.
+    In a ring allreduce (Patarasuk and Yuan 2009) each rank sends and receives nearly two tables, plus a byte per row to
+    mark which rows are there.
     """
     as_rows = total * (INDEX_BYTES + columns * item_bytes)
     return as_rows < 2 * rows * columns * item_bytes + rows and as_rows < LARGEST_MESSAGE * item_bytes
@@ -148,6 +148,6 @@ def added(parts: Sequence[Rows]) -> Rows:
     begin = 0
     for part in some:
         end = begin + len(part.indices)
-        values[places[begin:end]] += part.values  # each row once in a part
+        values[places[begin:end]] += part.values  # no duplicates within a part
         begin = end
     return Rows(indices, values)

@@ -1,9 +1,9 @@
-"""Sums over ranks through the memory they share.
+"""Sums over ranks through shared memory.
 
-The ranks of a node keep their buffers in one shared file in memory. Once all have arrived, each adds up its own slice
-of all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at
-the speed of memory, with the same bits on every rank and in every run. Across nodes, ranks of equal local index add up
-their slices in between: by MPI's Allreduce or by hpctrain's ring.
+The ranks of a node keep their buffers in one shared-memory file. When all have arrived, each rank sums its own slice
+of all buffers, always in the same order, and writes the sum back to all of them: reduce-scatter and allgather at memory
+speed, with bitwise identical results on every rank and in every run. With several nodes, ranks of equal local index sum
+their slices between these two steps, by MPI's Allreduce or by hpctrain's ring.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ARRIVE, ADD = "reach the exchange of gradients on this node", "add up their gradients on this node"
-"""What a rank waits for."""
+"""Each completes "waited for the other ranks to ..." in errors."""
 CHUNK = 32768
-"""Elements that are summed and written back at a time: small enough to stay in a core's own cache in between."""
+"""Elements summed and written back at a time, few enough to stay in a core's private cache in between."""
 
 
 @dataclass(frozen=True)
 class SharedArrays:
-    """Arrays that all ranks of a node see; see ``share_arrays``."""
+    """Arrays shared by all ranks of a node; see ``share_arrays``."""
 
     node: Group
     """The ranks that share them."""
     peers: MPI.Comm | None
-    """The ranks of equal place on all nodes, if there are several."""
+    """Ranks with the same local index on all nodes; None if there is one node."""
     memory: mmap.mmap
     arrays: tuple[NDArray[Any], ...]
-    """One for each rank of the node, and those that are common to all."""
+    """One per rank of the node, then those common to all."""
 
     def free(self) -> None:
-        """Releases the communicators; the memory goes with its last view."""
+        """Frees the communicators; the memory is freed with its last view."""
         self.node.free()
         if self.peers:
             self.peers.Free()
@@ -67,7 +67,7 @@ class ShmAllreduce:
         self.close = shared.free
 
     def start(self, begin: int, end: int) -> None:
-        """Nothing travels before ``finish``: while others compute, a copy would only slow them."""
+        """Does nothing: copying while other ranks compute would only slow them down."""
 
     def finish(self) -> None:
         """Overwrites the buffers of all ranks with their sum."""
@@ -97,19 +97,19 @@ class ShmAllreduce:
 
 
 def between_nodes(peers: MPI.Comm, values: NDArray[Any], ring: bool) -> Callable[[], None]:
-    """What sums an array in place over ranks of equal local rank on all nodes: MPI's Allreduce or hpctrain's ring."""
+    """A function that sums an array in place over ranks of equal local index: MPI's Allreduce or hpctrain's ring."""
     return Ring(peers, values).run if ring else partial(add_everywhere, peers, values)
 
 
 def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most CHUNK elements, which cover these."""
+    """Splits a range into ranges of at most CHUNK elements."""
     return ((at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK))
 
 
 def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | None = None) -> None:
-    """Leaves the sum in ``out``, which may be the first term; rounding grows with the logarithm of the terms' number.
+    """Puts the sum into ``out``, which may be the first term; rounding error grows with the log of the number of terms.
 
-    Overwrites other terms, except for the one whose index is ``kept``.
+    Overwrites the other terms, except the one with index ``kept``.
     """
     left = list(terms)
     stride = 1
@@ -121,7 +121,7 @@ def add_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any], kept: int | N
 
 
 def sum_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-    """The same sum, bit for bit, of terms that stay as they are."""
+    """The same sum, bitwise, without changing the terms."""
     left = list(terms)
     while len(left) > 2:
         odd = left[len(left) // 2 * 2 :]
@@ -132,9 +132,9 @@ def sum_pairwise(terms: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
 def open_shm_allreduce(
     group: Group, length: int, dtype: DTypeLike = np.float32, ring: bool = False, residue: Residue | None = None
 ) -> ShmAllreduce | None:
-    """Shared buffers of ``length`` elements for each rank of a group; None, on all of them, if that is impossible.
+    """Opens shared buffers of ``length`` elements for each rank of a group; None on all ranks if that is impossible.
 
-    With a residue sums between nodes are compressed.
+    With a residue, sums between nodes are compressed. Collective over the group.
     """
     shared = share_arrays(group, length, dtype)
     if shared and residue:
@@ -143,9 +143,9 @@ def open_shm_allreduce(
 
 
 def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -> SharedArrays | None:
-    """Arrays of ``length`` elements for each rank of a group, and ``common`` more that belong to all ranks of a node.
+    """Shares an array of ``length`` elements per rank of a node, and ``common`` more that belong to all of its ranks.
 
-    None, on all of them, if no two ranks share a node, if nodes hold different numbers of ranks, or if shared
+    Returns None on all ranks if no two ranks share a node, if nodes hold different numbers of ranks, or if shared
     memory is too small or separate (containers). Collective over the group.
     """
     if group.comm is None:
@@ -168,9 +168,10 @@ def share_arrays(group: Group, length: int, dtype: DTypeLike, common: int = 0) -
 
 
 def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:
-    """Memory that all ranks of a node map. Each allocates its own part: it lies near its core, and lack of space shows.
+    """Maps memory shared by a node's ranks. Each allocates its own part, so that it is near its core and a lack of
+    space is noticed.
 
-    A plain file rather than an MPI window: every MPI can do it, and a full /dev/shm is an error here instead of a
+    A plain file rather than an MPI window: it works with every MPI, and a full /dev/shm is an error here instead of a
     bus error later.
     """
     begins = [node.rank, *(range(node.size, node.size + common) if node.rank == 0 else ())]
@@ -195,7 +196,7 @@ def _share(node: Group, bytes_each: int, common: int) -> mmap.mmap | None:
 
 
 def share_on_node(group: Group, length: int, dtype: DTypeLike) -> SharedArrays | None:
-    """The same for ranks of one node alone: None, on all ranks, if they are on several."""
+    """Like ``share_arrays``, but None, on all ranks, if the group spans several nodes."""
     shared = share_arrays(group, length, dtype)
     if shared is not None and shared.peers:
         shared.free()
@@ -204,21 +205,21 @@ def share_on_node(group: Group, length: int, dtype: DTypeLike) -> SharedArrays |
 
 
 MOST_BYTES = 2**17
-"""That a rank of ``SmallShmAllreduce`` reads: from there on, half of them and a second meeting take less time."""
+"""Most bytes that a rank of ``SmallShmAllreduce`` reads: beyond that, slices and a second barrier are faster."""
 
 
 class SmallShmAllreduce:
-    """Sums few values over the ranks of a node, which meet once for each sum; see ``open_shm_small``.
+    """Sums few values over the ranks of a node with one barrier per sum; see ``open_shm_small``.
 
-    Slices need two meetings: before the sums, and before they are read. Few values are read faster than ranks meet, so
-    each rank adds up all of them by itself; in the same order, hence with the same bits.
+    Summing by slices needs two barriers: before the sums, and before they are read. Reading few values is faster than a
+    barrier, so each rank sums all of them itself; in the same order, hence with bitwise equal results.
     """
 
     def __init__(self, shared: SharedArrays) -> None:
         """
         Args:
-            shared: an array for each rank, of twice the buffer's length: for exchanges of even and of odd number.
-                No rank overwrites what another still reads: that one enters the next exchange only afterwards.
+            shared: an array per rank, of twice the buffer's length: for even and odd exchanges in turn. No rank
+                overwrites what another is still reading, as that one has not entered the next exchange yet.
         """
         self.node, self.close = shared.node, shared.free
         length = len(shared.arrays[0]) // 2
@@ -227,10 +228,10 @@ class SmallShmAllreduce:
         """This rank's values, then the sums."""
 
     def start(self, begin: int, end: int) -> None:
-        """Nothing travels before ``finish``."""
+        """Does nothing: the whole sum is done in ``finish``."""
 
     def finish(self) -> None:
-        """Overwrites the buffer with the sum."""
+        """Overwrites the buffer with its sum over the ranks."""
         parts = self.places[0]
         parts[self.node.rank][:] = self.buffer
         self.node.meet(ARRIVE)
@@ -239,39 +240,39 @@ class SmallShmAllreduce:
 
 
 def open_shm_small(group: Group, length: int, dtype: DTypeLike) -> SmallShmAllreduce | None:
-    """For ``length`` elements; None, on all ranks, if those are many or ranks are on several nodes. Collective."""
+    """Opens a small sum; None, on all ranks, if it is too large or the group spans several nodes. Collective."""
     is_few = length * np.dtype(dtype).itemsize * group.size <= MOST_BYTES
     shared = share_on_node(group, 2 * length, dtype) if is_few else None
     return SmallShmAllreduce(shared) if shared is not None else None
 
 
 PIECE = 2**20
-"""Bytes of each rank that are shown at a time: more leave the caches, of fewer the meetings show."""
+"""Bytes that each rank shows at a time: larger pieces do not fit the caches, smaller ones need too many barriers."""
 
 
 class ShmWindow:
-    """Sums arrays of any size and type, which the ranks of a node show to each other piece by piece.
+    """Sums arrays of any size and type over the ranks of a node, piece by piece.
 
-    The arrays stay where they are: their values pass through a little shared memory, whose pieces stay in the cores'
-    caches meanwhile. See ``open_shm_window``.
+    The arrays stay where they are: their values pass through a small shared buffer that stays in the cores' caches. See
+    ``open_shm_window``.
     """
 
     def __init__(self, shared: SharedArrays) -> None:
         """
         Args:
-            shared: uint8[even] for each rank: halves for pieces of even and of odd number. No rank overwrites
-                what another still reads: that one enters the next exchange only afterwards.
+            shared: a uint8 array of even length per rank; its halves serve even and odd pieces in turn. No rank
+                overwrites what another is still reading, as that one has not entered the next exchange yet.
         """
         self.node, self.close = shared.node, shared.free
         self.piece = len(shared.arrays[0]) // 2
         self.places = [[part[: self.piece] for part in shared.arrays], [part[self.piece :] for part in shared.arrays]]
 
     def sum(self, values: NDArray[np.number], out: NDArray[np.number], what: str) -> None:
-        """Elementwise sum over the ranks, with the same bits on all. Collective.
+        """Elementwise sum over the ranks, bitwise equal on all. Collective.
 
         Args:
-            values: [n], contiguous, of one length and dtype on all ranks.
-            out: [n] of this dtype, contiguous, takes the sum; may be ``values``.
+            values: [n], contiguous, of the same length and dtype on all ranks.
+            out: [n], contiguous, of the same dtype; receives the sum; may be ``values``.
             what: completes "waited for the other ranks to ..." in an error.
         """
         count = self.piece // values.itemsize
@@ -293,6 +294,6 @@ class ShmWindow:
 
 
 def open_shm_window(group: Group) -> ShmWindow | None:
-    """Of all ranks of a group; None, on all of them, if they are on several nodes or share no memory. Collective."""
+    """Opens a window; None, on all ranks, if the group spans several nodes or cannot share memory. Collective."""
     shared = share_on_node(group, 2 * PIECE, np.uint8)
     return ShmWindow(shared) if shared is not None else None

@@ -1,8 +1,7 @@
-"""Sums of several arrays over ranks through the memory they share, from where the arrays lie.
+"""Sums of several arrays over ranks through shared memory, without copying whole arrays into it.
 
-As in shm_allreduce.py each rank adds up one slice of all arrays. Here a rank leaves in shared memory only what the
-others need of its arrays, reads its own slice where it lies, and writes each sum once, to one place where all ranks
-read it.
+As in shm_allreduce.py, each rank sums one slice of all arrays. Here a rank copies to shared memory only what other
+ranks need of its arrays, reads its own slice where it is, and writes each sum once, to a place that all ranks read.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwis
 
 @dataclass(frozen=True)
 class Copy:
-    """What of a piece the other ranks need."""
+    """A part of a piece that other ranks need."""
 
     piece: int
     part: slice
-    """Of the piece, flat."""
+    """Range in the flattened piece."""
     to: NDArray[Any]
-    """In shared memory."""
+    """Destination in shared memory."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What of a piece this rank adds up."""
+    """A part of a piece that this rank sums."""
 
     piece: int
     part: slice
-    """Of the piece, flat."""
+    """Range in the flattened piece."""
     boxes: list[NDArray[Any]]
-    """The same part of what each rank of the node has left; this rank's own is where it was computed."""
+    """This part in each rank's shared memory; this rank's own is read from the piece itself."""
     to: NDArray[Any]
     """Where all ranks of the node read the sum."""
 
@@ -51,9 +50,9 @@ class ShmPieces:
     ) -> None:
         """
         Args:
-            shared: an array for each rank of the node and one for the sums, each longer by one than the layout.
-            layout, shapes: of the pieces except the slots, which are the last one.
-            ring: whether nodes add up by hpctrain's ring.
+            shared: an array per rank of the node and one for the sums, each one element longer than the layout.
+            layout, shapes: of the pieces except the slots, which form the last piece.
+            ring: whether to sum between nodes by hpctrain's ring.
         """
         self.node, self.close = shared.node, shared.free
         *boxes, total = shared.arrays
@@ -75,7 +74,7 @@ class ShmPieces:
         ]
         self.between = between_nodes(shared.peers, total[mine], ring) if shared.peers else None
         self.squares = [box[-1:] for box in boxes]
-        """Of each rank's slice; behind the pieces."""
+        """Squared norm of each rank's slice, stored after the pieces."""
         self.views = [total[span].reshape(shape) for span, shape in zip(spans, shapes, strict=False)]
         self.slots = total[spans[-1]]
 
@@ -89,7 +88,7 @@ class ShmPieces:
             terms = part.boxes.copy()
             terms[self.node.rank] = flat[part.piece][part.part]
             add_pairwise(terms, part.to, kept=self.node.rank)
-            squared += self._square(part)  # while they are in the core's cache
+            squared += self._square(part)  # while it is in the core's cache
         if self.between:
             self.between()
             squared = sum(map(self._square, self.sums))
@@ -104,13 +103,13 @@ class ShmPieces:
 def open_shm_pieces(
     group: Group, layout: Layout, shapes: Sequence[tuple[int, ...]], dtype: DTypeLike, ring: bool
 ) -> ShmPieces | None:
-    """Shared memory for pieces; None, on all ranks, if that is impossible (as ``share_arrays``). Collective."""
+    """Shares memory for pieces; None, on all ranks, if that is impossible (see ``share_arrays``). Collective."""
     shared = share_arrays(group, layout.length + 1, dtype, common=1)
     return ShmPieces(shared, layout, shapes, ring) if shared else None
 
 
 def with_square(slots: NDArray[Any], square: float) -> NDArray[Any]:
-    """A copy of slots that holds the square of the norm."""
+    """A copy of the slots with the squared norm filled in."""
     told = slots.copy()
     told[SQUARE] = square
     return told

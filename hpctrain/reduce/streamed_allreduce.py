@@ -1,11 +1,11 @@
-"""Sums over ranks in small pieces, each of which travels as soon as it is ready: while backward computes the others.
+"""Sums over ranks in small pieces, each sent as soon as it is ready, while backward computes the rest.
 
-The ranks of a node add up in the memory they share, so that a node's values cross the network once. Between nodes one
-rank adds up each piece and sends the sum to the others; ranks take turns at that, so what passes each link is the least
-there is. Of two ranks both add up. Who adds follows from the calls alone: results do not depend on timing. Within and
-between nodes terms are added by twos, neighbours first: if nodes have 1, 2, 4, 8, ... ranks in order, that is one tree
-over all ranks, and sums of fp32 are bitwise identical on any number of nodes. Pieces are so small that MPI hands them
-to the network at once, which works while ranks compute.
+The ranks of a node first sum in shared memory, so that a node's values cross the network once. Between nodes, one rank
+sums each piece and sends the result to the others; ranks take turns, which minimises the traffic per link. Two ranks
+both sum. Which rank sums follows from the calls alone, so results do not depend on timing. Within and between nodes,
+terms are added pairwise, neighbours first: if nodes have 1, 2, 4, 8, ... ranks in order, that is one tree over all
+ranks, and fp32 sums are bitwise identical on any number of nodes. Pieces are small enough for MPI to pass them to the
+network at once, so that they travel while ranks compute.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SEND = "send gradients"
-"""What a rank waits for."""
+"""Completes "waited for the other ranks to ..." in errors."""
 AWAKE_S = 1e-3
-"""After which a rank that waits for others of its node sleeps: they may need its core, and nothing is on its way."""
+"""A rank that waits for others of its node sleeps after this time: they may need its core, and no message is due."""
 TERM, SUM = 0, 1
 """Tags of messages."""
 
 
 class Piece:
-    """Neighbouring elements that travel together.
+    """Adjacent elements that are sent together.
 
     Args:
         group: the ranks.
-        owner: the rank that adds them up; None if all do.
-        place: of the elements in the arrays.
-        values: these elements of this rank.
-        codec: of the wire, if it is not that of the values.
+        owner: the rank that sums them; None if all do.
+        place: range of the elements in the arrays.
+        values: this rank's values of these elements.
+        codec: encoding for sending; None to send values as they are.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Piece:
         self.words = values if codec is None else np.empty(len(values), np.uint16)
         adders = others if owner is None else [owner] if owner != group.rank else []
         self.rows = {rank: np.empty_like(self.words) for rank in (others if self.adds else adders)}
-        """What arrives, by the rank it comes from: the others' terms, or the sum."""
+        """Received messages by source rank: the others' terms, or the sum."""
         self.terms_to = adders
         self.sums_to = others if owner == group.rank else []
         self.requests: list[MPI.Request] = []
 
     def start(self, comm: MPI.Comm | None) -> None:
-        """Leaves for the ranks that add it up."""
+        """Sends the values to the ranks that sum them, and posts receives."""
         if comm is None:
             return
         if self.codec is not None:
@@ -71,12 +71,12 @@ class Piece:
         self.requests += [comm.Isend(self.words, rank, TERM) for rank in self.terms_to]
 
     def finish(self, comm: MPI.Comm | None, rank: int, work: NDArray[Any]) -> list[MPI.Request]:
-        """Makes the values the sum once all messages are there; returns those that then leave.
+        """Replaces the values by the sum once all messages have arrived; returns the requests of messages then sent.
 
         Args:
-            comm: of the group.
-            rank: in it.
-            work: a row for each rank that may be overwritten, if there is a codec.
+            comm: communicator of the group.
+            rank: this rank in it.
+            work: a scratch row for each rank, if there is a codec.
         """
         if comm is None:
             return []
@@ -106,9 +106,9 @@ class Stream:
 
     Args:
         group: the ranks, on a communicator that nothing else uses.
-        arrays: the first holds this rank's values; all get the sums.
-        codec: 16-bit form of fp32 values on the wire; None: as they are.
-        exact: index of the first element that travels as it is.
+        arrays: the first holds this rank's values; all receive the sums.
+        codec: 16-bit encoding of fp32 values for sending; None to send them as they are.
+        exact: index of the first element that is sent unencoded.
     """
 
     def __init__(self, group: Group, arrays: Sequence[NDArray[Any]], codec: Codec | None, exact: int) -> None:
@@ -116,17 +116,17 @@ class Stream:
         self.made: dict[tuple[int, int], list[Piece]] = {}
         self.number = 0
         self.started = 0
-        """Calls of ``start`` since everything had arrived."""
+        """Calls of ``start`` since the last time everything had arrived."""
         self.added: deque[tuple[int, Piece]] = deque()
-        """Under way: pieces that this rank adds up, with the number of their call, from 1."""
+        """Pending pieces that this rank sums, with the number of their call, from 1."""
         self.awaited: deque[tuple[int, Piece]] = deque()
-        """The others."""
+        """Other pending pieces."""
         self.leaving: list[tuple[int, MPI.Request]] = []
-        """Sums that this rank sends, out of the arrays, with the number of their call."""
+        """Pending sends of sums, which read from the arrays, with the number of their call."""
         self.work = np.empty((0 if codec is None else group.size, PIECE_BYTES // 2), arrays[0].dtype)
 
     def start(self, begin: int, end: int) -> None:
-        """These elements may travel."""
+        """Starts sending these elements, which are complete."""
         if (begin, end) not in self.made:
             self.made[begin, end] = [*self._cut(begin, min(end, self.exact)), *self._cut(max(begin, self.exact), end)]
         self.started += 1
@@ -136,7 +136,7 @@ class Stream:
             (self.added if piece.adds else self.awaited).append((self.started, piece))
 
     def advance(self, calls: float = 0) -> None:
-        """Takes what has arrived; what the first ``calls`` calls of ``start`` sent is there then, and may change."""
+        """Processes what has arrived; waits for everything of the first ``calls`` calls of ``start``."""
         from mpi4py import MPI
 
         for pieces in (self.added, self.awaited):
@@ -158,7 +158,7 @@ class Stream:
             self.started = 0
 
     def _cut(self, begin: int, end: int) -> list[Piece]:
-        """Neighbouring pieces go to different ranks."""
+        """Cuts a range into pieces; adjacent pieces have different owners."""
         codec = self.codec if begin < self.exact else None
         length = PIECE_BYTES // (self.arrays[0].itemsize if codec is None else 2)
         pieces = []
@@ -174,10 +174,10 @@ class StreamedAllreduce:
     """Sums a flat buffer over all ranks; see HostAllreduce.
 
     Args:
-        group: the ranks, or those of equal place on all nodes; on a communicator that nothing else uses.
-        buffers: of this rank, or of all ranks of this node, which share that memory and add up first.
+        group: all ranks, or those of equal local index on all nodes; on a communicator that nothing else uses.
+        buffers: this rank's buffer, or those of all ranks of this node in shared memory, which are summed first.
         codec, exact: see Stream.
-        node: the ranks of this node, if they do.
+        node: the ranks of this node, if they share memory.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class StreamedAllreduce:
         self.buffer = buffers[self.node.rank]
         self.stream = Stream(group, buffers, codec, exact)
         self.meetings: deque[tuple[MPI.Request, int, int]] = deque()
-        """Parts that this rank has, and others of the node may not have yet."""
+        """Parts that are ready on this rank, but perhaps not yet on the node's other ranks."""
 
     def start(self, begin: int, end: int) -> None:
         if self.node.comm is None:
@@ -197,7 +197,7 @@ class StreamedAllreduce:
         self._advance(0)
 
     def arrive(self, calls: float) -> None:
-        """Returns when the elements of the first ``calls`` calls of ``start`` are sums. All ranks call it."""
+        """Returns when the elements of the first ``calls`` calls of ``start`` hold sums. Collective."""
         self._advance(calls)
         if self.node.comm is not None:
             self.node.settle([self.node.comm.Ibarrier()], ADD, AWAKE_S)

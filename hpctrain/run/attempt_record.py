@@ -1,4 +1,4 @@
-"""One attempt at a run, as run.json holds it."""
+"""One attempt at a run, as stored in run.json."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ from hpctrain.run.verdict import RunVerdict
 from hpctrain.system.json_shape import fields_of, is_count, is_time, maker, sound, without_misfits
 
 ALWAYS = ("from_step", "job_id", "git_commit")
-"""Fields that an entry of run.json has even if there is nothing to say."""
+"""Fields that an entry of run.json has even if they are null."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The record of an attempt; None for what was not written."""
+    """The record of an attempt; None for what is not known."""
 
     number: int = 0
-    """From 1; 0 for one that has not begun."""
+    """From 1; 0 for an attempt that has not begun."""
     started: float | None = None
     """Unix seconds."""
     ended: float | None = None
-    """Unix seconds. None while it runs, and of one that was killed with its supervisor."""
+    """Unix seconds. None while it runs, or if it was killed together with its supervisor."""
     from_step: int | None = None
-    """Of the newest checkpoint when it began."""
+    """Step of the newest checkpoint when it began."""
     to_step: int | None = None
-    """Of the newest checkpoint when it ended."""
+    """Step of the newest checkpoint when it ended."""
     host: str | None = None
-    """Of the supervisor, or of rank 0 if there is none."""
+    """Host of the supervisor, or of rank 0 if there is none."""
     hosts: Sequence[str] = ()
-    """Of the ranks."""
+    """Hosts of the ranks."""
     job: str | None = None
-    """What scontrol takes: 123, or 120_4 for an element of an array."""
+    """Slurm job as scontrol takes it: 123, or 120_4 for an array element."""
     job_id: str | None = None
-    """SLURM_JOB_ID, or the job of another scheduler."""
+    """SLURM_JOB_ID, or the job ID of another scheduler."""
     restarts: int | None = None
-    """Times that Slurm had requeued the job."""
+    """How often Slurm had requeued the job."""
     ranks: int | None = None
     nodes: int | None = None
     tensor: int | None = None
-    """Ranks among which layers are cut; None if they are not."""
+    """Size of the tensor groups; None without tensor parallelism."""
     pipeline: int | None = None
-    """Stages that have different layers; None if each rank has all."""
+    """Number of pipeline stages; None without a pipeline."""
     shard: str | None = None
-    """What is sharded besides layers; None for nothing."""
+    """Value of ``parallel.shard``; None if nothing is sharded."""
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    """Of packages that shape results."""
+    """Versions of packages that affect results."""
     git_commit: str | None = None
     verdict: RunVerdict | None = None
 
     @property
     def grid(self) -> Grid:
-        """Places of the ranks."""
+        """The grid of ranks."""
         return grid_of(self.ranks or 1, self.tensor, self.pipeline)
 
     @property
     def plan(self) -> str:
-        """The plan, for people: "tensor 2 x data 4"; empty if each has it whole."""
+        """The parallel plan as text, such as "tensor 2 x data 4"; empty if each rank has the whole model."""
         return ", ".join([part for part in (str(self.grid), f"shard {self.shard}" if self.shard else "") if part])
 
     @property
     def has_progressed(self) -> bool:
-        """Whether it saved a checkpoint beyond the one that it began from."""
+        """Whether it saved a checkpoint newer than the one it began from."""
         return self.to_step is not None and (self.from_step is None or self.to_step > self.from_step)
 
     @property
     def found_complete(self) -> bool:
-        """Whether there was nothing left to do: somebody started a run again that had reached its end."""
+        """Whether there was nothing left to do, because the run had already finished."""
         is_done = self.verdict is not None and self.verdict.exit_code is ExitCode.DONE
         return is_done and self.from_step is not None and self.from_step == self.to_step
 
     def under(self, parallel: ParallelConfig) -> Attempt:
-        """The same with the plan of a run file."""
+        """Returns a copy with the parallel plan of a run file."""
         shard = parallel.shard if parallel.shard != "none" else None
         tensor, pipeline = (size if size > 1 else None for size in (parallel.tensor, parallel.pipeline))
         return dataclasses.replace(self, tensor=tensor, pipeline=pipeline, shard=shard)
 
     def to_json(self) -> dict[str, Any]:
-        """For run.json: all that is known."""
+        """Returns the known fields for run.json."""
         shown = dict(vars(self))
         number, verdict = shown.pop("number"), shown.pop("verdict")
         known = {name: value for name, value in shown.items() if value not in (None, (), {}) or name in ALWAYS}
@@ -90,7 +90,7 @@ class Attempt:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Attempt:
-        """An entry of run.json; unknown fields are ignored. Raises ValueError for one of a wrong type."""
+        """Parses an entry of run.json; ignores unknown fields. Raises ValueError if a field has the wrong type."""
         return _attempt_of({**saved, "number": saved["attempt"]})
 
 
@@ -110,7 +110,7 @@ _sound_info = without_misfits(
 
 
 def info_of(value: Any) -> dict[str, Any]:
-    """The content of run.json, without what is not of its type. Raises ValueError if it cannot be such content."""
+    """Validates the content of run.json, dropping fields of the wrong type. Raises ValueError if it is unusable."""
     info = _info(value)
     if not all(is_count(entry.get("attempt")) for entry in info.get("attempts", ())):
         raise ValueError("an attempt has no number")

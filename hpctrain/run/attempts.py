@@ -1,4 +1,4 @@
-"""Who the run is, and its attempts: their beginnings and ends in run.json, and the fence between them."""
+"""A run's identity and attempts: records in run.json how they begin and end, and fences off old attempts."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ NEW = Attempt()
 
 @dataclasses.dataclass(frozen=True)
 class Attempts:
-    """The attempts of a run. Each has separate files, attempts/<number>...; run.json is assembled from them."""
+    """The attempts of a run. Each has its own files, attempts/<number>..., from which run.json is assembled."""
 
     run_dir: RunDir
 
     @property
     def ids(self) -> UniqueIds:
-        """One number for each attempt."""
+        """Allocates the attempts' numbers."""
         return UniqueIds(self.run_dir.attempts, self.run_dir.path)
 
     def info(self) -> dict[str, Any]:
-        """Content of run.json; empty if there is none yet.
+        """Returns the content of run.json; empty if there is none yet.
 
         Raises:
             UserError: it is damaged.
@@ -60,24 +60,24 @@ class Attempts:
         return info
 
     def update(self, **fields: Any) -> dict[str, Any]:
-        """Sets fields of run.json that this process's attempt has found out; the new content of run.json."""
+        """Sets fields of run.json on behalf of this process's attempt; returns the new content of run.json."""
         return self._note(current_attempt(), "fields", fields)
 
     def begin(self, attempt: Attempt = NEW, run_yaml: str | None = None, forget_stop: bool = True) -> int:
-        """Counts a new attempt, which fences off all earlier ones.
+        """Begins a new attempt, which fences off all earlier ones.
 
-        Call it with the run folder's lock. What this process is, and from what it is made, is added.
+        Call it with the run folder's lock held. Adds start time, host, job, versions and git commit to the record.
 
         Args:
-            attempt: what else is known of it.
-            run_yaml: the resolved run file, kept in the folder.
-            forget_stop: an old stop request does not hold for it. A restart in place keeps one that comes meanwhile.
+            attempt: what else is known about the attempt.
+            run_yaml: text of the resolved run file, which is stored in the folder.
+            forget_stop: remove an old stop request. A restart in place must keep one made in the meantime.
 
         Returns:
-            Its number, from 1.
+            The attempt's number, from 1.
 
         Raises:
-            UserError: STOP is a folder with something in it.
+            UserError: STOP is a folder that is not empty, or run.json is damaged.
             RunFailed: the folder cannot be written.
         """
         if forget_stop:
@@ -100,13 +100,13 @@ class Attempts:
         return number
 
     def end(self, number: int, verdict: RunVerdict, words: Sequence[LastWord], all_told: bool = True) -> None:
-        """Writes down how an attempt ended.
+        """Records how an attempt ended.
 
         Args:
-            number: of the attempt.
-            verdict: on it.
-            words: its ranks' last ones.
-            all_told: whether all ranks have ended; else their words are left as they are.
+            number: number of the attempt.
+            verdict: the verdict on it.
+            words: its ranks' last words.
+            all_told: whether all ranks have ended; if not, their last words are not merged.
 
         Raises:
             RunFailed: the folder cannot be written.
@@ -123,28 +123,28 @@ class Attempts:
             last_words.merge(self.run_dir, number, words.ranks, verdict)
 
     def all(self) -> list[Attempt]:
-        """The attempts in run.json, oldest first."""
+        """Returns the attempts in run.json, oldest first."""
         return [Attempt.from_json(entry) for entry in self.info().get("attempts", [])]
 
     def fence(self) -> int:
-        """Number of the newest attempt, 0 before the first. Older versions keep it in run.json alone."""
+        """Returns the number of the newest attempt, 0 before the first. Older versions store it in run.json only."""
         written = 0
-        with contextlib.suppress(UserError):  # damaged; the attempts of this version have their own files
+        with contextlib.suppress(UserError):  # run.json is damaged; this version's attempts have their own files
             written = self.info().get("fence", 0)
         return max(written, self.ids.newest())
 
     def check_fence(self, attempt: int) -> None:
-        """Raises an error if an attempt may not write any more.
+        """Checks that an attempt may still write.
 
         Raises:
-            Replaced: a newer one has begun.
-            OSError: that cannot be seen now.
+            Replaced: a newer attempt has begun.
+            OSError: the folder cannot be read at the moment.
         """
         if (fence := self.fence()) > attempt:
             raise Replaced(f"attempt {attempt} of {self.run_dir.path} has been replaced by attempt {fence}")
 
     def _forget_stop(self) -> None:
-        """Removes what asked the last attempt to stop; a folder asks, too."""
+        """Removes the STOP file, or an empty folder of that name, which counts as a request too."""
         stop = self.run_dir.stop_file
         try:
             if stop.is_dir() and not stop.is_symlink():
@@ -157,7 +157,7 @@ class Attempts:
             raise cannot_write(stop, error) from error
 
     def _note(self, attempt: int, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds fields to one of an attempt's own files, which no other attempt writes; the new content of run.json."""
+        """Adds fields to one of an attempt's own files, which no other attempt writes; returns the new run.json."""
         path = self.ids.path(attempt, what)
         self.ids.make_folder()
         with writing(path):
@@ -166,10 +166,10 @@ class Attempts:
         return self._summarise()
 
     def _summarise(self) -> dict[str, Any]:
-        """Writes run.json; its content.
+        """Writes run.json from the attempts' own files; returns its content.
 
-        No writer is locked out: one that sleeps, in an fsync perhaps, holds up no other. What it replaces too late it
-        puts right by itself, since each writer looks again until run.json is what the attempts' own files say.
+        Needs no lock, so a writer that is suspended or waits for an fsync does not block others. If it overwrites newer
+        content, it corrects that itself: each writer repeats until run.json matches the attempts' own files.
         """
         written = b""
         with writing(self.run_dir.run_json):
@@ -179,7 +179,7 @@ class Attempts:
         return info
 
     def _gather(self) -> dict[str, Any]:
-        """run.json by the attempts' own files; what an older version wrote into it alone stays."""
+        """Assembles run.json from the attempts' own files; keeps what an older version wrote only into run.json."""
         info = self.info()
         entries = {entry["attempt"]: entry for entry in info.get("attempts", [])}
         taken = self.ids.taken()
@@ -203,7 +203,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Empty if there is none yet, or a crash has torn it."""
+    """Reads a JSON object; empty if the file is missing or was torn by a crash."""
     try:
         return _object(safe_read.read_json(path))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
@@ -214,13 +214,13 @@ PACKAGES = ("numpy", "h5py", "mpi4py", "torch", "tensorflow", "tensorflow-cpu", 
 
 
 def versions() -> dict[str, str]:
-    """Version by name of Python, hpctrain and what is installed of the packages that shape results."""
+    """Returns the versions of Python, hpctrain and the installed PACKAGES, which affect results."""
     found = {name: version for name in PACKAGES if (version := version_of(name))}
     return {"python": platform.python_version(), "hpctrain": hpctrain.__version__, **found}
 
 
 def git_commit() -> str | None:
-    """Commit of the repository that the working directory lies in, with '+changes' if files differ from it."""
+    """Returns the commit of the working directory's git repository, with '+changes' if tracked files differ."""
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return None

@@ -1,7 +1,7 @@
-"""Nodes that are left out when the run starts again: a list with reasons, in which every entry expires.
+"""Lists of nodes to leave out when a run restarts, with reasons; every entry expires.
 
-Each run has one; a person's runs may share another, in the person's own state folder. Lines are appended, and the last
-one on a node counts, so that runs that write at the same time lose nothing of each other's.
+Each run has a list; a user's runs may share another one in the user's state folder. Lines are only appended, and the
+last line about a node counts, so that runs can write at the same time without losing entries.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hpctrain.system.json_shape import is_time, maker, sound
 
 FILE = "bad-nodes.jsonl"
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-"""Names go into the command line of sbatch."""
+"""Valid host name; strict, because it goes into sbatch's command line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BadNode:
-    """One node that is left out."""
+    """A node to leave out."""
 
     host: str
     until: float
@@ -41,20 +41,20 @@ class BadNode:
 
     @property
     def node(self) -> str:
-        """Slurm's names have no domain, most often; ``host`` is what the node calls itself."""
+        """The host name without domain, as Slurm usually names nodes; ``host`` is what the node calls itself."""
         return self.host.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class BadNodes:
-    """One list."""
+    """A list of bad nodes."""
 
     folder: Path
     root: Path
-    """The folder itself or one above it; no link is followed below."""
+    """``folder`` or a folder above it; symbolic links below it are not followed."""
 
     def entries(self, now: float) -> list[BadNode]:
-        """Those that have not expired; none where the list is missing or cannot be read."""
+        """Returns the entries that have not expired; none if the list is missing or cannot be read."""
         found: dict[str, BadNode] = {}
         try:
             lines = safe_read.read(self.folder / FILE).splitlines()
@@ -65,7 +65,7 @@ class BadNodes:
         return [entry for entry in found.values() if entry.until > now]
 
     def add(self, *nodes: BadNode) -> None:
-        """Adds nodes, or replaces what is said of them. Raises RunFailed where the list cannot be written."""
+        """Adds nodes or replaces their entries. Raises RunFailed if the list cannot be written."""
         lines = b"".join(json.dumps(dataclasses.asdict(node)).encode() + b"\n" for node in nodes)
         with writing(self.folder / FILE):
             if self.folder == self.root:
@@ -73,7 +73,7 @@ class BadNodes:
             append_bytes(self.folder / FILE, lines, self.root)
 
     def clear(self, host: str, now: float) -> list[BadNode]:
-        """Takes a node, or all with ``all``, off the list; those that were on it. Raises as ``add`` does."""
+        """Removes a node, or every node with ``all``; returns the removed entries. Raises as ``add`` does."""
         cleared = [entry for entry in self.entries(now) if host in ("all", entry.host, entry.node)]
         if cleared:
             self.add(*(dataclasses.replace(entry, until=0.0) for entry in cleared))
@@ -81,25 +81,25 @@ class BadNodes:
 
 
 def of_run(run: RunDir) -> BadNodes:
-    """The list of one run."""
+    """Returns the list of one run."""
     return BadNodes(run.monitor, run.path)
 
 
 def shared() -> BadNodes:
-    """The list of all runs of this user, in a folder that no other user can write: $XDG_STATE_HOME/hpctrain."""
+    """Returns the list shared by this user's runs, in a folder private to the user: $XDG_STATE_HOME/hpctrain."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(state) / "hpctrain"
     return BadNodes(folder, folder)
 
 
 def breaks_again(attempts: Sequence[Attempt], words: Sequence[LastWord]) -> str | None:
-    """The node that alone broke the last two attempts in the same way; None where there is none. Pure.
+    """Returns the node that alone broke the last two attempts in the same way; None if there is none. Pure.
 
-    Once may be chance, and an error that ranks elsewhere have as well is the run's own.
+    One failure may be chance, and an error that also occurs on other nodes is the run's own.
 
     Args:
-        attempts: of the run, oldest first, the one that has just ended last.
-        words: its ranks' last ones.
+        attempts: the run's attempts, oldest first; the last one has just ended.
+        words: last words of that attempt's ranks.
     """
     if len(attempts) < 2 or (attempts[-1].nodes or 1) < 2 or attempts[-1].has_progressed:
         return None
@@ -112,7 +112,7 @@ def breaks_again(attempts: Sequence[Attempt], words: Sequence[LastWord]) -> str 
 
 
 def _elsewhere(verdict: RunVerdict, words: Sequence[LastWord]) -> bool:
-    """Whether a rank on another host ended as the one did that the verdict names."""
+    """Whether a rank on another host ended in the same way as a failed rank on the verdict's host."""
     own = {_how(word) for word in words if word.host == verdict.host and word.ending in (Ending.FAILED, Ending.KILLED)}
     return any(_how(word) in own for word in words if word.host != verdict.host)
 

@@ -1,4 +1,4 @@
-"""From the last words of ranks to a verdict: pure functions."""
+"""Decides the verdict on an attempt from its ranks' last words. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def decide(
     saves: bool = True,
     before: Sequence[LastWord] = (),
 ) -> RunVerdict:
-    """What the end of the newest attempt means.
+    """Returns the verdict on the newest attempt.
 
     Args:
-        words: last word of every expected rank, those that the supervisor wrote included.
-        attempts: of the run, oldest first, the one that has just ended last.
-        max_failures: failed attempts in a row without a new checkpoint after which the run ends; 0: the first one ends
-            it, with the exit code of its failure.
+        words: last word of every expected rank, including those that the supervisor filled in.
+        attempts: the run's attempts, oldest first; the last one has just ended.
+        max_failures: consecutive failed attempts without a new checkpoint after which the run ends; 0: the first
+            failure ends it, with its own exit code.
         stop: the stop request of this attempt, if there was one.
-        failure: what the supervisor itself ended the attempt for (a hang, ranks that never appeared), if it did.
+        failure: why the supervisor itself ended the attempt (a hang, ranks that never appeared), if it did.
         saves: whether the run saves checkpoints. If it does not, progress is unknown.
         before: last words of the attempt before, whose error this one may repeat.
 
     Returns:
-        DONE or STOP or REQUEUE for orderly ends; for others REQUEUE while trying again makes sense.
+        For orderly ends DONE, STOP or REQUEUE, or DO_NOT_REQUEUE if a scheduler's stop came without a new checkpoint.
+        For failures REQUEUE as long as another attempt makes sense.
     """
     if failure is None and (words or stop) and all(word.ending in GOOD_ENDINGS for word in words):
         return _orderly(words, attempts, stop, saves)
@@ -66,9 +67,9 @@ def decide(
 
 
 def blame(words: Sequence[LastWord], grid: Grid | None = None) -> RunVerdict:
-    """The first cause of a failed attempt, with the action REQUEUE if trying again may help.
+    """Returns the verdict for the first cause of a failed attempt; its action is REQUEUE if retrying may help.
 
-    See ``first_cause``. ``grid`` has the places of the ranks, which are named if they share a model.
+    See ``first_cause``. With ``grid``, ranks that share a model are named with their place in it.
     """
     grid = grid or Grid(1)
     first = first_cause(words)
@@ -90,14 +91,15 @@ def blame(words: Sequence[LastWord], grid: Grid | None = None) -> RunVerdict:
 
 
 def repeats(words: Sequence[LastWord], before: Sequence[LastWord]) -> str:
-    """Where the task's own error in the same words, or a full disk, ended both attempts, for a sentence; else empty.
+    """Returns "at step N" or "before the first step" if both attempts ended there with the same error; else empty.
 
-    The last output of a plain command is not such an error, nor are other errors of file systems, which may be over.
+    Only errors of the task's own code with the same text count, and a full disk. The last output of a plain command
+    does not count, nor do other file system errors, which may be temporary.
     """
     now, earlier = first_cause(words), first_cause(before)
     if not (isinstance(now, LastWord) and isinstance(earlier, LastWord) and now.error and earlier.error):
         return ""
-    full = now.error.code is earlier.error.code is Code.DISK_FULL  # whose words say how full
+    full = now.error.code is earlier.error.code is Code.DISK_FULL  # its text varies with the free space
     same = full or (now.error.what, now.error.type) == (earlier.error.what, earlier.error.type)
     own = full or now.error.code is Code.EXCEPTION
     if not same or not own or now.step != earlier.step or is_victim(now) or now.error.type == "exit":
@@ -106,24 +108,24 @@ def repeats(words: Sequence[LastWord], before: Sequence[LastWord]) -> str:
 
 
 def starts_again(verdict: RunVerdict, asked: bool) -> bool:
-    """Whether another attempt in the same place makes sense; ``asked``: a stop was requested meanwhile.
+    """Whether to start another attempt in the same place; ``asked``: a stop was requested meanwhile.
 
-    An orderly end gives the place back; a failure before the ranks started would repeat.
+    After an orderly end the place is given back; a failure before the ranks started would repeat.
     """
     failed = verdict.action is Action.REQUEUE and verdict.exit_code is ExitCode.FAILURE
     return failed and not verdict.before_ranks and not asked
 
 
 def trailing_failures(attempts: Sequence[Attempt]) -> int:
-    """Failed attempts at the end of the list, the newest included, that saved no new checkpoint.
+    """Counts the failed attempts at the end of the list, including the newest, that saved no new checkpoint.
 
-    Those that a node failed, or that a newer attempt replaced, are left out: they say nothing of the run.
+    Attempts that lost a node or were replaced by a newer attempt do not count: they say nothing about the run.
     """
     count, next_from = 0, None
     for index, attempt in enumerate(reversed(attempts)):
         verdict = attempt.verdict if index > 0 else None
         if attempt.ended is None and attempt.to_step is None:
-            # One that was killed with its supervisor has no end: the next one shows how far it came.
+            # Killed together with its supervisor, so no end is recorded: the next attempt shows how far it got.
             attempt = dataclasses.replace(attempt, to_step=next_from)
         if attempt.has_progressed or (verdict and verdict.exit_code in (ExitCode.DONE, ExitCode.STOPPED)):
             break
@@ -178,5 +180,5 @@ def _blame_error(first: LastWord, failed: Sequence[LastWord], grid: Grid) -> Run
 
 
 def _place(word: LastWord, grid: Grid) -> str:
-    """To follow a rank's number; empty if that says it all."""
+    """Returns a rank's place, to follow its number; empty if each rank has the whole model."""
     return grid.told(word.rank) if word.rank is not None and word.rank < grid.ranks else ""

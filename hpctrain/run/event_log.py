@@ -1,4 +1,4 @@
-"""The files that events are in: written by one process each, read as a whole, or followed as they grow."""
+"""Reads and writes files of events. Each file has one writer; readers read it whole or follow it as it grows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes
 
 MOST_WAITING = 10_000
-"""Events that are kept at most, some MiB; the oldest go first."""
+"""Maximum number of unwritten events kept in memory (some MiB); the oldest are dropped first."""
 
 
 class EventWriter:
-    """Appends one process's events to a file. A full disk, a quota or a lost file server costs no step of training.
+    """Appends one process's events to a file. A full disk, a quota or a lost file server does not stop training.
 
-    Each event is tried as it comes, together with those that wait. Use from one thread.
+    Each ``append`` tries to write the event together with those still waiting. Use it from one thread.
 
     Args:
-        path: events.jsonl; made with the first event.
-        say: reports to the person who runs it: once that events cannot be written, and at the end which are lost.
+        path: events.jsonl; created with the first event.
+        say: shows a message to the user: once when events cannot be written, and at the end how many are lost.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ class EventWriter:
         self.has_warned = False
 
     def append(self, event: Event) -> None:
-        """Writes an event, now or later."""
+        """Writes an event, or keeps it to be written later."""
         self.waiting.append(encode(event))
         if problem := self._write():
             if not self.has_warned:
@@ -52,7 +52,7 @@ class EventWriter:
                 self.num_lost += 1
 
     def close(self) -> None:
-        """Tries once more, and says what is lost."""
+        """Tries once more to write what is waiting, and reports what is lost."""
         problem = self._write() if self.waiting else None
         self.num_lost += len(self.waiting)
         self.waiting.clear()
@@ -61,20 +61,20 @@ class EventWriter:
         self.num_lost = 0
 
     def _write(self) -> str | None:
-        """Writes what waits, in order; why something still waits."""
+        """Writes waiting events in order; returns why some are still waiting, or None."""
         try:
             written = append_bytes(self.path, b"".join(self.waiting), self.path.parent)
         except OSError as error:
             return f"{self.path} cannot be written: {error.strerror}"
-        while self.waiting and written >= len(self.waiting[0]) - 1:  # the next write supplies a newline that is missing
+        while self.waiting and written >= len(self.waiting[0]) - 1:  # the next write supplies a missing newline
             written -= len(self.waiting.popleft())
         return f"{self.path} cannot be written: {os.strerror(errno.ENOSPC)}" if self.waiting else None
 
 
 def stored_events(path: Path, decoder: Decoder | None = None, marked: Sequence[bytes] = (b"",)) -> Iterator[Event]:
-    """The events of one file, in its order; none if there is no such file, or it is not a plain one.
+    """Yields the events of one file in order; none if it does not exist or is not a regular file.
 
-    Only lines that hold one of ``marked`` are decoded.
+    Decodes only lines that contain one of ``marked``.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
         lines = (line for line in safe_read.lines(path) if any(mark in line for mark in marked))
@@ -82,7 +82,7 @@ def stored_events(path: Path, decoder: Decoder | None = None, marked: Sequence[b
 
 
 def stored_events_at_end(path: Path, most_bytes: int = 1 << 18) -> list[Event]:
-    """The last events of a file that fit into ``most_bytes``; none if there is no such file."""
+    """Returns the events in the last ``most_bytes`` of a file; none if it does not exist."""
     try:
         handle = safe_read.open_plain(path)
     except (FileNotFoundError, NotADirectoryError, safe_read.NotPlain):
@@ -93,12 +93,12 @@ def stored_events_at_end(path: Path, most_bytes: int = 1 << 18) -> list[Event]:
 
 
 def read_events(run: RunDir) -> list[Event]:
-    """All events of a run by time: both files merged, torn lines dropped, repeated steps resolved."""
+    """Returns all events of a run by time, from both files, without torn lines and steps computed again later."""
     return resolve(event for path in (run.events, run.monitor_events) for event in stored_events(path))
 
 
 class EventFollower:
-    """Both event files of one run, summed up as they grow. Reads each byte once and never writes."""
+    """Follows both event files of a run and updates its ``progress``. Reads each byte once and never writes."""
 
     def __init__(self, run: RunDir) -> None:
         self.tails = [Tail(run.events), Tail(run.monitor_events)]
@@ -107,18 +107,18 @@ class EventFollower:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more than the last look took."""
+        """Whether the last look left something unread."""
         return any(tail.is_behind for tail in self.tails)
 
     def look(self) -> None:
-        """Takes in a portion of what is new.
+        """Reads a portion of the new events.
 
         Raises:
-            UserError: the files may not be read.
+            UserError: no permission to read the files.
         """
         restarts = self._restarts()
         portions = [tail.lines() for tail in self.tails]
-        if self._restarts() != restarts:  # another run in the same place
+        if self._restarts() != restarts:  # a file was replaced: another run uses the folder
             self.progress, self.decoder = Progress(), Decoder()
         for portion in portions:
             for event in self.decoder.events(portion.split(b"\n")):

@@ -1,4 +1,4 @@
-"""The events of a run: their types, their lines in a file, and what remains of them after resumes. No I/O here."""
+"""The events of a run: their types, their encoding as lines of JSON, and which ones count after a resume. No I/O."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpctrain.system.json_shape import Reads, fields_of, is_count, is_number, is
 from hpctrain.system.safe_read import parse_json
 
 SCHEMA = 1
-"""Version of the schema, written with every event. Readers take events of any version for what they know of them."""
+"""Version of the schema, written with every event. Readers accept any version and use the fields they know."""
 CUT_OFF = "cut off"
-"""Kind of ``Hang``."""
+"""Value of ``Hang.kind`` for a host that cannot be reached."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -24,21 +24,20 @@ CUT_OFF = "cut off"
 class Event:
     """Something that happened in a run; docs/events.md explains each kind and its fields.
 
-    An unknown number or text is None, in the file null. Made without time and attempt, an event is of now and
-    of this process's attempt.
+    Unknown values are None, and null in the file. By default ``time`` is now and ``attempt`` this process's attempt.
     """
 
     NAME: ClassVar[str]
-    """The name in the file's field ``event``."""
+    """Value of the field ``event`` in the file."""
 
     time: float = dataclasses.field(default_factory=time.time)
     """Unix seconds."""
     step: int
-    """Updates done."""
+    """Number of updates done."""
     attempt: int = dataclasses.field(default_factory=current_attempt)
-    """From 1."""
+    """Number of the attempt, from 1."""
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields beyond those of the kind: a task's own metrics, or those of a newer version."""
+    """Other fields: a task's own metrics, or fields of a newer version."""
 
     def __init_subclass__(cls, name: str) -> None:
         cls.NAME = name
@@ -50,14 +49,14 @@ class Event:
         return self.NAME
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by their names in the file, further ones last."""
+        """Returns all fields by their names in the file, those of ``more`` last."""
         head = {"time": self.time, "event": self.name, "step": self.step, "attempt": self.attempt, "schema": SCHEMA}
         own = {name: _plain(getattr(self, name)) for name in _FIELDS[type(self)] if name not in head}
         return {**head, **own, **{name: value for name, value in self.more.items() if name not in head | own}}
 
 
 class OtherEvent(Event, name=""):
-    """An event of a kind that this version does not know."""
+    """An event whose kind this version does not know."""
 
     called: str
 
@@ -99,13 +98,13 @@ class Train(Event, name="train"):
     mfu: float | None = None
 
     def numbers(self) -> dict[str, float]:
-        """What was measured, by name, a task's own metrics included."""
+        """Returns the measured numbers by name, including a task's own metrics."""
         named = {"loss": self.loss, "lr": self.lr, "samples_per_s": self.samples_per_s}
         named |= {"grad_norm": self.grad_norm, "mfu": self.mfu}
         return {name: value for name, value in {**self.more, **named}.items() if is_number(value)}
 
     def seconds_per_step(self) -> dict[str, float]:
-        """Seconds of a step by phase."""
+        """Returns the mean seconds per step by phase."""
         return {phase: spent / max(self.steps or 1, 1) for phase, spent in self.seconds.items() if spent is not None}
 
 
@@ -129,7 +128,7 @@ class StopRequested(Event, name="stop_requested"):
 
     by: str | None = None
     code: str | None = None
-    """Of hpctrain.errors.Code."""
+    """Value of an hpctrain.errors.Code."""
 
 
 class CheckpointSaved(Event, name="checkpoint_saved"):
@@ -142,7 +141,7 @@ class CheckpointSaved(Event, name="checkpoint_saved"):
 
 
 class SnapshotSaved(Event, name="snapshot_saved"):
-    """A snapshot was sealed on the nodes themselves; a newer one replaces it."""
+    """A snapshot was completed in the nodes' memory or scratch; a newer one will replace it."""
 
     tier: str | None = None
     bytes: int | None = None
@@ -159,7 +158,7 @@ class CheckpointStored(Event, name="checkpoint_stored"):
 
 
 class StoreAway(Event, name="store_away"):
-    """Checkpoints do not reach the object store; training continues, and the newest is sent when they do."""
+    """Checkpoints do not reach the object store. Training continues; the newest is sent once the store answers."""
 
     path: str | None = None
     error: str | None = None
@@ -171,7 +170,7 @@ class CheckpointFailed(Event, name="checkpoint_failed"):
     path: str | None = None
     error: str | None = None
     failures: int | None = None
-    """Saves that have failed since one did not, this one included."""
+    """Consecutive failed saves, including this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,17 +182,17 @@ class Rejected:
 
 
 class Resumed(Event, name="resumed"):
-    """An attempt has taken over from a checkpoint."""
+    """An attempt has resumed from a checkpoint."""
 
     path: str | None = None
     tier: str | None = None
-    """memory, scratch or store, if not from the run folder."""
+    """memory, scratch or store; None for the run folder."""
     ranks: int | None = None
     rejected: tuple[Rejected, ...] = ()
 
 
 class InitialWeights(Event, name="initial_weights"):
-    """A new run began with given weights."""
+    """A new run began with initial weights from a file."""
 
     path: str | None = None
     taken: tuple[str, ...] = ()
@@ -203,7 +202,7 @@ class InitialWeights(Event, name="initial_weights"):
 
 
 class Straggler(Event, name="straggler"):
-    """A finding of the monitor was confirmed or is over."""
+    """The monitor confirmed a finding, or it is over."""
 
     kind: str | None = None
     rank: int | None = None
@@ -220,18 +219,18 @@ class Straggler(Event, name="straggler"):
 
     @property
     def about(self) -> tuple[object, ...]:
-        """What is the same in another finding that takes its place; several ranks may be slow at a time."""
+        """Key under which a finding replaces an earlier one; it includes the ranks if several may be slow at a time."""
         return (self.kind, *self.ranks) if self.kind in ("rank", "pauses", "host") else (self.kind,)
 
     @property
     def text(self) -> str:
-        """For people."""
+        """A sentence for people."""
         return self.sentence or f"rank {self.rank} on {self.host}: {self.cause}"
 
 
 @dataclasses.dataclass(frozen=True)
 class AboutRank:
-    """A rank in a hang."""
+    """State of one rank in a hang."""
 
     rank: int | None = None
     host: str | None = None
@@ -242,10 +241,10 @@ class AboutRank:
 
 
 class Hang(Event, name="hang"):
-    """Ranks have made no step for too long, one died without notice, or a host cannot be reached."""
+    """No rank has made a step for too long, a rank died without notice, or a host cannot be reached."""
 
     kind: str | None = None
-    """hung, died, or CUT_OFF."""
+    """``hung``, ``died``, or CUT_OFF."""
     silence_s: float | None = None
     ranks: tuple[AboutRank, ...] = ()
     healthy: tuple[AboutRank, ...] = ()
@@ -255,7 +254,7 @@ class Hang(Event, name="hang"):
 
     @property
     def text(self) -> str:
-        """For people."""
+        """A sentence for people."""
         return self.sentence or "no rank moves"
 
 
@@ -265,14 +264,14 @@ class Recovered(Event, name="recovered"):
     rank: int | None = None
     host: str | None = None
     code: str | None = None
-    """Of hpctrain.errors.Code."""
+    """Value of an hpctrain.errors.Code."""
     reason: str | None = None
     seconds: float | None = None
     repeated_steps: int | None = None
 
     @property
     def text(self) -> str:
-        """For people."""
+        """A sentence for people."""
         again = f", {self.repeated_steps} steps done again" if self.repeated_steps else ""
         took = "" if self.seconds is None else f" after {self.seconds:.1f} s"
         return f"recovered{took}{again}: {self.reason or 'the attempt before had failed'}"
@@ -285,33 +284,33 @@ KINDS: Mapping[str, type[Event]] = {
         *(CheckpointStored, StoreAway, SnapshotSaved, Resumed, InitialWeights, Straggler, Hang, Recovered),
     )
 }
-"""The types of events by name."""
+"""Event types by name."""
 
 Repeated = Train | Eval
-"""Events of steps that count once, however often the steps were computed."""
+"""Events that count once per step, even if later attempts computed the step again."""
 TakeOver = RunStarted | Resumed
-"""Events that say at which step an attempt takes over."""
+"""Events that give the step at which an attempt took over."""
 
 
 def encode(event: Event) -> bytes:
-    """One line of strict JSON. Numbers that JSON does not know (NaN, infinity) become null."""
+    """Encodes an event as one line of strict JSON. NaN and infinity, which JSON does not have, become null."""
     return json.dumps(_finite(event.to_json()), allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
 
 
 class Decoder:
-    """Lines of a file to events, in its order.
+    """Decodes the lines of a file to events, in order.
 
-    Torn lines, which a crash or a full disk leaves, are dropped. Events with a field that is not of its type are left
-    out and counted: someone else has written them.
+    Drops torn lines, which a crash or a full disk leaves. Leaves out and counts events with a field of the wrong type,
+    which another program must have written.
     """
 
     def __init__(self) -> None:
         self.left_out = 0
         self.first = ""
-        """What was wrong with the first of them."""
+        """Description of the first event that was left out."""
 
     def events(self, lines: Iterable[bytes]) -> Iterator[Event]:
-        """The events in these lines."""
+        """Yields the events in these lines."""
         for line in lines:
             try:
                 found = parse_json(line)
@@ -336,30 +335,30 @@ class Decoder:
 
 
 def decode(content: bytes) -> list[Event]:
-    """The events in a file's content, as ``Decoder`` reads them."""
+    """Returns the events in a file's content; see ``Decoder``."""
     return list(Decoder().events(content.split(b"\n")))
 
 
 def takeovers(events: Iterable[Event]) -> dict[int, int]:
-    """The step at which each attempt took over: what earlier ones did beyond it was done again."""
+    """Returns the step at which each attempt took over; steps of earlier attempts beyond it were computed again."""
     return {event.attempt: event.step for event in events if isinstance(event, TakeOver)}
 
 
 def is_repeated(event: Event, starts: Mapping[int, int]) -> bool:
-    """Whether a later attempt computed the event's step again; ``starts`` are ``takeovers``."""
+    """Whether a later attempt computed the event's step again; ``starts`` comes from ``takeovers``."""
     if not isinstance(event, Repeated):
         return False
     return any(attempt > event.attempt and event.step > start for attempt, start in starts.items())
 
 
 def resolve(events: Iterable[Event]) -> list[Event]:
-    """Events by time, without training and evaluation of steps that a later attempt computed again."""
+    """Sorts events by time and drops Train and Eval events of steps that a later attempt computed again."""
     ordered = sorted(events, key=lambda event: event.time)
     starts = takeovers(ordered)
     return [event for event in ordered if not is_repeated(event, starts)]
 
 
-# From annotations to what is read
+# Readers of fields, from their annotations
 
 
 COMMON = ("time", "event", "step", "attempt")
@@ -374,7 +373,7 @@ _FIELDS: Mapping[type[Event], Mapping[str, Reads]] = {
 
 
 def _read(found: dict[str, Any]) -> Event | str:
-    """The event; for one with a field of a wrong type, which and whose."""
+    """Returns the event, or a description of the field that has the wrong type."""
     if wrong := _WRONG_COMMON(found):
         return wrong
     kind = KINDS.get(found["event"])
@@ -393,7 +392,7 @@ def _read(found: dict[str, Any]) -> Event | str:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as mappings."""
+    """Converts dataclasses to mappings."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return vars(value) if dataclasses.is_dataclass(value) else value

@@ -1,4 +1,4 @@
-"""What a run leaves for its report besides events: curves, matrices, plans, pictures, and the map of its ranks."""
+"""What a report shows besides events: curves, matrices, plans, pictures, and the heat map of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpctrain.system.files import write_atomically
 from hpctrain.system.json_shape import is_count, maker, sound
 
 MOST_FIGURE_BYTES = 16 << 20
-"""Of the file; a larger one is not read."""
+"""Maximum size of figures.json; a larger one is not read."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Curve:
     """A line through points, such as a ROC curve. A metric's ``compute`` may return one, for the report."""
 
     x_label: str
-    """What ``x`` is."""
+    """Label of the x axis."""
     y_label: str
-    """What ``y`` is."""
+    """Label of the y axis."""
     x: tuple[float, ...]
-    """Of each point, in the order in which they are joined."""
+    """x coordinates, in the order in which points are joined."""
     y: tuple[float, ...]
-    """Same length as ``x``."""
+    """y coordinates; same length as ``x``."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Matrix:
     labels: tuple[str, ...]
     """Names of the classes."""
     counts: tuple[tuple[int, ...], ...]
-    """``counts[true][predicted]``; square, a row for each label."""
+    """``counts[true][predicted]``; square, one row per label."""
 
 
 Figure = Curve | Matrix
@@ -54,27 +54,27 @@ Figure = Curve | Matrix
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one evaluation."""
+    """Figures of one evaluation."""
 
     step: int
     """Updates done before it."""
     figures: Mapping[str, Figure]
-    """By metric name."""
+    """Figures by metric name."""
 
 
 def write_figures(path: Path, found: Figures, root: Path) -> None:
-    """In place of those of the evaluation before. Raises RunFailed."""
+    """Writes an evaluation's figures in place of the previous ones. Raises RunFailed."""
     kinds = {name: as_json(figure) for name, figure in found.figures.items()}
     write_atomically(path, json.dumps({"step": found.step, "figures": kinds}, allow_nan=False).encode(), root)
 
 
 def as_json(figure: Figure) -> dict[str, Any]:
-    """Its fields, and ``kind``: Curve or Matrix."""
+    """Returns a figure's fields, plus ``kind``: Curve or Matrix."""
     return {"kind": type(figure).__name__, **vars(figure)}
 
 
 def read_figures(path: Path) -> Figures | None:
-    """None without any; what is damaged is left out."""
+    """Reads the figures, without damaged ones; None if there are none."""
     try:
         read = _figures(safe_read.read_json(path, MOST_FIGURE_BYTES))
         step, found = read["step"], read["figures"]
@@ -89,7 +89,7 @@ def read_figures(path: Path) -> Figures | None:
 
 
 def is_drawable(figure: Figure) -> bool:
-    """Whether its parts fit each other, and a curve's points are finite numbers."""
+    """Whether the lengths are consistent, and a curve's points are finite numbers."""
     if isinstance(figure, Curve):
         points = [*figure.x, *figure.y]
         return len(figure.x) == len(figure.y) > 0 and all(math.isfinite(value) for value in points)
@@ -102,21 +102,21 @@ KINDS: Mapping[str, Callable[[Any], Figure]] = {"Curve": maker(Curve), "Matrix":
 _figures = sound({"step": is_count, "figures": {str: {"kind": str}}})
 
 MOST_PLANS = 1000
-"""That a picture shows; 840 ranks have 80."""
+"""Maximum number of plans in a file; 840 ranks have 80."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that partitions a model."""
+    """A parallel plan and the memory it needs."""
 
     name: str
-    """Such as ``tensor 2 x data 4``."""
+    """Name, such as ``tensor 2 x data 4``."""
     parts: Mapping[str, int]
-    """Bytes of a rank, by purpose; the same keys in all plans."""
+    """Bytes per rank, by purpose; the same keys in all plans."""
 
     @property
     def total(self) -> int:
-        """Bytes of a rank."""
+        """Bytes per rank."""
         return sum(self.parts.values())
 
 
@@ -125,18 +125,18 @@ class Plans:
     """All plans for a number of ranks."""
 
     plans: tuple[Planned, ...]
-    """At least one."""
+    """The plans; at least one."""
     memory: int | None = None
-    """Bytes that a rank has, if that was said."""
+    """Bytes available to a rank, if given."""
 
 
 def write_plans(path: Path, found: Plans, root: Path) -> None:
-    """In place of those before. Raises RunFailed."""
+    """Writes plans in place of earlier ones. Raises RunFailed."""
     write_atomically(path, json.dumps(asdict(found), allow_nan=False).encode(), root)
 
 
 def read_plans(path: Path) -> Plans | None:
-    """None without any, or if the file is damaged."""
+    """Reads the plans; None if there are none or the file is damaged."""
     try:
         found = _plans(safe_read.read_json(path))
     except (OSError, ValueError):
@@ -153,22 +153,22 @@ _plans = maker(Plans)
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURES = 24
-"""Pictures in a report: the last ones by name."""
+"""Maximum number of pictures in a report: the last ones by name."""
 MOST_PICTURE_BYTES = 4 << 20
-"""Of one picture; larger ones are left out."""
+"""Maximum size of one picture; larger ones are left out."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One file."""
+    """One PNG file."""
 
     name: str
     data: str
-    """A URI that holds it all."""
+    """A data URI with the whole content."""
 
 
 def read_pictures(folder: Path) -> list[Picture]:
-    """The last PNG files of a folder, in the order of their names; what is none, or cannot be read, is left out."""
+    """Returns the last MOST_PICTURES PNG files of a folder by name; skips files that are not PNG or not readable."""
     found: list[Picture] = []
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix == ".png")
@@ -187,11 +187,11 @@ def read_pictures(folder: Path) -> list[Picture]:
 
 
 MOST_MAP_BYTES = 128 << 20
-"""Of the map as it is stored: 512 windows of 100,000 ranks take 100 MB."""
+"""Maximum size of the stored map: 512 windows of 100,000 ranks take 100 MB."""
 
 
 def read_heat_map(path: Path) -> NDArray[np.float64] | None:
-    """float64[ranks or groups of them, windows]; None if there is none that can be read."""
+    """Reads the map as float64[ranks or groups of ranks, windows]; None if it is missing or cannot be read."""
     try:
         with os.fdopen(safe_read.open_plain(path), "rb") as file:
             excess = _map_of(file).astype(np.float64)
@@ -201,7 +201,7 @@ def read_heat_map(path: Path) -> NDArray[np.float64] | None:
 
 
 def _map_of(file: BinaryIO) -> NDArray[np.floating]:
-    """Of an archive of arrays; ValueError if it is more than a map, or none."""
+    """Reads the map's array from an npz archive. Raises ValueError if it is too large or not a map."""
     with zipfile.ZipFile(file) as archive, archive.open("excess.npy") as member:
         content = member.read(MOST_MAP_BYTES + 1)
     values: NDArray[np.floating] = np.load(io.BytesIO(content), allow_pickle=False)

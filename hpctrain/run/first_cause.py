@@ -1,4 +1,4 @@
-"""What went wrong first in a failed attempt: one choice over all that is known, whatever became known first. Pure."""
+"""Finds what went wrong first in a failed attempt, from all known facts, in whatever order they arrived. Pure."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ FINAL = (ExitCode.USER_ERROR, ExitCode.DO_NOT_REQUEUE)
 TOGETHER_S = 15.0
 """Seconds within which one rank's failure makes others fail: libraries give up when a connection closes."""
 MPI_ERR_UNKNOWN = 14
-"""Open MPI 4 and 5 leave with this number when their runtime tells them that another rank is lost."""
+"""Exit code of Open MPI 4 and 5 when their runtime reports that another rank is lost."""
 ABORTS = (128 + signal.SIGABRT, 128 + signal.SIGPIPE)
-"""Exit codes of processes that give up by themselves, as Gloo and NCCL do if a peer is gone."""
+"""Exit codes of processes that abort by themselves, as Gloo and NCCL do when a peer is gone."""
 ENDED_BY_OTHERS = (MPI_ERR_UNKNOWN, 128 + signal.SIGTERM)
-"""Exit codes of processes that MPI or a launcher ended after another one."""
+"""Exit codes of processes that MPI or a launcher ended because of another one."""
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|closed by peer|remote peer|lost peer"
     r"|remote process|DistNetworkError|DistStoreError|for the other ranks to|NCCL error|socket closed"
     r"|Horovod has been shut down|MPI_ERR_PROC_FAILED",
     re.IGNORECASE,
 )
-"""What errors say whose cause lies in another process."""
+"""Matches messages of errors whose cause is in another process."""
 
 
 class Standing(IntEnum):
-    """How well a fact explains the end of an attempt: the first of these that is known is the cause."""
+    """How well a fact explains the end of an attempt, best first: the known fact that ranks highest is the cause."""
 
     FINAL = auto()
     """A rank's own error that every attempt would repeat."""
     HUNG = auto()
-    """The monitor ended ranks of which none moved."""
+    """The monitor ended ranks because none of them made progress."""
     ENDED = auto()
     """The supervisor ended the attempt."""
     NODE = auto()
     """The launcher lost a node, or could not start ranks there."""
     NOTED = auto()
-    """A death before all others of its node, as noted there, and before any rank's own error."""
+    """A death noted by its node's agent, before all others on that node and before any rank's own error."""
     REPORTED = auto()
-    """A death that the launcher tells and did not cause."""
+    """A death that the launcher reports and did not cause."""
     SAID = auto()
     """A rank's own error."""
     LAUNCHER = auto()
-    """Somebody killed the launcher; its ranks die with it."""
+    """The launcher was killed; its ranks died with it."""
     KILLED = auto()
-    """A death that the launcher tells and may have caused, or one of a rank that never spoke."""
+    """A death that the launcher reports and may have caused, or that of a rank that never left a word."""
     LEFT = auto()
-    """The launcher tells the ends of all other ranks that said nothing: this one exited with 0."""
+    """A rank exited with 0 without a last word, as the launcher reports only other exit codes."""
     CUT_OFF = auto()
-    """The monitor could not reach a host, and its ranks have said nothing."""
+    """The monitor could not reach a host, and its ranks left no last word."""
     ABORTED = auto()
-    """A rank gave up by itself, and did not say why."""
+    """A rank aborted by itself without saying why."""
     SEEN = auto()
-    """The supervisor found that a process was gone, and its launcher did nothing."""
+    """The supervisor found that a process was gone, and the launcher did not react."""
     GONE = auto()
     """The monitor found that a process was gone."""
     VICTIM = auto()
-    """Another rank's end ended this one."""
+    """A rank ended because another rank had ended."""
     COMPLAINED = auto()
-    """A rank's error whose cause is in another process, or that came long after the first one."""
+    """A rank's error whose cause is in another process, or that came long after the first error."""
     LATER = auto()
     """A death after one that could have caused it."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """What one source reports on the end of one process."""
+    """One source's report on the death of one process."""
 
     rank: int | None = None
     pid: int | None = None
@@ -85,11 +85,11 @@ class Death:
     out_of_memory: bool = False
     standing: Standing = Standing.REPORTED
     at: float | None = None
-    """Unix seconds, if its host's agent noted it."""
+    """Unix seconds, if its node's agent noted it."""
 
     @property
     def cause(self) -> str:
-        """For a sentence that begins with the rank: 'was killed by SIGKILL'."""
+        """The cause as a predicate, to follow the rank: 'was killed by SIGKILL'."""
         if self.out_of_memory:
             return "was killed by the kernel: out of memory"
         if self.signal is not None:
@@ -100,20 +100,20 @@ class Death:
 
     @property
     def code(self) -> Code:
-        """The same for programs. Shells and launchers give signals as exit codes from 129."""
+        """The cause as a code. Shells and launchers report signals as exit codes from 129."""
         if self.out_of_memory:
             return Code.OUT_OF_MEMORY
         return Code.KILLED if (self.status or 0) > 128 else Code.VANISHED
 
     @property
     def status(self) -> int | None:
-        """The exit code that a shell would show; None if that is not known."""
+        """The exit code that a shell would show; None if unknown."""
         return self.exit_code if self.signal is None else 128 + self.signal
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of the attempt as a whole."""
+    """A fact about the attempt as a whole."""
 
     standing: Standing
     verdict: RunVerdict
@@ -123,9 +123,9 @@ Fact = LastWord | Death | Found
 
 
 def first_cause(facts: Collection[Fact]) -> Fact | None:
-    """The fact that explains the others; None if no rank failed or died, as far as is known.
+    """Returns the fact that explains the others; None if no rank is known to have failed or died.
 
-    What several sources report on one rank's death is one fact. What a rank said itself stands.
+    Reports on the same rank's death from several sources count as one fact. A rank's own last word overrides them.
     """
     words = sorted((fact for fact in facts if isinstance(fact, LastWord)), key=lambda word: _number(word.rank))
     together = min((_ended(word) for word in words if word.ending is Ending.FAILED), default=0.0) + TOGETHER_S
@@ -133,7 +133,7 @@ def first_cause(facts: Collection[Fact]) -> Fact | None:
     first_error = min((_ended(word) for standing, word in spoken if standing is Standing.SAID), default=math.inf)
     whole = [fact for fact in facts if isinstance(fact, Found)]
     if any(fact.standing is Standing.LAUNCHER for fact in whole):
-        first_error = -math.inf  # ranks die with it
+        first_error = -math.inf  # ranks died with the launcher, so no death is a first cause
     deaths = _of_deaths([fact for fact in facts if isinstance(fact, Death)], words, first_error)
     ranked: list[tuple[Standing, float, float, Fact]] = [
         *((fact.standing, 0.0, 0.0, fact) for fact in whole),
@@ -144,7 +144,7 @@ def first_cause(facts: Collection[Fact]) -> Fact | None:
 
 
 def is_victim(word: LastWord) -> bool:
-    """Whether a rank ended as those do that lose a peer."""
+    """Whether a rank ended the way ranks do when they lose a peer."""
     if _at_most(Standing.NOTED, word.exit_code) is not Standing.NOTED and (
         word.error is None or word.error.type == "exit"
     ):
@@ -153,7 +153,10 @@ def is_victim(word: LastWord) -> bool:
 
 
 def _of_word(word: LastWord, together: float) -> Standing:
-    """``together``: until when errors may come from the same cause, Unix seconds."""
+    """Returns the standing of a failed rank's last word.
+
+    ``together`` is the Unix time until which errors may have the same cause.
+    """
     if word.ending is Ending.KILLED:
         return _at_most(Standing.REPORTED, word.exit_code)
     if word.exit_code in FINAL:
@@ -162,7 +165,7 @@ def _of_word(word: LastWord, together: float) -> Standing:
 
 
 def _of_deaths(told: Iterable[Death], words: Iterable[LastWord], first_error: float) -> list[Death]:
-    """One death for each rank that did not say how it ended, with its standing among the others."""
+    """Merges reports into one death for each rank that did not say how it ended, with its standing."""
     of_rank, by_pid = {word.rank: word for word in words}, {word.pid: word.rank for word in words}
     known: dict[int, list[Death]] = defaultdict(list)
     for death in told:
@@ -188,9 +191,10 @@ def _of_deaths(told: Iterable[Death], words: Iterable[LastWord], first_error: fl
 
 
 def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, first_error: float) -> Standing:
-    """Before its exit code is looked at. ``is_first``: no other death was noted on its node before.
+    """Returns the standing of a rank's death, before its exit code is considered.
 
-    The order of what one node notes is right; that of what a launcher tells is not.
+    Deaths noted by one node's agent are in the right order; those that a launcher reports are not. ``is_first``: no
+    earlier death was noted on the rank's node.
     """
     told = {one.standing for one in each}
     standing = min(told)
@@ -202,14 +206,14 @@ def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, first_erro
 
 
 def _at_most(standing: Standing, status: int | None) -> Standing:
-    """Lowered if the exit code is one of those that another rank's end may give."""
+    """Returns the standing, lowered if another rank's end may have caused this exit code."""
     if status in ENDED_BY_OTHERS:
         return max(standing, Standing.VICTIM)
     return max(standing, Standing.ABORTED) if status in ABORTS else standing
 
 
 def _ended(word: LastWord) -> float:
-    """Before all others if it is not known when."""
+    """Returns when a rank ended; before all others if unknown."""
     return -math.inf if word.ended is None else word.ended
 
 

@@ -1,4 +1,4 @@
-"""The run folder: where its files are, and how they are written."""
+"""The run folder: paths of its files, and names of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.system.files import Diverted, make_folder
 
 @dataclass(frozen=True)
 class Inside:
-    """What is at a place in each run folder: the path, of an object that has the folder's."""
+    """Descriptor for the path of a file or folder inside a RunDir."""
 
     place: str
 
@@ -23,18 +23,18 @@ class Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run folder. Making the object touches nothing; ``create`` makes the folders."""
+    """A run folder. Making the object does not touch the file system; ``create`` makes the folders."""
 
     path: Path
 
     run_yaml = Inside("run.yaml")
     """The resolved run file."""
     run_json = Inside("run.json")
-    """Identity and attempts: what to read. Put together from the attempts' own files at each change."""
+    """The run's identity and attempts, for readers. Rewritten from the attempts' own files at each change."""
     attempts = Inside("attempts")
-    """One file for each attempt, and what it adds: see ``Attempts``."""
+    """The attempts' own files; see ``Attempts``."""
     lock_file = Inside("run.lock")
-    """Names the live run that uses the folder."""
+    """Names the process that uses the folder."""
     events = Inside("events.jsonl")
     """Events, appended by rank 0."""
     monitor = Inside("monitor")
@@ -44,11 +44,11 @@ class RunDir:
     figures = Inside("figures.json")
     """Curves and matrices of the newest evaluation."""
     plans = Inside("plans.json")
-    """What ``hpctrain plan`` found for the run."""
+    """Plans that ``hpctrain plan`` found for the run."""
     live_view = Inside("monitor/live.json")
-    """The monitor's last window."""
+    """The monitor's newest window."""
     heat_map = Inside("monitor/heat.npz")
-    """The monitor's map of all ranks and windows."""
+    """The monitor's heat map of ranks and windows."""
     ranks = Inside("ranks")
     """Last words."""
     checkpoints = Inside("checkpoints")
@@ -56,26 +56,26 @@ class RunDir:
     logs = Inside("logs")
     """Output of ranks and launchers."""
     stop_file = Inside("STOP")
-    """Anyone may create it: checkpoint and stop."""
+    """Stop request: anyone may create it to make the run save a checkpoint and stop."""
 
     @classmethod
     def of(cls, name: str, run_dir: str | None = None) -> RunDir:
-        """The folder of a run: ``run_dir``, or runs/<name> in the working directory; absolute."""
+        """Returns the folder of a run as an absolute path: ``run_dir``, or runs/<name> in the working directory."""
         return cls(Path(run_dir or Path("runs") / name).expanduser().absolute())
 
     def words(self, attempt: int) -> Path:
-        """The merged last words of an attempt."""
+        """File of an attempt's merged last words."""
         return self.ranks / f"{attempt}.json"
 
     def log(self, rank: int | str, attempt: int) -> Path:
-        """The log of one rank, or of the launcher, in an attempt: logs/<job>-<attempt>-<rank>.out."""
+        """Log file of a rank, or of the launcher, in an attempt: logs/<job>-<attempt>-<rank>.out."""
         return self.logs / f"{os.environ.get('SLURM_JOB_ID', 'local')}-{attempt}-{rank}.out"
 
     def create(self) -> None:
-        """Makes the folder and those in it.
+        """Makes the folder and its subfolders.
 
         Raises:
-            UserError: it cannot be made or written.
+            UserError: one cannot be made.
         """
         try:
             for folder in (self.monitor, self.ranks, self.checkpoints, self.logs):
@@ -95,37 +95,37 @@ class RunDir:
         return self.run_json.exists() or self.attempts.exists()
 
     def newest_checkpoint_step(self) -> int | None:
-        """Step of the newest committed checkpoint (one that has its manifest), none if there is none."""
+        """Returns the step of the newest committed checkpoint (one with a manifest); None if there is none."""
         found = (step_named(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
         return max((step for step in found if step is not None), default=None)
 
 
 PARTIAL = ".partial-"
-"""Prefix of a folder that is being written."""
+"""Prefix of a checkpoint folder that is still being written."""
 BEGUN_AGAIN = ".begun-again"
-"""A file that each run with ``--fresh`` replaces: unless ``CLAIMED`` is in it, no checkpoint in the store counts."""
+"""File that each run with ``--fresh`` replaces: unless it contains CLAIMED, checkpoints in the store do not count."""
 CLAIMED = b"claimed"
 PATTERN = re.compile(r"step-(\d{9,18})")
 
 
 def name_of_step(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Returns the name of a step's checkpoint folder."""
     return f"step-{step:09d}"
 
 
 def step_named(name: str) -> int | None:
-    """The step whose folder has this name, or None: longer numbers have no zeros before them."""
+    """Returns the step of a checkpoint folder's name, or None: numbers longer than 9 digits have no leading zeros."""
     match = PATTERN.fullmatch(name)
     return int(match[1]) if match and name == name_of_step(int(match[1])) else None
 
 
 def bytes_in_flight(checkpoints: Path) -> int:
-    """Bytes so far of the checkpoints that are being written in a folder; 0 if nothing is to be seen."""
+    """Returns the bytes written so far to unfinished checkpoints in a folder; 0 if there are none."""
     total = 0
     try:
         for partial in os.scandir(checkpoints):
             if partial.name.startswith(PARTIAL) and partial.is_dir(follow_symlinks=False):
                 total += sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(partial))
-    except OSError:  # it was committed, or cleared away, in between
+    except OSError:  # it was committed or removed in the meantime
         return 0
     return total

@@ -1,4 +1,4 @@
-"""A run's ranks by their places in the grid of ``parallel``: which data, which stage, which part of the layers."""
+"""The grid of ranks set by ``parallel``: which data, pipeline stage and tensor part each rank has."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GridPlace:
-    """Where a rank stands."""
+    """A rank's coordinates in the grid."""
 
     data: int
-    """Which part of the samples it sees."""
+    """Index of its part of the samples."""
     tensor: int
-    """Which part of cut layers it has."""
+    """Index in its tensor group: its part of partitioned layers."""
     stage: int
-    """Which layers it has."""
+    """Its pipeline stage."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks by place: the tensor index varies fastest, then the data index, then the stage, as in ``World``."""
+    """The grid of ranks: the tensor index varies fastest, then the data index, then the stage, as in ``World``."""
 
     ranks: int
-    """All of them."""
+    """Total number of ranks."""
     tensor: int = 1
-    """Ranks among which layers are cut."""
+    """Size of the tensor groups."""
     pipeline: int = 1
-    """Stages, each of which has some of the layers."""
+    """Number of pipeline stages."""
 
     @property
     def data(self) -> int:
-        """Ranks that see different samples."""
+        """Number of data-parallel ranks or groups."""
         return self.ranks // (self.tensor * self.pipeline)
 
     @property
     def is_plain(self) -> bool:
-        """Each rank has the whole model: its place is its number."""
+        """Whether each rank has the whole model, so that its number says everything."""
         return self.tensor * self.pipeline == 1
 
     def place(self, rank: int) -> GridPlace:
-        """Of one rank."""
+        """Returns the place of a rank."""
         rest, tensor = divmod(rank, self.tensor)
         stage, data = divmod(rest, self.data)
         return GridPlace(data, tensor, stage)
 
     def told(self, rank: int) -> str:
-        """A rank's place, to follow its number: " (data 1, tensor 0)"; empty if its number says it all."""
+        """Returns a rank's place, to follow its number: " (data 1, tensor 0)"; empty if the grid is plain."""
         if self.is_plain:
             return ""
         place = self.place(rank)
@@ -54,7 +54,7 @@ class Grid:
         return f" ({', '.join([*stage, f'data {place.data}', *tensor])})"
 
     def __str__(self) -> str:
-        """For people: "tensor 2 x data 4"; empty if there is nothing to say."""
+        """Returns the grid as text, such as "tensor 2 x data 4"; empty if it is plain."""
         if self.is_plain:
             return ""
         axes = {"tensor": self.tensor, "data": self.data, "pipeline": self.pipeline}
@@ -62,7 +62,7 @@ class Grid:
 
 
 def grid_of(ranks: int, tensor: int | None, pipeline: int | None) -> Grid:
-    """A grid of what a file says, which may be nothing or nonsense: ranks that do not divide have no places."""
+    """Returns the grid for sizes read from a file; a plain grid if they are missing or do not divide the ranks."""
     tensor, pipeline = max(tensor or 1, 1), max(pipeline or 1, 1)
     fits = ranks >= tensor * pipeline and ranks % (tensor * pipeline) == 0
     return Grid(ranks, tensor, pipeline) if fits else Grid(ranks)

@@ -1,7 +1,7 @@
-"""Files that others write, looked at again and again: only what is new is read, and only when there is something new.
+"""Repeatedly reads files that other processes write: only what is new, and only if something is new. Never writes.
 
-A file is opened before its size is asked for: on opening, an NFS client asks its server; ``stat`` alone would answer
-from the client's cache, which may be a minute old. Nothing here writes.
+Files are opened before their size is read: on open, an NFS client asks its server, whereas ``stat`` alone may answer
+from a cache that is a minute old.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ READ_BYTES = 1 << 20
 
 @dataclass
 class Tail:
-    """The lines of a file that grows."""
+    """Reads the lines of a growing file."""
 
     path: Path
     offset: int = 0
-    """Bytes that have been read; each is read once."""
+    """Number of bytes read so far."""
     size: int = 0
-    """Bytes that the file had at the last look."""
+    """Size of the file at the last look."""
     restarts: int = 0
-    """How often another file was found in its place, whose lines then come from their beginning."""
+    """How often the file was replaced by another one, which is then read from its beginning."""
     _file: tuple[int, int] | None = field(default=None, repr=False)
     _rest: bytes = field(default=b"", repr=False)
-    """The last line as far as it has been written."""
+    """The incomplete last line."""
 
     @property
     def is_behind(self) -> bool:
@@ -43,10 +43,10 @@ class Tail:
         return self.offset < self.size
 
     def lines(self, most_bytes: int = READ_BYTES) -> bytes:
-        """Whole new lines, about ``most_bytes`` of them; empty if there are none, or no file.
+        """Returns new complete lines, about ``most_bytes`` in all; empty if there are none, or no file.
 
         Raises:
-            UserError: the file may not be read.
+            UserError: no permission to read the file.
         """
         self.size = self.offset  # if nothing can be read this time
         with _opened(self.path) as handle:
@@ -77,22 +77,22 @@ class Tail:
 
 @dataclass
 class JsonFile:
-    """A small file with one JSON object, which its writer replaces now and then."""
+    """Reads a small file with one JSON object that its writer replaces now and then."""
 
     path: Path
     interpret: Callable[[Any], Any] = AN_OBJECT
-    """What its reader makes of a value. Raises ValueError for one that cannot be its content."""
+    """Converts the parsed JSON. Raises ValueError if it is not valid content."""
     value: Any = None
-    """Its last content that was whole; None before there was any."""
+    """The last valid content; None before there was any."""
     changed: float | None = None
-    """When it was last written, Unix seconds by the file system's clock; None while there is no such file."""
+    """Time of the last change, Unix seconds by the file system's clock; None if there is no file."""
     _version: tuple[int, int, int] | None = field(default=None, repr=False)
 
     def read(self) -> Any:
-        """Its content; what was known before if it has vanished or is being written.
+        """Returns the content, or the last valid content if the file has vanished or is being written.
 
         Raises:
-            UserError: the file may not be read.
+            UserError: no permission to read the file.
         """
         with _opened(self.path) as handle:
             if handle is None:
@@ -111,17 +111,17 @@ class JsonFile:
 
 
 def read_at(path: Path, position: int) -> bytes:
-    """What a growing file has from there on, a block at most; empty where there is nothing more, or no file.
+    """Reads at most one block of a file from a position; empty at the end of the file, or if there is none.
 
     Raises:
-        UserError: the file may not be read.
+        UserError: no permission to read the file.
     """
     with _opened(path) as handle:
         return b"" if handle is None else _read(handle, safe_read.BLOCK_BYTES, position)
 
 
 def _read(handle: int, count: int, offset: int) -> bytes:
-    """Empty if the file system has lost the file for the moment (ESTALE, EIO): it may be back at the next look."""
+    """Reads bytes; empty on errors such as ESTALE and EIO, which may be gone at the next look."""
     try:
         return os.pread(handle, count, offset)
     except OSError:
@@ -130,7 +130,7 @@ def _read(handle: int, count: int, offset: int) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """A descriptor; None if there is no plain file, or the file system has lost it for the moment."""
+    """Opens a file; yields None if it is not a regular file, or the file system cannot open it at the moment."""
     handle = None
     try:
         handle = safe_read.open_plain(path)

@@ -1,4 +1,4 @@
-"""Everything a report needs of a run folder, in memory that grows with the numbers only, not with their text."""
+"""Everything that a report needs from a run folder; memory grows with the count of numbers, not with the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.run.events import Eval, Event, TakeOver, Train, is_repeated
 from hpctrain.run.run_status import RunSnapshot
 
 KEPT_EVENTS = 2000
-"""Rare events (checkpoints, stragglers, ...) of each kind that are kept whole; of more, the first and the last half."""
+"""Maximum number of rare events (checkpoints, stragglers, ...) kept per kind; of more, the middle ones are dropped."""
 
 Kind = TypeVar("Kind", bound=Event)
 Floats = NDArray[np.float64]
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: float64 arrays of equal length, by time."""
+    """One curve: float64 arrays of equal length, sorted by time."""
 
     step: Floats
     time: Floats
@@ -33,43 +33,43 @@ class Series:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run with the curves of its events; steps that a later attempt computed again count once."""
+    """A run and the curves of its events; steps that a later attempt computed again count once."""
 
     run: RunSnapshot
     train: Mapping[str, Series]
-    """By name: loss, lr, samples_per_s, and one for each further number of the ``train`` events."""
+    """Curves by name: loss, lr, samples_per_s, and every other number in ``train`` events."""
     phases: Mapping[str, Series]
-    """Seconds of each phase in each interval."""
+    """Seconds of each phase per interval."""
     metrics: Mapping[str, Series]
-    """Validation metrics."""
+    """Validation metrics by name."""
     rare: tuple[Event, ...]
     """All other events, by time."""
     counts: Mapping[str, int]
-    """Events by name, repeated ones included."""
+    """Number of events by name, including repeated ones."""
 
     def all(self, kind: type[Kind]) -> list[Kind]:
-        """The rare events of a kind, by time."""
+        """Returns the rare events of a kind, by time."""
         return [event for event in self.rare if isinstance(event, kind)]
 
     def last(self, kind: type[Kind]) -> Kind | None:
-        """The last of them."""
+        """Returns the last rare event of a kind."""
         return next((event for event in reversed(self.rare) if isinstance(event, kind)), None)
 
     @property
     def curves(self) -> list[Series]:
-        """All curves over the steps."""
+        """The curves of training values and validation metrics."""
         return [*self.train.values(), *self.metrics.values()]
 
 
 MARKS = tuple(f'"{kind.NAME}"'.encode() for kind in get_args(TakeOver))
-"""What is in the lines of events that say where an attempt takes over."""
+"""Bytes that occur in every line with a TakeOver event."""
 
 
 class Columns:
     """Collects the events of a run as columns of numbers.
 
     Args:
-        starts: where each attempt took over, see ``takeovers``.
+        starts: step at which each attempt took over; see ``takeovers``.
     """
 
     def __init__(self, starts: Mapping[int, int]) -> None:
@@ -81,7 +81,7 @@ class Columns:
         self.counts: dict[str, int] = defaultdict(int)
 
     def add(self, event: Event) -> None:
-        """Takes one event, unless a later attempt computed its step again."""
+        """Counts an event, and stores it unless a later attempt computed its step again."""
         self.counts[event.name] += 1
         if is_repeated(event, self.starts):
             return
@@ -97,13 +97,13 @@ class Columns:
                 del kept[KEPT_EVENTS // 2]
 
     def history(self, run: RunSnapshot) -> RunHistory:
-        """What was collected."""
+        """Returns what was collected, for this run."""
         rare = sorted((event for events in self.rare.values() for event in events), key=lambda event: event.time)
         train, phases, metrics = map(self.series, (self.train, self.phases, self.metrics))
         return RunHistory(run, train, phases, metrics, tuple(rare), dict(self.counts))
 
     def series(self, columns: Mapping[str, array[float]]) -> dict[str, Series]:
-        """The columns as curves, by time."""
+        """Converts columns to curves, sorted by time."""
         curves = {}
         for name, numbers in columns.items():
             rows = np.frombuffer(numbers, dtype=np.float64).reshape(-1, 3)

@@ -1,8 +1,8 @@
-"""Last words: the small file in which each rank says how it ended, and why.
+"""Last words: a small file in which each rank says how and why it ended.
 
-A rank makes its file when it joins, in full size, and overwrites it in place when it ends: that works on a full disk
-too, and the supervisor knows from the beginning which process on which host is which rank. Of ranks that die without a
-word, the agent of the node notes when.
+A rank creates its file in full size when it joins and overwrites it in place when it ends. So writing works on a full
+disk too, and the supervisor knows from the beginning which process on which host is which rank. If a rank dies without
+a last word, its node's agent notes when.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from hpctrain.system.json_shape import is_count, maker, sound
 from hpctrain.system.processes import birth, machine
 
 FILE_BYTES = 16384
-"""Room that a word reserves; a traceback beyond it is cut in its middle."""
+"""Size of a rank's file; the middle of a longer traceback is cut out."""
 MOST_WORD_BYTES = 1 << 18
-"""Of one rank's last word."""
+"""Maximum size of a rank's file when reading."""
 
 
 class Ending(StrEnum):
     """How a rank ended."""
 
     RUNNING = "running"
-    """It has not ended, as far as it said itself."""
+    """It has not reported an end."""
     COMPLETED = "completed"
     EARLY = "early_stop"
     STOPPED = "stop_requested"
     """A checkpoint was saved on request."""
     FAILED = "failed"
-    """An error on this rank, named in the word."""
+    """An error on this rank; see ``LastWord.error``."""
     TAKEN_DOWN = "taken_down"
     """Ended because another rank failed, or because the supervisor ended the attempt."""
     KILLED = "killed"
-    """Died of a signal or an exit from outside Python; written by the supervisor."""
+    """Died from a signal, or exited outside Python's control; set by the supervisor."""
     VANISHED = "vanished"
-    """Ended without a word or a trace; written by the supervisor."""
+    """Ended without a last word, for an unknown reason; set by the supervisor."""
 
 
 GOOD_ENDINGS = (Ending.COMPLETED, Ending.EARLY, Ending.STOPPED)
@@ -57,14 +57,14 @@ GOOD_ENDINGS = (Ending.COMPLETED, Ending.EARLY, Ending.STOPPED)
 
 @dataclasses.dataclass(frozen=True)
 class ErrorWord:
-    """An error as the user is to see it."""
+    """An error as shown to the user."""
 
     what: str
     fix: str
     type: str
-    """Name of the exception."""
+    """Name of the exception's class."""
     traceback: str
-    """The full one is in the rank's log too."""
+    """The traceback, perhaps shortened; the rank's log has all of it."""
     code: Code = Code.UNKNOWN
 
 
@@ -73,61 +73,61 @@ class LastWord:
     """What is known of one rank of one attempt."""
 
     rank: int | None
-    """None if it never learned its rank."""
+    """Rank; None if the process never learned it."""
     host: str
     pid: int
     birth: float
-    """When the process started, in the host's clock ticks: with host and pid it names the process for good."""
+    """Start time of the process in the host's clock ticks; with host and pid it identifies the process uniquely."""
     started: float
     """Unix seconds."""
     ending: Ending = Ending.RUNNING
     ended: float | None = None
     """Unix seconds."""
     exit_code: int | None = None
-    """What the process meant to exit with; launchers lose it."""
+    """The exit code that the process intended; launchers do not report it reliably."""
     step: int | None = None
     weights_hash: str | None = None
-    """sha256 over what the rank has of the model's parameters."""
+    """SHA-256 of the rank's part of the model parameters."""
     error: ErrorWord | None = None
     note: str | None = None
-    """What the supervisor found out."""
+    """What the supervisor found out about the end."""
     code: Code | None = None
-    """The same for programs: killed, out_of_memory, vanished."""
+    """``note`` as a code: killed, out_of_memory, vanished."""
     oom_kills: int | None = None
-    """Processes that the kernel had killed for memory in this rank's control group when it started."""
+    """The control group's count of out-of-memory kills when this rank started."""
     machine: str | None = None
-    """Where pid and birth mean something: the host's boot and the container's process namespace."""
+    """Scope of pid and birth: the host's boot and the container's process namespace."""
 
     def to_json(self) -> dict[str, Any]:
-        """All fields that are known."""
+        """Returns all known fields."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
 
 word_of = maker(LastWord)
-"""From what ``LastWord.to_json`` gave; unknown fields are ignored. Raises ValueError for what cannot be that."""
+"""Inverse of ``LastWord.to_json``; ignores unknown fields. Raises ValueError for anything else."""
 
 
 def first_word(rank: int | None, oom_kills: int | None = None) -> LastWord:
-    """This process, running."""
+    """Returns the initial word of this process: it is running."""
     host, pid = socket.gethostname(), os.getpid()
     return LastWord(rank, host, pid, birth(pid), time.time(), oom_kills=oom_kills, machine=machine())
 
 
 @dataclasses.dataclass(frozen=True)
 class WordFile:
-    """One rank's file, ranks/<attempt>/<host>-<pid>.json: named by process, since a rank may not know its number."""
+    """One rank's file, ranks/<attempt>/<host>-<pid>.json; named by process, since a rank may not know its number."""
 
     path: Path
     run: Path
-    """The run folder, below which no link is followed."""
+    """The run folder; symbolic links below it are not followed."""
 
     @classmethod
     def of(cls, run_dir: RunDir, attempt: int, word: LastWord) -> WordFile:
-        """Where this word belongs."""
+        """Returns the file for this word."""
         return cls(pieces(run_dir, attempt) / f"{word.host}-{word.pid}.json", run_dir.path)
 
     def begin(self, word: LastWord) -> None:
-        """Writes the word and reserves the room for the last one.
+        """Writes the first word, which reserves the space for the last one.
 
         Raises:
             RunFailed: the folder cannot be written.
@@ -137,14 +137,14 @@ class WordFile:
         files.write_atomically(self.path, padded(word), self.run)
 
     def end(self, word: LastWord) -> None:
-        """Replaces the word in place. Does not raise: there is no one left to report to."""
+        """Overwrites the word in place. Does not raise an OSError, since there is no one left to report it to."""
         with contextlib.suppress(OSError):
             files.make_folder(self.path.parent, self.run)
             files.overwrite(self.path, padded(word), self.run)
 
 
 def padded(word: LastWord) -> bytes:
-    """JSON, filled up with blanks; the traceback is cut if the room does not suffice."""
+    """Encodes a word as JSON, padded with blanks to FILE_BYTES; shortens the traceback if it does not fit."""
     content = json.dumps(word.to_json()).encode()
     if len(content) >= FILE_BYTES and word.error is not None:
         trace = word.error.traceback
@@ -157,12 +157,12 @@ def padded(word: LastWord) -> bytes:
 
 
 def pieces(run_dir: RunDir, attempt: int) -> Path:
-    """The folder of the ranks' own words, until they are merged."""
+    """Returns the folder of the ranks' own files, which exists until they are merged."""
     return run_dir.ranks / str(attempt)
 
 
 def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
-    """The words that ranks wrote so far, by rank."""
+    """Reads the words that ranks have written so far, sorted by rank."""
     found = []
     for path in sorted(pieces(run_dir, attempt).glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
@@ -172,18 +172,18 @@ def collect(run_dir: RunDir, attempt: int) -> list[LastWord]:
 
 @dataclasses.dataclass(frozen=True)
 class AttemptWords:
-    """The last words of an attempt's ranks, and what was concluded from them."""
+    """The last words of an attempt's ranks, and the verdict."""
 
     ranks: tuple[LastWord, ...]
-    """By rank."""
+    """Last words, sorted by rank."""
     verdict: RunVerdict | None = None
 
 
 def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: RunVerdict) -> None:
-    """Writes ranks/<attempt>.json and removes the pieces.
+    """Writes ranks/<attempt>.json and removes the ranks' own files.
 
     Raises:
-        RunFailed: it cannot be written; the pieces then stay.
+        RunFailed: it cannot be written; the ranks' own files then remain.
     """
     content = {"attempt": attempt, "verdict": verdict.to_json(), "ranks": [word.to_json() for word in words]}
     files.write_atomically(run_dir.words(attempt), json.dumps(content, indent=1).encode() + b"\n", run_dir.path)
@@ -192,7 +192,7 @@ def merge(run_dir: RunDir, attempt: int, words: Sequence[LastWord], verdict: Run
 
 
 def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:
-    """The words of an attempt: merged, or if merging failed (full disk, dead supervisor) one by one."""
+    """Reads the words of an attempt: the merged file, or the ranks' own files if they were not merged."""
     try:
         saved = _merged(safe_read.read_json(run_dir.words(attempt)))
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge, ValueError):
@@ -200,7 +200,7 @@ def read(run_dir: RunDir, attempt: int) -> AttemptWords | None:
         return AttemptWords(tuple(words)) if words else None
     words = []
     for each in saved.get("ranks", ()):
-        with contextlib.suppress(ValueError):  # of a newer version
+        with contextlib.suppress(ValueError):  # written by a newer version
             words.append(word_of(each))
     return AttemptWords(tuple(_by_rank(words)), RunVerdict.from_json(saved.get("verdict") or {}))
 
@@ -213,39 +213,39 @@ def _by_rank(words: Iterable[LastWord]) -> list[LastWord]:
 
 
 HEAD_BYTES = 2048
-"""A word without a traceback is shorter; the rest of its file is blank."""
+"""Bytes read first: a word without a traceback is shorter, and the rest of its file is blank."""
 READ_BYTES_A_LOOK = 8 << 20
-"""After that much the remaining files wait for the next look."""
+"""Maximum bytes read per look; the remaining files wait for the next one."""
 SETTLED_S = 2.0
-"""A file that was written later than this may change again within the resolution of its time stamp."""
+"""Age below which a file is read again, since it may change within the resolution of its time stamp."""
 
 Stamp = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A file as it was read."""
+    """A file that has been read."""
 
     stamp: Stamp | None
-    """Time of its last change, and size; None if it is to be read again."""
+    """Modification time and size; None if the file must be read again."""
     word: LastWord
 
 
 class WordReader:
-    """The words of one attempt's ranks.
+    """Reads the words of one attempt's ranks again and again; only changed files are read.
 
     Args:
-        folder: of the words, one file a rank.
+        folder: folder of the words, one file per rank.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.seen: dict[str, Seen] = {}
         self.bytes_read = 0
-        """By all looks."""
+        """Total bytes read."""
 
     def look(self) -> list[LastWord]:
-        """The words that are known now, by rank."""
+        """Reads changed files; returns all known words, sorted by rank."""
         most = self.bytes_read + READ_BYTES_A_LOOK
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
@@ -262,13 +262,13 @@ class WordReader:
         return _by_rank(seen.word for seen in self.seen.values())
 
     def _take(self, entry: os.DirEntry[str], stamp: Stamp) -> None:
-        """Reads a file. What cannot be read now keeps its earlier word."""
+        """Reads a file. If it cannot be read, the earlier word stays."""
         with contextlib.suppress(OSError, ValueError):
             word, settled = word_of(self._read(entry.path)), time.time() - stamp[0] / 1e9 > SETTLED_S
             self.seen[entry.name] = Seen(stamp if settled else None, word)
 
     def _read(self, path: str) -> Any:
-        """A file's JSON; the blanks after it are left out."""
+        """Reads a file's JSON: first its head, then all of it if it is longer."""
         content = safe_read.head(path, HEAD_BYTES)
         self.bytes_read += len(content)
         with contextlib.suppress(ValueError):
@@ -280,17 +280,17 @@ class WordReader:
 
 @dataclasses.dataclass(frozen=True)
 class NotedDeath:
-    """What an agent saw."""
+    """A rank's death, as its node's agent saw it."""
 
     at: float
     """Unix seconds by the clock of rank 0's host."""
     rank: int
     code: int | None = None
-    """Exit code, or minus the signal; None if that is not known."""
+    """Exit code, or minus the signal; None if unknown."""
 
 
 def note_death(rank: int, code: int | None = None) -> None:
-    """Appends to the deaths of this attempt; outside a supervised run they are not read. See ``NotedDeath``."""
+    """Appends a death to this attempt's file; does nothing outside a supervised run. See ``NotedDeath``."""
     folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
     if folder and attempt:
         line = f"{run_clock.now():.6f} {rank} {'' if code is None else code}\n".encode()
@@ -299,7 +299,7 @@ def note_death(rank: int, code: int | None = None) -> None:
 
 
 def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:
-    """The deaths of an attempt, the first one first."""
+    """Returns the noted deaths of an attempt, earliest first."""
     try:
         lines = safe_read.read(_deaths_file(run, str(attempt))).decode(errors="replace").splitlines()
     except OSError:

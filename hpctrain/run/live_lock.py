@@ -1,7 +1,7 @@
-"""One live run a folder: a lock that names its holder, works without flock, and is taken over from the dead.
+"""A lock that admits one live run per folder. It names its holder, needs no flock, and can be taken from a dead holder.
 
-It keeps two live runs apart. That none of them writes once it has lost the lock is the matter of the fence between
-attempts (``Attempts.check_fence``). Both use numbers that only go up, each of which exactly one process gets.
+A run that has lost the lock is kept from writing by the fence between attempts (``Attempts.check_fence``). Lock and
+fence both use increasing numbers, each of which exactly one process gets (``UniqueIds``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hpctrain.system.processes import birth, is_alive, machine
 BEAT_S = 10.0
 """Seconds between two signs of life in the lock file."""
 MOST_BYTES = 1 << 16
-"""Of a lock file."""
+"""Maximum size of a lock file."""
 STALE_S = 60.0
-"""Silence after which a holder whose process cannot be looked at counts as dead."""
+"""Seconds of silence after which a holder counts as dead if its process cannot be checked from here."""
 TORN_S = 1.0
-"""Age from which on a file without a holder's name in it is one that a crash has torn."""
+"""Age in seconds above which a lock file without a valid holder counts as torn by a crash."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Holder:
     pid: int
     birth: float
     machine: str
-    """Boot and process namespace: if two agree, a process number means the same."""
+    """Boot and process namespace: process numbers are comparable if it is the same."""
     job: str | None
-    """Of a scheduler, if any."""
+    """The scheduler's job, if any."""
     restarts: int
-    """Which start of that job it is: a later one has a larger number."""
+    """Which start of that job it is; later starts have larger numbers."""
     since: float
     """Unix seconds."""
     cluster: str | None = None
-    """Slurm's cluster of the job: another one's knows other jobs by the same numbers."""
+    """Slurm cluster of the job; job numbers are unique within a cluster only."""
 
 
 def myself() -> Holder:
-    """This process."""
+    """Returns this process as a holder."""
     process = (socket.gethostname(), os.getpid(), birth(os.getpid()), machine())
     return Holder(*process, *current_job(), time.time(), os.environ.get("SLURM_CLUSTER_NAME"))
 
@@ -67,7 +67,7 @@ class Purpose:
 
     name: str
     what: str
-    """What to say of a live holder: {run} and {holder} are filled in."""
+    """Message if a live process holds the lock; {run} and {holder} are filled in."""
     fix: str
     code: Code = Code.USER_ERROR
 
@@ -87,51 +87,51 @@ TO_SUBMIT = Purpose(
 
 @dataclass
 class LiveLock:
-    """A lock of a run folder: ``acquire``, ``beat`` now and then, ``release``; or all three by ``with lock.held()``.
+    """A lock of a run folder. Call ``acquire``, ``beat`` regularly, and ``release``; or use ``with lock.held()``.
 
-    To take it is to create the next of the files locks/<purpose>/<number>.json, none of which is ever changed or
-    removed: of many that want a dead holder's lock one gets it, and the holder of an older ticket has lost it. The file
-    <purpose>.lock repeats who holds it, for those that only want to know.
+    Taking the lock means creating the next file locks/<purpose>/<number>.json (a ticket); tickets are never changed or
+    removed. So of several processes that want a dead holder's lock exactly one gets it, and whoever has an older ticket
+    has lost it. The file <purpose>.lock names the holder for readers.
     """
 
     run_dir: RunDir
     holder: Holder
     purpose: Purpose = TO_RUN
     number: int = 0
-    """Of the ticket."""
+    """Number of this holder's ticket."""
     beaten: float = 0.0
 
     @property
     def ids(self) -> UniqueIds:
-        """One for each time that the lock was taken."""
+        """Allocates the tickets' numbers."""
         return UniqueIds(self.run_dir.path / "locks" / self.purpose.name, self.run_dir.path)
 
     @property
     def file(self) -> Path:
-        """Names the holder; its time is that of the last sign of life."""
+        """File that names the holder; its modification time is that of the last sign of life."""
         return self.run_dir.path / f"{self.purpose.name}.lock"
 
     def acquire(self) -> None:
-        """Takes the lock, from a dead holder if need be.
+        """Takes the lock, from a dead holder if there is one.
 
         Raises:
-            UserError: a live process has it.
+            UserError: a live process holds it.
             RunFailed: the folder cannot be used.
         """
         try:
             while not self._take():
-                pass  # another one was faster
+                pass  # another process was faster
             self._show()
         except OSError as error:
             what = f"run folder {self.run_dir.path} cannot be locked: {error.strerror or error}"
             raise RunFailed(what, "check that it may be read and written, then run the same command again") from error
 
     def check(self) -> None:
-        """Whether this holder still has the lock.
+        """Checks that this holder still has the lock.
 
         Raises:
-            Replaced: another one has it.
-            OSError: that cannot be seen now.
+            Replaced: another process has it.
+            OSError: the folder cannot be read at the moment.
         """
         newest = self.ids.newest()
         other = read(self.ids.path(newest))
@@ -140,10 +140,10 @@ class LiveLock:
             raise Replaced(f"run folder {self.run_dir.path} has been taken over by {who}")
 
     def beat(self) -> None:
-        """A sign of life, given at most every BEAT_S seconds: call it as often as you like.
+        """Gives a sign of life, at most every BEAT_S seconds; calls in between do nothing.
 
         Raises:
-            Replaced: another process has the lock. A file server that does not answer does not count as that.
+            Replaced: another process has the lock. Errors of the file server are ignored.
         """
         if time.monotonic() - self.beaten >= BEAT_S:
             self.beaten = time.monotonic()
@@ -154,11 +154,11 @@ class LiveLock:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Signs of life from a thread, while the body takes its time; they end if the lock is lost."""
+        """Gives signs of life from a thread while the body runs; stops if the lock is lost."""
         over = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(Replaced):  # reported to whoever asks next
+            with contextlib.suppress(Replaced):  # the next ``check`` or ``beat`` raises it
                 while not over.wait(BEAT_S):
                     self.beat()
 
@@ -168,11 +168,11 @@ class LiveLock:
             yield
         finally:
             over.set()
-            thread.join(BEAT_S)  # a file server may hold it up
+            thread.join(BEAT_S)  # with a timeout, since a file server may block the thread
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Takes the lock for the body, and keeps it alive. Raises as ``acquire`` does."""
+        """Holds the lock while the body runs. Raises as ``acquire`` does."""
         self.acquire()
         try:
             with self.kept():
@@ -181,7 +181,10 @@ class LiveLock:
             self.release()
 
     def release(self) -> None:
-        """Gives the lock back, unless somebody has taken it over. On a full disk the holder's end does that."""
+        """Gives the lock back, unless another process has taken it over.
+
+        If that cannot be recorded (full disk), the lock becomes free when this process ends.
+        """
         with contextlib.suppress(OSError, RunFailed):
             if read(self.file) == self.holder:
                 self.file.unlink(missing_ok=True)
@@ -190,17 +193,17 @@ class LiveLock:
                 create_exclusively(self._released(newest), b"", self.run_dir.path)
 
     def _take(self) -> bool:
-        """Creates the next ticket; whether it is the newest one then."""
+        """Creates the next ticket; returns whether it is then the newest one."""
         newest = self.ids.newest()
         if (other := self._live_holder(newest)) is not None:
             what = self.purpose.what.format(run=self.run_dir.path, holder=_describe(other))
             raise UserError(what, self.purpose.fix, self.purpose.code)
         self.number, self.beaten = newest + 1, time.monotonic()
-        # A process that slept before it had written its name into the ticket may have been taken for dead.
+        # If this process slept before writing its name into the ticket, another one may have taken it for dead.
         return self.ids.claim(self.number, _encode(self.holder)) and self.ids.newest() == self.number
 
     def _live_holder(self, newest: int) -> Holder | None:
-        """Who has the lock, by the newest ticket and by the lock file, which is all that older versions write."""
+        """Returns the live holder by the newest ticket and the lock file (all that older versions write), or None."""
         ticket = self.ids.path(newest)
         for path in (self.file,) if self._is_released(newest) else (self.file, ticket):
             other = _settled(path)
@@ -209,7 +212,7 @@ class LiveLock:
         return None
 
     def _show(self) -> None:
-        """Touches the lock file if it is this holder's, and makes it so if it is not."""
+        """Touches the lock file if it names this holder; else rewrites it."""
         with contextlib.suppress(FileNotFoundError):
             handle = safe_read.open_plain(self.file)
             try:
@@ -228,11 +231,11 @@ class LiveLock:
 
 
 lock_of = maker(Holder, since=sound(is_time))
-"""The content of a lock file. Raises ValueError for a value that cannot be that."""
+"""Parses the content of a lock file. Raises ValueError if it is not valid."""
 
 
 def read(path: Path) -> Holder | None:
-    """The holder in a lock file or ticket; none if there is no such file, or it is still empty or damaged."""
+    """Reads the holder from a lock file or ticket; None if it is missing, empty or damaged."""
     try:
         return _decode(safe_read.read(path, MOST_BYTES))
     except OSError:
@@ -240,23 +243,23 @@ def read(path: Path) -> Holder | None:
 
 
 def at_work(run_dir: RunDir) -> Holder | None:
-    """Who works on a run folder: a job's supervisor, or ``hpctrain run`` or ``train`` without a job; None if idle."""
+    """Returns the live process that uses a run folder (supervisor, ``hpctrain run`` or ``train``); None if idle."""
     holder = read(run_dir.lock_file)
     return holder if holder is not None and is_live(holder, silence_s(run_dir.lock_file), myself()) else None
 
 
 def is_live(other: Holder, silence: float, me: Holder) -> bool:
-    """Whether the holder may still be at work, seen by ``me``, ``silence`` seconds after its last sign of life."""
+    """Whether a holder may still be alive, as seen by ``me``, ``silence`` seconds after its last sign of life."""
     if other.machine == me.machine:
         return is_alive(other.pid, other.birth)
     same_job = other.job is not None and (other.job, other.cluster) == (me.job, me.cluster)
     if same_job and other.restarts < me.restarts:
-        return False  # schedulers restart a job only when its former processes are gone
+        return False  # schedulers restart a job only after its earlier processes have ended
     return silence < STALE_S
 
 
 def silence_s(path: Path) -> float:
-    """Age of the lock's last sign of life, by the clock of the file system; by this host's, if that is read-only."""
+    """Returns seconds since the last sign of life, by the file system's clock; by this host's if it is read-only."""
     try:
         with tempfile.TemporaryFile(dir=path.parent) as probe:
             os.utime(probe.fileno())
@@ -270,7 +273,7 @@ def silence_s(path: Path) -> float:
 
 
 def _settled(path: Path) -> Holder | None:
-    """The holder in a file that may be being written just now, or was torn by a crash in the middle of it."""
+    """Reads the holder from a file; waits up to TORN_S if the file seems to be in the middle of being written."""
     while (found := read(path)) is None and path.exists() and silence_s(path) < TORN_S:
         time.sleep(0.05)
     return found
@@ -297,19 +300,19 @@ TICKET = re.compile(r"(\d+)\.json")
 
 @dataclass(frozen=True)
 class UniqueIds:
-    """Numbers that only go up: each is a file that exactly one process creates, and that never changes or goes away."""
+    """Increasing numbers, each a file that exactly one process creates and that is never changed or removed."""
 
     folder: Path
     run: Path
-    """The run folder, below which no link is followed."""
+    """The run folder; symbolic links below it are not followed."""
 
     def path(self, number: int, what: str = "") -> Path:
-        """The file that stands for a number, or one that says more about it."""
+        """Returns a number's file, or with ``what`` the path of an additional file about it."""
         return self.folder / (f"{number}.{what}.json" if what else f"{number}.json")
 
     def taken(self) -> list[int]:
-        """All numbers that are taken, ascending."""
-        # An NFS client may list a folder as it was up to a minute ago. Changing the folder makes it ask the server.
+        """Returns all taken numbers, ascending."""
+        # An NFS client may list a folder as it was a minute ago. Changing the folder makes it ask the server.
         with contextlib.suppress(OSError):
             os.utime(self.folder)
         try:
@@ -318,7 +321,7 @@ class UniqueIds:
             return []
 
     def newest(self) -> int:
-        """The highest number that is taken, 0 if none is."""
+        """Returns the highest taken number, 0 if none is."""
         return max(self.taken(), default=0)
 
     def make_folder(self) -> None:
@@ -332,7 +335,7 @@ class UniqueIds:
         return create_exclusively(self.path(number), content, self.run)
 
     def take(self, content: bytes, above: int = 0) -> int:
-        """Takes the next number, higher than ``above`` and than all that are taken. Raises RunFailed, see ``claim``."""
+        """Takes and returns the next number above ``above`` and all taken ones. Raises RunFailed; see ``claim``."""
         with writing(self.folder):
             number = max(above, self.newest()) + 1
         while not self.claim(number, content):

@@ -1,4 +1,4 @@
-"""Logs of a run: which files there are, which of them says first what went wrong, and following one."""
+"""A run's logs: finds the files, finds the first error in them, and follows one as it grows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hpctrain.run.growing_file import read_at
 from hpctrain.system import safe_read
 
 PART_BYTES = 32 << 20
-"""Of a log that has more than two of them, its first and its last are read."""
+"""Of a log longer than twice this, only the first and the last part of this size are read."""
 NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.out")
 FOREIGN = re.compile(r"Traceback|\b\w*Error\b|Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT")
-"""What Python, the kernel, Slurm and MPI libraries print of errors."""
+"""Matches errors printed by Python, the kernel, Slurm and MPI libraries."""
 OURS = re.compile(r"^hpctrain: (?P<what>.+)\n  (?:fix|logs): ", re.MULTILINE)
-"""The form in which the job script and the supervisor report errors, and orderly ends too."""
+"""Matches reports by the job script and the supervisor, of errors and of orderly ends."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """One log file: of a rank in an attempt, or of a job's script and supervisor (rank 'job')."""
+    """A log file of a rank in an attempt, or of a job's script and supervisor (rank 'job')."""
 
     path: Path
     job: str
@@ -36,9 +36,9 @@ class Log:
 
 
 def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> list[Log]:
-    """Logs by attempt and rank; all attempts if none is named and no rank either, else the last one."""
+    """Finds logs, sorted by attempt and rank; by default those of the last attempt that has any, plus job logs."""
     found = []
-    # Slurm creates the log of an array's element next to those of the others, before the element's folder is known.
+    # --output is one pattern for a whole job array, so Slurm writes its elements' logs to the array's folder.
     index = run.path.name if run.path.name.isdigit() else ""
     for path in [*run.logs.glob("*.out"), *(run.path.parent / "logs").glob(f"slurm-*_{index}.out")]:
         if match := NAME.fullmatch(path.name):
@@ -54,7 +54,7 @@ def find(run: RunDir, rank: str | None = None, attempt: int | None = None) -> li
 
 
 def places(run: RunDir, logs: Sequence[Log]) -> list[str]:
-    """Of the logs' ranks in their attempts' grids: " (data 1, tensor 0)"; empty where a number says it all."""
+    """Returns the place of each log's rank in the grid, such as " (data 1, tensor 0)"; empty if the grid is plain."""
     grids = {attempt.number: attempt.grid for attempt in Attempts(run).all()}
     found = [grids.get(log.attempt) if log.rank.isdigit() else None for log in logs]
     return [
@@ -64,7 +64,10 @@ def places(run: RunDir, logs: Sequence[Log]) -> list[str]:
 
 
 def first_error(run: RunDir, logs: Sequence[Log]) -> tuple[Log, str] | None:
-    """The log that fell silent first among those that show an error, and its lines from the error on."""
+    """Of the logs with an error, returns the one last written earliest, and its text from the error on.
+
+    Logs of ranks come before those of jobs.
+    """
     orderly = good_ends(run)
     candidates = []
     for log in logs:
@@ -81,16 +84,16 @@ def first_error(run: RunDir, logs: Sequence[Log]) -> tuple[Log, str] | None:
 
 
 def good_ends(run: RunDir) -> set[str]:
-    """What was said of attempts that did not fail."""
+    """Returns the reasons reported for attempts that did not fail."""
     try:
         verdicts = [attempt.verdict for attempt in Attempts(run).all()]
-    except UserError:  # a damaged run.json hides no log
+    except UserError:  # a damaged run.json must not hide logs
         return set()
     return {verdict.reason for verdict in verdicts if verdict and not verdict.is_failure}
 
 
 def read(path: Path) -> str:
-    """A log's text; of one that is very long its beginning and end. Empty if it is not a file that can be read."""
+    """Reads a log's text; only the beginning and end if it is very long. Empty if there is no regular file."""
     try:
         handle = safe_read.open_plain(path)
     except (FileNotFoundError, safe_read.NotPlain):
@@ -106,9 +109,9 @@ def read(path: Path) -> str:
 
 
 def follow(path: Path, over: Callable[[], bool], pause_s: float = 0.5, ask_s: float = 10.0) -> Iterator[str]:
-    """Text as it is appended, until ``over`` and nothing more comes; waits for the file to appear.
+    """Yields text as it is appended, until ``over`` returns true and nothing more comes; waits for the file to appear.
 
-    ``over`` asks Slurm's controller, which serves all users: it is called every ``ask_s`` seconds only.
+    ``over`` queries Slurm's controller, which serves all users, so it is called only every ``ask_s`` seconds.
     """
     position, ended, asked = 0, False, float("-inf")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

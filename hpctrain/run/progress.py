@@ -1,4 +1,4 @@
-"""What the events of a run come to so far, in memory that does not grow with them. No I/O here."""
+"""A summary of a run's events so far, in memory that does not grow with their number. No I/O here."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpctrain.run.time_account import Sums
 Kind = TypeVar("Kind", bound=events.Event)
 
 RATE_INTERVALS = 16
-"""Newest intervals that the rate is the mean of."""
+"""Number of newest intervals over which the rate is averaged."""
 CURVE_POINTS = 256
-"""Points of a curve that are kept at least half full: when there are more, neighbours are joined."""
+"""Maximum number of points of a curve; when it is reached, pairs of neighbours are merged."""
 WARNINGS = 8
-"""Newest warnings that are kept."""
+"""Number of newest warnings kept."""
 
 
 @dataclass(frozen=True)
 class Warned:
-    """Something that a person should know of."""
+    """A warning for people."""
 
     time: float
     """Unix seconds."""
@@ -32,15 +32,15 @@ class Warned:
 
 
 class ProgressCurve:
-    """One value over the steps, as means over equally many events."""
+    """A value over the steps, as means over equal numbers of events."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float, int]] = []
-        """Last step, sum and number of the values that a point joins."""
+        """For each point: last step, sum and number of its values."""
         self.per_point = 1
 
     def add(self, step: int, value: float) -> None:
-        """Takes the next value; those that are not finite are left out."""
+        """Adds the next value; ignores values that are not finite."""
         if not math.isfinite(value):
             return
         if self.points and self.points[-1][2] < self.per_point:
@@ -53,43 +53,43 @@ class ProgressCurve:
         self.points.append((step, value, 1))
 
     def cut(self, step: int) -> None:
-        """Forgets what lies beyond a step: it is computed again."""
+        """Removes points beyond a step, since they will be computed again."""
         while self.points and self.points[-1][0] > step:
             self.points.pop()
 
     def means(self) -> list[float]:
-        """The points' values, by step."""
+        """Returns the points' mean values, by step."""
         return [total / number for _, total, number in self.points]
 
 
 class Progress:
-    """Takes a run's events one by one, those of each file in their order; the files may interleave in any way."""
+    """Summarizes a run's events, added one by one. Each file's events must be in order; files may interleave freely."""
 
     def __init__(self) -> None:
         self.attempt = 0
-        """The newest attempt that has said something in training; 0 before the first."""
+        """The newest attempt that has begun to train; 0 before the first."""
         self.first_step = 0
-        """Where it took over."""
+        """Step at which it took over."""
         self.num_events = 0
         self.last_time: float | None = None
-        """Of the newest event, Unix seconds."""
+        """Time of the newest event, Unix seconds."""
         self.curves: dict[str, ProgressCurve] = {}
-        """loss, lr, and validation metrics as ``validation NAME``."""
+        """Curves by name: loss, lr, and validation metrics as ``validation NAME``."""
         self.findings: dict[tuple[object, ...], events.Straggler] = {}
-        """What the monitor has confirmed in this attempt and not taken back."""
+        """The monitor's confirmed findings in this attempt that are not over."""
         self.warnings: deque[Warned] = deque(maxlen=WARNINGS)
         self.sums = Sums()
-        """Recoveries, and where the time went."""
+        """Recoveries and the time account."""
         self._newest: dict[type[events.Event], events.Event] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_INTERVALS + 1)
 
     def newest(self, kind: type[Kind]) -> Kind | None:
-        """The newest event of a kind; of training and evaluation only what still counts."""
+        """Returns the newest event of a kind, ignoring Train and Eval events that a later attempt repeats."""
         found = self._newest.get(kind)
         return found if isinstance(found, kind) else None
 
     def add(self, event: events.Event) -> None:
-        """Takes one event."""
+        """Adds one event."""
         self.num_events += 1
         self.last_time = max(self.last_time or event.time, event.time)
         self.sums.add(event)
@@ -112,14 +112,14 @@ class Progress:
 
     @property
     def step(self) -> int | None:
-        """Updates done, as far as is known."""
+        """Number of updates done, as far as known."""
         told = [self.newest(events.Train), self.newest(events.Resumed), self.newest(events.RunStarted)]
         steps = [event.step for event in told if event is not None]
         return max([*steps, *([self.first_step] if self.attempt else [])], default=None)
 
     @property
     def total_steps(self) -> int | None:
-        """Updates of the whole run."""
+        """Total number of updates in the run, if known."""
         told = [
             event.total_steps
             for event in (self.newest(events.Train), self.newest(events.RunStarted))
@@ -129,7 +129,7 @@ class Progress:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Over the newest intervals, by wall-clock time; None before the first."""
+        """Steps per second of wall time over the newest intervals; None before the first."""
         if len(self._marks) > 1:
             (begin, first), (end, last) = self._marks[0], self._marks[-1]
             return (last - first) / (end - begin) if end > begin and last > first else None
@@ -140,14 +140,14 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds from the newest interval to the last step, at the measured rate."""
+        """Estimated seconds from the newest interval to the end of the run, at the measured rate."""
         if self.step is None or not self.total_steps or not self.steps_per_s:
             return None
         return (self.total_steps - self.step) / self.steps_per_s
 
     @property
     def failing_saves(self) -> str | None:
-        """That checkpoints fail again and again, as a sentence, as long as none has been saved since."""
+        """A sentence saying that checkpoints fail; None if one has been saved since."""
         failed, saved = self.newest(events.CheckpointFailed), self.newest(events.CheckpointSaved)
         if not failed or failed.attempt < self.attempt or (saved and saved.time > failed.time):
             return None
@@ -156,7 +156,7 @@ class Progress:
 
     @property
     def store_away(self) -> str | None:
-        """That checkpoints do not reach the object store, as a sentence, as long as none has since."""
+        """A sentence saying that checkpoints do not reach the object store; None if one has since."""
         away, stored = self.newest(events.StoreAway), self.newest(events.CheckpointStored)
         if not away or away.attempt < self.attempt or (stored and stored.time > away.time):
             return None
@@ -165,13 +165,13 @@ class Progress:
 
     @property
     def hang(self) -> events.Hang | None:
-        """The hang that this attempt has not got out of."""
+        """The current hang of this attempt; None if it has trained since."""
         hang, train = self.newest(events.Hang), self.newest(events.Train)
         moved = train is not None and hang is not None and train.time >= hang.time
         return hang if hang and hang.attempt >= self.attempt and not moved else None
 
     def _take_over(self, event: events.RunStarted | events.Resumed) -> None:
-        """An attempt begins: what earlier ones did beyond its first step does not count."""
+        """Starts a new attempt: steps of earlier ones beyond its first step no longer count."""
         attempt, step = event.attempt, event.step
         if attempt < self.attempt:
             return
@@ -198,7 +198,7 @@ class Progress:
 
 
 def warning(event: events.Event) -> str | None:
-    """A sentence on what a person should know of; None for events that go well."""
+    """Returns a sentence for an event that people should know about, else None."""
     if isinstance(event, events.CheckpointFailed):
         again = f" ({in_a_row(event)})" if (event.failures or 1) > 1 else ""
         return f"the checkpoint could not be written{again}: {event.error}"
@@ -214,7 +214,7 @@ def warning(event: events.Event) -> str | None:
 
 
 def in_a_row(failed: events.CheckpointFailed) -> str:
-    """How many checkpoints have failed since one was saved."""
+    """Says how many checkpoints have failed since one was saved."""
     count = failed.failures or 1
     return "1 checkpoint" if count == 1 else f"{count} checkpoints in a row"
 

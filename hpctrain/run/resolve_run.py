@@ -1,4 +1,4 @@
-"""The run that a person's argument names: a run file, a run folder, an array's, its checkpoints or one of them."""
+"""Finds the run that a command's argument means: a run file, a run or array folder, or checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def configured(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:
-    """The configuration and folder behind a run file or a run folder; the folder need not be there yet.
+    """Returns the configuration and folder for a run file or run folder; the folder need not exist yet.
 
     Raises:
         UserError: the run file is missing or not valid.
     """
-    from hpctrain.config.loading import load  # takes its time, and looking on needs none of it
+    from hpctrain.config.loading import load  # slow to import, and not needed by commands that only look at a run
 
     path = Path(target)
     config = load(RunDir(path).run_yaml if path.is_dir() else path, overrides, say)
@@ -30,10 +30,12 @@ def configured(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunD
 
 
 def folder(target: str) -> RunDir:
-    """The run folder that is meant, which need not be there yet; for looking on, its run file need not be valid.
+    """Returns the run folder that is meant. If a folder is named, its run file need not be valid.
+
+    The folder need not exist yet if a run file is named.
 
     Raises:
-        UserError: there is neither such a folder nor such a run file.
+        UserError: there is neither such a run folder nor such a run file.
     """
     path = Path(target).absolute()
     if not path.is_dir():
@@ -48,10 +50,10 @@ def folder(target: str) -> RunDir:
 
 
 def existing(target: str) -> RunDir:
-    """The run folder that is meant, of one run or of an array.
+    """Returns the existing folder of a run or of an array.
 
     Raises:
-        UserError: it is not there.
+        UserError: it does not exist.
     """
     run = folder(target)
     if not run.path.is_dir():
@@ -60,10 +62,10 @@ def existing(target: str) -> RunDir:
 
 
 def single(target: str) -> RunDir:
-    """The folder of one run, which need not be there yet.
+    """Returns the folder of a single run, which need not exist yet.
 
     Raises:
-        UserError: it is that of an array.
+        UserError: it is the folder of an array.
     """
     run = folder(target)
     if found := [] if run.run_json.exists() else elements_of(run):
@@ -72,19 +74,19 @@ def single(target: str) -> RunDir:
 
 
 def runs(target: str) -> list[RunDir]:
-    """The run, or the elements of an array. Raises as ``existing``."""
+    """Returns the run, or the elements of an array. Raises as ``existing``."""
     run = existing(target)
     return elements_of(run) or [run]
 
 
 def elements_of(array: RunDir) -> list[RunDir]:
-    """The runs of an array, by index; none if this is the folder of one run."""
+    """Returns the runs of an array, by index; none if this is the folder of a single run."""
     found = [path for path in array.path.glob("*/") if path.name.isdigit() and RunDir(path).run_yaml.exists()]
     return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name))]
 
 
 def checkpoints(target: str) -> tuple[Path, int | None]:
-    """The folder of checkpoints, wherever it lies, and the step of the one that is named, if one is.
+    """Returns a folder of checkpoints, and the step if a single checkpoint is named.
 
     Args:
         target: a run file, a run folder, a folder of checkpoints, or one checkpoint's folder.
@@ -98,6 +100,6 @@ def checkpoints(target: str) -> tuple[Path, int | None]:
 
 
 def _of_checkpoints(path: Path) -> Path | None:
-    """The run folder that checkpoints, or one of them, lie in; None for other folders."""
+    """Returns the run folder of a checkpoints folder or of a single checkpoint; None for other folders."""
     inside = path.parent if step_named(path.name) is not None else path
     return inside.parent if inside == RunDir(inside.parent).checkpoints else None

@@ -1,4 +1,4 @@
-"""The clock that moments of different hosts are compared by: that of rank 0's host. Others may differ by seconds."""
+"""A common clock for all hosts of a run: that of rank 0's host. Hosts' own clocks may differ by seconds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 
 AHEAD_S = "HPCTRAIN_CLOCK_AHEAD_S"
-"""Variable that says how far this host's clock is ahead; the processes that a rank starts have it, too."""
+"""Environment variable: seconds by which this host's clock is ahead; inherited by processes that a rank starts."""
 ROUNDS = 4
 
 
 def now() -> float:
-    """Unix seconds."""
+    """Returns Unix seconds by rank 0's clock."""
     return time.time() - float(os.environ.get(AHEAD_S) or 0)
 
 
 def ahead_s(gather: Callable[[float], Sequence[float]]) -> float:
-    """Seconds by which this clock is ahead of rank 0's; 0 if it may be right, as far as messages can show.
+    """Estimates the seconds by which this clock is ahead of rank 0's; 0 if the messages allow that it is right.
 
-    ``gather``, which is collective, returns the values of all ranks.
+    Collective; ``gather`` returns the values of all ranks.
     """
     most, least, before = math.inf, -math.inf, -math.inf
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""What is known of a run at one moment: whether it waits, runs or has ended, by files, processes and Slurm. Pure."""
+"""The state of a run at one moment: pending, running or ended, from its files, processes and scheduler. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ALIVE = (
     *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"),
     *("STOPPED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STAGE_OUT"),
 )
-"""States of jobs that may still act on the run folder."""
+"""States of jobs that may still use the run folder."""
 UNKNOWN = "UNKNOWN"
-"""State of jobs that the scheduler does not report or has forgotten: they may have ended in any way."""
+"""State of jobs that the scheduler does not report or has forgotten; how they ended is unknown."""
 REFUSED = "REFUSED"
-"""State of what a scheduler did not take as a job."""
+"""State of a submission that the scheduler refused."""
 
 ADVICE = {
     "DependencyNeverSatisfied": "a job that it waits for did not end well: cancel it, and submit it without --after",
@@ -37,19 +37,19 @@ ADVICE = {
     "PartitionTimeLimit": "the partition never gives that much time: lower launch.slurm.time",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved: sinfo -R tells why",
 }
-"""What to do about the reasons for which jobs wait longest."""
+"""Advice by Slurm's reason, for reasons that keep jobs waiting longest."""
 
 
 @dataclass(frozen=True)
 class QueueEntry:
-    """One job, or one element of an array, as Slurm knows it."""
+    """A job or an array element as the scheduler reports it, in Slurm's words."""
 
     id: str
     """123, or 120_4 for element 4 of array 120."""
     state: str
     """PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, OUT_OF_MEMORY ..."""
     reason: str = ""
-    """Why it waits, or ended."""
+    """Why it is waiting, or why it ended."""
     elapsed: str = ""
     left: str = ""
     limit: str = ""
@@ -62,38 +62,38 @@ WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING")
 ORDERLY = (ExitCode.DONE, ExitCode.STOPPED)
 """Exit codes of attempts that ended as planned or on request."""
 FRESH_S = 60.0
-"""Silence up to which a folder whose events are all there is counts as that of a live run."""
+"""Age of the newest event up to which a folder that holds only events counts as that of a live run."""
 
 
 class Word(StrEnum):
-    """How a run stands."""
+    """State of a run in one word."""
 
     NOT_STARTED = "not started"
     PENDING = "pending"
-    """Waits for Slurm, for the first time or to continue."""
+    """Waiting in the queue, to start or to continue."""
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """On request, with a checkpoint: the same command resumes."""
+    """Stopped on request, with a checkpoint; the same command resumes it."""
     FAILED = "failed"
     CANCELLED = "cancelled"
-    """Its job was taken out of the queue, or ended by somebody before the run could conclude anything."""
+    """The job was cancelled before the run could record an end."""
     UNKNOWN = "unknown"
-    """No process is known to work on it, and no record says how it ended."""
+    """No process is known to be working on it, and no record says how it ended."""
 
 
 @dataclass(frozen=True)
 class State:
-    """How a run stands, and why."""
+    """State of a run, and why."""
 
     word: Word
     why: str = ""
     is_over: bool = False
-    """Nothing more will happen unless somebody acts."""
+    """Whether nothing more will happen unless someone acts."""
     code: Code = Code.UNKNOWN
-    """Why, for programs, as far as the job tells it."""
+    """The reason as a code, if the job's state gives one."""
     fix: str = ""
-    """What to do, as far as the job tells it."""
+    """What to do, if the job's state says it."""
 
 
 BY_JOB = {
@@ -103,38 +103,38 @@ BY_JOB = {
     "CANCELLED": Code.CANCELLED,
     "PREEMPTED": Code.KILLED,
 }
-"""What the end of a job says of a run that could not say how it ended."""
+"""Code by a job's final state, for runs that could not record how they ended."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """The process that uses the run folder."""
+    """The process that holds the run folder."""
 
     lives: bool
     sure: bool
-    """It is or was a process of this machine: whether it lives is known, not guessed from its last sign of life."""
+    """Whether ``lives`` is certain: a process of this machine can be checked; others are judged by signs of life."""
     name: str
-    """Process and host."""
+    """Process and host, as text."""
 
 
 class Outcome(StrEnum):
-    """The state of a run from its files, whichever process may be alive."""
+    """The state of a run from its files alone, whether or not a process is alive."""
 
     COMPLETED = "completed"
     EARLY = "early_stop"
     DONE = "done"
-    """By its supervisor: its ranks left no event of their end, as plain commands do not."""
+    """Finished according to the supervisor; the ranks wrote no event of their end, as with plain commands."""
     STOPPED_BY_RANKS = "stop_requested"
     STOPPED = "stop"
-    """By its supervisor."""
+    """Stopped according to the supervisor."""
     FAILED = "failed"
     RUNNING = "running"
-    """No process wrote an end; those that are killed do not."""
+    """No end is recorded: the run is running, or was killed."""
     UNKNOWN = "unknown"
 
     @property
     def word(self) -> Word:
-        """The same, without who says so."""
+        """The state as a Word, whichever process recorded it."""
         return WORDS.get(self, Word.UNKNOWN)
 
 
@@ -146,12 +146,12 @@ WORDS = {
 
 
 def outcome(attempts: Sequence[Attempt], started: RunStarted | None, finished: RunFinished | None) -> Outcome:
-    """The state of a run from its files.
+    """Returns the state of a run from its files.
 
     Args:
-        attempts: of run.json, oldest first.
-        started: the newest event of its kind.
-        finished: the same.
+        attempts: attempts in run.json, oldest first.
+        started: the newest RunStarted event.
+        finished: the newest RunFinished event.
     """
     newest = attempts[-1].number if attempts else started.attempt if started else 0
     if finished and finished.attempt >= newest:
@@ -174,13 +174,13 @@ def of_run(
     now: float,
     has_events: bool = True,
 ) -> State:
-    """How a run stands.
+    """Returns the state of a run.
 
     Args:
-        attempts: of run.json, oldest first.
-        progress: what its events come to.
-        life: who holds the run folder; None if no process does.
-        job: its living or newest job, perhaps UNKNOWN or REFUSED; None without one.
+        attempts: attempts in run.json, oldest first.
+        progress: summary of its events.
+        life: the process that holds the run folder, if any.
+        job: its live or newest job, perhaps UNKNOWN or REFUSED; None without one.
         now: Unix seconds.
         has_events: whether its ranks write events; plain commands do not.
     """
@@ -214,7 +214,7 @@ def of_run(
 
 
 def _by_job(job: QueueEntry, when: str = "") -> State:
-    """A run without a recorded end, from Slurm's state of its job."""
+    """Returns the state of a run without a recorded end, from the state of its job."""
     why = f"job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     word = Word.CANCELLED if job.state == "CANCELLED" else Word.UNKNOWN if job.state == "COMPLETED" else Word.FAILED
     code = BY_JOB.get(job.state, Code.UNKNOWN)
@@ -228,7 +228,7 @@ def _advice(job: QueueEntry) -> str:
 
 
 def _ended(word: Word, verdict: RunVerdict | None, newest: Attempt, job: QueueEntry | None) -> State:
-    """The newest attempt has been concluded, and it was not the last of a finished run."""
+    """Returns the state of a run whose newest attempt has a recorded end but has not finished the run."""
     reason = verdict.reason if verdict else ""
     if verdict and verdict.action is Action.REQUEUE and newest.job_id:
         if job is None:
@@ -244,7 +244,7 @@ def _ended(word: Word, verdict: RunVerdict | None, newest: Attempt, job: QueueEn
 def _silent(
     word: Word, life: Life | None, job: QueueEntry | None, progress: Progress, has_attempts: bool, now: float
 ) -> State:
-    """The newest attempt has no conclusion, and no process is known to be at work."""
+    """Returns the state of a run whose newest attempt has no recorded end and no known live process."""
     if word is not Word.UNKNOWN:
         return State(word, "its ranks ended in order", is_over=True)
     if job is not None and job.state != "COMPLETED":
@@ -263,66 +263,66 @@ def _join(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class LiveRank:
-    """A rank in the monitor's last window: medians of its steps."""
+    """A rank in the monitor's newest window; times are medians over its steps."""
 
     rank: int
     host: str
     busy_s: float
     wait_s: float
     excess: float
-    """Busy time above the median of the other ranks, 0.2 for 20%."""
+    """Busy time above the median of the other ranks; 0.2 is 20%."""
     cost: float = 0.0
-    """Share of the window that the run would save without this rank's delay."""
+    """Fraction of the window that the run would save without this rank's delay."""
 
 
 @dataclass(frozen=True)
 class LiveWindow:
-    """The monitor's last window."""
+    """The monitor's newest window."""
 
     attempt: int | None = None
     step: int | None = None
-    """Its end."""
+    """Last step of the window."""
     num_ranks: int | None = None
     ranks: tuple[LiveRank, ...] = ()
-    """By rank; of very many, those that the monitor found busiest."""
+    """Ranks in order; if there are very many, only the busiest."""
     verdicts: tuple[str, ...] | None = None
-    """The monitor's findings at the moment, suspicions included, as sentences; None if it does not say."""
+    """The monitor's current findings, including suspicions, as sentences; None if not given."""
     dropped_windows: int = 0
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment; what its folder does not say is None or empty."""
+    """A run at one moment; fields that its folder does not give are None or empty."""
 
     path: Path
     """The run folder."""
     id: str | None
     config: Mapping[str, Any]
-    """run.yaml: the resolved run file."""
+    """The resolved run file, run.yaml."""
     attempts: tuple[Attempt, ...]
-    """The oldest first."""
+    """Attempts, oldest first."""
     progress: Progress
-    """What the events come to so far."""
+    """Summary of the events so far."""
     life: Life | None = None
-    """Who holds the run folder."""
+    """The process that holds the run folder."""
     live: LiveWindow | None = None
-    """The monitor's last window."""
+    """The monitor's newest window."""
     left_out: str = ""
-    """What was left out of the events, being none of the run's own; for people."""
+    """A sentence about events that were left out because they are not valid."""
     is_behind: bool = False
-    """Events are still being read: this is how the run stood before them."""
+    """Whether there are events not read yet: this is the state before them."""
     stop_requested_by: str | None = None
-    """Who asked the run to stop; ``RunView.look`` does not ask."""
+    """Who asked the run to stop; not set by ``RunView.look``."""
     checkpoint_step: int | None = None
-    """Step of the newest checkpoint; ``RunView.look`` does not ask."""
+    """Step of the newest checkpoint; not set by ``RunView.look``."""
     words: Mapping[int, AttemptWords] = field(default_factory=dict)
-    """Last words by attempt; ``RunView.look`` does not ask."""
+    """Last words by attempt; not set by ``RunView.look``."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What is trained on: ``fingerprint``, ``samples`` (number), ``sources`` (tables)."""
+    """The training data: ``fingerprint``, ``samples`` (number), ``sources`` (tables)."""
 
     @property
     def name(self) -> str:
-        """The run's name, or that of its folder."""
+        """The run's name; by default that of its folder."""
         return str(self.config.get("name") or self.path.name)
 
     @property
@@ -332,20 +332,20 @@ class RunSnapshot:
 
     @property
     def outcome(self) -> Outcome:
-        """The state of the run from its files; ``state`` also checks living processes."""
+        """The state of the run from its files; ``state`` also considers live processes and jobs."""
         return outcome(self.attempts, self.progress.newest(RunStarted), self.progress.newest(RunFinished))
 
     @property
     def account(self) -> TimeAccount:
-        """Where the run's time went so far."""
+        """Where the run's time has gone so far."""
         return self.progress.sums.account(self.attempts)
 
     def state(self, now: float, job: QueueEntry | None = None) -> State:
-        """How the run stands.
+        """Returns the state of the run.
 
         Args:
             now: Unix seconds.
-            job: its living or newest job; None without Slurm, or if Slurm knows none.
+            job: its live or newest job; None if there is none.
         """
         is_command = bool((self.config.get("launch") or {}).get("command"))
         return of_run(self.attempts, self.progress, self.life, job, now, has_events=not is_command)

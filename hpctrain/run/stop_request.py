@@ -1,4 +1,4 @@
-"""The STOP file: anyone may create it to have a run save and stop. A person writes text, or nothing at all."""
+"""The STOP file: anyone may create it to make a run save and stop. It may be empty or hold text that says who asks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.system import foreign_text, safe_read
 from hpctrain.system.files import create_exclusively, write_atomically
 
 MOST_BYTES = 1024
-"""Of a STOP file."""
+"""Maximum number of bytes read from a STOP file."""
 
 
 @dataclass(frozen=True)
@@ -21,30 +21,30 @@ class StopRequest:
     """Who asked a run to stop."""
 
     by: str
-    """For people."""
+    """Who asked, as text for people."""
     signal: signal.Signals | None = None
-    """None if a person made the file."""
+    """The signal that a process received; None if a person made the file."""
 
     @classmethod
     def of_signal(cls, number: int) -> StopRequest:
-        """What a process that got a signal passes on."""
+        """Returns the request of a process that received a signal."""
         return cls(f"signal {signal.Signals(number).name}", signal.Signals(number))
 
     @property
     def code(self) -> Code:
-        """SIGUSR1 is what job scripts have Slurm send before the time limit."""
+        """TIME_LIMIT for SIGUSR1, which job scripts have Slurm send before the time limit; else STOPPED."""
         return Code.TIME_LIMIT if self.signal is signal.SIGUSR1 else Code.STOPPED
 
 
 BY_PERSON = StopRequest("STOP file")
-"""Used if the file does not say who made it."""
+"""Request of a STOP file that does not say who made it."""
 
 
 def request_stop(run_dir: RunDir, request: StopRequest) -> None:
-    """Asks the run to save and stop. The first request stays, but a person's replaces a signal's.
+    """Asks the run to save and stop. An existing request is kept, except that a person's replaces a signal's.
 
     Raises:
-        RunFailed: the file cannot be made.
+        RunFailed: the file cannot be written.
     """
     before = requested_stop(run_dir)
     replaces = before is not None and before.signal is not None and request.signal is None
@@ -57,17 +57,17 @@ def request_stop(run_dir: RunDir, request: StopRequest) -> None:
 
 
 def requested_stop(run_dir: RunDir) -> StopRequest | None:
-    """Who asked the run to stop; None without a request."""
+    """Returns who asked the run to stop; None without a request."""
     try:
         return _parse(safe_read.head(run_dir.stop_file, MOST_BYTES).decode(errors="replace"))
-    except (PermissionError, safe_read.NotPlain):  # of a user whose files are private, or a folder
+    except (PermissionError, safe_read.NotPlain):  # another user's private file, or a folder
         return BY_PERSON
-    except OSError:  # there is none, or a file server does not answer now
+    except OSError:  # there is no file, or the file server does not answer at the moment
         return None
 
 
 def _parse(text: str) -> StopRequest:
-    """Behind the line for people a process leaves one of JSON."""
+    """Parses a STOP file. A process writes a line of text, then a line of JSON with its signal."""
     said, _, details = text.strip().rpartition("\n")
     with contextlib.suppress(ValueError):
         saved = safe_read.parse_json(details.encode())

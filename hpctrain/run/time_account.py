@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: new steps, failures, waiting, saving. No I/O here."""
+"""Accounts for a run's wall time: new steps, failures, waiting, saving. No I/O here."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from hpctrain.run.verdict import Action
 from hpctrain.system.quantities import duration
 
 USEFUL = ("data", "to_device", "forward", "backward", "exchange", "optimizer")
-"""Phases that advance the weights; callbacks and checkpoints do not."""
+"""Phases that count as useful time; callbacks and checkpoints do not."""
 TOLD = 0.001
-"""Share of the wall time up to which a loss is not mentioned."""
+"""Losses up to this fraction of the wall time are not mentioned."""
 ATTEMPTS = 1000
-"""Newest attempts whose times are kept."""
+"""Number of newest attempts whose times are kept."""
 RECOVERIES = 64
-"""Newest recoveries that are kept whole; sums count all."""
+"""Number of newest recoveries kept; the sums include all."""
 
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """Seconds of a run from the start of its first attempt to the end of its last one, or to its newest event.
+    """Where a run's time went, in seconds.
 
-    What is left of ``wall_s`` is start-up, evaluation, callbacks and the ends of attempts.
+    The rest of ``wall_s`` is start-up, evaluation, callbacks and shutdown of attempts.
     """
 
     goodput: float | None
-    """Share of the wall time in new steps; None before the first."""
+    """Fraction of the wall time spent in new steps; None before the first."""
     wall_s: float
+    """From the start of the first attempt to the end of the last one, or to the newest event."""
     steps_s: float
-    """In steps that no earlier attempt had reported."""
+    """Time in steps that no earlier attempt had reported."""
     failures: int
-    """That the run recovered from."""
+    """Number of failures that the run recovered from."""
     failures_s: float
-    """From the first death to the next step without ``waiting_s``, and the time of the steps that were done again."""
+    """Time from the first death to the next new step, without ``waiting_s``, plus that of repeated steps."""
     repeated_steps: int
     waiting_s: float
-    """Between two attempts, except for one that follows in place in its job."""
+    """Time between attempts, except those restarted in place within a job."""
     saving_s: float
-    """In which training stood still for checkpoints and snapshots."""
+    """Time for which checkpoints and snapshots paused training."""
 
     @property
     def text(self) -> str:
-        """For people; empty before the first step."""
+        """The account as a sentence; empty before the first step."""
         if self.goodput is None:
             return ""
         again = f", {self.repeated_steps} steps done again" if self.repeated_steps else ""
@@ -59,24 +60,24 @@ class TimeAccount:
 
 
 class Sums:
-    """Takes a run's events one by one, in memory that does not grow with them."""
+    """Sums up a run's events, added one by one, in memory that does not grow with their number."""
 
     def __init__(self) -> None:
         self.recoveries: deque[Recovered] = deque(maxlen=RECOVERIES)
         self.times: dict[int, tuple[float, float]] = {}
-        """Unix seconds of an attempt's first and newest event."""
+        """Unix seconds of each attempt's first and newest event."""
         self._reached = 0
         self._steps, self._all_s, self._new_s, self._saving_s = 0, 0.0, 0.0, 0.0
         self._failures, self._failures_s, self._repeated = 0, 0.0, 0
 
     def add(self, event: Event) -> None:
-        """Takes one event."""
+        """Adds one event."""
         first, newest = self.times.get(event.attempt, (event.time, event.time))
         self.times[event.attempt] = min(first, event.time), max(newest, event.time)
         if len(self.times) > ATTEMPTS:
             del self.times[next(iter(self.times))]
         if isinstance(event, Train):
-            # The time of a step counts when it is reported first: what is repeated is a loss of the later attempt.
+            # A step's time counts as useful when it is first reported; repeating it is a loss of the later attempt.
             steps = max(event.steps or 1, 1)
             new = min(max(event.step - self._reached, 0), steps)
             self._new_s += new / steps * sum(event.seconds.get(phase) or 0.0 for phase in USEFUL)
@@ -92,7 +93,7 @@ class Sums:
             self._repeated += event.repeated_steps or 0
 
     def account(self, attempts: Sequence[Attempt]) -> TimeAccount:
-        """The account of these events and attempts (the oldest first), without those that found the run complete."""
+        """Returns the account of the events and these attempts (oldest first), without those that had nothing to do."""
         idle = {each.number for each in attempts if each.found_complete}
         attempts = [each for each in attempts if each.number not in idle]
         known = (attempts[0].started, attempts[-1].ended) if attempts else ()
@@ -120,7 +121,7 @@ class Sums:
         )
 
     def _waited(self, before: Attempt, after: Attempt) -> float:
-        """Seconds between two attempts in which no process of the run was at work."""
+        """Returns the seconds between two attempts; 0 if the second was restarted in place."""
         is_in_place = after.job is not None and (after.job, after.restarts) == (before.job, before.restarts)
         ended = self.times.get(before.number, (None, None))[1] if before.ended is None else before.ended
         return 0.0 if is_in_place or after.started is None or ended is None else max(0.0, after.started - ended)

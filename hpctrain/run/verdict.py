@@ -1,4 +1,4 @@
-"""What the end of an attempt means: the decision, with a code for programs and a sentence for people."""
+"""The verdict on an attempt: what to do next, with a code for programs and sentences for people."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hpctrain.errors import Code, ExitCode, Replaced
 from hpctrain.system.json_shape import fits, is_count
 
 ORDERLY_CODES = (Code.COMPLETED, Code.STOPPED, Code.TIME_LIMIT)
-"""Codes of attempts that came to a good end."""
+"""Codes of attempts that ended in order."""
 BY_SUPERVISOR = (*(Code.KILLED, Code.OUT_OF_MEMORY, Code.NODE, Code.HANG), *(Code.VANISHED, Code.STOP, Code.PREFLIGHT))
-"""Codes of what a supervisor finds out. They have the same name in the field ``cause``."""
+"""Codes of failures that the supervisor finds; the field ``cause`` uses the same names."""
 BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVISOR}}
-"""What the field ``cause`` means in verdicts without a code."""
+"""Code by ``cause``, for stored verdicts that have no code."""
 FIXES: Mapping[Code, str] = {
     Code.OUT_OF_MEMORY: "take a smaller batch (train.accumulate keeps the global one) or fewer data.workers, ask for "
     "more memory, or cut the model by a plan (hpctrain plan run.yaml shows what fits)"
 }
-"""What to do about codes that mean the same wherever they are found."""
+"""Advice by code, for codes that mean the same wherever they occur."""
 
 _is_verdict = fits(
     {
@@ -36,35 +36,35 @@ class Action(StrEnum):
     DONE = "done"
     """The run has reached its end."""
     STOP = "stop"
-    """Stopped because a person asked for it: only the same command resumes it."""
+    """A person asked the run to stop; it stays stopped until the same command resumes it."""
     REQUEUE = "requeue"
-    """Start another attempt: it resumes from the last checkpoint."""
+    """Start another attempt, which resumes from the last checkpoint."""
     FAIL = "fail"
-    """Another attempt would fail the same way: something has to be corrected first."""
+    """Another attempt would fail in the same way; something must be corrected first."""
     DO_NOT_REQUEUE = "do_not_requeue"
-    """Attempts fail again and again, or do not progress."""
+    """Attempts fail repeatedly or make no progress."""
 
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """The decision, its exit code, and one sentence each for why and what to do."""
+    """The decision, its exit code, and a sentence each on why and what to do."""
 
     action: Action
     exit_code: ExitCode
     reason: str
     fix: str = ""
     rank: int | None = None
-    """First rank that failed."""
+    """The rank that failed first."""
     host: str | None = None
-    """Its host."""
+    """Host of that rank, or the lost host."""
     code: Code = Code.UNKNOWN
-    """Why, for programs."""
+    """The reason as a code, for programs."""
     before_ranks: bool = False
-    """Whether no rank had been started."""
+    """Whether the attempt ended before any rank was started."""
 
     @property
     def cause(self) -> str | None:
-        """The field of run.json that is older than codes; none if nothing failed."""
+        """Value of the field ``cause`` in run.json, which predates codes; None if nothing failed."""
         if self.before_ranks:
             return "preflight"
         if self.code is Code.IN_USE:
@@ -80,7 +80,7 @@ class RunVerdict:
         return not is_stop and self.exit_code not in (ExitCode.DONE, ExitCode.STOPPED)
 
     def to_json(self) -> dict[str, Any]:
-        """For run.json and the last words."""
+        """Returns the fields for run.json and the last words."""
         return {
             "action": self.action.value,
             "exit_code": int(self.exit_code),
@@ -94,7 +94,7 @@ class RunVerdict:
 
     @classmethod
     def from_json(cls, saved: Any) -> RunVerdict | None:
-        """What ``to_json`` gave; None if it says nothing, or cannot be that."""
+        """Inverse of ``to_json``; None if ``saved`` is empty or not valid."""
         if not _is_verdict(saved):
             return None
         action, exit_code, cause = saved.get("action"), saved.get("exit_code"), saved.get("cause")
@@ -113,21 +113,21 @@ class RunVerdict:
 
 
 def failed_with(code: Code, reason: str, fix: str, rank: int | None = None, host: str | None = None) -> RunVerdict:
-    """On an attempt that failed in a way that another one may not."""
+    """Returns the verdict on an attempt whose failure may not occur again."""
     return RunVerdict(Action.REQUEUE, ExitCode.FAILURE, reason, fix, rank, host, code)
 
 
 def replaced(error: Replaced) -> RunVerdict:
-    """On an attempt that may not write any more, whatever became of its ranks."""
+    """Returns the verdict on an attempt that may no longer write, however its ranks ended."""
     return RunVerdict(Action.DO_NOT_REQUEUE, error.exit_code, error.what, error.fix, code=error.code)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A request to stop that this attempt got."""
+    """A stop request that this attempt received."""
 
     by: str
     """Who asked."""
     by_person: bool
-    """Whether somebody wants the run to stay stopped, rather than a scheduler that needs the nodes."""
+    """Whether a person wants the run to stay stopped; False if a scheduler needs the nodes."""
     code: Code = Code.STOPPED

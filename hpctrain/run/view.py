@@ -1,4 +1,4 @@
-"""The one way to know how a run stands: reads the files of its folder, as a whole or what is new. Never writes."""
+"""The one way to read the state of a run: from the files in its folder, whole or only what is new. Never writes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class RunView:
-    """A run folder, which need not be there yet, for looking at again and again: what was read once is kept.
+    """Reads a run folder, once or repeatedly; each look reads only what is new.
 
     Args:
-        path: the run folder.
+        path: the run folder, which need not exist yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ class RunView:
         self._config: Mapping[str, Any] = {}
         self._num_attempts = 0
         self._beat: tuple[float | None, float] = None, 0.0
-        """Newest sign of life by the file system's clock, and when it was seen by our monotonic one."""
+        """Time of the newest sign of life by the file system's clock, and by this process's monotonic clock."""
 
     @property
     def path(self) -> Path:
@@ -57,16 +57,16 @@ class RunView:
         return self._run.path
 
     def look(self, within_s: float = float("inf")) -> RunSnapshot:
-        """The run as it is now, from a handful of files of which only what is new is read; no folder is listed.
+        """Returns the run as it is now. Cheap: reads only what is new in a few files, and lists no folder.
 
         Args:
-            within_s: longest time to read events; what is left then is for the next look.
+            within_s: time limit for reading events; the next look reads the rest.
 
         Raises:
-            UserError: the folder may not be read.
+            UserError: no permission to read the folder.
         """
-        # A run takes the lock, begins an attempt, writes events, ends the attempt, gives the lock back. In this order
-        # of looks, no end is seen without the events before it, and no attempt without its holder.
+        # A run takes the lock, begins an attempt, writes events, ends the attempt and releases the lock. Reading in the
+        # order below never shows an end without the events before it, nor an attempt without its holder.
         life = self._life()
         info = self._info.read() or {}
         life = life or self._life()
@@ -78,18 +78,18 @@ class RunView:
         return self._snapshot(info, progress, self._events.decoder, life, is_behind=self._events.is_behind)
 
     def snapshot(self) -> RunSnapshot:
-        """All that is known of the run now, except for curves.
+        """Returns everything known about the run now, except for curves.
 
         Raises:
-            UserError: the folder may not be read.
+            UserError: no permission to read the folder.
         """
         return self._complete(self.look())
 
     def history(self) -> RunHistory:
-        """All that is known of the run now, with its curves; reads all events.
+        """Returns everything known about the run now, with its curves; reads all events.
 
         Raises:
-            UserError: the folder may not be read.
+            UserError: no permission to read the folder.
         """
         from hpctrain.run.history import MARKS, Columns
 
@@ -104,48 +104,48 @@ class RunView:
         return columns.history(self._complete(self._snapshot(info, progress, decoder, life)))
 
     def events(self) -> list[Event]:
-        """All events by time, without steps that a later attempt computed again."""
+        """Returns all events by time, without steps that a later attempt computed again."""
         return read_events(self._run)
 
     def events_from(self, offset: int, most_bytes: int) -> tuple[list[Event], int]:
-        """Events that rank 0 wrote, in its order, and where to continue; for readers that keep their place themselves.
+        """Returns new events of rank 0's file in order, for readers that keep the offset themselves.
 
         Args:
-            offset: what the last call returned, 0 at first.
+            offset: the offset returned by the last call; 0 at first.
             most_bytes: about how much to read.
 
         Returns:
-            Events, and the offset behind them: the same as before if there is nothing new. Of another file in the
-            same place, the events from its beginning.
+            The events, and the offset after them, unchanged if there is nothing new. If the file has become shorter,
+            reading starts again from its beginning.
         """
         tail = Tail(self._run.events, offset)
         content = tail.lines(most_bytes)
         return decode(content), (0 if tail.restarts else offset) + len(content)
 
     def records(self) -> list[Path]:
-        """The files that say what the run is: its run file and its attempts."""
+        """Returns the existing files that describe the run: run.yaml and run.json."""
         return [path for path in (self._run.run_yaml, self._run.run_json) if path.is_file()]
 
     def pictures(self) -> list[Picture]:
-        """Pictures that the task's hooks have left, by name."""
+        """Returns the pictures that the task's hooks have left, sorted by name."""
         from hpctrain.run.figures import read_pictures
 
         return read_pictures(self.path / "pictures")
 
     def figures(self) -> Figures | None:
-        """Curves and matrices of the newest evaluation; None if the task has no metric that gives one."""
+        """Returns the curves and matrices of the newest evaluation; None if no metric returns one."""
         from hpctrain.run.figures import read_figures
 
         return read_figures(self._run.figures)
 
     def plans(self) -> Plans | None:
-        """Plans that ``hpctrain plan`` has kept; None without any."""
+        """Returns the plans that ``hpctrain plan`` has stored; None if there are none."""
         from hpctrain.run.figures import read_plans
 
         return read_plans(self._run.plans)
 
     def heat_map(self) -> NDArray[Any] | None:
-        """float64[ranks, windows]: the monitor's map of busy time beyond the peers' (0.2 for 20%); None without one."""
+        """Returns the monitor's map of busy time above the peers' (0.2 for 20%), float64[ranks, windows], or None."""
         from hpctrain.run.figures import read_heat_map
 
         return read_heat_map(self._run.heat_map)
@@ -154,7 +154,7 @@ class RunView:
         self, info: Mapping[str, Any], progress: Progress, decoder: Decoder, life: Life | None, is_behind: bool = False
     ) -> RunSnapshot:
         attempts = tuple(Attempt.from_json(entry) for entry in info.get("attempts") or ())
-        if not self._config or len(attempts) != self._num_attempts:  # an attempt may come with other options
+        if not self._config or len(attempts) != self._num_attempts:  # a new attempt may have other options
             self._config, self._num_attempts = run_config(self._run.run_yaml) or self._config, len(attempts)
         return RunSnapshot(
             path=self.path,
@@ -170,7 +170,7 @@ class RunView:
         )
 
     def _complete(self, found: RunSnapshot) -> RunSnapshot:
-        """With what only a listing of folders shows."""
+        """Adds what can be found only by listing folders or reading more files."""
         numbers = {attempt.number for attempt in found.attempts} | set(range(1, found.progress.attempt + 1))
         asked = requested_stop(self._run)
         return dataclasses.replace(
@@ -181,13 +181,13 @@ class RunView:
         )
 
     def _life(self) -> Life | None:
-        """Who uses the run folder, and whether they still do."""
+        """Returns the process that holds the run folder's lock, and whether it is alive; None if there is none."""
         holder: live_lock.Holder | None = self._lock.read()
-        if self._lock.changed is None or holder is None:  # being written just now
+        if self._lock.changed is None or holder is None:  # no lock file, or it is being written
             return None
         now = time.monotonic()
         if self._beat[0] != self._lock.changed:
-            # The clocks of this host and of the file system may differ; from the next sign of life on, ours counts.
+            # This host's and the file system's clocks may differ; later signs of life are timed by this host's only.
             first = max(0.0, time.time() - self._lock.changed) if self._beat[0] is None else 0.0
             self._beat = self._lock.changed, now - first
         lives = live_lock.is_live(holder, now - self._beat[1], self._me)
@@ -196,7 +196,7 @@ class RunView:
 
 
 def run_config(path: Path) -> dict[str, Any]:
-    """run.yaml as it stands; empty if it is missing or damaged."""
+    """Reads run.yaml without validating it; empty if it is missing or damaged."""
     try:
         loaded: dict[str, Any] = read_yaml(safe_read.read(path, bounded_yaml.MOST_BYTES).decode())
     except (OSError, ValueError, yaml.YAMLError):

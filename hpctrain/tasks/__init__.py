@@ -1,6 +1,6 @@
-"""What a user hands over: a model, how to judge it, and the data.
+"""Tasks: what the user provides, which is a model, its loss and metrics, and the data.
 
-``definition`` is what a task function returns, ``loading`` finds the function and looks at its fields,
-``user_errors`` puts errors of its code into sentences, ``meters`` tells which metrics keep a state. The other files are
-tasks that come with the package: ``torch_digits``, ``tensorflow_digits`` and ``torch_chartext``.
+``definition`` has the classes that a task function returns, ``loading`` imports the function and checks the fields of
+its task, ``user_errors`` formats errors in user code, ``meters`` adapts metrics that keep state. The other files are
+example tasks that come with the package: ``torch_digits``, ``tensorflow_digits`` and ``torch_chartext``.
 """

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits (1797 grey images of 8 x 8; Alpaydin, Kaynak 1998), packed to HDF5 on first use."""
+"""scikit-learn's handwritten digits (1797 grayscale 8 x 8 images; Alpaydin, Kaynak 1998), packed to HDF5 on demand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpctrain.errors import file_errors, requires
 from hpctrain.system.files import replacement
 
 VALIDATION = 297
-"""Samples held out, drawn with a fixed seed."""
+"""Number of validation samples, drawn with a fixed seed."""
 
 
 def pack(folder: str | Path) -> tuple[Path, Path]:
-    """Training and validation files of a folder, made if need be; several ranks may do so at once.
+    """The training and validation files in a folder, created if missing; several ranks may call this at once.
 
-    Each holds ``image`` float32[n, 1, 8, 8] in 0 to 1 and ``label`` int64[n]; 1500 and 297 samples.
+    Each holds ``image`` float32[n, 1, 8, 8] in 0 to 1 and ``label`` int64[n], with n = 1500 and 297.
 
     Raises:
         MissingExtra: scikit-learn, which carries the images, is not installed.
@@ -41,7 +41,7 @@ def pack(folder: str | Path) -> tuple[Path, Path]:
 
 
 def _write(path: Path, **arrays: np.ndarray) -> None:
-    """Under another name first: a file that can be seen is complete, and stays as another rank may have opened it."""
+    """Write atomically and keep an existing file, since another rank may have opened it."""
     with replacement(path, first_wins=True) as temporary, h5py.File(temporary, "w") as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)

@@ -1,4 +1,4 @@
-"""From ``package.module:function`` or ``path/file.py:function`` to the user's task, with its fields checked."""
+"""Loads the user's task from ``package.module:function`` or ``path/file.py:function`` and checks its fields."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hpctrain.tasks.user_errors import no_such_field
 
 
 def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: Callable[[], None]) -> Task:
-    """Imports the task function and calls it with its arguments and, if it takes one, the world.
+    """Import the task function and call it.
 
     Args:
         reference: ``package.module:function`` or ``path/file.py:function``.
-        arguments: of the function, by name.
-        world: given to a function that has a parameter of this name.
-        seed: called once the module is imported and before the function runs; see ``rank.problem.seed_task``.
+        arguments: the function's arguments by name.
+        world: passed to the function if it has a parameter of this name.
+        seed: called after the module is imported and before the function runs; see ``rank.problem.seed_task``.
 
     Raises:
-        UserError: the module cannot be found or fails to import, it lacks the function, the arguments do not fit, or
-            something else than a task comes back, or one of a framework that could not be seeded. Errors of the task
-            itself pass through.
+        UserError: the module cannot be found or imported, it lacks the function, the arguments do not fit, the function
+            does not return a task, or it imports the framework itself, too late to be seeded. Errors in the task's own
+            code propagate.
     """
     function = _function(reference)
     call = _bind(function, reference, arguments, world)
@@ -54,7 +54,7 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
 
 
 def made(call: Callable[[], Any]) -> Any:
-    """What the task function returns. Raises UserError if it names a field that tasks do not have."""
+    """Call the task function. Raises UserError if it passes a field that tasks do not have, or passes one twice."""
     try:
         return call()
     except TypeError as error:
@@ -75,7 +75,7 @@ def _function(reference: str) -> Callable[..., Any]:
 
 
 def _module(name: str) -> Any:
-    sys.path.insert(0, "")  # a module in the working directory, as python -m finds it
+    sys.path.insert(0, "")  # find modules in the working directory, like python -m
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -90,7 +90,7 @@ def _module(name: str) -> Any:
     finally:
         sys.path.remove("")
         if "" not in sys.path:
-            sys.path.append("")  # behind what is installed, for imports that the task makes when it runs
+            sys.path.append("")  # after installed packages, for imports while the task runs
 
 
 def _module_of_file(path: Path) -> Any:
@@ -103,7 +103,7 @@ def _module_of_file(path: Path) -> Any:
         raise UserError(f"task file {path} cannot be imported", "give a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.resolve().parent))  # files next to it can be imported, as in a script
+    sys.path.insert(0, str(path.resolve().parent))  # files next to it can be imported, like those of a script
     try:
         spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:
@@ -119,7 +119,7 @@ def _import_failed(name: str, error: Exception) -> UserError:
 def _bind(
     function: Callable[..., Any], reference: str, arguments: Mapping[str, Any], world: World
 ) -> Callable[[], Any]:
-    """The call, checked against the signature before anything runs."""
+    """Bind the arguments; raises UserError if they do not fit the function's signature."""
     signature = inspect.signature(function)
     given = dict(arguments)
     if "world" in signature.parameters:
@@ -137,23 +137,26 @@ EXAMPLES = {
     "torch": {"model": "nn.Linear(4, 3)", "optimizer": "torch.optim.Adam(model.parameters(), lr=1e-3)"},
     "Keras": {"model": "keras.Sequential([...])", "optimizer": "keras.optimizers.Adam(1e-3)"},
 }
-"""How a field may be written."""
+"""Example values of fields, for messages."""
 
 
 def named_objects(field: str, value: Any) -> dict[str, Any]:
-    """A field's object, or several, by how a message calls it."""
+    """A field's object, or the objects in its dict, by their names in messages, such as ``model['gan']``."""
     if not isinstance(value, Mapping) or not value:
         return {field: value or None} if isinstance(value, Mapping) else {field: value}
     return {f"{field}[{name!r}]": each for name, each in value.items()}
 
 
 def require_callables(task: Any, framework: str, with_step: bool = False) -> None:
-    """Raises UserError if a field of a task is missing, is not a function but should be one, or holds several objects.
+    """Check model, optimizer, loss, forward and metrics of a task.
 
     Args:
-        task: looked at.
-        framework: of its tensors, for people.
-        with_step: the task has a custom step, which needs no loss and may train several models.
+        task: the task to check.
+        framework: name of the framework, for messages.
+        with_step: whether the task has a custom step, which needs no loss and may train several models.
+
+    Raises:
+        UserError: a field is missing, is not a function where one is needed, or holds several objects without a step.
     """
     objects = {**named_objects("model", task.model), **named_objects("optimizer", task.optimizer)}
     for name, value in objects.items():
@@ -174,7 +177,7 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
 
 
 def require_function(name: str, value: Any, arguments: str, of: str) -> None:
-    """Raises UserError unless a field can be called with these arguments."""
+    """Raise UserError unless a field can be called with these arguments."""
     fix = f"give a function{arguments} over {of}"
     if isinstance(value, type) or not callable(value):
         raise UserError(f"{name} of the task is {spoken(value)}", fix)
@@ -187,7 +190,7 @@ def require_function(name: str, value: Any, arguments: str, of: str) -> None:
 
 
 def spoken(value: Any) -> str:
-    """A value of a wrong type, for a message."""
+    """Describe a value of a wrong type, for a message."""
     if value is None:
         return "missing"
     if isinstance(value, types.FunctionType):
@@ -201,7 +204,7 @@ def spoken(value: Any) -> str:
 
 
 def place_of(value: Any) -> str:
-    """' (task.py:12: `def loss(outputs):`)': where a function of the user's begins."""
+    """Where a user's function is defined: ``' (task.py:12: `def loss(outputs):`)'``; empty for other values."""
     if not isinstance(value, (types.FunctionType, types.MethodType)):
         return ""
     code = value.__code__
@@ -210,7 +213,7 @@ def place_of(value: Any) -> str:
 
 
 def require_fields(task: Any) -> None:
-    """Raises UserError if what a task says of its data, or of the loop, is missing or not what it should be."""
+    """Check the fields of a task about its data and the training loop; raises UserError if one is missing or wrong."""
     if task.train is None:
         fix = "give data: train={'x': ..., 'y': ...}, NumPy arrays whose first axis runs over the samples, or a path"
         raise UserError("train of the task is missing", fix)
@@ -238,7 +241,7 @@ def require_fields(task: Any) -> None:
 
 
 def require_shares(tensor: Any, layers: Any) -> None:
-    """Raises UserError if a task's tensor= or layers= has the wrong type."""
+    """Raise UserError if a task's ``tensor`` or ``layers`` has the wrong type."""
     if not isinstance(tensor, Mapping):
         fix = "give words by patterns of layers' names: tensor={'blocks.*.up': hpctrain.columns}"
         raise UserError(f"tensor= of the task is {spoken(tensor)}", fix)

@@ -1,4 +1,4 @@
-"""Which of a task's metrics keep a state, and what they get of a batch."""
+"""Metrics that keep state: how they are recognized, what they get from a batch, and the meter for ``Metric``."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hpctrain.train.metrics import Arrays, Metric, MetricState, Seen
 
 @dataclass(frozen=True)
 class Selected:
-    """A metric that is not a function, and what it gets of each batch.
+    """A metric object together with a function that selects what it gets from each batch.
 
-    Without this, a metric gets the model's output and the second of a batch's two arrays.
+    Without it, a metric object gets the model's output and the second of a batch's two arrays.
     """
 
     metric: Any
-    """A ``Metric``, or one of the framework: of torchmetrics, or of ``keras.metrics``."""
+    """A ``Metric``, or a metric of torchmetrics or ``keras.metrics``."""
     select: Callable[[Any, Any], Any]
-    """select(outputs, batch) returns predictions and targets, or whatever the metric takes, such as weights behind
-    them: of NumPy arrays for a ``Metric``, of tensors for one of the framework."""
+    """select(outputs, batch) returns a tuple of the metric's arguments: predictions, targets and, for example, weights.
+    Outputs and batch are NumPy arrays for a ``Metric``, and tensors for a metric of the framework."""
 
 
 @runtime_checkable
 class KerasMetric(Protocol):
-    """What ``keras.metrics.Metric`` promises."""
+    """The interface of ``keras.metrics.Metric``."""
 
     variables: Any
 
@@ -43,7 +43,7 @@ class KerasMetric(Protocol):
 
 @runtime_checkable
 class TorchMetric(Protocol):
-    """What ``torchmetrics.Metric`` promises."""
+    """The interface of ``torchmetrics.Metric``."""
 
     _defaults: Mapping[str, Any]
     _reductions: Mapping[str, Any]
@@ -58,7 +58,7 @@ class TorchMetric(Protocol):
 
 @runtime_checkable
 class Updated(Protocol):
-    """Something with a state, of whatever kind."""
+    """Any object with ``update`` and ``compute``, treated as a metric that keeps state."""
 
     def update(self, *args: Any) -> Any: ...
 
@@ -66,12 +66,12 @@ class Updated(Protocol):
 
 
 def is_stateful(metric: Any) -> bool:
-    """Whether a task's metric is an object with a state, not a function that gives a mean."""
+    """Whether a task's metric is an object that keeps state, rather than a function that returns a mean."""
     return not isinstance(metric, type) and isinstance(metric, (Selected, Metric, KerasMetric, TorchMetric, Updated))
 
 
 def second_array(outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The output, and the target of a batch of two arrays; raises UserError for any other."""
+    """The output and the second of a batch's two arrays; raises UserError for other batches or several outputs."""
     if len(batch) != 2 or isinstance(outputs, (Mapping, tuple, list)):
         told = f"several outputs ({type(outputs).__name__})" if len(batch) == 2 else f"batches of {', '.join(batch)}"
         raise UserError(
@@ -83,15 +83,15 @@ def second_array(outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One metric with a state, as the task gives it."""
+    """A metric of the task that keeps state."""
 
     field: str
-    """Of the task: ``metrics['auc']``."""
+    """The task's field: ``metrics['auc']``."""
     metric: Any
     select: Callable[[Any, Any], Any]
 
     def arguments(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the metric gets of a batch."""
+        """The metric's arguments for a batch."""
         found = self.select(outputs, batch)
         if not isinstance(found, (tuple, list)):
             what = f"the function of {self.field} returned {kind_of(found)}"
@@ -100,7 +100,7 @@ class Entry:
 
     @contextmanager
     def named(self, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Errors in the body name the metric, and the user's line."""
+        """Turn errors in the body into UserErrors that name the metric and the user's line."""
         try:
             yield
         except UserError as error:
@@ -115,7 +115,7 @@ class Entry:
 
 
 def entries_of(metrics: Mapping[str, Any]) -> dict[str, Entry]:
-    """Those that are no functions, by name."""
+    """The metrics that keep state, by name."""
     return {
         name: Entry(f"metrics[{name!r}]", metric.metric, metric.select)
         if isinstance(metric, Selected)
@@ -126,7 +126,7 @@ def entries_of(metrics: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 class MetricMeter:
-    """A ``Metric`` while an evaluation lasts; see train.metrics.Meter."""
+    """The state of a ``Metric`` during an evaluation; see train.metrics.Meter."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -155,7 +155,7 @@ class MetricMeter:
             return self.metric.compute(self._unpacked(state))
 
     def _packed(self, state: MetricState) -> Arrays:
-        """Lists joined; empty ones are left out."""
+        """Concatenate the lists in the state to arrays and omit empty ones."""
         parts = {name: value for name, value in state.items() if not isinstance(value, list) or value}
         arrays = {
             name: np.concatenate(list(map(np.atleast_1d, value))) if isinstance(value, list) else np.asarray(value)
@@ -174,15 +174,15 @@ class MetricMeter:
 
 
 def meter_of(entry: Entry, native: type, library: str) -> MetricMeter | None:
-    """Of a ``Metric``; None for the framework's own.
+    """The meter of a ``Metric``; None for a metric of the framework.
 
     Args:
-        entry: what the task gives.
-        native: KerasMetric or TorchMetric, whichever the task's framework has.
-        library: its name.
+        entry: the task's metric.
+        native: KerasMetric or TorchMetric, according to the task's framework.
+        library: name of the library with such metrics.
 
     Raises:
-        UserError: it is neither.
+        UserError: the metric is neither.
     """
     if isinstance(entry.metric, Metric) and not isinstance(entry.metric, type):
         return MetricMeter(entry)

@@ -1,4 +1,4 @@
-"""A small GPT on the characters of a text file, with PyTorch. A template for language models of your own."""
+"""A small GPT on the characters of a text file, with PyTorch. A template for your own language models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """float32[n, t, width] -> the same shape."""
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, self.head_width))  # -1: some of the heads, if it is cut
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, self.head_width))  # -1: this rank's heads
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -49,7 +49,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at each place."""
+        """Logits of the next token at each position."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.norm(self.blocks(self.token(tokens) + self.position(places))))
 
@@ -62,7 +62,7 @@ def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def task(
     text: str | None = None, context: int = 64, width: int = 128, blocks: int = 2, heads: int = 4, lr: float = 1e-3
 ) -> TorchTask:
-    """The task; ``text`` is any UTF-8 file, by default the manual that Python carries with it."""
+    """The task; ``text`` is a UTF-8 file, by default the manual that comes with Python."""
     characters, codes = np.unique(list(read(text)), return_inverse=True)
     samples = (len(codes) - 1) // context
     if samples < 20:
@@ -90,7 +90,7 @@ def task(
 
 
 def read(text: str | None) -> str:
-    """The file's characters."""
+    """Read the text file, by default Python's manual, or this file if Python has none."""
     if text is None:
         manual = importlib.util.find_spec("pydoc_data.topics")
         text = manual.origin if manual and manual.origin else __file__

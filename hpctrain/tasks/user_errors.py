@@ -1,4 +1,4 @@
-"""Errors of a task's own code, in a sentence that names the part of the task and the line."""
+"""Messages for errors in user code, which name the field of the task and the line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpctrain.train.reach import INSTALLED
 PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 MOST_CHARACTERS = 400
-"""Of what an error says."""
+"""Limit on the length of a quoted error message."""
 DUMPS = ("\n\nArguments received by", "\n\nCall arguments received by", "\n\nStack trace", "\nOriginal stack trace")
-"""What begins those parts of Keras' and TensorFlow's messages that are not for users."""
+"""Start of the parts of Keras and TensorFlow messages that are of no use to users."""
 PREFIX = re.compile(
     r"Exception encountered when calling [^\n]*\n+|Could not automatically infer [^\n]* Error encountered:"
     r"|\{\{[^}]*\}\}\s*|\x1b\[[0-9;]*m"
@@ -40,32 +40,32 @@ ADVICE = {
     r"not compiled with CUDA": "hpctrain moves model and batch to a GPU if there is one: leave .cuda() and .to() out",
     r"before Module\.__init__\(\) call": "Begin __init__ of the class with super().__init__()",
 }
-"""Advice added to the fix, by the text of framework errors that beginners meet."""
+"""Advice to add to a fix, by pattern of common framework errors."""
 SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
 
 
 def blamed(field: str, fix: str) -> AbstractContextManager[None]:
-    """Errors in the body become UserErrors that name a field of the task, and the line; ours pass through."""
+    """Turn errors in the body into UserErrors that name a field of the task and the line; HpctrainErrors propagate."""
     return foreign_errors(partial(blame, field, fix))
 
 
 def blame(field: str, fix: str, error: BaseException) -> UserError:
-    """An error of a task's own code, in a sentence that names a field of the task, and the line."""
+    """Describe an error in the task's code, with the field of the task and the line."""
     said = words(error)
     what = f"{field} fails on the first batch: {type(error).__name__}: {said}{own_line(error)}"
     return UserError(what, advised(fix, said))
 
 
 def advised(fix: str, said: str) -> str:
-    """A fix, and what else is known to help against an error that says this."""
+    """The fix, with the advice for errors that contain the text ``said``."""
     return ". ".join([fix, *(advice for pattern, advice in ADVICE.items() if re.search(pattern, said))])
 
 
 def words(error: BaseException) -> str:
-    """What an error says, without dumps."""
+    """An error's message on one line, without dumps, cut to MOST_CHARACTERS."""
     text = str(error)
     metadata = vars(error).get("ag_error_metadata")
-    if metadata is not None:  # TensorFlow's AutoGraph has put its own account of the stack around the message
+    if metadata is not None:  # TensorFlow's AutoGraph wraps the message in its own stack trace
         text = metadata.cause_message
     for dump in DUMPS:
         text = text.partition(dump)[0]
@@ -74,7 +74,7 @@ def words(error: BaseException) -> str:
 
 
 def own_line(error: BaseException) -> str:
-    """' (task.py:12: `return loss`)': the innermost line of the user's own code, else the innermost at all."""
+    """The innermost line in the user's code, else the innermost line: ``' (task.py:12: `return loss`)'``."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename, PACKAGE)]
     found = (own or frames)[-1:]
@@ -82,7 +82,7 @@ def own_line(error: BaseException) -> str:
 
 
 def calling_line() -> str:
-    """' (task.py:12: `ctx.update()`)': the line of the user's own code that is running, if there is one."""
+    """The current line in the user's code, if any: ``' (task.py:12: `ctx.update()`)'``."""
     for frame in reversed(traceback.extract_stack()):
         if _is_users(frame.filename, PACKAGE / "backends", Path(__file__)):
             return _told(frame)
@@ -95,7 +95,7 @@ def _told(frame: traceback.FrameSummary, quotes: bool = True) -> str:
 
 
 def _is_users(filename: str, *ours: Path) -> bool:
-    """Whether code is neither a library's, nor Python's, nor below these paths of ours."""
+    """Whether a file is the user's: not from an installed library, Python, or one of the paths ``ours``."""
     path = Path(filename)
     return not (
         filename.startswith("<frozen ")
@@ -110,9 +110,9 @@ def shapes(batch: Mapping[str, Any]) -> str:
 
 
 def target_of(fields: Sequence[str], loss: str) -> str:
-    """The array that a stock loss compares outputs with: of two the one that the model does not get.
+    """The array with which a framework's loss compares outputs: the second of two.
 
-    Raises UserError if there are more, or fewer.
+    Raises UserError if there are not two.
     """
     if len(fields) != 2:
         raise UserError(
@@ -123,17 +123,17 @@ def target_of(fields: Sequence[str], loss: str) -> str:
 
 
 def no_such_loss(name: str, known: Sequence[str]) -> UserError:
-    """A name that stands for no loss."""
+    """The error for an unknown loss name."""
     return UserError(f"loss={name!r} names no loss", f"write one of {', '.join(known)}, or a function(outputs, batch)")
 
 
 def not_called(name: str) -> UserError:
-    """A class in place of an object."""
+    """The error for a loss that is a class instead of an object."""
     return UserError(f"loss={name} is a class", f"make an object of it: loss={name}()")
 
 
 def no_mean(name: str) -> UserError:
-    """A loss that is not the mean over the samples."""
+    """The error for a loss that is not the mean over the samples."""
     fix = (
         "leave the mean to it (no reduction, no class weights), or return (sum, weight) from a function(outputs, batch)"
     )
@@ -141,12 +141,12 @@ def no_mean(name: str) -> UserError:
 
 
 def no_such_field(error: TypeError, fields: Sequence[str]) -> UserError:
-    """A task that could not be made, since an argument has a name that no field has, or is given twice."""
+    """The error for a task created with an unknown or duplicate field."""
     return UserError(f"the task cannot be made: {words(error)}{own_line(error)}", f"its fields are {', '.join(fields)}")
 
 
 def of_float64(batch: Mapping[str, Any]) -> str:
-    """What is added to a fix if arrays have NumPy's type of numbers, and not that of models."""
+    """Advice to add to a fix if arrays are float64, NumPy's default, and models are float32; else empty."""
     wide = [name for name, array in batch.items() if str(array.dtype).rpartition(".")[2] == "float64"]
     verb = "are" if wide[1:] else "is"
     return f". {', '.join(wide)} {verb} float64 and models are float32: use array.astype(np.float32)" if wide else ""

@@ -1,10 +1,10 @@
 """The training loop, and what attaches to it. Knows no framework.
 
-``loop`` trains by a ``framework``, whose protocol is there, with what it gets of a run file; ``hooks`` attach to it,
-and ``state`` says where a run stands. ``schedule`` says how long it trains and sets the learning rate, ``seeds`` the
-random numbers; ``evaluation`` judges by ``metrics``, with equally many passes on all ranks, ``watchers`` end a run or
-lower the rate by them, compare weights and trace steps, and ``flops`` says how much of a device's speed is used.
-``reach`` and ``tree`` find and take apart what objects of the user's hold, and ``stateful`` is for those that say it
-themselves, ``saved_arrays`` for arrays among it. ``clock`` times the phases of a step. ``refusals`` are what does not
-go together.
+``loop`` is the loop; it drives a ``framework`` (a protocol) and calls ``hooks``. ``state`` is the position of a run and
+its named tensors, ``schedule`` its length and learning rates, ``seeds`` its random states. ``evaluation`` computes
+``metrics`` over validation data; ``watchers`` are hooks for early stopping, plateaus, weight checks and profiling;
+``flops`` estimates model FLOPs utilisation; ``clock`` times the phases of a step.
+
+``reach`` and ``tree`` find and flatten what the user's objects hold, ``stateful`` covers objects with a ``state_dict``,
+and ``saved_arrays`` reads saved values, whole or in part. ``refusals`` lists combinations that are not supported.
 """

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: phases that the loop, the framework and the reducer mark as they end them."""
+"""Step timing: the loop, the framework and the reducer mark each phase of a step as it ends."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ class Phase(enum.IntEnum):
     DATA = 0
     """Waiting for the next batch."""
     TO_DEVICE = 1
-    """Moving it to the device."""
+    """Moving the batch to the device."""
     FORWARD = 2
     """Forward pass and loss."""
     BACKWARD = 3
-    """Backward pass until this rank's last gradient is ready: its end is the rank's arrival."""
+    """Backward pass until this rank's last gradient is ready; its end is when the rank arrives at the exchange."""
     EXCHANGE = 4
-    """Waiting until the averaged gradients are there: its end is the rank's exit."""
+    """Waiting for the averaged gradients; its end is when the rank leaves the exchange."""
     OPTIMIZER = 5
     """Clipping, update, EMA."""
     CALLBACKS = 6
     """Hooks, logging, evaluation."""
     CHECKPOINT = 7
-    """Training stopped for a checkpoint's snapshot."""
+    """Training paused for a checkpoint's snapshot."""
 
 
 class Neighbours(enum.IntEnum):
-    """Whom a rank waits for in the middle of a phase."""
+    """Which ranks a rank waits for in the middle of a phase."""
 
     NOBODY = 0
     TENSOR = 1
-    """Those that hold parts of its model's layers."""
+    """The other ranks of its tensor group."""
     PIPELINE = 2
-    """Those that have the layers before and behind its own."""
+    """The ranks of the previous and next pipeline stages."""
     TABLES = 3
-    """Those that have other rows of its tables."""
+    """The ranks that hold other rows of its embedding tables."""
     GRADIENTS = 4
-    """Those that keep other slices of the gradients."""
+    """The ranks that hold other slices of the gradients."""
 
 
 class StepClock(Protocol):
-    """Receives the ends of phases. All times are of this rank's monotonic clock."""
+    """Receives the ends of phases. All times are on this rank's monotonic clock."""
 
     def mark(self, phase: Phase) -> None:
-        """The time since the last mark belongs to this phase."""
+        """Attributes the time since the last mark to this phase."""
 
     def mark_past(self, phase: Phase, ago_s: float) -> None:
-        """The same of a phase that ended this many seconds ago, or with the last mark if that was later."""
+        """Like ``mark``, for a phase that ended this many seconds ago, but not before the last mark."""
 
     def end_step(self, work: float) -> None:
-        """A step is complete; ``work``: what it had to do (samples or tokens), which excuses loaded ranks."""
+        """Ends a step. ``work`` is its load (samples or tokens), so that busier ranks are not taken for slow ones."""
 
     def begin_wait(self, whom: Neighbours) -> None:
-        """From now on this rank does nothing but wait for others, in the middle of a phase."""
+        """In the middle of a phase, this rank starts waiting for others and does nothing else."""
 
     def end_wait(self) -> None:
-        """They have come. The time since ``begin_wait`` is Phase.EXCHANGE's; the phase continues."""
+        """The wait is over. The time since ``begin_wait`` counts as Phase.EXCHANGE; the interrupted phase continues."""
 
 
 class NoClock:
-    """For what is not a step: rehearsals, and models that are not trained."""
+    """A clock that records nothing, for rehearsals and for models that are not trained."""
 
     def mark(self, phase: Phase) -> None:
         """See StepClock."""
@@ -84,7 +84,7 @@ NO_CLOCK = NoClock()
 
 
 class Waiting:
-    """``with waiting: ...``: the time inside is a wait for neighbours. Made once: a step makes no garbage."""
+    """``with waiting: ...``: counts the time inside as a wait for neighbours. Reusable, so steps allocate nothing."""
 
     def __init__(self, clock: StepClock, neighbours: Neighbours = Neighbours.TENSOR) -> None:
         self.clock, self.neighbours = clock, neighbours
@@ -97,7 +97,7 @@ class Waiting:
 
 
 class IntervalClock:
-    """Sums each phase's seconds until they are taken."""
+    """Sums the seconds of each phase until ``take`` is called."""
 
     def __init__(self) -> None:
         self.seconds = [0.0] * len(Phase)
@@ -133,5 +133,5 @@ class IntervalClock:
 
 
 def past(now: float, ago_s: float, last: float) -> float:
-    """When a phase ended: neither before the last mark nor after now, however clocks are set meanwhile."""
+    """When a phase ended, clamped between the last mark and now in case clocks were adjusted."""
     return max(last, min(now, now - ago_s))

@@ -1,5 +1,8 @@
-"""Over all ranks: validation, and the means of a reported interval; equally many passes on each, for models whose ranks
-exchange something in each pass: a rank that has no batch left gets another's."""
+"""Validation and interval means over all ranks.
+
+Models whose ranks communicate in each forward pass need the same number of passes on every rank: a rank that has run
+out of batches repeats another rank's.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from hpctrain.train.metrics import Evaluation, flattened
 
 
 def evaluate(framework: Evaluator, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
-    """Loss and metrics over validation data of all ranks; exact whatever share each rank has.
+    """Computes loss and metrics over the validation data of all ranks; exact even if ranks have unequal shares.
 
     Args:
-        framework: with the task's model and metrics.
-        sets: this rank's part of each set. The names of the first one's metrics are plain; others are ``set/metric``.
-        group: the ranks.
+        framework: has the task's model and metrics.
+        sets: this rank's part of each set. Metrics of the first set keep their plain names; others are ``set/metric``.
+        group: the ranks that evaluate.
 
     Raises:
-        UserError: a metric fails, or gives what is neither a number nor a figure.
+        UserError: a metric fails, or returns neither a number nor a figure.
     """
     metrics: dict[str, float] = {}
     figures: dict[str, Figure] = {}
@@ -35,7 +38,7 @@ def evaluate(framework: Evaluator, sets: Mapping[str, Iterable[HostBatch]], grou
 
 
 def evaluate_one(framework: Evaluator, batches: Iterable[HostBatch], group: Group) -> Evaluation:
-    """Of one set. A function is a mean: its state is (sum, weight); other metrics keep what they say they need."""
+    """Evaluates one set. Function metrics are averaged from (sum, weight) pairs; others merge the state they keep."""
     totals: Sums = {}
     for meter in framework.meters.values():
         meter.reset()
@@ -55,7 +58,7 @@ def evaluate_one(framework: Evaluator, batches: Iterable[HostBatch], group: Grou
 
 
 def try_meters(framework: Evaluator, batch: HostBatch) -> None:
-    """Raises UserError naming a metric that fails on this batch, or says what cannot be reported; leaves no trace."""
+    """Raises UserError if a metric fails on this batch or its result cannot be reported; resets all metrics."""
     if not framework.meters:
         return
     for meter in framework.meters.values():
@@ -74,7 +77,7 @@ def add(totals: Sums, more: Mapping[str, tuple[float, float]]) -> None:
 
 
 def mean_over_ranks(totals: Sums, group: Group, what: str) -> dict[str, float]:
-    """Means of all ranks' (sum, weight) pairs, the same on every rank; a rank may lack names that others have."""
+    """Means of all ranks' (sum, weight) pairs, the same on every rank; names may be missing on some ranks."""
     everything: Sums = {}
     for sums in group.allgather(totals, what):
         add(everything, {name: (pair[0], pair[1]) for name, pair in sums.items()})
@@ -82,15 +85,15 @@ def mean_over_ranks(totals: Sums, group: Group, what: str) -> dict[str, float]:
 
 
 SHARE = "send a batch to ranks that have none"
-"""What a rank waits for."""
+"""Completes "waited for the other ranks to ..." in errors."""
 
 
 def even_batches(batches: Iterable[HostBatch], sync_group: Group | None) -> Iterator[tuple[HostBatch, bool]]:
-    """This rank's batches, each with True; then others', with False, as long as some rank has batches. Collective.
+    """Yields this rank's batches with True; then other ranks' with False until no rank has any left. Collective.
 
     Args:
-        batches: of this rank.
-        sync_group: ranks that exchange something in passes; None if each makes its own.
+        batches: this rank's batches.
+        sync_group: ranks that communicate in each pass; None if passes are independent.
     """
     if sync_group is None:
         yield from ((batch, True) for batch in batches)
@@ -109,7 +112,7 @@ def even_batches(batches: Iterable[HostBatch], sync_group: Group | None) -> Iter
 
 
 def shared_batch(own: HostBatch | None, lender: int, group: Group) -> HostBatch:
-    """The batch of one rank, on all. Collective."""
+    """Broadcasts one rank's batch to all. Collective."""
     told = {name: [list(array.shape), array.dtype.str] for name, array in (own or {}).items()}
     shapes = group.broadcast(told, SHARE, lender)
     lent = {name: np.empty(shape, kind) for name, (shape, kind) in shapes.items()}

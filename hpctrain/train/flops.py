@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, and the share of the device's speed that training makes of them."""
+"""Floating-point operations of a model, and the fraction of the device's peak that training achieves."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from dataclasses import dataclass
 from hpctrain.comm.world import World
 
 MEASURED_S = 0.05
-"""Seconds of matrix products by which a device is measured."""
+"""Minimum time, in seconds, that a device is measured for."""
 LEAST_PRODUCTS = 3
 CPU_SIZE, GPU_SIZE = 512, 4096
-"""Rows of the matrices."""
+"""Rows of the square matrices that are multiplied."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a rank."""
+    """FLOPs of a model's training, and a device's speed."""
 
     per_sample: float
-    """Operations that training on a sample takes of it: forward, and twice that backward."""
+    """Operations for training on one sample: the forward pass, and twice as many for the backward pass."""
     peak_per_s: float
-    """What the device reached in a product of large matrices, of the type that the model computes in."""
+    """Operations per second of a large matrix product in the model's compute dtype."""
 
     def utilisation(self, samples_per_s: float) -> float:
         """Model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B), from 0 to about 1.
 
         Args:
-            samples_per_s: that the rank trains on, by wall clock.
+            samples_per_s: samples per second of wall-clock time that the rank trains on.
         """
         return samples_per_s * self.per_sample / self.peak_per_s
 
 
 def of_all(own: Flops | None, world: World) -> Flops | None:
-    """The mean over the ranks that know theirs: operations of all by the speed of all is the use of the whole machine.
+    """Averages over the ranks that know their FLOPs, so that utilisation is that of the whole machine. Collective.
 
-    One number that ranks share, since each of them measures while others work. None if there is a part of the
-    model, one stage say, of which no rank knows them. Collective.
+    All ranks use the same number, since each measures its device while others are busy. None if some part of the model
+    (such as a stage) has no rank that knows its FLOPs.
 
     Args:
-        own: of this rank; None if that cannot be said, such as of a rank without samples in the first batch.
+        own: this rank's; None if unknown, as on a rank without samples in the first batch.
         world: all ranks.
     """
     place = [world.pipeline.rank, world.tensor.rank]
@@ -58,11 +58,11 @@ def of_all(own: Flops | None, world: World) -> Flops | None:
 
 
 def peak_per_s(multiply: Callable[[], object], operations: float) -> float:
-    """Operations a second of the fastest of some products of matrices.
+    """Operations per second of the fastest of several matrix products.
 
     Args:
-        multiply: makes one, and returns when it is done.
-        operations: of one.
+        multiply: computes one product, and returns when it is done.
+        operations: floating-point operations of one product.
     """
     fastest, done, until = math.inf, 0, time.perf_counter() + MEASURED_S
     while done < LEAST_PRODUCTS or time.perf_counter() < until:

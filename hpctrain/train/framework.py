@@ -1,4 +1,4 @@
-"""What the loop needs of PyTorch or TensorFlow."""
+"""The protocols that the training loop needs from PyTorch or TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ HostBatch = Mapping[str, NDArray[Any]]
 """A rank's part of a global batch: arrays with a leading sample axis."""
 
 Sums = dict[str, tuple[float, float]]
-"""(sum, weight) by name: add them up over batches and ranks, then divide."""
+"""(sum, weight) by name: add both up over batches and ranks, then divide."""
 
 
 class NonFiniteLoss(Exception):
-    """The loss or the averaged gradient is not finite; every rank raises it at the same step."""
+    """The loss or the averaged gradient is not finite; raised by every rank at the same step."""
 
     def __init__(self, ranks: Sequence[int], what: str = "the loss") -> None:
         super().__init__(f"{what} or its gradient is not finite on ranks {list(ranks)}")
         self.what = what
-        """Which loss, for people."""
+        """What is not finite, for messages."""
         self.ranks = list(ranks)
-        """Data-group ranks whose own loss or gradient is at fault; empty if only the sum over ranks overflowed."""
+        """Data-group ranks whose own loss or gradient is not finite; empty if only the sum over ranks overflowed."""
 
 
 def samples_of(batch: Mapping[str, Sized]) -> int:
@@ -44,12 +44,12 @@ def samples_of(batch: Mapping[str, Sized]) -> int:
 
 
 def copied(batch: HostBatch) -> dict[str, NDArray[Any]]:
-    """A copy of a batch, which a task may change in place."""
+    """Copies a batch that a task may change in place."""
     return {name: np.array(array) for name, array in batch.items()}
 
 
 class StepResult(Protocol):
-    """What one update gave. Values may still be on a device: reading them waits for it."""
+    """Result of one update. Values may still be on a device: reading them waits for it."""
 
     def sums(self) -> Sums:
         """This rank's (sum, weight) of ``loss`` and, if known, ``grad_norm`` (weight 1)."""
@@ -57,45 +57,45 @@ class StepResult(Protocol):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a framework and its model at some time."""
+    """What is currently known about a framework and its model."""
 
     name: str
     """``torch`` or ``tensorflow``."""
     leaves: Leaves
-    """What state of objects may hold: its tensors are the framework's."""
+    """Handles leaves in the state of objects, including the framework's tensors."""
     gradient_bytes: int
-    """Of all gradients that are exchanged, in fp32, before any compression."""
+    """Size of all exchanged gradients in fp32, before compression."""
     reducer_name: str | None = None
-    """What averages the gradients, such as ``mpi-node``; None while it is still to be measured."""
+    """The reducer that averages gradients, such as ``mpi-node``; None until one has been chosen by measuring."""
     flops: Flops | None = None
-    """What training on a sample takes, once ``dry_call`` has counted it; None if it cannot be counted."""
+    """FLOPs per training sample, once ``dry_call`` has counted them; None if they cannot be counted."""
     num_layers: int = 0
-    """Layers of this rank's stage; 0 if the model is not divided into stages."""
+    """Layers in this rank's pipeline stage; 0 without pipeline stages."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tensors that the model shares (tied weights), and the name by which ``state`` gives each."""
+    """Other names of shared tensors (tied weights), mapped to the name used by ``state``."""
     meta_init: frozenset[str] = frozenset()
-    """Names of weights of the model, on any rank, that have no values before ``load``."""
+    """Names of model weights that, on any rank, have no values before ``load``."""
     undeclared: Sequence[str] = ()
-    """What the first updates have changed and ``state`` leaves out, for people, such as ``loss: calls``."""
+    """State that the first updates changed but ``state`` does not include, for messages, such as ``loss: calls``."""
     gives_back: bool = False
-    """Whether memory that a step frees may go back to the kernel, and not to an allocator of the framework."""
+    """Whether memory freed by a step may go back to the kernel rather than to a framework's allocator."""
 
 
 class HostMemory(Protocol):
-    """Memory of the host from and to which the device copies fastest."""
+    """Host memory with the fastest copies from and to the device."""
 
     def place(self, samples: Samples) -> Samples:
-        """A batch in such memory; the loader's thread calls this ahead of use."""
+        """Copies a batch into such memory; called ahead of use by the loader's thread."""
 
     def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Zeros for ``copy_into`` of state; memory that is ``given`` is used.
+        """Zero-filled memory for ``copy_into``, or the memory that is ``given``, as it is.
 
         Raises:
-            MemoryError: there is not so much.
+            MemoryError: there is not enough memory.
         """
 
     def synchronize(self) -> None:
-        """Returns when all copies begun by ``copy_into`` are done."""
+        """Waits for all copies begun by ``copy_into``."""
 
 
 class Step(Protocol):
@@ -103,95 +103,95 @@ class Step(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """As they are now."""
+        """The current facts."""
 
     def set_learning_rate(self, factors: Factors) -> None:
-        """Multiplies the optimizer's own learning rates, as they were when the task was made; ``OwnRates`` leaves them.
+        """Sets the optimizer's learning rates to these multiples of their initial values, except for ``OwnRates``.
 
-        Raises UserError if there are not as many factors as parameter groups.
+        Raises UserError if the number of factors differs from the number of parameter groups.
         """
 
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
-        """Forward, backward, exchange, update, over this rank's part of a global batch of ``global_samples`` samples.
+        """One update over this rank's part of a global batch of ``global_samples`` samples: forward, backward,
+        exchange, optimizer.
 
-        Raises NonFiniteLoss, on every rank, if no loss scaling is there to skip the step.
+        Raises NonFiniteLoss, on every rank, unless loss scaling skips the step.
         """
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
-        """Tries forward pass, loss and metrics on a batch, and leaves all state as it was. No other rank is needed,
-        unless there is a ``sync_group``.
+        """Tries forward pass, loss and metrics on a batch, and leaves all state as it was. Needs no other rank, unless
+        there is a ``sync_group``.
 
-        Evaluations are tried on a batch of each set of ``validation`` data; if none is given, on the same batch.
+        Evaluation is tried on a batch of each ``validation`` set, or on the same batch if there is none.
 
-        Raises UserError naming the field of the task at fault, and the user's line.
+        Raises UserError naming the task's field at fault, and the user's line.
         """
 
 
 class Evaluator(Protocol):
-    """Computes with the model as it is."""
+    """Evaluates and predicts with the current model."""
 
     @property
     def meters(self) -> Mapping[str, Meter]:
-        """The task's metrics that are not functions, by name."""
+        """The task's metrics that are not plain functions, by name."""
 
     @property
     def sync_group(self) -> Group | None:
-        """Ranks that exchange something in each pass, so that all make equally many (see ``even_batches``); None if
-        each makes its own."""
+        """Ranks that communicate in each pass and so need the same number of passes (see ``even_batches``); None if
+        passes are independent."""
 
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
-        """This rank's (sum, weight) of the loss and of each metric that is a function, without training. The
-        ``meters`` take in the batch, too."""
+        """This rank's (sum, weight) of the loss and of each function metric, without training. The ``meters`` are
+        updated with the batch, too."""
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
-        """Outputs, sample axis first; a model with one output names it ``output``."""
+        """Outputs, sample axis first; a model with a single output names it ``output``."""
 
 
 class State(Protocol):
-    """The state of model and optimizer on this rank."""
+    """State of the model and the optimizer on this rank."""
 
     def state(self) -> Sequence[StateTensor]:
-        """All tensors that make the model, optimizer, EMA, loss scale and random states, in a fixed order."""
+        """All tensors of model, optimizer, EMA, loss scale and random states, in a fixed order."""
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Takes over values by the names that ``state`` gives; raises UserError naming what is missing or of another
-        shape."""
+        """Loads values by the names of ``state``; raises UserError naming what is missing or has another shape."""
 
     def reseed(self, step: int) -> None:
-        """Begins this rank's random streams again, with others for each step at which that is done."""
+        """Restarts this rank's random streams with new ones that depend on the step."""
 
     def kept_random_state(self) -> AbstractContextManager[None]:
-        """What the body draws changes no random number that this rank draws afterwards."""
+        """Restores this rank's random state after the body."""
 
     def weights_hash(self, shared_only: bool = False) -> str:
-        """SHA-256 over what this rank has of the model's parameters, in a fixed order, hexadecimal.
+        """SHA-256, in hexadecimal, over this rank's model parameters in a fixed order.
 
         Args:
-            shared_only: of replicated parameters only, not of layers and tables that are cut.
+            shared_only: hash only replicated parameters, not sharded layers and tables.
         """
 
 
 class StateSource(State, Protocol):
-    """The state, and where it is copied to."""
+    """The state, and the host memory that it is copied to."""
 
     @property
     def facts(self) -> Facts:
-        """As they are now."""
+        """The current facts."""
 
     @property
     def host(self) -> HostMemory:
-        """Where copies of the state go."""
+        """Host memory for copies of the state."""
 
 
 class Framework(Step, Evaluator, StateSource, Protocol):
-    """One model on this rank's device. Only who opens a framework needs all of it."""
+    """One model on this rank's device. Only the code that opens a framework needs the whole protocol."""
 
     def close(self) -> None:
-        """Releases what the framework holds outside Python's reach."""
+        """Releases resources that Python does not manage."""
 
 
 class FrameworkOfParts:
-    """What a framework leaves to two of its parts: see ``Evaluator`` and ``State``."""
+    """Delegates the methods of ``Evaluator`` and ``State`` to two parts of a framework."""
 
     evaluator: Evaluator
     source: State
@@ -228,16 +228,16 @@ class FrameworkOfParts:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The sections of a run file that shape an update."""
+    """The run file's settings that affect an update."""
 
     train: TrainConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     seed: int = 0
-    """Of everything random in the run."""
+    """Seed of everything random in the run."""
     used: Mapping[Feature, Any] = field(default_factory=dict)
-    """What the run file uses that does not work with everything."""
+    """Features that the run file uses and that do not work with everything, with their values."""
 
     def features(self) -> dict[Feature, Any]:
-        """A copy of ``used``, to which a backend adds what a task uses."""
+        """A copy of ``used``, to which a backend adds the task's features."""
         return dict(self.used)

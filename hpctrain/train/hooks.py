@@ -1,5 +1,5 @@
-"""What attaches to the loop: checkpoints, monitor, tracking, stop requests, and hooks of your own; and the run under
-way as they see it."""
+"""Hooks: the protocol by which checkpoints, monitoring, tracking, stop requests and your own code attach to the loop,
+and the ``Training`` that they see."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from hpctrain.train.state import TrainState
 
 @dataclass
 class Training:
-    """Who trains what, how far it has come, and how far it is to go."""
+    """A run in progress, as hooks see it."""
 
     world: World
-    """The ranks."""
+    """The ranks and their groups."""
     framework: Framework
     """The model on this rank's device."""
     schedule: Schedule
-    """From the step to the factors on the optimizer's own learning rates: one, or one for each parameter group."""
+    """Maps the step to factors on the optimizer's own learning rates: one, or one per parameter group."""
     plan: Duration
     """How long the run is, and when it evaluates."""
     clock: StepClock
-    """Where the time of a step goes: a hook may mark its own."""
+    """Step timing: a hook may mark its own phases."""
     state: TrainState
-    """How far it has come; read it, do not change it."""
+    """Position of the run; read it, do not change it."""
     folder: Path = field(default=Path(), kw_only=True)
-    """The run folder, for what hooks leave there."""
+    """The run folder, where hooks may write files."""
     evaluation: Evaluation = field(default_factory=Evaluation, kw_only=True)
-    """The last one of this attempt."""
+    """The last evaluation in this attempt."""
 
 
 class StopReason(StrEnum):
-    """Why a run, or an attempt at it, ended."""
+    """Why a run, or one attempt at it, ended."""
 
     COMPLETED = "completed"
     """All steps are done."""
     EARLY = "early_stop"
-    """The watched metric no longer improved."""
+    """The watched metric stopped improving."""
     REQUESTED = "stop_requested"
-    """A signal, the STOP file or the time limit asked for it; a checkpoint was saved."""
+    """A signal, the STOP file or the time limit requested it; a checkpoint was saved."""
 
 
 @runtime_checkable
@@ -60,31 +60,32 @@ class Hook(Protocol):
     - Every method is called on every rank, from the main thread, at the same step, in the order in which the hooks
       were given. So a hook may use the collectives of ``training.world``'s groups, as long as every rank makes the
       same calls.
-    - A reason to stop must be returned by all ranks at the same step: decide from what is equal on all ranks, such as
-      the step or validation metrics, or agree by a collective first.
+    - A reason to stop must be returned by all ranks at the same step: decide from values that are equal on all ranks,
+      such as the step or validation metrics, or agree by a collective first.
     - ``state_dict`` returns equal state on all ranks: rank 0's is saved. ``state_dict``, ``load_state_dict`` and
-      ``close`` talk to no other rank.
+      ``close`` must not communicate.
     - An exception on one rank ends the run on all.
     """
 
     @property
     def name(self) -> str:
-        """Under which the hook's state is saved: it must stay the same for as long as a run is resumed, and differ
+        """Name under which the hook's state is saved: keep it the same as long as a run may be resumed, and different
         from the names of other hooks."""
 
     def before_fit(self, training: Training) -> StopReason | None:
-        """The model is built, equal on all ranks and resumed, ``load_state_dict`` included; nothing has been trained
-        in this attempt. A hook that has ended the run before returns its reason again; otherwise training continues.
+        """Called before the first step, when the model is built, equal on all ranks and resumed, and
+        ``load_state_dict`` was called. A hook that ended the run earlier returns its reason again, or None to continue
+        training.
 
         Args:
-            training: the run, with the state that it begins or resumes from.
+            training: the run, with the state that it starts or resumes from.
 
         Returns:
             A reason to end the run before its first step, or None.
         """
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        """An update is done, and so is an evaluation that was due after it.
+        """Called after each update, and after the evaluation if one was due.
 
         Args:
             training: its ``state`` counts this update.
@@ -95,7 +96,7 @@ class Hook(Protocol):
         """
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
-        """An evaluation is done.
+        """Called after each evaluation.
 
         Args:
             training: its ``state`` counts the update before the evaluation.
@@ -106,7 +107,7 @@ class Hook(Protocol):
         """
 
     def after_epoch(self, training: Training) -> StopReason | None:
-        """The last update of an epoch is done, and all hooks have seen it by ``after_step``.
+        """Called after the last update of an epoch, when all hooks' ``after_step`` have been called.
 
         Args:
             training: its ``state.epoch`` counts this epoch.
@@ -116,25 +117,25 @@ class Hook(Protocol):
         """
 
     def after_hooks(self, training: Training) -> None:
-        """All hooks have seen the step, and the epoch if it has ended. Checkpoints are made here: change no state that
-        is saved.
+        """Called when all hooks have seen the step, and the epoch if it ended. Checkpoints are made here: do not change
+        saved state.
 
         Args:
             training: its ``state`` counts this step's update.
         """
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """The loop has ended in an orderly way. Change no state that is saved.
+        """Called when the loop has ended without an error. Do not change saved state.
 
         Args:
             training: its ``state`` is the last one of this attempt.
-            reason: why the loop has ended.
+            reason: why the loop ended.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of this hook; empty if there is nothing to keep.
+        """Returns what a checkpoint keeps of this hook; empty if there is nothing to keep.
 
-        Called before ``before_fit`` too, to check it, and whenever a checkpoint begins. It is copied before training
+        Called before ``before_fit``, as a check, and whenever a checkpoint begins. The result is copied before training
         continues.
 
         Returns:
@@ -143,24 +144,24 @@ class Hook(Protocol):
         """
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what ``state_dict`` returned when the checkpoint was made, possibly at another number of ranks.
+        """Restores what ``state_dict`` returned when the checkpoint was made, possibly on a different number of ranks.
 
-        Called before ``before_fit``, and only if the run is resumed from a checkpoint that has state of this hook.
+        Called before ``before_fit``, and only if the run resumes from a checkpoint with state of this hook.
 
         Args:
             saved: what ``state_dict`` returned, as copies that may be kept and changed.
         """
 
     def close(self) -> None:
-        """Release threads and files. Also called after errors, when other ranks may be gone."""
+        """Releases threads and files. Also called after errors, when other ranks may be gone."""
 
 
 class BaseHook:
-    """A hook that does nothing and has no state; its name is that of its class."""
+    """A hook that does nothing and has no state; its name is its class name."""
 
     @property
     def name(self) -> str:
-        """The name of the class: override it to rename the class later."""
+        """The class name. Override it if the class may be renamed later."""
         return type(self).__name__
 
     def before_fit(self, training: Training) -> StopReason | None:
@@ -176,7 +177,7 @@ class BaseHook:
         """Does nothing."""
 
     def after_hooks(self, training: Training) -> None:
-        """Calls ``end_step``, its name in version 0.2, if a hook has it."""
+        """Calls ``end_step``, the method's name in version 0.2, if the hook overrides it."""
         if type(self).end_step is not BaseHook.end_step:
             what = f"{type(self).__name__}.end_step is called after_hooks since hpctrain 0.3: rename it"
             warnings.warn(what, DeprecationWarning, stacklevel=2)
@@ -193,33 +194,33 @@ class BaseHook:
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Takes over nothing."""
+        """Ignores saved state."""
 
     def close(self) -> None:
         """Nothing to release."""
 
 
 class RateHook(BaseHook):
-    """A hook that has a say in the learning rate."""
+    """A hook that can change the learning rate."""
 
     def adjusted(self, schedule: Schedule) -> Schedule:
-        """What the loop asks for the rate, in place of the run's schedule.
+        """Returns the schedule that the loop uses in place of the given one.
 
         Args:
-            schedule: the run's, as hooks before this one have adjusted it. schedule(step) is the factor on the
-                optimizer's own rate for the update after ``step`` done ones.
+            schedule: the run's schedule, as adjusted by earlier hooks. schedule(step) is the factor on the optimizer's
+                own rate for the update after ``step`` updates.
 
         Returns:
-            The same kind of function; it may return a sequence of factors, one for each parameter group (PyTorch).
+            A function of the same kind; it may return a sequence of factors, one per parameter group (PyTorch).
         """
         return schedule
 
 
 def first_reason(reasons: Sequence[StopReason | None]) -> StopReason | None:
-    """The first reason that is one."""
+    """The first reason that is not None."""
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def rate_hook(hooks: Sequence[Hook]) -> str | None:
-    """The class of the first that has a say in the learning rate, if there is one."""
+    """Class name of the first hook that can change the learning rate, if any."""
     return next((type(hook).__name__ for hook in hooks if isinstance(hook, RateHook)), None)

@@ -23,28 +23,28 @@ class RunSummary:
     reason: StopReason
     """Why it ended."""
     step: int
-    """Updates done, those of earlier attempts included."""
+    """Updates done, including earlier attempts."""
     seconds: float
     """Wall-clock time of this attempt's loop."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last evaluation in this attempt, averaged over all validation samples; empty if there was none."""
+    """Metrics of the last evaluation in this attempt, averaged over all validation samples; empty if there was none."""
 
 
 @dataclass
 class Trainer(Training):
-    """Everything one rank needs to train; ``hpctrain.rank.wiring`` makes it from a run file."""
+    """Everything one rank needs to train; ``hpctrain.rank.wiring`` builds it from a run file."""
 
     data: BatchSource
     """This rank's part of each global batch."""
     validation: Mapping[str, Iterable[HostBatch]]
-    """This rank's part of each set of validation data, in batches, by the set's name."""
+    """This rank's batches of each validation set, by the set's name."""
     hooks: Sequence[Hook]
     """Called in this order."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
 
     def fit(self) -> RunSummary:
-        """Trains from where the state stands to the end of the plan, or until a hook ends it. Collective.
+        """Trains from the current state to the end of the plan, or until a hook stops the run. Collective.
 
         Returns:
             Why the loop ended, its last step, the seconds it took, and the last validation metrics.
@@ -59,7 +59,7 @@ class Trainer(Training):
         return RunSummary(reason, self.state.step, time.monotonic() - begin, self.metrics)
 
     def run_steps(self) -> StopReason:
-        """One update after the other."""
+        """Runs updates, evaluations and hooks until the plan is done or there is a reason to stop."""
         batches = self.data.starting_at(self.state.epoch, self.state.batch)
         while not self.plan.is_over(self.state):
             batch = next(batches)
@@ -79,7 +79,7 @@ class Trainer(Training):
         return StopReason.COMPLETED
 
     def update(self, batch: Batch) -> StepResult:
-        """Forward, backward, exchange, update."""
+        """Sets the learning rate and trains on one batch."""
         try:
             self.framework.set_learning_rate(sound_factors(self.schedule(self.state.step), self.state.step))
             return self.framework.step(batch.micro_batches, batch.global_samples)
@@ -87,24 +87,24 @@ class Trainer(Training):
             raise self.explain_non_finite(error, batch) from error
 
     def evaluate(self) -> StopReason | None:
-        """Loss and metrics over the validation data of all ranks."""
+        """Evaluates on the validation data of all ranks; returns a hook's reason to stop, if any."""
         if not self.validation:
             return None
         sets = {name: self.moving(batches) for name, batches in self.validation.items()}
-        with self.framework.kept_random_state():  # evaluations at other steps do not change training
+        with self.framework.kept_random_state():  # how often a run evaluates must not change training
             found = evaluate(self.framework, sets, self.world.data)
         self.metrics = self.world.same(found.metrics, "agree on the metrics")
         self.evaluation = Evaluation(self.metrics, found.figures)
         return first_reason([hook.after_eval(self, self.metrics) for hook in self.hooks])
 
     def moving(self, batches: Iterable[HostBatch]) -> Iterator[HostBatch]:
-        """The same batches; each one done is a sign of life, so that a long evaluation is not taken for a hang."""
+        """Yields the batches and marks the clock after each, so that a long evaluation is not taken for a hang."""
         for batch in batches:
             yield batch
             self.clock.mark(Phase.CALLBACKS)
 
     def explain_non_finite(self, error: NonFiniteLoss, batch: Batch) -> NoRequeue:
-        """Says where the loss went wrong; a run that repeats exactly would come to the same step again."""
+        """Names the step, ranks and samples; no requeue, since a deterministic run would fail there again."""
         group = self.world.data
         samples = batch.sample_ids.tolist() if group.rank in error.ranks else None
         culprits = [
@@ -121,5 +121,5 @@ class Trainer(Training):
 
 
 def shorten(ids: Sequence[int], most: int = 8) -> str:
-    """A list for a message."""
+    """Formats at most ``most`` ids for a message."""
     return ", ".join(map(str, ids[:most])) + (f" ... ({len(ids)} in all)" if len(ids) > most else "")

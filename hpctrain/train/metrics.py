@@ -1,4 +1,4 @@
-"""Metrics that are not means: what one is, and how its state is kept over the batches and ranks of an evaluation."""
+"""Metrics that are not means, and how their state is kept over the batches and ranks of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hpctrain.errors import UserError, kind_of
 from hpctrain.run.figures import Curve, Figure, Matrix, is_drawable
 
 Arrays = Mapping[str, NDArray[Any]]
-"""What is sent between ranks."""
+"""State as it is sent between ranks."""
 MetricState = dict[str, Any]
-"""Of a ``Metric``: NumPy arrays, or lists of arrays that are joined along the first axis when they travel, by name."""
+"""State of a ``Metric``, by name: NumPy arrays, or lists of arrays, which are joined along the first axis when sent."""
 MOST_VALUES = 100
-"""Numbers that one metric may report."""
+"""Limit on the numbers that one metric may report."""
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """A metric that is not a mean over samples. The object itself has no state: an evaluation begins with ``init``.
+    """A metric that is not a mean over samples. The object itself is stateless: an evaluation begins with ``init``.
 
-    Arrays are NumPy's, on the host, whatever the framework. What ``update`` gets is what the task's ``Selected`` picks
-    from outputs and batch; by default the model's output, and the second of a batch's two arrays.
+    Arrays are NumPy arrays on the host, whatever the framework. ``update`` gets what the task's ``Selected`` picks from
+    outputs and batch; by default the model's output and the second of the batch's two arrays.
     """
 
     def init(self) -> MetricState:
-        """The state without any sample: arrays of numbers, or lists of them, by name."""
+        """The state before any sample: arrays of numbers, or lists of them, by name."""
 
     def update(self, state: MetricState, *arrays: Any) -> MetricState:
-        """The state with one batch more; it may be changed in place.
+        """The state after one more batch; ``state`` may be changed in place.
 
         Args:
             state: from ``init`` or ``update``.
@@ -44,12 +44,12 @@ class Metric(Protocol):
         """The state that one process would have after the samples of both; either may be changed in place.
 
         Args:
-            first: of samples that stand before those of ``second`` in the validation data.
-            second: of another rank.
+            first: state over samples that come before those of ``second`` in the validation data.
+            second: state of another rank.
         """
 
     def compute(self, state: MetricState) -> Any:
-        """A number, a ``Curve`` or a ``Matrix``; or a dict of these by name, or a sequence of numbers.
+        """The result: a number, a ``Curve`` or a ``Matrix``; or a dict of these by name, or a sequence of numbers.
 
         Called on one rank, with the state of all samples.
         """
@@ -57,16 +57,16 @@ class Metric(Protocol):
 
 @dataclass
 class Seen:
-    """A batch, and what the model made of it."""
+    """A batch and the model's outputs for it."""
 
     outputs: Any
     """Tensors of the framework."""
     batch: Mapping[str, Any]
-    """Likewise."""
+    """The batch, as tensors of the framework."""
     host_batch: Arrays
     """The same batch in NumPy."""
     to_host: Callable[[Any], Any]
-    """Makes NumPy arrays of the outputs."""
+    """Converts outputs to NumPy arrays."""
 
     @cached_property
     def host_outputs(self) -> Any:
@@ -75,39 +75,39 @@ class Seen:
 
 
 class Meter(Protocol):
-    """One metric of a task during an evaluation, of any library."""
+    """One metric of a task during an evaluation, from any library."""
 
     def reset(self) -> None:
         """Forgets all samples."""
 
     def update(self, seen: Seen) -> None:
-        """Takes in one batch; raises UserError naming the metric."""
+        """Adds one batch; raises UserError naming the metric."""
 
     def state(self) -> Arrays:
-        """What this rank has seen. Equal names on all ranks, except that those of empty states may be missing."""
+        """State over this rank's samples. Names are the same on all ranks, but may be missing for empty states."""
 
     def merge(self, first: Arrays, second: Arrays) -> Arrays:
-        """The state over the samples of both, first ``first``'s."""
+        """Combines two states; the samples of ``first`` come first."""
 
     def compute(self, state: Arrays) -> Any:
-        """What the metric says; see ``Metric.compute``."""
+        """The metric's result; see ``Metric.compute``."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the metrics of an evaluation say."""
+    """Results of an evaluation."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers by name."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Curves and matrices by name; on rank 0."""
+    """Curves and matrices by name; on rank 0 only."""
 
 
 def flattened(name: str, result: Any) -> Evaluation:
-    """What a metric's ``compute`` returned, under the metric's name.
+    """Flattens what a metric's ``compute`` returned into numbers and figures named after the metric.
 
     Raises:
-        UserError: it is neither numbers nor a figure.
+        UserError: it is neither numbers nor a figure, or too many numbers.
     """
     numbers: dict[str, float] = {}
     figures: dict[str, Figure] = {}
@@ -140,7 +140,7 @@ def _flatten(name: str, result: Any, numbers: dict[str, float], figures: dict[st
 
 
 def _numbers(name: str, result: Any) -> NDArray[np.float64]:
-    """A number, several, or a square of counts."""
+    """Converts a result to a scalar, a vector, or a square matrix of counts; raises UserError for anything else."""
     try:
         values = np.asarray([[[]]] if result is None else result, dtype=np.float64)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What an object of the user's holds: attributes, items, closures, bound arguments, and the globals of functions."""
+"""Finds what a user's object holds: attributes, items, closures, bound arguments, and globals used by functions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import PurePath
 from typing import Any
 
 MOST_ITEMS = 1000
-"""Of a container that is gone through: a longer one is data."""
+"""Longest container that is searched: anything longer is data."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Folders of libraries."""
+"""Folders that installed libraries are in."""
 FRAMEWORKS = frozenset({"torch", "tensorflow", "keras", "numpy", __name__.partition(".")[0]})
-"""Libraries whose objects are never gone into, wherever they are installed."""
+"""Libraries whose objects are never searched, wherever they are installed."""
 Held = Iterator[tuple[str, Any]]
-"""Names and values."""
+"""Pairs of a name and a value."""
 
 
 def own_attributes(value: Any, own: bool) -> Iterable[str]:
-    """All attributes of objects of the user's classes."""
+    """All attributes of an object of a user's class."""
     return vars(value) if hasattr(value, "__dict__") and (own or isinstance(value, types.SimpleNamespace)) else ()
 
 
@@ -31,15 +31,15 @@ def reached(
     attributes: Callable[[Any, bool], Iterable[str]] = own_attributes,
     names: Mapping[int, str] = types.MappingProxyType({}),
 ) -> Held:
-    """The root and everything that it holds, nearest first, by paths: names joined by dots; the root's is empty.
+    """Yields the root and everything it holds, breadth first, with dotted paths; the root's path is empty.
 
-    Each object comes once, a number wherever it is.
+    Each object is yielded once, but numbers and bools wherever they occur.
 
     Args:
-        root: an object of the user's.
-        is_end: whether a value is given without going into it.
-        attributes: attributes(value, own): names of those to go into; ``own`` says whether the class is the user's.
-        names: of objects by id: what keys of dicts are called that are one of them, or its id.
+        root: the user's object.
+        is_end: whether a value is yielded without searching it.
+        attributes: attributes(value, own): names of attributes to search; ``own`` says whether the class is the user's.
+        names: names by object id, used for dict keys that are such an object or its id.
     """
     home = package_of(root)
     seen: set[int] = set()
@@ -57,7 +57,7 @@ def reached(
 
 
 def held_by(value: Any, home: str, attributes: Callable[[Any, bool], Iterable[str]], names: Mapping[int, str]) -> Held:
-    """What a value holds itself; what a bound method is bound to has no name."""
+    """What a value holds directly; the object of a bound method has an empty name."""
     if isinstance(value, (dict, list, tuple, deque)):
         if len(value) <= MOST_ITEMS:
             keys = key_names(value, names) if isinstance(value, dict) else map(str, range(len(value)))
@@ -81,7 +81,7 @@ def held_by(value: Any, home: str, attributes: Callable[[Any, bool], Iterable[st
 
 
 def key_names(keys: Iterable[Any], names: Mapping[int, str]) -> Iterator[str]:
-    """Strings and whole numbers as they are, objects that have names and their ids by these, others by position."""
+    """Names dict keys: strings and ints as they are, objects (or their ids) by ``names``, others by position."""
     given: set[str] = set()
     for at, key in enumerate(keys):
         plain = str(key if type(key) in (str, int) else at)
@@ -93,7 +93,7 @@ def key_names(keys: Iterable[Any], names: Mapping[int, str]) -> Iterator[str]:
 
 
 def held_by_function(function: types.FunctionType) -> Held:
-    """What a function closes over, default values of its arguments, and globals that it names."""
+    """What a function closes over, default values of its arguments, and globals that it uses."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if cell != types.CellType())  # bound
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -108,11 +108,11 @@ def putting_back(
     attributes: Callable[[Any, bool], Iterable[str]],
     is_plain: Callable[[Any], bool],
 ) -> Iterator[Callable[[], object]]:
-    """What puts plain values back where they are now, and takes those away that were not there; lists as a whole.
+    """Yields functions that restore current plain values and delete ones added since; lists are restored whole.
 
     Args:
-        root, is_end, attributes: as of ``reached``.
-        is_plain: whether a value is put back; what is changed in it is not.
+        root, is_end, attributes: as for ``reached``.
+        is_plain: whether a value is restored; changes inside it are not undone.
     """
     home = package_of(root)
     for _, value in reached(root, is_end, attributes):
@@ -131,7 +131,7 @@ def putting_back(
 def putting_back_function(
     function: types.FunctionType, is_plain: Callable[[Any], bool]
 ) -> Iterator[Callable[[], object]]:
-    """The same for what a function closes over and for globals that it names."""
+    """Like ``putting_back``, for a function's closure and the globals that it uses."""
     for cell in function.__closure__ or ():
         if cell != types.CellType() and is_plain(cell.cell_contents):
             yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
@@ -141,13 +141,13 @@ def putting_back_function(
 
 
 def refill(value: list[Any] | deque[Any], before: Iterable[Any]) -> None:
-    """Makes a list what it was before."""
+    """Restores the items of a list."""
     value.clear()
     value.extend(before)
 
 
 def entries(value: Any, attributes: Callable[[Any, bool], Iterable[str]], own: bool) -> dict[Any, Any]:
-    """A copy of a dict, or of an object's attributes that are gone into."""
+    """A copy of a dict, or of an object's searched attributes."""
     if isinstance(value, dict):
         return dict(value)
     return {name: vars(value)[name] for name in attributes(value, own)}
@@ -156,7 +156,7 @@ def entries(value: Any, attributes: Callable[[Any, bool], Iterable[str]], own: b
 def put_plain(
     value: Any, now: Callable[[], dict[Any, Any]], before: dict[Any, Any], is_plain: Callable[[Any], bool]
 ) -> None:
-    """Makes plain values in a dict or object what they were before."""
+    """Restores plain values in a dict or object, and deletes ones that were not there before."""
     holder = value if isinstance(value, dict) else vars(value)
     for key, each in now().items():
         if key not in before and is_plain(each):
@@ -173,7 +173,7 @@ def package_of(value: Any) -> str:
 
 
 def is_own(value: Any, home: str) -> bool:
-    """Whether a function, a class, or an object's class is the user's: of the root's package, or not a library's."""
+    """Whether a function, a class, or an object's class is the user's: in the root's package, or not in a library."""
     package = package_of(value)
     if package in sys.stdlib_module_names or package in FRAMEWORKS:
         return False

@@ -1,4 +1,4 @@
-"""What does not go together in any framework: evaluations, schedules, batches, streams, runs without checkpoints."""
+"""Combinations that no framework supports: evaluations, schedules, batches, streams, runs without checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved values, whole or in parts, read when they are asked for."""
+"""Saved values that are read on demand, whole or in part."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 
 class SavedArrays(Mapping[str, NDArray[Any]]):
-    """Saved values by name, which may be read, and verified, only when they are asked for.
+    """Saved values by name, which may be read and verified only on access.
 
-    Looking at a value twice may read it twice: ask ``shape_of`` for a shape, and iterate over names.
+    Each access may read the value again: use ``shape_of`` for shapes, and iterate over names.
 
     Args:
-        named: has the names, each with whatever its value is read from.
+        named: maps each name to whatever its value is read from.
     """
 
     def __init__(self, named: Mapping[str, Any]) -> None:
@@ -29,38 +29,38 @@ class SavedArrays(Mapping[str, NDArray[Any]]):
         return len(self.named)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor of this name; reads nothing."""
+        """Whether there is a tensor of this name; reads no values."""
         return name in self.named
 
     @abstractmethod
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor. Raises KeyError."""
+        """Shape of the whole tensor. Raises KeyError."""
 
     @abstractmethod
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        """Type of its items, as they come. Raises KeyError."""
+        """Dtype of its values as they are read. Raises KeyError."""
 
     def is_current(self, name: str) -> bool:
-        """Whether the framework's tensor of this name has the value already, so that nothing is to be loaded."""
+        """Whether the framework's tensor of this name already has the value, so that it need not be loaded."""
         return False
 
     @abstractmethod
     def part(self, name: str, begin: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[Any]:
-        """The values of a part of a tensor, wherever ranks had cut it when it was saved.
+        """Reads part of a tensor, however it was sharded when it was saved.
 
         Args:
-            name: of the tensor.
-            begin: index of the first value, in every axis.
-            shape: of the part; lengths may be 0.
+            name: name of the tensor.
+            begin: index of the first value, per axis.
+            shape: shape of the part; lengths may be 0.
 
         Raises:
             KeyError: there is no such tensor.
-            ValueError: the part does not lie in it.
+            ValueError: the part is not inside the tensor.
         """
 
 
 class HeldArrays(SavedArrays):
-    """Over arrays in memory, each of a whole tensor."""
+    """Whole tensors in memory."""
 
     named: Mapping[str, NDArray[Any]]
 
@@ -81,15 +81,15 @@ class HeldArrays(SavedArrays):
 
 
 Place = tuple[SavedArrays, str]
-"""Where a value is, and its name there."""
+"""A source of values, and the name of the value there."""
 
 
 class DerivedArrays(SavedArrays):
-    """Values from elsewhere, under other names, or changed as they are read.
+    """Values of other sources, renamed or converted when read.
 
     Args:
-        places: of each value, by its name here.
-        change: gives what is here for what is there, whole or a part: ``change(name, value)``, of the same shape.
+        places: where each value comes from, by its name here.
+        change: ``change(name, value)`` converts a value or part of one, keeping its shape.
     """
 
     named: Mapping[str, Place]
@@ -124,7 +124,7 @@ class DerivedArrays(SavedArrays):
 
 
 def runs_of_rows(shape: Sequence[int], row_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of rows that together have at most this many bytes, or of one row."""
+    """Yields (first, count) of consecutive rows that take at most ``block_bytes``, but at least one row each."""
     count = max(1, block_bytes // max(1, row_bytes))
     for first in range(0, shape[0], count):
         yield first, min(count, shape[0] - first)
@@ -138,11 +138,11 @@ def lies_in(begin: Sequence[int], shape: Sequence[int], whole: Sequence[int]) ->
 
 
 def require_inside(name: str, begin: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
-    """Raises ValueError unless a part lies in its tensor."""
+    """Raises ValueError unless the part is inside the tensor."""
     if not lies_in(begin, shape, whole):
         raise ValueError(f"{name} has shape {list(whole)}: {list(shape)} from {list(begin)} on does not lie in it")
 
 
 def as_saved(arrays: Mapping[str, NDArray[Any]]) -> SavedArrays:
-    """The same values, to be asked for parts and shapes."""
+    """Wraps arrays as SavedArrays, so that shapes and parts can be asked for."""
     return arrays if isinstance(arrays, SavedArrays) else HeldArrays(arrays)

@@ -1,4 +1,4 @@
-"""How long a run is, when it evaluates, and its learning rate: pure functions of its steps."""
+"""Length of a run, when it evaluates, and its learning rate: pure functions of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.train.state import TrainState
 
 @dataclass(frozen=True)
 class Duration:
-    """Length and rhythm of a run, in updates."""
+    """Length of a run and its evaluation intervals, in updates or epochs."""
 
     total_steps: int
     batches_per_epoch: int
@@ -26,7 +26,7 @@ class Duration:
         return state.step >= self.total_steps
 
     def evaluates_after(self, state: TrainState) -> bool:
-        """Whether an evaluation is due at a state that an update has just reached; always after the last update."""
+        """Whether an evaluation is due once this state is reached; always True after the last update."""
         if self.is_over(state):
             return True
         if self.eval_every_steps and state.step % self.eval_every_steps == 0:
@@ -35,7 +35,7 @@ class Duration:
 
 
 def duration_of(config: TrainConfig, batches_per_epoch: int) -> Duration:
-    """The duration of a run over data with this number of global batches an epoch."""
+    """The duration of a run with this number of global batches per epoch."""
     if config.steps is not None:
         total = config.steps
     else:
@@ -45,7 +45,7 @@ def duration_of(config: TrainConfig, batches_per_epoch: int) -> Duration:
 
 
 def validation_batch(config: TrainConfig, groups: int) -> int:
-    """Samples of a rank's batch of validation data; by default the size of one of its micro-batches."""
+    """Samples in a rank's validation batch; by default the size of its micro-batches."""
     if config.eval_batch_per_rank is not None:
         return config.eval_batch_per_rank
     return -(-global_batch(config, groups) // (groups * config.accumulate))
@@ -55,9 +55,9 @@ def global_batch(config: TrainConfig, groups: int, each: int = 1) -> int:
     """Samples of one update over all ranks.
 
     Args:
-        config: of the run.
-        groups: of ranks that see the same samples; one per rank, unless models are partitioned.
-        each: ranks of such a group.
+        config: the run's training section.
+        groups: groups of ranks that see the same samples; one per rank unless the model is partitioned.
+        each: ranks per group.
 
     Raises:
         UserError: there are fewer samples than groups.
@@ -77,22 +77,22 @@ def global_batch(config: TrainConfig, groups: int, each: int = 1) -> int:
 
 @dataclass(frozen=True)
 class OwnRates:
-    """The optimizer's rates are set by its own scheduler, and left alone."""
+    """Means that the optimizer's own scheduler sets its learning rates, so they are left alone."""
 
     factor: float
-    """Of the first parameter group, for reports."""
+    """Factor of the first parameter group, for reports."""
 
 
 Factors = float | Sequence[float] | OwnRates
-"""A factor for all parameter groups, one for each of them, or none."""
+"""A factor for all parameter groups, one factor per group, or ``OwnRates``."""
 Schedule = Callable[[int], Factors]
-"""Factors for the update that follows ``step`` done ones."""
+"""Maps the number of updates done to the factors for the next one."""
 Factor = Callable[[int], float]
 """A schedule with one factor for all groups."""
 
 
 def sound_factors(factors: Factors, step: int) -> Factors:
-    """The same; raises UserError if they are not numbers: every weight would be NaN after the next update."""
+    """Returns the factors; raises UserError unless they are finite numbers, since all weights would become NaN."""
     each = [] if isinstance(factors, OwnRates) else factors if isinstance(factors, Sequence) else [factors]
     with contextlib.suppress(TypeError):
         if all(map(math.isfinite, each)):
@@ -101,7 +101,7 @@ def sound_factors(factors: Factors, step: int) -> Factors:
 
 
 def first_factor(factors: Factors) -> float:
-    """Of the first parameter group."""
+    """Factor of the first parameter group."""
     if isinstance(factors, OwnRates):
         return factors.factor
     return float(factors[0] if isinstance(factors, Sequence) else factors)
@@ -110,12 +110,12 @@ def first_factor(factors: Factors) -> float:
 def make_schedule(
     config: ScheduleConfig, global_batch: int, ranks: int, total_steps: int, batches_per_epoch: int
 ) -> Factor:
-    """The schedule of a run.
+    """Builds the learning-rate schedule of a run.
 
     Args:
-        config: the run file's section.
+        config: the run file's schedule section.
         global_batch: samples of one update over all ranks.
-        ranks: data-parallel ranks; without ``base_batch`` the optimizer's rate is meant for one rank's batch.
+        ranks: data-parallel ranks; without ``base_batch``, the optimizer's rate is taken to be for one rank's batch.
         total_steps: updates of the whole run.
         batches_per_epoch: updates of one epoch.
     """
@@ -135,21 +135,21 @@ def scale(rule: str, growth: float) -> float:
 
 
 def warm_up(step: int, warmup_steps: int, peak: float) -> float:
-    """Gradual warm-up (Goyal et al. 2017, section 2.2): from the unscaled rate to ``peak``, by equal steps.
+    """Gradual warm-up (Goyal et al. 2017, section 2.2): linear from the unscaled rate to ``peak``.
 
-    If the rate is not scaled up there is nothing to climb from, so it starts at zero.
+    If the rate is not scaled up (``peak`` is at most 1), it starts from zero.
     """
     start = 1.0 if peak > 1 else 0.0
     return start + (peak - start) * (step + 1) / warmup_steps
 
 
 def half_cosine(begin: float, end: float, done: float) -> float:
-    """From one value to another; ``done`` from 0 to 1."""
+    """Half a cosine from one value to another, for ``done`` from 0 to 1."""
     return end + (begin - end) * (1 + math.cos(math.pi * done)) / 2
 
 
 def in_cycle(position: float, length: float, growth: float) -> float:
-    """The share done of the cycle that holds a position; each is ``growth`` times as long as the one before."""
+    """Completed fraction of the cycle at a position; each cycle is ``growth`` times as long as the previous one."""
     if growth == 1:
         return position / length % 1
     while position >= length:
@@ -159,7 +159,7 @@ def in_cycle(position: float, length: float, growth: float) -> float:
 
 
 def _shape(config: ScheduleConfig, total_steps: int, warmup: int, batches_per_epoch: int) -> Factor:
-    """Factor by step, from the end of the warm-up on."""
+    """The factor by step, from the end of the warm-up onwards."""
     low = config.final_factor
     drops = [epoch * batches_per_epoch for epoch in config.step_epochs]
     cycle = (config.cycle_epochs or 1) * batches_per_epoch

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 
 def derive(seed: int, *keys: int) -> int:
-    """A 63-bit seed for a purpose: equal keys give equal seeds, different keys independent ones (NumPy's
-    SeedSequence)."""
+    """A 63-bit seed (NumPy's SeedSequence): equal keys give equal seeds, different keys independent ones."""
     return int(np.random.SeedSequence([seed, *keys]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -23,11 +22,11 @@ def seed_python(seed: int) -> None:
 
 
 NONE = np.float64("nan")
-"""Stands for Gaussian deviates that are not there."""
+"""Stands for a missing spare Gaussian deviate."""
 
 
 def host_random_state() -> dict[str, NDArray[Any]]:
-    """Names and values; new arrays of fixed shapes."""
+    """State of Python's and NumPy's global generators, as new arrays of fixed shapes, by name."""
     version, words, spare = random.getstate()
     legacy = np.random.get_state(legacy=False)
     return {
@@ -39,7 +38,7 @@ def host_random_state() -> dict[str, NDArray[Any]]:
 
 
 def restore_host_random_state(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Takes over what ``host_random_state`` gave; leaves a generator alone whose names are missing."""
+    """Restores what ``host_random_state`` returned; a generator that is missing there is left alone."""
     if "rng/python" in arrays:
         version, *words = arrays["rng/python"].tolist()
         spare = float(arrays["rng/python_spare"][0])

@@ -1,4 +1,4 @@
-"""Where a run stands, and the named tensors that make it up."""
+"""The position of a run, and the named tensors that make up its state."""
 
 from __future__ import annotations
 
@@ -28,59 +28,59 @@ class TrainState:
     """Samples seen by all ranks together."""
 
     def advance(self, batch: Batch) -> None:
-        """One more update, over this global batch, is done."""
+        """Counts one more update, over this global batch."""
         self.step += 1
         self.samples += batch.global_samples
         self.epoch, self.batch = (batch.epoch + 1, 0) if batch.ends_epoch else (batch.epoch, batch.index + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, JSON-able."""
+        """Returns all fields, JSON-able."""
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Takes over a saved position.
+        """Restores a saved position.
 
         Args:
-            saved: what ``to_json`` gave; further keys, which earlier versions wrote, are ignored.
+            saved: what ``to_json`` returned; extra keys, written by earlier versions, are ignored.
         """
         for key in dataclasses.asdict(self):
             setattr(self, key, saved[key])
 
 
 class Placement(StrEnum):
-    """How a piece of state relates to the ranks."""
+    """How a tensor of the state is distributed over the ranks."""
 
     REPLICATED = "replicated"
-    """Equal on every rank: parameters, optimizer, EMA, loss scale."""
+    """Equal on every rank: parameters, optimizer state, EMA, loss scale."""
     RANK = "rank"
-    """Each rank's own: random states, BatchNorm statistics unless they are joined."""
+    """Different on each rank: random states, BatchNorm statistics unless they are synchronised."""
     FIRST = "first"
-    """Rank 0's, which all ranks take over at a resume: state of hooks and of a task's own objects."""
+    """Saved by rank 0 and restored on all ranks: state of hooks and of a task's own objects."""
     CUT = "cut"
-    """A part of a tensor that no rank holds whole; ``StateTensor.cut`` says which."""
+    """A shard: no rank holds the whole tensor; ``StateTensor.cut`` says which part this is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where the values of a rank lie in a tensor that is cut over several."""
+    """Where a rank's shard lies in a tensor that is split over several ranks."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     begin: tuple[int, ...]
-    """Index, in the whole tensor, of the first value here, in every axis."""
+    """Index of the shard's first value in the whole tensor, per axis."""
     copy: int = 0
-    """Which one of the ranks that hold exactly this part this is; they share the writing of it."""
+    """Index of this rank among those that hold exactly this part; they split the work of writing it."""
     copies: int = 1
-    """How many there are."""
+    """Number of ranks that hold exactly this part."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a tensor is cut over ranks by plans that cut it."""
+    """How parallel plans may split a tensor over ranks."""
 
     axis: int
     parts: int = 1
-    """Equal ones along the axis, each of which is cut by itself."""
+    """Number of equal parts along the axis, each of which is split separately (fused weights)."""
 
 
 class StateTensor(Protocol):
@@ -88,19 +88,19 @@ class StateTensor(Protocol):
 
     @property
     def name(self) -> str:
-        """Slash-separated, and independent of the framework if both know the thing: ``model/dense/kernel``."""
+        """Slash-separated, and the same in both frameworks where both have it: ``model/dense/kernel``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what this rank holds."""
+        """Shape of what this rank holds."""
 
     @property
     def dtype(self) -> str:
-        """Logical NumPy name, or ``bfloat16`` (held as uint16)."""
+        """Logical NumPy dtype name, or ``bfloat16`` (held as uint16)."""
 
     @property
     def placement(self) -> Placement:
-        """Whether ranks share it."""
+        """How it is distributed over the ranks."""
 
     @property
     def cut(self) -> Cut | None:
@@ -108,25 +108,25 @@ class StateTensor(Protocol):
 
     @property
     def is_trained(self) -> bool:
-        """Whether updates change it, so that a value that is not finite means that training went wrong."""
+        """Whether updates change it, so that a non-finite value means that training went wrong."""
 
     @property
     def tiling(self) -> Tiling | None:
-        """Where other plans may cut it: it is written in tiles that end there. None: it is written as it is."""
+        """Where other plans may split it, so that it is written in tiles ending there. None: it is written whole."""
 
     def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
-        """Copies a part of the value, which has the shape of a host array, to that (uint16 for bfloat16).
+        """Copies the value, or the part of it with the shape of ``out``, to a host array (uint16 for bfloat16).
 
-        May be asynchronous on devices: call the framework's ``synchronize`` after the last.
+        May be asynchronous on devices: call the framework's ``synchronize`` after the last copy.
 
         Args:
-            out: where to.
-            begin: index of the part's first value in every axis; by default the part is the whole value.
+            out: the array to copy to.
+            begin: index of the part's first value, per axis; by default, the whole value is copied.
         """
 
 
 def part_of(begin: Sequence[int], shape: Sequence[int]) -> tuple[Any, ...]:
-    """The index of a part of an array, by that of its first value and its shape; of all of it without the first."""
+    """Index of the part of an array with this first index and shape; of the whole array if ``begin`` is empty."""
     return (..., *map(slice, begin, map(int.__add__, begin, shape)))
 
 
@@ -144,10 +144,10 @@ class ArrayTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """Shape of the array."""
         return self.array.shape
 
-    @cached_property  # NumPy looks names up again each time
+    @cached_property  # NumPy recomputes dtype names on each access
     def dtype(self) -> str:
         """Logical dtype."""
         return self.logical_dtype or self.array.dtype.name

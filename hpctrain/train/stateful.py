@@ -1,4 +1,4 @@
-"""Objects that say themselves what their state is, and what becomes of it at another number of ranks."""
+"""Objects with a ``state_dict``, and what happens to their state on a different number of ranks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from hpctrain.train.tree import LEAF_NAME, Leaves, tree_tensors, tree_value
 
 Rule = Literal["keep", "reset", "split"]
 STATE = "state/"
-"""Begins the names of what a task declares as its state."""
+"""Prefix of the names of state that a task declares."""
 HOOKS = "hooks/"
-"""The same for hooks."""
+"""Prefix of the names of hook state."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that says itself what its state is."""
+    """An object that saves and restores its own state."""
 
     def state_dict(self) -> Any:
-        """All of it."""
+        """Returns the whole state."""
 
     def load_state_dict(self, saved: Any) -> Any:
-        """Takes over what ``state_dict`` gave."""
+        """Restores what ``state_dict`` returned."""
 
 
 @runtime_checkable
 class Splits(Protocol):
-    """State that can be redistributed over another number of ranks."""
+    """State that can be redistributed over a different number of ranks."""
 
     def merge(self, states: Sequence[Any]) -> Any:
-        """One state of those of all ranks, in their order."""
+        """Combines the states of all ranks, in rank order, into one."""
 
     def split(self, whole: Any, rank: int, ranks: int) -> Any:
-        """A rank's part of that; changes nothing in the object."""
+        """Returns one rank's part of the combined state; does not change the object."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class PerRank:
     """Rank-local state, for ``state={"name": PerRank(...)}`` of a task.
 
     Raises:
-        UserError: the rule is none of the three, or it is ``split`` and the object cannot.
+        UserError: the rule is not one of the three, or it is ``split`` and the object has no ``merge`` and ``split``.
     """
 
     value: Any
     """An object with ``state_dict`` and ``load_state_dict``."""
     on_other_ranks: Rule = "keep"
-    """What a resume at another number of ranks does. keep: each rank takes over what the rank of its number had, and
-    ranks without such a one begin as the task made it; reset: all begin as the task made it; split: the object's own
-    ``merge(states)`` makes one state of those of all old ranks, in their order, and ``split(whole, rank, ranks)`` gives
-    each new rank its part."""
+    """What a resume on a different number of ranks does. keep: each rank restores the state saved by the rank of the
+    same number, and ranks without one keep the task's initial state; reset: all ranks keep the task's initial state;
+    split: the object's ``merge(states)`` combines the states of all old ranks, in rank order, and ``split(whole, rank,
+    ranks)`` gives each new rank its part."""
 
     def __post_init__(self) -> None:
         if self.on_other_ranks not in ("keep", "reset", "split"):
@@ -77,39 +77,39 @@ class Kept:
     """An object whose state is part of checkpoints."""
 
     name: str
-    """``hooks/<name>`` or ``state/<name>``: begins the names of its tensors."""
+    """``hooks/<name>`` or ``state/<name>``: prefix of the names of its tensors."""
     value: Stateful
     rule: Rule | None = None
-    """Of rank-local state; None if rank 0's is that of all."""
+    """How rank-local state is redistributed; None if all ranks use rank 0's state."""
 
     @property
     def spoken(self) -> str:
-        """For a person: ``state 'lanes'``."""
+        """The name in messages: ``state 'lanes'``."""
         kind, _, name = self.name.partition("/")
         return f"{'hook' if f'{kind}/' == HOOKS else 'state'} {name!r}"
 
     @property
     def placement(self) -> Placement:
-        """Of its tensors."""
+        """Placement of its tensors."""
         return Placement.FIRST if self.rule is None else Placement.RANK
 
     def tensors(self, leaves: Leaves) -> list[StateTensor]:
-        """What it says now; nothing of a hook without state. Raises UserError if a checkpoint cannot keep that."""
+        """The current state; empty for a hook without state. Raises UserError if a checkpoint cannot hold it."""
         state = self.value.state_dict()
         if self.name.startswith(HOOKS) and isinstance(state, Mapping) and not state:
             return []
         return tree_tensors(self.name, state, self.placement, leaves, f"the state_dict of {self.spoken}")
 
     def load(self, arrays: Mapping[str, NDArray[Any]], leaves: Leaves) -> None:
-        """Takes over the arrays of ``tensors``, by their names without its own."""
+        """Restores the state from the arrays of ``tensors``, named without the object's prefix."""
         self.value.load_state_dict(tree_value(arrays, leaves, f"the {self.spoken}"))
 
 
 def kept_state(state: Any) -> list[Kept]:
-    """What a task declares as its state.
+    """The objects that a task declares as its state.
 
     Raises:
-        UserError: it is not a dict of objects with ``state_dict`` and ``load_state_dict``, or a name cannot be kept.
+        UserError: it is not a dict of objects with ``state_dict`` and ``load_state_dict``, or a name is not allowed.
     """
     if not isinstance(state, Mapping):
         fix = 'write state={"name": object}'
@@ -132,7 +132,7 @@ def _kept(name: Any, given: Any) -> Kept:
 
 @contextlib.contextmanager
 def unchanged(objects: Sequence[Kept], leaves: Leaves) -> Iterator[None]:
-    """What the body changes in the state of objects is put back."""
+    """Restores the state of the objects after the body."""
     before = [{tensor.name: value_of(tensor) for tensor in one.tensors(leaves)} for one in objects]
     try:
         yield
@@ -143,16 +143,16 @@ def unchanged(objects: Sequence[Kept], leaves: Leaves) -> Iterator[None]:
 
 
 def value_of(tensor: StateTensor) -> NDArray[Any]:
-    """A copy; bfloat16 as uint16."""
+    """Copies a tensor to the host; bfloat16 as uint16."""
     out = np.empty(tensor.shape, "uint16" if tensor.dtype == "bfloat16" else tensor.dtype)
     tensor.copy_into(out)
     return out
 
 
 def make_equal(framework: StateSource, group: Group) -> None:
-    """Gives ranks that trained apart one state: the mean of floating-point values, else the first rank's. Collective.
+    """Makes diverged ranks equal again: averages floating-point state and takes the rest from rank 0. Collective.
 
-    Each rank keeps what is its own: random states and statistics.
+    Rank-local state (random states, statistics) is left alone.
     """
     arrays = {one.name: value_of(one) for one in framework.state() if one.placement is Placement.REPLICATED}
     for array in arrays.values():

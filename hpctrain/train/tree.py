@@ -1,6 +1,6 @@
-"""Nested values, such as a ``state_dict`` gives them, as flat arrays and a text that says how they belong together.
+"""Flattens nested values, such as a ``state_dict``, into arrays and a JSON description of their structure.
 
-The text depends on the structure only, not on the numbers in it: from save to save the arrays keep their shapes.
+The JSON depends on the structure only, not on numbers in it, so the arrays keep their shapes from save to save.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from hpctrain.train.state import ArrayTensor, Placement, StateTensor
 
 STRUCTURE, INTEGERS, FLOATS = "structure", "integers", "floats"
 LEAF_NAME = re.compile(r"(?!\.+$)[^/\x00-\x1f\x7f\ud800-\udfff]{1,200}")
-"""What can be part of a tensor's name."""
+"""Valid as the last part of a tensor's name."""
 LEAST_ITEMS = 8
-"""Of an array that is padded, so that it keeps its shape while texts and lists grow a little."""
+"""Minimum length of padded arrays, so that shapes stay the same while texts and lists grow a little."""
 
 
 class Leaves(Protocol):
-    """What a nested value may hold besides Python's own: it becomes a tensor of the state, and comes back as it was."""
+    """Handles leaves: values other than Python's own, each saved as a tensor of the state and restored as it was."""
 
     def kind(self, value: Any) -> str | None:
-        """What has to be known of a value to give it back; None if it is not a leaf."""
+        """What is needed besides the data to restore a value; None if it is not a leaf."""
 
     def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
-        """A leaf under a name."""
+        """The tensor that saves a leaf under this name."""
 
     def value(self, kind: str, array: NDArray[Any]) -> Any:
-        """The leaf, from its kind and what was saved of it."""
+        """Restores a leaf from its kind and its saved array."""
 
 
 class HostLeaves:
-    """NumPy's arrays and numbers, and bytes."""
+    """Leaves on the host: NumPy arrays and scalars, and bytes."""
 
     def kind(self, value: Any) -> str | None:
         if isinstance(value, np.ndarray):
@@ -60,18 +60,18 @@ class HostLeaves:
 
 @dataclass
 class Tree:
-    """A nested value, taken apart."""
+    """A nested value, flattened."""
 
     structure: Any = None
-    """JSON: a value is a list of its kind and its content."""
+    """JSON: each value is a list of its kind and its content."""
     integers: list[int] = field(default_factory=list)
-    """Whole numbers and truth values."""
+    """All ints and bools, in order of occurrence."""
     floats: list[float] = field(default_factory=list)
     leaves: dict[str, Any] = field(default_factory=dict)
-    """What the caller can store (arrays, tensors), by names that tell where they are held."""
+    """What the caller can store (arrays, tensors), named by the path to it."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All but the leaves, by name."""
+        """Everything but the leaves, as arrays by name."""
         found = {STRUCTURE: np.frombuffer(json.dumps(self.structure, separators=(",", ":")).encode(), np.uint8)}
         if self.integers:
             found[INTEGERS] = np.array(self.integers, np.int64)
@@ -79,16 +79,15 @@ class Tree:
 
 
 def take_apart(value: Any, describe: Callable[[Any], Any], where: str) -> Tree:
-    """Takes a value apart.
+    """Flattens a nested value.
 
     Args:
-        value: None, truth values, numbers, strings, leaves, and dicts (keys: strings, whole numbers), lists and tuples
-            of them.
-        describe: what ``put_together`` has to know of a leaf, JSON-able; None if a value is not a leaf.
+        value: None, bools, numbers, strings and leaves, or dicts (with str or int keys), lists and tuples of them.
+        describe: returns what ``put_together`` needs to know of a leaf, JSON-able; None if a value is not a leaf.
         where: names the value in errors.
 
     Raises:
-        UserError: there is something else in it.
+        UserError: it contains anything else, or is nested too deeply.
     """
     tree = Tree()
     try:
@@ -99,15 +98,15 @@ def take_apart(value: Any, describe: Callable[[Any], Any], where: str) -> Tree:
 
 
 def put_together(arrays: Mapping[str, NDArray[Any]], leaf: Callable[[str, Any], Any], where: str) -> Any:
-    """The value, from what ``Tree.arrays`` gave.
+    """Rebuilds the value from the arrays of ``Tree.arrays``.
 
     Args:
-        arrays: by name.
-        leaf: gives a leaf by its name and its description.
+        arrays: the arrays, by name.
+        leaf: returns a leaf, given its name and its description.
         where: names the value in errors.
 
     Raises:
-        UserError: the arrays do not make up a value.
+        UserError: the arrays do not describe a value.
     """
     integers, floats = iter(arrays.get(INTEGERS, ())), iter(arrays.get(FLOATS, ()))
 
@@ -135,7 +134,7 @@ def put_together(arrays: Mapping[str, NDArray[Any]], leaf: Callable[[str, Any], 
 def tree_tensors(name: str, value: Any, placement: Placement, leaves: Leaves, where: str) -> list[StateTensor]:
     """A nested value as named tensors: ``<name>/structure``, ``integers``, ``floats``, and one for each leaf.
 
-    Raises UserError if it holds what cannot be saved.
+    Raises UserError if it contains something that cannot be saved.
     """
     tree = take_apart(value, leaves.kind, where)
     tensors: list[StateTensor] = [
@@ -145,19 +144,19 @@ def tree_tensors(name: str, value: Any, placement: Placement, leaves: Leaves, wh
 
 
 def tree_value(arrays: Mapping[str, NDArray[Any]], leaves: Leaves, where: str) -> Any:
-    """What ``tree_tensors`` took apart, from its arrays by their names without the first part. Raises UserError."""
+    """Rebuilds what ``tree_tensors`` flattened, from arrays named without the ``<name>/`` prefix. Raises UserError."""
     return put_together(arrays, lambda name, kind: leaves.value(kind, arrays[name]), where)
 
 
 def padded(array: NDArray[Any]) -> NDArray[Any]:
-    """A text with blanks, or numbers with zeros, which ``put_together`` passes over: the length is a power of two."""
+    """Pads JSON with blanks or numbers with zeros, which ``put_together`` ignores, to a power of two."""
     length = max(LEAST_ITEMS, 1 << (len(array) - 1).bit_length())
     filling = ord(" ") if array.dtype == np.uint8 else 0
     return np.pad(array, (0, length - len(array)), constant_values=filling)
 
 
 def _leaf_name(path: tuple[str, ...], tree: Tree) -> str:
-    """Keys and indices on the way to a leaf, or a number if that is not a name, or taken."""
+    """The path to a leaf joined by dots; a number if that is not a valid name or is taken."""
     name = ".".join(path)
     if LEAF_NAME.fullmatch(name) and name not in tree.leaves and name not in (STRUCTURE, INTEGERS, FLOATS):
         return name
@@ -174,7 +173,7 @@ def _node(value: Any, describe: Callable[[Any], Any], where: str, path: tuple[st
     if isinstance(value, (bool, int)) and -(2**63) <= value < 2**63:
         tree.integers.append(int(value))
         return ["bool" if isinstance(value, bool) else "int", None]
-    if isinstance(value, int) and abs(value) < 2**256:  # the state of a random generator: text of a fixed length
+    if isinstance(value, int) and abs(value) < 2**256:  # a random generator's state: text of a fixed length
         return ["big", f"{value:+065x}"]
     if isinstance(value, float):
         tree.floats.append(value)

@@ -1,4 +1,4 @@
-"""Hooks that watch a run: its validation metrics, whether ranks have the same weights, and what a step does."""
+"""Hooks that watch a run: early stopping, plateaus, comparing weights between ranks, profiling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.train.schedule import Schedule, first_factor
 
 
 def unreported(key: str, metric: str | None, known: Iterable[str]) -> UserError:
-    """An error: a key watches a metric that the task does not report."""
+    """The error for a key that names a metric the task does not report."""
     return UserError(f"{key} is {metric!r}, which the task does not report", f"name one of {', '.join(sorted(known))}")
 
 
@@ -23,7 +23,7 @@ class BestMetric:
 
     Args:
         config: what to watch.
-        key: of the section, for people.
+        key: the section's name, for messages.
     """
 
     def __init__(self, config: EarlyStopConfig | PlateauConfig, key: str) -> None:
@@ -32,10 +32,9 @@ class BestMetric:
         self.evaluations_since = 0
 
     def look(self, metrics: Mapping[str, float], counts: bool = True) -> None:
-        """Notes a new best value, or that there is none, which may not count.
+        """Records a new best value, or else counts an evaluation without one (unless ``counts`` is False).
 
-        Every rank holds the same averages, so all decide the same. Raises UserError if the task does not report the
-        metric.
+        All ranks get the same averages, so all decide the same. Raises UserError if the task lacks the metric.
         """
         watched = self.config.metric
         if watched is None or watched not in metrics:
@@ -51,7 +50,7 @@ class BestMetric:
         return self.evaluations_since >= self.config.patience
 
     def begin_again(self) -> None:
-        """Counts from 0."""
+        """Resets the count to 0."""
         self.evaluations_since = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,7 +61,7 @@ class BestMetric:
 
 
 def improves(value: float, best: float | None, config: EarlyStopConfig | PlateauConfig) -> bool:
-    """Whether a value is better than the best one by more than min_delta; NaN never is."""
+    """Whether a value beats the best one by more than min_delta; a NaN never does."""
     if best is None:
         return value == value
     gain = best - value if config.mode == "min" else value - best
@@ -78,7 +77,7 @@ class EarlyStop(BaseHook):
         self.config, self.best = config, BestMetric(config, "train.early_stop")
 
     def before_fit(self, training: Training) -> StopReason | None:
-        """A run that has ended early stays so when it is started again, unless it is given more patience."""
+        """A run that stopped early stops again when restarted, unless it is given more patience."""
         return self._verdict()
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> StopReason | None:
@@ -89,7 +88,7 @@ class EarlyStop(BaseHook):
         return {"metric": self.config.metric, "mode": self.config.mode, **self.best.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """The count of another metric means nothing for this one."""
+        """Keeps the saved count only if it is for the same metric and mode."""
         if (saved["metric"], saved["mode"]) == (self.config.metric, self.config.mode):
             self.best.load_state_dict(saved)
 
@@ -102,7 +101,7 @@ class Plateau(RateHook):
 
     Args:
         config: what to watch.
-        lowest: factor below which the rate is not lowered.
+        lowest: lower limit of the factor on the rate.
     """
 
     name = "plateau"
@@ -131,7 +130,7 @@ class Plateau(RateHook):
 
 
 def watching(early_stop: EarlyStopConfig, schedule: ScheduleConfig) -> list[BaseHook]:
-    """The hooks of a run that watch validation metrics and have state."""
+    """The hooks that a run needs to watch its validation metrics."""
     found: list[BaseHook] = [] if early_stop.metric is None else [EarlyStop(early_stop)]
     if schedule.kind == "plateau":
         found.append(Plateau(schedule.plateau, schedule.final_factor))
@@ -139,12 +138,14 @@ def watching(early_stop: EarlyStopConfig, schedule: ScheduleConfig) -> list[Base
 
 
 class VerifyWeights(BaseHook):
-    """Fails the run, on every rank, at the first step at which a rank's weights differ in any bit from those that they
-    should be equal to: those of the first rank of its stage or, what is cut, of the stage's first tensor group.
+    """Fails the run, on every rank, as soon as a rank's weights differ in any bit from their reference copy.
+
+    Replicated weights are compared with those of the first rank of the same pipeline stage, sharded ones with the
+    corresponding rank of the stage's first tensor group.
 
     Args:
-        every_steps: in between.
-        has_tables: tables are partitioned over data-parallel ranks, and not compared.
+        every_steps: compare every N steps.
+        has_tables: embedding tables are sharded over data-parallel ranks, so they are not compared.
     """
 
     def __init__(self, every_steps: int, has_tables: bool = False) -> None:
@@ -157,10 +158,10 @@ class VerifyWeights(BaseHook):
             own = framework.weights_hash(shared_only=self.has_tables)
             hashes = world.everyone.allgather([own, shared], "compare the weights")
             tensor, stage = world.tensor.size, len(hashes) // world.pipeline.size
-            first = [rank - rank % stage for rank in range(len(hashes))]  # of the same stage
-            odd: dict[int, list[int]] = {}  # by the rank that they differ from
+            first = [rank - rank % stage for rank in range(len(hashes))]  # first rank of the same stage
+            odd: dict[int, list[int]] = {}  # deviating ranks, by the rank they were compared with
             for rank, one in enumerate(first):
-                compared = (one, 1), (one + rank % tensor, 0)  # what the group shares, then own weights
+                compared = (one, 1), (one + rank % tensor, 0)  # shared weights first, then the rank's own
                 other = next((other for other, part in compared if hashes[rank][part] != hashes[other][part]), None)
                 if other is not None:
                     odd.setdefault(other, []).append(rank)
@@ -175,29 +176,29 @@ class VerifyWeights(BaseHook):
 
 
 STEPS = 5
-"""Steps that are profiled if no last one is given."""
+"""Number of profiled steps if no last step is given."""
 
 
 class Profiler(Protocol):
-    """Of a framework; one recording at a time."""
+    """A framework's profiler; makes one recording at a time."""
 
     def start(self, target: Path) -> None:
-        """Begins a recording. Where its trace goes: a path in an existing folder, without a suffix."""
+        """Begins a recording. ``target`` is a path in an existing folder, without a suffix."""
 
     def stop(self) -> None:
-        """Ends it and writes the trace. Raises OSError."""
+        """Ends the recording and writes the trace. Raises OSError."""
 
     def abandon(self) -> None:
-        """Ends it, if there is one, and writes nothing that is not written."""
+        """Ends the recording, if there is one, without writing the rest of it."""
 
 
 class Profile(BaseHook):
     """Starts and stops a profiler at the steps of ``track.profile``.
 
     Args:
-        config: which steps and ranks; ``first_step`` is given.
+        config: which steps and ranks to profile; ``first_step`` is set.
         profiler: the framework's.
-        warn: tells the user that a trace could not be written; training continues.
+        warn: warns the user that a trace could not be written; training continues.
     """
 
     def __init__(self, config: ProfileConfig, profiler: Profiler, warn: Callable[[str], None]) -> None:
@@ -215,14 +216,14 @@ class Profile(BaseHook):
         self._look(training)
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
-        """A run that ends between the two steps leaves what it has."""
+        """Writes what was recorded if the run ends before the last profiled step."""
         self._stop()
 
     def close(self) -> None:
         self.profiler.abandon()
 
     def _look(self, training: Training) -> None:
-        """Between two steps."""
+        """Starts or stops the profiler between two steps."""
         done, rank = training.state.step, training.world.rank
         if self.records and done >= self.last:
             self._stop()

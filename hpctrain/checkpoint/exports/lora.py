@@ -1,4 +1,4 @@
-"""LoRA adapters added to the weights that they adapt (Hu et al. 2021, LoRA: Low-Rank Adaptation, section 4.1)."""
+"""Merges LoRA adapters into the weights that they adapt (Hu et al. 2021, LoRA: Low-Rank Adaptation, section 4.1)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import DerivedArrays, SavedArrays, as_saved
 
 DOWN = re.compile(r"(?P<layer>.+)\.lora_A(?P<rest>(\.[^.]+)?(\.weight)?)")
-"""Name of an adapter's first matrix in PEFT, and in custom layers that follow it."""
+"""Name of an adapter's first matrix in PEFT, and in custom layers that follow its naming."""
 WRAPPER = "base_model.model."
 """Prefix of the names of a model wrapped by PEFT."""
 FROZEN = ".base_layer."
 """Part of the name of a weight that has an adapter."""
 TRAINED_WHOLE = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
-"""Part of the name of a weight that PEFT trains whole, such as a head's."""
+"""Part of the name of a weight that PEFT trains as a whole, such as a head's."""
 REPLACED = ".original_module."
-"""Part of the name of what such a weight replaces."""
+"""Part of the name of the original that such a weight replaces."""
 KERAS = re.compile(r"(?P<layer>(.+/)?)lora_(?P<weight>kernel|embeddings)_a")
-"""As Keras' ``enable_lora`` names the first matrix of an adapter."""
+"""Name of an adapter's first matrix, as given by Keras's ``enable_lora``."""
 BY_HAND = {
     False: "merge it in Python, with PEFT's merge_and_unload",
     True: "merge it in Python: layer.kernel is what a Keras layer computes with",
 }
-"""What helps with other adapters, by whether they are of Keras."""
+"""Advice for unsupported adapters, by whether they are from Keras."""
 Weights = tuple[SavedArrays, dict[str, str]]
 """Arrays (bfloat16 as uint16), read on demand, and logical types, by name."""
 
@@ -44,24 +44,24 @@ class Adapter:
 
 
 def under_names(arrays: SavedArrays, dtypes: Mapping[str, str], names: Mapping[str, str]) -> Weights:
-    """Weights by other names, given the old one of each."""
+    """Rename weights; ``names`` maps each new name to the old one."""
     places = {new: (arrays, old) for new, old in names.items()}
     return DerivedArrays(places), {new: dtypes[old] for new, old in names.items()}
 
 
 def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], alpha: float) -> Weights:
-    """Weights under the names that the model has without adapters: ``X.base_layer.weight`` becomes ``X.weight``.
+    """Merge adapters, under the model's names without adapters: ``X.base_layer.weight`` becomes ``X.weight``.
 
     Args:
-        weights: ``X.base_layer.weight`` (out, in), ``X.lora_A`` (rank, in), ``X.lora_B`` (out, rank), both also with
-            ``.weight`` or an adapter's name and ``.weight`` behind; or, of Keras, ``X/kernel`` (..., out),
-            ``X/lora_kernel_a`` (..., rank), ``X/lora_kernel_b`` (rank, out), and the same of ``embeddings``; and
+        weights: from PEFT, ``X.base_layer.weight`` (out, in), ``X.lora_A`` (rank, in) and ``X.lora_B`` (out, rank), the
+            latter two optionally followed by an adapter's name and ``.weight``; from Keras, ``X/kernel`` (..., out),
+            ``X/lora_kernel_a`` (..., rank) and ``X/lora_kernel_b`` (rank, out), or the same for ``embeddings``; and
             weights without an adapter.
-        dtypes: logical types.
-        alpha: the sum is ``base_layer + alpha / rank * lora_B @ lora_A``, or ``kernel + alpha / rank * a @ b``.
+        dtypes: logical types by name.
+        alpha: the result is ``base_layer + alpha / rank * lora_B @ lora_A``, or ``kernel + alpha / rank * a @ b``.
 
     Raises:
-        UserError: there is no adapter, there are several for one weight, or one is of another kind.
+        UserError: there is no adapter, a weight has several, or one is of an unsupported kind.
     """
     arrays = as_saved(weights)
     adapters = peft_adapters(arrays) or keras_adapters(arrays, dtypes)
@@ -86,7 +86,7 @@ def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], a
 
 
 def peft_adapters(arrays: SavedArrays) -> dict[str, Adapter]:
-    """Those of linear layers of PyTorch, by the weight that they adapt. Raises UserError if one is of another kind."""
+    """Adapters of PyTorch linear layers, by the weight they adapt. Raises UserError for adapters of other layers."""
     adapters: dict[str, Adapter] = {}
     pairs = {match["layer"]: match for name in arrays if (match := DOWN.fullmatch(name))}
     for layer, match in pairs.items():
@@ -101,7 +101,10 @@ def peft_adapters(arrays: SavedArrays) -> dict[str, Adapter]:
 
 
 def keras_adapters(arrays: SavedArrays, dtypes: Mapping[str, str]) -> dict[str, Adapter]:
-    """Those of ``enable_lora``, likewise; convolutions are multiplied over their last axis as dense layers are."""
+    """Adapters of Keras's ``enable_lora``, by the weight they adapt.
+
+    Convolutions are multiplied over their last axis, like dense layers. Raises UserError for quantized weights.
+    """
     adapters: dict[str, Adapter] = {}
     for match in filter(None, map(KERAS.fullmatch, arrays)):
         left, base = match[0], match["layer"] + match["weight"]
@@ -118,7 +121,7 @@ def keras_adapters(arrays: SavedArrays, dtypes: Mapping[str, str]) -> dict[str, 
 
 
 class MergedArrays(DerivedArrays):
-    """Weights to which adapters are added as they are read."""
+    """Weights whose adapters are added on access."""
 
     def __init__(
         self, arrays: SavedArrays, dtypes: Mapping[str, str], adapters: Mapping[str, Adapter], alpha: float

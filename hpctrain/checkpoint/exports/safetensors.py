@@ -35,20 +35,20 @@ CODES = {
     "F64": "float64",
 }
 BLOCK_BYTES = 4 << 20
-"""Bytes of an array that are held at a time."""
+"""Maximum bytes of an array in memory at a time, unless a row is larger."""
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The format's limit."""
 
 
 def encode(
     arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], metadata: Mapping[str, str]
 ) -> Iterator[bytes]:
-    """The file in consecutive parts, each produced on demand; arrays are read by rows.
+    """Yield the file's bytes in consecutive parts; arrays are read by rows.
 
     Args:
-        arrays: by name; bfloat16 as uint16.
-        dtypes: logical types. KeyError is raised for complex numbers.
-        metadata: texts by name.
+        arrays: arrays by name; bfloat16 as uint16.
+        dtypes: logical types by name. Raises KeyError for complex numbers.
+        metadata: strings by name.
     """
     code_of = {name: code for code, name in CODES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -72,18 +72,18 @@ def encode(
 
 
 def blocks_of_rows(tensor: layout.TensorSpec) -> Iterator[layout.TensorPiece]:
-    """A tensor in parts of some MB, or of one row."""
+    """Split a tensor into blocks of rows of up to BLOCK_BYTES, or of one row."""
     for first, count in runs_of_rows(tensor.shape or (1,), tensor.row_bytes, BLOCK_BYTES):
         yield layout.rows_of(tensor, first, count)
 
 
 def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
-    """Arrays (bfloat16 as uint16), read on demand, and logical types by name.
+    """Open a file: arrays (bfloat16 as uint16), read on access, and logical types, by name.
 
     Raises:
-        UserError: it is not a safetensors file.
-        DamagedCheckpoint: its header does not fit its content.
-        UnreadableCheckpoint: it cannot be read now; also when arrays are read.
+        UserError: the file is not a safetensors file.
+        DamagedCheckpoint: its header does not match its content.
+        UnreadableCheckpoint: it cannot be read now; also on access to arrays.
     """
     with reading(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         size = os.fstat(descriptor).st_size
@@ -112,7 +112,7 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
 
 
 class FileArrays(SavedArrays):
-    """Arrays in a file, which is opened on demand."""
+    """Arrays in a file, which is opened on each access."""
 
     def __init__(self, path: Path, pieces: Mapping[str, layout.StoredPiece]) -> None:
         super().__init__(pieces)

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint for other programs: files of safetensors and of PyTorch, folders for ``from_pretrained``."""
+"""Exports a checkpoint's weights: safetensors files, PyTorch files, and folders for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ EXTRA = "held/model/extra/"
 
 @dataclass(frozen=True)
 class Selection:
-    """Which weights of a checkpoint are exported, and under which names."""
+    """Which weights of a checkpoint to export, and under which names."""
 
     averaged: bool = False
-    """Take the moving average if a weight has one."""
+    """Use the moving average of weights that have one."""
     trainable_only: bool = False
-    """Leave out frozen weights, and buffers: what remains is the adapter."""
+    """Omit frozen weights and buffers, which leaves the adapter."""
     lora_alpha: float | None = None
-    """Add LoRA adapters to the weights they adapt, times this number over their rank."""
+    """Merge LoRA adapters, scaled by this number divided by their rank; None leaves them separate."""
     rename: Mapping[str, str] = field(default_factory=dict)
     """Replacements of name prefixes."""
 
@@ -47,10 +47,10 @@ WHOLE = Selection()
 
 
 def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
-    """The model's arrays and logical types, by name without ``model/``.
+    """The selected arrays and logical types of the model, by name without ``model/``.
 
     Raises:
-        UserError: there are no weights, no average, or nothing that ``selection`` could be applied to.
+        UserError: there are no weights or no averages, or the selection cannot be applied.
     """
     averaged = selection.averaged
     source = {name.removeprefix(MODEL): name for name in loaded.arrays if name.startswith(MODEL)}
@@ -64,7 +64,7 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     if averaged:
         source |= {name: average[name] for name in source if name in average}
     others = loaded.meta.get("other_names")
-    for name, saved in others.items() if isinstance(others, dict) else ():  # tied weights: stock loaders want each name
+    for name, saved in others.items() if isinstance(others, dict) else ():  # tied weights: loaders expect all names
         if isinstance(saved, str) and saved in source:
             source[name] = source[saved]
     if selection.trainable_only:
@@ -81,7 +81,7 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
 
 
 def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
-    """Those of the model's weights that were trained."""
+    """Names of the weights that were trained. Raises UserError if the checkpoint does not record them."""
     trained = loaded.meta.get("trained", "unknown")
     if trained is not None and not isinstance(trained, list):
         raise UserError(
@@ -92,30 +92,30 @@ def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
 
 
 def export_safetensors(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
-    """Writes a .safetensors file. Raises UserError."""
+    """Write a .safetensors file. Raises UserError."""
     write_safetensors(*model_weights(loaded, selection), loaded.step, path)
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-"""Name endings of files with weights, or with an index of them."""
+"""Suffixes of files with weights, or with an index of weights."""
 ADAPTER = re.compile(r"(\.lora_\w+)\.[^.]+(\.weight)$")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 
 def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection) -> Path:
-    """Writes ``model.safetensors`` or, of an adapter alone, ``adapter_model.safetensors``, and copies the rest.
+    """Write ``model.safetensors``, or ``adapter_model.safetensors`` for only an adapter, and copy the rest of ``like``.
 
     Args:
         loaded: a checkpoint.
-        folder: created if it does not exist.
+        folder: output folder; created if it does not exist.
         like: folder of the model (with config.json) or adapter (adapter_config.json) that was fine-tuned.
-        selection: of weights. Those of PEFT lose the adapter's name, as in the files that PEFT writes.
+        selection: the weights to export. The adapter's name is removed from PEFT weights, as PEFT itself does.
 
     Returns:
-        The file of weights.
+        The path of the weight file.
 
     Raises:
-        UserError: ``like`` is not such a folder, or something cannot be written.
+        UserError: ``like`` is not such a folder, or a file cannot be written.
     """
     needed = ADAPTER_CONFIG if selection.trainable_only else CONFIG
     if not (like / needed).is_file():
@@ -124,7 +124,7 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
         raise UserError(f"{like} holds the weights that were fine-tuned", "choose another --output")
     arrays, dtypes = model_weights(loaded, selection)
     if selection.trainable_only:
-        # as PEFT's files have them: ``X.lora_A.default.weight`` is ``X.lora_A.weight`` there
+        # as in PEFT's files: ``X.lora_A.default.weight`` is ``X.lora_A.weight`` there
         names = {TRAINED_WHOLE.sub("", ADAPTER.sub(r"\1\2", name)): name for name in arrays}
         arrays, dtypes = under_names(arrays, dtypes, names)
     path = folder / ("adapter_model.safetensors" if selection.trainable_only else "model.safetensors")
@@ -138,7 +138,7 @@ def export_folder(loaded: Loaded, folder: Path, like: Path, selection: Selection
 
 
 def write_safetensors(arrays: SavedArrays, dtypes: Mapping[str, str], step: int, path: Path) -> None:
-    """The same, of weights by name."""
+    """Write weights to a .safetensors file. Raises UserError if one is complex."""
     complex_name = next((name for name, dtype in dtypes.items() if dtype.startswith("complex")), None)
     if complex_name:
         raise UserError(f"{complex_name} is complex, which safetensors does not know", "export to a .pt file")
@@ -146,7 +146,7 @@ def write_safetensors(arrays: SavedArrays, dtypes: Mapping[str, str], step: int,
 
 
 def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) -> None:
-    """Writes a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
+    """Write a file for ``model.load_state_dict(torch.load(path, weights_only=True))``. Raises UserError."""
     from hpctrain.backends.torch.state.tensors import tensor_over, write_weights
 
     arrays, dtypes = model_weights(loaded, selection)
@@ -157,7 +157,7 @@ def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) 
 
 
 def extra_state(loaded: Loaded) -> dict[str, Any]:
-    """What modules gave as their extra state, under the keys of ``state_dict``. Raises UserError."""
+    """The modules' extra state, under its keys in ``state_dict``. Raises UserError for NumPy arrays."""
     from hpctrain.backends.torch.state.tensors import tensor_over
 
     of_modules: dict[str, dict[str, str]] = {}
@@ -186,7 +186,7 @@ def extra_state(loaded: Loaded) -> dict[str, Any]:
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file atomically. Raises UserError if it cannot be written."""
+    """Replace a file atomically. Raises UserError if it cannot be written."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:

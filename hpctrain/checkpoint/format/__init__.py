@@ -1,5 +1,6 @@
-"""The format of a checkpoint, as docs/checkpoint-format.md describes it: layout, manifest, shards, durable files.
+"""The checkpoint format described in docs/checkpoint-format.md: layout, manifest, shards, durable files.
 
-``manifest`` and ``shard_index`` tell what shards hold, in ``strict_json``; ``shard`` writes them, by ``paced_write``
-and with a ``checksum`` of each part, and ``shard_reading`` reads parts of them.
+``manifest`` and ``shard_index`` describe the shards' contents in ``strict_json``. ``shard`` writes shards, with
+checksums, through ``paced_write``; ``shard_reading`` verifies and reads them. ``layout`` has the format's types,
+``boxes`` their index arithmetic, and ``files`` durable writes and safe reads.
 """

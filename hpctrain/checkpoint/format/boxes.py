@@ -1,6 +1,6 @@
-"""Boxes of an array: where a part of a tensor lies in it, what two parts share, and what a run of bytes holds.
+"""Boxes in an array: positions of parts of a tensor, their overlaps, and the boxes in a range of bytes.
 
-Pure index arithmetic. A box without axes is a scalar's; it has one element.
+Pure index arithmetic. A box without axes belongs to a scalar and has one element.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Elements ``begin[i]`` to ``begin[i] + shape[i] - 1`` of each axis i."""
+    """Elements ``begin[i]`` to ``begin[i] + shape[i] - 1`` along each axis i."""
 
     begin: Coordinates
     shape: Coordinates
@@ -29,32 +29,32 @@ class Box:
 
     @property
     def end(self) -> Coordinates:
-        """The first index behind it, in each axis."""
+        """Exclusive end along each axis."""
         return tuple(map(int.__add__, self.begin, self.shape))
 
     @property
     def index(self) -> tuple[Any, ...]:
-        """Of these elements in an array; an array is what it gives, also if there are no axes."""
+        """Index of these elements in an array; indexing returns an array even without axes."""
         return (..., *map(slice, self.begin, self.end))
 
     def overlap(self, other: Box) -> Box:
-        """What both hold; a box without elements if that is nothing."""
+        """The intersection with another box, which may be empty."""
         begin = tuple(map(max, self.begin, other.begin))
         end = map(min, self.end, other.end)
         return Box(begin, tuple(max(0, stop - first) for first, stop in zip(begin, end, strict=True)))
 
     def seen_from(self, origin: Coordinates) -> Box:
-        """The same elements, counted from another place."""
+        """The same elements relative to another origin."""
         return Box(tuple(map(int.__sub__, self.begin, origin)), self.shape)
 
 
 def everything(shape: Coordinates) -> Box:
-    """All elements of an array."""
+    """The box of all elements of an array."""
     return Box((0,) * len(shape), shape)
 
 
 def position(index: Coordinates, shape: Coordinates) -> int:
-    """Of an element, in the order in which an array's bytes lie (C order)."""
+    """Flat index of an element in C order."""
     place = 0
     for at, length in zip(index, shape, strict=True):
         place = place * length + at
@@ -62,13 +62,13 @@ def position(index: Coordinates, shape: Coordinates) -> int:
 
 
 def span(box: Box, shape: Coordinates) -> tuple[int, int]:
-    """Positions of a box's first element and of the one behind its last; the box has elements."""
+    """Flat begin and exclusive end of a nonempty box's elements."""
     last = tuple(end - 1 for end in box.end)
     return position(box.begin, shape), position(last, shape) + 1
 
 
 def run_axis(box: Box, shape: Coordinates) -> int:
-    """The axis from which on the elements of a box lie in a row in an array of this shape."""
+    """The first axis from which on the elements of a box are contiguous in an array of this shape."""
     axis = max(0, len(shape) - 1)
     while axis and box.shape[axis] == shape[axis]:
         axis -= 1
@@ -76,7 +76,7 @@ def run_axis(box: Box, shape: Coordinates) -> int:
 
 
 def boxes_between(shape: Coordinates, first: int, last: int) -> Iterator[Box]:
-    """Boxes that make up the elements from one position to before another, in order; each is one run of bytes."""
+    """Boxes that cover the flat range ``first`` to ``last - 1`` in order; each is contiguous in memory."""
     if first >= last:
         return
     if not shape:
@@ -96,12 +96,12 @@ def boxes_between(shape: Coordinates, first: int, last: int) -> Iterator[Box]:
 
 
 def below(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
-    """Boxes of one row, as boxes of the whole."""
+    """Convert boxes of row ``index`` to boxes of the whole array."""
     return (Box((index, *box.begin), (1, *box.shape)) for box in boxes)
 
 
 def tiling_problem(shape: Coordinates, boxes: Sequence[Box]) -> str | None:
-    """Why boxes within an array do not hold each of its elements exactly once, or None."""
+    """Why boxes in an array do not cover each element exactly once, or None."""
     filled = [box for box in boxes if box.size]
     if sum(box.size for box in filled) < math.prod(shape):
         return "parts are missing"
@@ -109,7 +109,7 @@ def tiling_problem(shape: Coordinates, boxes: Sequence[Box]) -> str | None:
 
 
 def any_overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share an element; all have some. Those that lie apart along one axis are not compared."""
+    """Whether any two nonempty boxes overlap; boxes that are disjoint along the sort axis are not compared."""
     axes = len(boxes[0].begin)
     if not axes:
         return len(boxes) > 1
@@ -118,7 +118,7 @@ def any_overlap(boxes: Sequence[Box]) -> bool:
     axis = max(range(axes), key=lambda each: np.unique(begins[:, each]).size)
     order = np.argsort(begins[:, axis], kind="stable")
     begins, ends = begins[order], ends[order]
-    reach = np.searchsorted(begins[:, axis], ends[:, axis])  # boxes before this one begin before that one ends
+    reach = np.searchsorted(begins[:, axis], ends[:, axis])  # number of boxes that begin before each box ends
     for index, stop in enumerate(reach.tolist()):
         if stop == index + 1:
             continue

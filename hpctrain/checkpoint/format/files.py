@@ -1,4 +1,4 @@
-"""Files that are there after a power loss, and files that are what they seem."""
+"""Durable writes, safe reads of regular files, and classification of file-system errors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheck
 from hpctrain.errors import UserError
 from hpctrain.system.files import sync_folder
 
-try:  # several times as fast as zlib, whose sums are the same
+try:  # several times as fast as zlib, with the same checksums
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
 
 BLOCK_BYTES = 8 << 20
-"""Bytes of one system call."""
+"""Bytes per system call."""
 NOT_A_FILE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV})
-"""Errors of opening what is not a plain file."""
+"""Errors when something other than a regular file is opened."""
 REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-"""Errors that stay until somebody changes a permission or a mount."""
+"""Errors that persist until permissions or mounts change."""
 
 
 class NotAPlainFile(OSError):
-    """A link, folder, pipe or device stands where a file should be."""
+    """A link, folder, pipe or device was found in place of a regular file."""
 
 
 def write_durably(path: Path, data: NDArray[np.uint8] | bytes, mode: int = 0o666) -> None:
-    """Writes a new file and returns when its bytes are on the disk. Its name is durable after ``sync_folder``."""
+    """Write a new file; returns when its bytes are on disk. Its name is durable after ``sync_folder``."""
     view = memoryview(data) if isinstance(data, bytes) else data.data
     with created(path, mode) as descriptor:
         write_at(descriptor, view, 0)
@@ -43,7 +43,7 @@ def write_durably(path: Path, data: NDArray[np.uint8] | bytes, mode: int = 0o666
 
 @contextmanager
 def created(path: Path, mode: int = 0o666) -> Iterator[int]:
-    """Descriptor for writing a file that is not there yet; ``mode``: of which the process' mask is taken."""
+    """Create a new file; yields a descriptor for writing. ``mode`` is subject to the umask."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         yield descriptor
@@ -52,14 +52,14 @@ def created(path: Path, mode: int = 0o666) -> Iterator[int]:
 
 
 def write_at(descriptor: int, view: memoryview, offset: int) -> None:
-    """Writes bytes to a place in a file."""
+    """Write all bytes at an offset in a file."""
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done : done + BLOCK_BYTES], offset + done)
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> None:
-    """Fills memory with the bytes at a place in a file. Raises OSError if it ends before."""
+    """Fill ``view`` with the bytes at an offset in a file. Raises OSError if the file is too short."""
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done : done + BLOCK_BYTES]], offset + done)
@@ -69,7 +69,7 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def make_durable_folder(path: Path) -> None:
-    """Makes a folder and its parents, and the names of those that were missing durable."""
+    """Create a folder and its missing parents, durably."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -80,10 +80,10 @@ def make_durable_folder(path: Path) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """Descriptor for reading a plain file.
+    """Open a regular file for reading, without blocking on a pipe; returns a descriptor.
 
     Raises:
-        OSError: it is a link, folder, pipe or device, or cannot be read. Never waits for a pipe's other end.
+        OSError: it is a link, folder, pipe or device, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -97,7 +97,7 @@ def open_regular(path: Path) -> int:
 
 @contextmanager
 def reading(path: Path) -> Iterator[int]:
-    """Descriptor for reading a plain file of a checkpoint; errors of the body are judged as well.
+    """Open a regular file of a checkpoint for reading; yields a descriptor. Also converts errors in the body.
 
     Raises:
         DamagedCheckpoint, UnreadableCheckpoint, UserError: see ``judged``.
@@ -113,7 +113,7 @@ def reading(path: Path) -> Iterator[int]:
 
 
 def judged(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | UnreadableCheckpoint | UserError:
-    """The one place that distinguishes what cannot be read now, what is damaged, and what this user may not read."""
+    """Classify an error of reading: the file is unreadable now, damaged, or not accessible to this user."""
     if not isinstance(error, OSError):
         return UnreadableCheckpoint(f"{path} cannot be read now: it does not fit into memory")
     if isinstance(error, NotAPlainFile) or error.errno in NOT_A_FILE:
@@ -126,7 +126,7 @@ def judged(error: OSError | MemoryError, path: Path) -> DamagedCheckpoint | Unre
 
 
 def is_unlisted(path: Path) -> bool:
-    """Whether a file's folder can be listed without it: a file server may for a while deny a file that it has."""
+    """Whether the folder's listing lacks the file too: a file server may temporarily deny that a file exists."""
     try:
         return path.name not in os.listdir(path.parent)
     except OSError:
@@ -134,7 +134,7 @@ def is_unlisted(path: Path) -> bool:
 
 
 def is_absent(path: str | Path) -> bool:
-    """Whether the file system says that nothing has this name, rather than that it does not know."""
+    """Whether the path certainly does not exist; False after other errors."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -143,7 +143,7 @@ def is_absent(path: str | Path) -> bool:
 
 
 def listed(path: Path) -> list[str]:
-    """Names in a folder; none if there is no folder.
+    """Names in a folder; empty if there is no folder.
 
     Raises:
         UnreadableCheckpoint, UserError: see ``judged``.

@@ -1,4 +1,4 @@
-"""The checkpoint format as values: names, item types, tensors, shards, manifest. See docs/checkpoint-format.md."""
+"""Types of the checkpoint format: item types, tensors, pieces, shards, manifest. See docs/checkpoint-format.md."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ MANIFEST_FILE = "manifest.json"
 TENSOR_NAME = re.compile(r"[^/\x00-\x1f\x7f\ud800-\udfff]+(/[^/\x00-\x1f\x7f\ud800-\udfff]+)*")
 MAX_NAME = 1000
 MAX_DIMENSIONS = 32
-"""HDF5's own limit."""
+"""HDF5's limit."""
 MAX_BYTES = 2**56
-"""Of a tensor or a shard: far beyond what exists, far below where sums overflow 64 bits."""
+"""Limit on a tensor or shard, far above real sizes and far below values whose sums overflow 64 bits."""
 
 NUMBERS = "uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128"
 ITEM_TYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in ["bool", *NUMBERS.split()]}
 ITEM_TYPES["bfloat16"] = np.dtype("<u2")
-"""Item type in the file by logical name. HDF5 knows no bfloat16: its bits are stored as uint16."""
+"""Item type in the file by logical name. HDF5 has no bfloat16, so its bits are stored as uint16."""
 
 
 class DamagedCheckpoint(RunFailed):
-    """A checkpoint differs from what was written; it must not be used."""
+    """A checkpoint is missing parts or differs from what was written; it must not be used."""
 
     code = Code.DAMAGED_CHECKPOINT
 
@@ -44,7 +44,7 @@ class DamagedCheckpoint(RunFailed):
 
 
 class UnreadableCheckpoint(RunFailed):
-    """A checkpoint cannot be read now. Its content may be intact, so it stays where it is."""
+    """A checkpoint cannot be read now. It may be intact, so it is left in place."""
 
     code = Code.UNREADABLE_CHECKPOINT
 
@@ -56,14 +56,14 @@ class UnreadableCheckpoint(RunFailed):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named tensor of the state. Its first axis is counted in rows; a scalar is one row."""
+    """A named tensor of the state. Rows run along its first axis; a scalar is one row."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     """Key of ITEM_TYPES."""
     rank: int | None = None
-    """The rank that it is local to; None if it is equal on all ranks."""
+    """The rank to which it is local; None if it is not rank-local."""
 
     @property
     def rows(self) -> int:
@@ -82,24 +82,24 @@ class TensorSpec:
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes that NumPy checks against the address range: axes of length 0 do not count."""
+        """Bytes without axes of length 0, which is what NumPy checks against the address range."""
         return math.prod(filter(None, self.shape)) * ITEM_TYPES[self.dtype].itemsize
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """What distinguishes it from the other tensors of a checkpoint."""
+        """Identifies it among the tensors of a checkpoint."""
         return self.name, self.rank
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The part of a tensor that one shard holds: one contiguous HDF5 dataset."""
+    """A part of a tensor in a shard, stored as one contiguous HDF5 dataset."""
 
     tensor: TensorSpec
     box: Box
-    """Its position in the tensor."""
+    """Its box in the tensor."""
     dataset: str = ""
-    """Name of the dataset if it is not that of the tensor, of which the shard holds several pieces."""
+    """Name of the dataset if it differs from the tensor's, because the shard holds several pieces of the tensor."""
 
     @property
     def path(self) -> str:
@@ -118,14 +118,14 @@ class TensorPiece:
 
 
 def rows_of(tensor: TensorSpec, first: int, count: int) -> TensorPiece:
-    """Rows of a tensor; of a scalar, its only one."""
+    """A piece of consecutive rows of a tensor; for a scalar, all of it."""
     if not tensor.shape:
         return whole(tensor)
     return TensorPiece(tensor, Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:])))
 
 
 def named_apart(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
-    """The pieces of a shard; those of a tensor that has several there are named by where they begin."""
+    """Give pieces in a shard unique dataset names: several pieces of a tensor are named by their first index."""
     count = Counter(piece.tensor.name for piece in pieces)
     return [
         replace(piece, dataset=f"{piece.tensor.name}{list(piece.box.begin)}") if count[piece.tensor.name] > 1 else piece
@@ -134,46 +134,46 @@ def named_apart(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
 
 
 def whole(tensor: TensorSpec) -> TensorPiece:
-    """All of a tensor."""
+    """A piece that is a whole tensor."""
     return TensorPiece(tensor, everything(tensor.shape))
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece, where its bytes begin in the shard, and the CRC-32 of each block of them."""
+    """A piece with its offset in the shard and the CRC-32 of each of its blocks."""
 
     piece: TensorPiece
     offset: int
     block_bytes: int
-    """Of each block but the last; a multiple of every item's size."""
+    """Size of each block but the last; a multiple of every item size."""
     crc32: tuple[int, ...] | None
-    """None if the file holds no checksums: it is of another format."""
+    """None for files of other formats, which have no checksums."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: HDF5 up to ``hdf5_bytes``, and the shard's index behind that."""
+    """One file: HDF5 up to ``hdf5_bytes``, followed by the shard's index."""
 
     file: str
     num_bytes: int
     hdf5_bytes: int
     crc32: int
-    """Of the HDF5 bytes between the pieces, in a row; in format 1, which has no index, of all bytes of the file."""
+    """CRC-32 of the concatenated HDF5 bytes between the pieces; in format 1, which has no index, of the whole file."""
     pieces: tuple[StoredPiece, ...]
 
     @property
     def has_index(self) -> bool:
-        """Whether it is of format 2."""
+        """Whether it has format 2."""
         return self.hdf5_bytes < self.num_bytes
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole checkpoint."""
+    """The contents of a checkpoint."""
 
     step: int
     ranks: int
-    """Ranks of the run that saved it."""
+    """Number of ranks with rank-local state when it was saved."""
     shards: tuple[Shard, ...]
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -188,12 +188,12 @@ class Manifest:
 
 
 def shard_file(index: int, count: int) -> str:
-    """Name of a shard."""
+    """File name of a shard."""
     return f"shard-{index:05d}-of-{count:05d}.h5"
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
-    """Raises UserError unless one HDF5 file can hold these tensors under their names."""
+    """Raise UserError unless one HDF5 file can store these tensors under their names."""
     datasets = {tensor.name for tensor in tensors}
     if len(datasets) != len(tensors):
         raise UserError("two tensors of the state have the same name", "give every tensor its own name")
@@ -224,7 +224,7 @@ def parents_of(name: str) -> set[str]:
 
 
 def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
-    """The array in another floating-point type; values are rounded if that has fewer bits."""
+    """Convert an array between logical floating-point types; values are rounded if the new type is narrower."""
     if dtype == wanted:
         return array
     if dtype == "bfloat16":
@@ -236,20 +236,20 @@ def converted(array: NDArray[Any], dtype: str, wanted: str) -> NDArray[Any]:
 
 
 SPLIT_BYTES = 1 << 20
-"""Tensors from this size are split by rows; smaller ones go to one writer."""
+"""Tensors of at least this size are split by rows; smaller ones go to one writer."""
 MOST_TILES = 8
-"""Of a tensor: whatever 2, 4 or 8 ranks cut it into is then read alone."""
+"""Tiles per tensor at most, so that 2, 4 or 8 tensor-parallel ranks can each read only their own part."""
 LEAST_TILE_BYTES = 1 << 15
-"""A hundred times what the index says of a tile, which every reader reads."""
+"""Minimum tile size, about 100 times the size of a tile's entry in the index, which every reader reads."""
 MOST_CRUMBS = 8
-"""Of so small a tile: if very many writers had a part of each, the index would outgrow the tensor."""
+"""Limit on a tile's pieces: with very many writers, the index could otherwise become larger than the tensor."""
 
 
 def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[TensorPiece]]:
-    """Splits the tensors' bytes evenly, in order: writer w gets the w-th run of pieces.
+    """Split the tensors' bytes evenly, in order: writer w gets the w-th list of pieces.
 
-    Every rank computes the same result from the same tensors, so nothing has to be agreed on. A part differs from the
-    mean by at most SPLIT_BYTES or one row at each end.
+    Every rank computes the same result from the same tensors, without communication. A part differs from the mean by at
+    most SPLIT_BYTES or one row at each end.
     """
     ends = list(accumulate(tensor.num_bytes for tensor in tensors))
     total = ends[-1] if ends else 0
@@ -260,7 +260,7 @@ def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[Tens
 
 
 def cut(tensors: Sequence[TensorSpec], ends: Sequence[int], target: int) -> tuple[int, int]:
-    """(tensor, row) before which to cut, next to a position in the tensors' bytes."""
+    """(tensor, row) before which to cut, closest to a position in the tensors' bytes."""
     index = bisect_right(ends, target)
     if index == len(tensors):
         return index, 0
@@ -285,12 +285,12 @@ def pieces_between(tensors: Sequence[TensorSpec], first: tuple[int, int], last: 
 
 
 def tiles(piece: TensorPiece, axis: int, parts: int) -> list[TensorPiece]:
-    """The same elements in pieces that begin at the same places of the tensor, whatever a rank has of it.
+    """Split a piece at fixed positions of its tensor, which do not depend on the part that a rank has.
 
     Args:
-        piece: any.
-        axis: along which layers of this kind are cut over ranks.
-        parts: into this many equal ones, each of which is cut by itself.
+        piece: the piece to split.
+        axis: the axis along which such layers are partitioned over tensor-parallel ranks.
+        parts: number of equal parts that are partitioned separately, such as 3 for a fused QKV layer.
     """
     shape = piece.tensor.shape
     count = math.gcd(MOST_TILES * parts, *shape[axis : axis + 1])

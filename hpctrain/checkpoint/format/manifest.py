@@ -1,8 +1,8 @@
-"""The manifest as bytes, and back with nothing taken on trust.
+"""Encodes and strictly parses manifests.
 
-The file is one JSON object, ``{"sha256": "<64 hex digits>", "manifest": {...}}`` and a newline. The sum covers the
-bytes of the inner object as they stand, so it is checked before any of them is interpreted. Entries of format 1 are
-read for good: tensors split by rows, one checksum a piece.
+The file is one JSON object, ``{"sha256": "<64 hex digits>", "manifest": {...}}``, and a newline. The hash covers the
+bytes of the inner object, so it is checked before any of them is parsed. Format 1, with tensors split by rows and one
+checksum per piece, can still be read and will remain readable.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (.*)\}\n', re.DO
 
 
 def encode(step: int, ranks: int, meta: Mapping[str, Any], shard_texts: Iterable[bytes]) -> bytes:
-    """The file's bytes. Raises UserError if ``meta`` is not plain JSON."""
+    """Encode a manifest file. Raises UserError if ``meta`` is not JSON."""
     head = to_json({"format": layout.FORMAT, "version": layout.VERSION, "step": step, "ranks": ranks, "meta": meta})
     body = b'%s,"shards":[%s]}' % (head[:-1], b",\n".join(shard_texts))
     return b'{"sha256": "%s", "manifest": %s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
 def with_shards(data: bytes, where: str, shard_texts: Iterable[bytes]) -> bytes:
-    """A manifest that lists these shards instead. Raises DamagedCheckpoint if it is not whole."""
+    """Replace the shards of an encoded manifest. Raises DamagedCheckpoint if it is damaged."""
     reader = Reader(parse_json(body_of(data, where), where), where)
     step, ranks = reader.integer("step", 0, 10**18 - 1), reader.integer("ranks", 1, 10**9)
     return encode(step, ranks, reader.get("meta", dict, "an object"), shard_texts)
 
 
 def read(folder: Path, step: int) -> layout.Manifest:
-    """The manifest of a step's checkpoint in a folder.
+    """Read the manifest of a step's checkpoint from its folder.
 
     Raises:
-        DamagedCheckpoint: it is missing, or is not exactly what was once written.
+        DamagedCheckpoint: it is missing, or differs from what was written.
         UnreadableCheckpoint: it cannot be read now.
     """
     return read_with_bytes(folder, step)[1]
 
 
 def read_with_bytes(folder: Path, step: int) -> tuple[bytes, layout.Manifest]:
-    """The file's bytes, and the manifest in them. Raises as ``read`` does."""
+    """Read the file's bytes, and the manifest in them. Raises as ``read`` does."""
     path = folder / layout.MANIFEST_FILE
     data = read_bytes(path)
     return data, parse_of_step(data, path, step)
 
 
 def read_bytes(path: Path) -> bytes:
-    """Of a file that should be a manifest. Raises as ``read`` does."""
+    """Read the bytes of a manifest file. Raises as ``read`` does."""
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > MAX_MANIFEST_BYTES:
@@ -67,7 +67,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse_of_step(data: bytes, path: Path, step: int) -> layout.Manifest:
-    """The manifest in a file's bytes. Raises DamagedCheckpoint also if it is another step's."""
+    """Parse a file's bytes. Raises DamagedCheckpoint also if the manifest is of a different step."""
     manifest = parse(data, str(path))
     if manifest.step != step:
         raise layout.DamagedCheckpoint(f"{path} is from step {manifest.step}: it belongs to another checkpoint")
@@ -75,14 +75,14 @@ def parse_of_step(data: bytes, path: Path, step: int) -> layout.Manifest:
 
 
 def parse(data: bytes, where: str) -> layout.Manifest:
-    """The manifest in a file's bytes, after its own checksum. Raises DamagedCheckpoint on anything unexpected."""
+    """Verify the checksum and parse a file's bytes. Raises DamagedCheckpoint on anything unexpected."""
     body = body_of(data, where)
     with no_garbage_collection():
         return manifest_from_json(parse_json(body, where), where)
 
 
 def body_of(data: bytes, where: str) -> bytes:
-    """The inner object, after its checksum. Raises DamagedCheckpoint."""
+    """The bytes of the inner object, with the checksum verified. Raises DamagedCheckpoint."""
     frame = FRAME.fullmatch(data)
     if frame is None:
         raise layout.DamagedCheckpoint(f"{where} is not a manifest: it was cut short or overwritten")
@@ -93,7 +93,7 @@ def body_of(data: bytes, where: str) -> bytes:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For making many objects that stay: meanwhile Python would look several times through all that frameworks hold."""
+    """Disable garbage collection while many objects are created: it would repeatedly scan the frameworks' objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -104,7 +104,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def manifest_from_json(value: Any, where: str) -> layout.Manifest:
-    """Checks the document and all its parts against each other."""
+    """Convert the parsed document to a Manifest, with all checks. Raises DamagedCheckpoint, UserError."""
     reader = Reader(value, where)
     if reader.get("format", str, "a string") != layout.FORMAT:
         reader.fail("it is not from an hpctrain checkpoint")
@@ -126,7 +126,7 @@ def manifest_from_json(value: Any, where: str) -> layout.Manifest:
 
 
 def coverage_problem(manifest: layout.Manifest) -> str | None:
-    """Why the shards do not make up every tensor exactly once, or None."""
+    """Why the shards do not cover every tensor exactly once, or None."""
     if not manifest.shards:
         return "it lists no shard"
     for index, shard in enumerate(manifest.shards):
@@ -150,7 +150,7 @@ def coverage_problem(manifest: layout.Manifest) -> str | None:
 
 
 def shard_from_json(value: Any, where: str) -> layout.Shard:
-    """A shard's entry; its checksum is that of the whole file."""
+    """Parse a shard's entry in format 1, whose checksum is of the whole file."""
     reader = Reader(value, where)
     num_bytes = reader.integer("bytes", 1, layout.MAX_BYTES)
     shard = layout.Shard(
@@ -165,7 +165,7 @@ def shard_from_json(value: Any, where: str) -> layout.Shard:
 
 
 def piece_from_json(value: Any, where: str) -> layout.StoredPiece:
-    """A tensor's entry in a shard; all its bytes are one block."""
+    """Parse a tensor's entry in format 1, whose bytes are one block."""
     tensor = shard_index.tensor_of(value, where)
     rows, crc32 = value.get("rows"), value.get("crc32")
     if not shard_index.are_counts(rows) or len(rows) != 2 or not rows[0] <= rows[1] <= tensor.rows:

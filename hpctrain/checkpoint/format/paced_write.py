@@ -1,7 +1,6 @@
-"""A large file written at the pace of its disk: the page cache never runs far ahead of what is durable.
+"""Writes large files at the speed of the disk, with a limit on unsynced bytes in the page cache.
 
-What is left at the end for the last sync is little, so that a writer can be stopped at any time, and the size of
-the file shows others how far it has come.
+Little is left for the last sync, so a writer can be stopped at any time, and the file's size shows its progress.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from hpctrain.checkpoint.format.files import created, write_at
 from hpctrain.errors import HpctrainError
 
 THREADS = 2
-"""Threads of a writer: while one is in the file system, where a file has one writer at a time, the other sums up."""
+"""Threads per writer: one writes, since file systems allow one writer per file at a time; the other checksums."""
 BLOCK_BYTES = 1 << 20
-"""Bytes that a thread sums up and writes in one go: they stay in its cache meanwhile."""
+"""Bytes that a thread checksums and then writes, few enough to stay in its cache."""
 FIRST_AHEAD_BYTES = 8 << 20
 LEAST_AHEAD_BYTES = 1 << 20
-"""Bytes that may be written but not durable: first, and at least."""
+"""Initial and minimum limit on bytes that are written but not durable."""
 QUICK_S = 0.5
-"""A sync within this time lets writers run twice as far ahead."""
+"""The limit is doubled after a sync faster than this."""
 SLOW_S = 2.0
-"""One beyond this, half as far."""
+"""The limit is halved after a sync slower than this."""
 
 
 class Dropped(HpctrainError):
-    """A file was written no further because it is no longer wanted."""
+    """A write was stopped because the file is no longer wanted."""
 
 
 def write_paced(
@@ -44,31 +43,31 @@ def write_paced(
     ending: Callable[[], bytes] = bytes,
     mode: int = 0o666,
 ) -> None:
-    """Writes a new file and returns when its bytes are on the disk. Its name is durable after ``sync_folder``.
+    """Write a new file; returns when its bytes are on disk. Its name is durable after ``sync_folder``.
 
     Args:
-        path: of the file.
+        path: the file.
         data: its bytes.
-        visit: called once for each block as visit(begin, end), by any thread, before the block is written.
-        is_dropped: asked again and again; once it says so, the file is left unfinished.
-        ending: gives what is appended, when all blocks were visited and written.
-        mode: permissions, of which the process' mask is taken.
+        visit: visit(begin, end) is called once per block, in any thread, before the block is written.
+        is_dropped: checked before each block; if it returns true, the file is left unfinished.
+        ending: returns the bytes to append after all blocks were visited and written.
+        mode: permissions, before the umask.
 
     Raises:
-        OSError: it cannot be written.
-        Dropped: see ``is_dropped``.
+        OSError: the file cannot be written.
+        Dropped: ``is_dropped`` returned true.
     """
     with created(path, mode) as descriptor, ThreadPoolExecutor(threads(data.size), "checkpoint-write") as workers:
         PacedWrite(descriptor, data, visit, is_dropped).run(workers, ending)
 
 
 def threads(num_bytes: int) -> int:
-    """Threads that write a file of this size."""
+    """Number of threads to write a file of this size."""
     return max(1, min(THREADS, len(os.sched_getaffinity(0)), -(-num_bytes // BLOCK_BYTES)))
 
 
 class PacedWrite:
-    """One file that is being written; ``run`` is all there is to call."""
+    """The state of one paced write; call ``run`` once."""
 
     def __init__(
         self,
@@ -84,17 +83,17 @@ class PacedWrite:
         self.is_dropped = is_dropped
         self.changed = Condition()
         self.next = 0
-        """Where the next block begins."""
+        """Offset of the next block."""
         self.written = 0
-        """Bytes given to the file system."""
+        """Bytes passed to the file system."""
         self.durable = 0
-        """Bytes that were there when the last sync began."""
+        """Bytes that were written when the last sync began."""
         self.ahead = FIRST_AHEAD_BYTES
         self.over = False
-        """No further block is to be begun."""
+        """Whether to start no further blocks."""
 
     def run(self, workers: ThreadPoolExecutor, ending: Callable[[], bytes]) -> None:
-        """Syncs what the workers write, until all of it and the ending are durable."""
+        """Start the workers, and sync what they write until all of it and the ending are durable."""
         futures = [workers.submit(self._work) for _ in range(threads(self.size))]
         try:
             while self._await_bytes():
@@ -107,7 +106,7 @@ class PacedWrite:
         os.fsync(self.descriptor)
 
     def _work(self) -> None:
-        """Blocks, one by one, by each of the workers."""
+        """Visit and write blocks in one worker until none are left."""
         try:
             while (begin := self._take()) < self.size:
                 end = min(self.size, begin + BLOCK_BYTES)
@@ -122,7 +121,7 @@ class PacedWrite:
             raise
 
     def _take(self) -> int:
-        """Where the next block begins; the size of the file if none is left to this worker."""
+        """Offset of the next block for this worker, or the file's size if none is left. Raises Dropped."""
         with self.changed:
             while not self.over and self.next - self.durable >= self.ahead:
                 self.changed.wait()
@@ -132,14 +131,14 @@ class PacedWrite:
             return self.size if self.over else begin
 
     def _await_bytes(self) -> bool:
-        """Waits until there is something to sync; False if the last sync is all that is left to do."""
+        """Wait until there is enough to sync; False if only the final sync is left."""
         with self.changed:
             while not self.over and self.written < self.size and self.written - self.durable < self.ahead // 2:
                 self.changed.wait()
             return not self.over and self.written < self.size
 
     def _sync(self) -> None:
-        """Makes durable what is written by now, while the workers continue."""
+        """Sync what is written so far, while the workers continue, and adapt the limit."""
         written, begin = self.written, time.monotonic()
         os.fdatasync(self.descriptor)
         seconds = time.monotonic() - begin
@@ -152,7 +151,7 @@ class PacedWrite:
             self.changed.notify_all()
 
     def _end(self) -> None:
-        """Releases all waiters."""
+        """Stop the workers and wake all waiting threads."""
         with self.changed:
             self.over = True
             self.changed.notify_all()

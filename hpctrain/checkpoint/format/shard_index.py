@@ -1,12 +1,12 @@
-"""The index of a shard: what its file holds, where, and the checksums of it all.
+"""The index of a shard: the pieces in its file, their offsets, and all checksums.
 
-It is one JSON object. The manifest has those of all shards; each shard has its own at its end, so that a file tells
-what it holds when it stands alone:
+It is one JSON object. The manifest contains the indexes of all shards; each shard also has its own at the end, so that
+the file describes itself:
 
     <HDF5>{"sha256": "<64 hex digits>", "index": {...}}
     <15 digits: bytes of HDF5>
 
-The length of an index depends on what it lists, and not on the checksums.
+The length of an index does not depend on the values of the checksums.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hpctrain.train.saved_arrays import lies_in
 
 LEAST_BLOCK_BYTES = 1 << 10
 MOST_BLOCK_BYTES = 1 << 26
-"""What a reader must hold to verify a part of a piece."""
+"""Limit on the block size, which is the memory that a reader needs to verify a part of a piece."""
 TRAILER_BYTES = 16
 MOST_INDEX_BYTES = 1 << 30
 FRAME = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "index": (.*)\}\n([0-9]{15})\n', re.DOTALL)
 
 
 def piece_text(piece: layout.TensorPiece, offset: int) -> str:
-    """A piece's entry up to the value of its checksums, which are all that changes from save to save."""
+    """A piece's entry up to the checksums, which are the only part that changes between saves."""
     tensor = piece.tensor
     entry = {
         "name": tensor.name,
@@ -52,15 +52,15 @@ def piece_text(piece: layout.TensorPiece, offset: int) -> str:
 def shard_text(
     file: str, hdf5_bytes: int, between: int, block_bytes: int, piece_texts: Sequence[str], sums: Sequence[str]
 ) -> bytes:
-    """An index, from the ``piece_text`` and the checksums of each of its pieces.
+    """Assemble an index.
 
     Args:
-        file: name of the shard.
-        hdf5_bytes: of its HDF5 part.
+        file: file name of the shard.
+        hdf5_bytes: size of its HDF5 part.
         between: CRC-32 of the bytes between the pieces.
-        block_bytes: of each block but a piece's last.
-        piece_texts: of each piece.
-        sums: CRC-32 of the blocks of each piece, 8 hex digits for each.
+        block_bytes: size of each block but a piece's last.
+        piece_texts: ``piece_text`` of each piece.
+        sums: for each piece, the CRC-32 of its blocks, 8 hex digits per block.
     """
     pieces = ",".join([f'{text}"{crc}"}}' for text, crc in zip(piece_texts, sums, strict=True)])
 
@@ -74,7 +74,7 @@ def shard_text(
 
 
 def text_of(shard: layout.Shard) -> bytes:
-    """The index of a shard as it is written: made in less time than one is parsed."""
+    """Encode the index of a shard, which is faster than parsing one."""
     texts = [piece_text(stored.piece, stored.offset) for stored in shard.pieces]
     sums = ["".join([f"{crc:08x}" for crc in stored.crc32 or ()]) for stored in shard.pieces]
     block_bytes = shard.pieces[0].block_bytes if shard.pieces else 0
@@ -82,12 +82,12 @@ def text_of(shard: layout.Shard) -> bytes:
 
 
 def framed(text: bytes, hdf5_bytes: int) -> bytes:
-    """An index as it stands at the end of its shard."""
+    """Frame an index as at the end of a shard."""
     return b'{"sha256": "%s", "index": %s}\n%015d\n' % (hashlib.sha256(text).hexdigest().encode(), text, hdf5_bytes)
 
 
 def unframed(data: bytes, hdf5_bytes: int) -> bytes | None:
-    """The index in a shard's last bytes, or None if they are not what was once written."""
+    """The index in a shard's last bytes, or None if they differ from what was written."""
     frame = FRAME.fullmatch(data)
     if frame is None or int(frame[3]) != hdf5_bytes or hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
         return None
@@ -95,7 +95,7 @@ def unframed(data: bytes, hdf5_bytes: int) -> bytes | None:
 
 
 def read_text(descriptor: int, path: Path) -> bytes:
-    """The index at the end of an open shard. Raises DamagedCheckpoint if it is not whole, OSError."""
+    """Read the index at the end of an open shard. Raises OSError, or DamagedCheckpoint if it is incomplete."""
     size = os.fstat(descriptor).st_size
     trailer = bytearray(min(size, TRAILER_BYTES))
     read_at(descriptor, memoryview(trailer), size - len(trailer))
@@ -113,10 +113,10 @@ def read_text(descriptor: int, path: Path) -> bytes:
 
 
 def parse(value: Any, where: str) -> layout.Shard:
-    """The shard that an index describes, its pieces within the file and apart from each other.
+    """Convert a parsed index to a Shard.
 
     Raises:
-        DamagedCheckpoint: anything is not as it must be.
+        DamagedCheckpoint: an entry is invalid, or pieces overlap or are outside the file.
     """
     reader = Reader(value, where)
     num_bytes = reader.integer("bytes", 1, layout.MAX_BYTES)
@@ -135,12 +135,12 @@ def parse(value: Any, where: str) -> layout.Shard:
 
 
 def parse_text(text: bytes, where: str) -> layout.Shard:
-    """The shard that an index's JSON describes. Raises as ``parse``."""
+    """Parse an index's JSON to a Shard. Raises as ``parse``."""
     return parse(parse_json(text, where), where)
 
 
 def require_same(data: bytes, shard: layout.Shard, path: Path) -> None:
-    """Raises DamagedCheckpoint unless a shard's last bytes are an index that says what the manifest does."""
+    """Raise DamagedCheckpoint unless a shard's last bytes are an index that matches the manifest."""
     text = unframed(data, shard.hdf5_bytes)
     if text is None:
         raise layout.DamagedCheckpoint(f"{path} is damaged: the checksum of its index does not match")
@@ -149,7 +149,7 @@ def require_same(data: bytes, shard: layout.Shard, path: Path) -> None:
 
 
 def piece_from_json(value: Any, where: str, block_bytes: int) -> layout.StoredPiece:
-    """A tensor's entry in a shard. Written for speed: there may be many thousands."""
+    """Parse a piece's entry. Optimized for speed, since there may be many thousands."""
     tensor = tensor_of(value, where)
     begin, count, sums = value.get("begin"), value.get("count"), value.get("crc32")
     if not are_counts(begin) or not are_counts(count):
@@ -174,7 +174,7 @@ KEYS = ("name", "dtype", "shape", "rank", "offset")
 
 
 def tensor_of(value: Any, where: str) -> layout.TensorSpec:
-    """The tensor of an entry. Written for speed: there may be many thousands."""
+    """Parse the tensor of an entry. Optimized for speed, since there may be many thousands."""
     problem = tensor_problem(value)
     if problem:
         raise layout.DamagedCheckpoint(f"{where}: {problem}")
@@ -185,7 +185,7 @@ def tensor_of(value: Any, where: str) -> layout.TensorSpec:
 
 
 def tensor_problem(value: Any) -> str | None:
-    """Why a value is not a tensor's entry, or None."""
+    """Why a value is not a valid tensor entry, or None."""
     if type(value) is not dict:
         return "it is not an object"
     name, dtype, shape, rank, offset = map(value.get, KEYS)
@@ -201,17 +201,17 @@ def tensor_problem(value: Any) -> str | None:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number within reason."""
+    """Whether a value is an integer from 0 to MAX_BYTES."""
     return type(value) is int and 0 <= value <= layout.MAX_BYTES
 
 
 def are_counts(value: Any) -> bool:
-    """Whether a value is a list of such numbers."""
+    """Whether a value is a list of integers from 0 to MAX_BYTES."""
     return type(value) is list and all(map(is_count, value))
 
 
 def require_room(shard: layout.Shard, reader: Reader) -> None:
-    """Raises DamagedCheckpoint unless the pieces lie within the file and apart from each other."""
+    """Raise DamagedCheckpoint if pieces overlap or extend beyond the HDF5 part of the file."""
     position = 0
     for stored in sorted(shard.pieces, key=lambda stored: stored.offset):
         if stored.piece.num_bytes and stored.offset < position:

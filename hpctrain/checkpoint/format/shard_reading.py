@@ -1,7 +1,7 @@
-"""Shards as they are read: nothing is used before its checksum, and libhdf5 takes no part.
+"""Reads shards without libhdf5 and verifies checksums before any value is used.
 
-Places and sums come from the manifest. A part of a tensor is read block by block: memory beyond the result is one
-block. In format 1, a block is a whole piece.
+Offsets and checksums come from the manifest. A part of a tensor is read block by block, which takes memory for one
+block in addition to the result. In format 1, a block is a whole piece.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Sha
 from hpctrain.checkpoint.format.shard import blocks_of, gaps
 
 READ_BYTES = 1 << 20
-"""Of one system call, when a whole file is verified: they stay in the cache until they are summed up."""
+"""Bytes per system call when a whole file is verified, few enough to stay in cache until they are checksummed."""
 SHARED_BYTES = 1 << 18
-"""Blocks from this size are summed up by another thread: for smaller ones, handing them over would take longer."""
+"""Minimum size of blocks that another thread checksums; for smaller ones, the handover would take longer."""
 KEPT_BYTES = 8 << 20
-"""Of blocks that were used in part: one for each of the ranks that had cut a tensor by columns, from whose pieces a
-reader of rows takes by turns."""
+"""Limit on the cache of partly used blocks: if a tensor was saved in pieces by columns, a reader of rows alternates
+between the blocks of all pieces."""
 LEAST_RUN_BYTES = 4096
-"""In a row, from which on they are read alone where there are no checksums: a page of the file system's cache."""
+"""Without checksums, contiguous runs of at least this size, a page, are read directly instead of whole blocks."""
 MOST_OPEN = 16
-"""Shards that are kept open while tensors are read, most of which lie in several."""
+"""Limit on shards kept open while tensors are read, most of which are spread over several shards."""
 
 
 class ShardCheck:
-    """Sums up all bytes of a shard as they come, in order."""
+    """Verifies the checksums of a shard whose bytes are fed in order."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.segments = segments(shard)
         self.next = 0
-        """Segment that has not ended yet."""
+        """Index of the current segment."""
         self.position = 0
         self.crc = 0
-        """Of that segment until now, if it is a block."""
+        """CRC-32 of the current segment so far, if it is a block."""
         self.between = 0
-        """Of the HDF5 bytes in no block."""
+        """CRC-32 of the HDF5 bytes outside blocks."""
         self.whole = 0
         self.index = bytearray()
         self.names: dict[str, None] = {}
-        """Tensors that are not what they were."""
+        """Damaged tensors, in order."""
 
     def feed(self, view: memoryview) -> None:
-        """The next bytes."""
+        """Process the next bytes."""
         if not self.shard.has_index:
             self.whole = crc32(view, self.whole)
         at = 0
@@ -79,7 +79,7 @@ class ShardCheck:
         self.position += len(view)
 
     def require_sound(self, path: Path) -> None:
-        """Raises DamagedCheckpoint unless all bytes, which have come by now, are what was once written."""
+        """After all bytes were fed, raise DamagedCheckpoint unless they match the checksums."""
         shard = self.shard
         if self.names:
             damaged(path, list(self.names))
@@ -90,7 +90,7 @@ class ShardCheck:
 
 
 def segments(shard: Shard) -> list[tuple[int, int | None, str]]:
-    """Where each block and what lies between them ends, the checksum of a block, and its tensor."""
+    """(end, checksum, tensor) of each block, and (end, None, "") of each range between blocks, in order."""
     blocks = sorted(
         (begin, begin + length, crc, stored.piece.tensor.name)
         for stored in shard.pieces
@@ -109,24 +109,24 @@ def segments(shard: Shard) -> list[tuple[int, int | None, str]]:
 
 
 def damaged(path: Path, names: list[str]) -> NoReturn:
-    """Raises DamagedCheckpoint that names tensors."""
+    """Raise DamagedCheckpoint that names the tensors."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     text = f"the checksum of {listed or 'the bytes between the tensors'} does not match"
     raise DamagedCheckpoint(f"{path} is damaged: {text}")
 
 
 def require_size(descriptor: int, path: Path, shard: Shard) -> None:
-    """Raises DamagedCheckpoint unless an open file has a shard's size."""
+    """Raise DamagedCheckpoint unless an open file has the shard's size."""
     size = os.fstat(descriptor).st_size
     if size != shard.num_bytes:
         raise DamagedCheckpoint(f"{path} has {size} bytes in place of {shard.num_bytes}")
 
 
 def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
-    """All bytes of a shard, after their checksums.
+    """Read and verify all bytes of a shard.
 
     Raises:
-        DamagedCheckpoint: the file is missing, a link, of another size, or not what was once written.
+        DamagedCheckpoint: the file is missing, is a link, has a wrong size, or differs from what was written.
         UnreadableCheckpoint: it cannot be read now, or does not fit into memory.
     """
     with reading(folder / shard.file) as descriptor:
@@ -137,7 +137,7 @@ def read_shard(folder: Path, shard: Shard) -> NDArray[np.uint8]:
 
 
 def check_shard(folder: Path, shard: Shard) -> None:
-    """Verifies all bytes of a shard, and keeps none. Raises as ``read_shard``."""
+    """Verify all bytes of a shard without keeping them. Raises as ``read_shard``."""
     scratch = np.empty((2, READ_BYTES), dtype=np.uint8)
     with reading(folder / shard.file) as descriptor:
         require_size(descriptor, folder / shard.file, shard)
@@ -148,9 +148,10 @@ def check_shard(folder: Path, shard: Shard) -> None:
 def check_all(
     descriptor: int, shard: Shard, path: Path, memory: Callable[[int, int], memoryview], step_bytes: int = READ_BYTES
 ) -> None:
-    """Reads a file into memory that is given piecemeal and may be used again for the part after the next.
+    """Read and verify a file in steps.
 
-    Another thread sums up one part while the next is read. Raises DamagedCheckpoint, OSError.
+    ``memory(begin, end)`` returns memory for a part, which may be reused for the part after the next. Another thread
+    checksums one part while the next is read. Raises DamagedCheckpoint, OSError.
     """
     check = ShardCheck(shard)
     with ThreadPoolExecutor(1, "checksum") as helper:
@@ -167,9 +168,9 @@ def check_all(
 
 
 def check_rest(folder: Path, shard: Shard) -> None:
-    """Verifies the bytes of a shard outside its tensors. Raises as ``read_shard``.
+    """Verify the bytes of a shard outside its tensors. Raises as ``read_shard``.
 
-    Format 1 has a sum of the whole file only, so all of it is read.
+    In format 1, the only such checksum is of the whole file, so all of it is read.
     """
     if not shard.has_index:
         check_shard(folder, shard)
@@ -191,24 +192,24 @@ def check_rest(folder: Path, shard: Shard) -> None:
 
 
 class RecentBlocks:
-    """The last block of each piece of a tensor, if a part of it was used: the rest is often wanted next."""
+    """Caches the last partly used block of each piece of a tensor, since the rest is often read next."""
 
     def __init__(self) -> None:
         self.tensor = ""
         self.blocks: OrderedDict[tuple[Path, int], tuple[int, NDArray[np.uint8]]] = OrderedDict()
-        """Number and bytes of a block by file and offset of its piece, the one used last at the end."""
+        """(number, bytes) of a block by (file, offset of its piece), most recently used last."""
 
     def get(
         self, path: Path, stored: StoredPiece, number: int, num_bytes: int, read: Callable[[NDArray[np.uint8]], None]
     ) -> NDArray[np.uint8]:
-        """uint8[num_bytes], read and verified by ``read`` unless it is kept."""
+        """The block as uint8[num_bytes]; calls ``read``, which also verifies it, unless it is cached."""
         place = (path, stored.offset)
         if stored.piece.tensor.name != self.tensor:
             self.blocks.clear()
             self.tensor = stored.piece.tensor.name
         kept, values = self.blocks.pop(place, (None, np.empty(0, np.uint8)))
         if kept != number:
-            del values  # frees it before the next is taken
+            del values  # free it before the next is allocated
             while self.blocks and num_bytes + sum(each.size for _, each in self.blocks.values()) > KEPT_BYTES:
                 self.blocks.popitem(last=False)
             values = np.empty(num_bytes, np.uint8)
@@ -218,15 +219,15 @@ class RecentBlocks:
 
 
 class Checks:
-    """Compares checksums of what was read, of large blocks by another thread while more is read."""
+    """Verifies checksums of blocks that were read, those of large blocks in another thread while more is read."""
 
     def __init__(self) -> None:
         self.helper: ThreadPoolExecutor | None = None
         self.pending: list[tuple[Future[int], int, Path, str]] = []
-        """Sum, what it must be, file and tensor of each block that the other thread has."""
+        """(checksum, expected value, file, tensor) of each block in the other thread."""
 
     def add(self, memory: NDArray[np.uint8], expected: int, path: Path, name: str) -> None:
-        """A block that was read. Raises DamagedCheckpoint if it is small and not what was once written."""
+        """Check a block that was read; a large one is only checked by ``finish``. Raises DamagedCheckpoint."""
         if memory.size < SHARED_BYTES:
             if crc32(memory.data) != expected:
                 damaged(path, [name])
@@ -235,40 +236,40 @@ class Checks:
         self.pending.append((self.helper.submit(crc32, memory.data), expected, path, name))
 
     def finish(self) -> None:
-        """Raises DamagedCheckpoint unless all blocks that were added are what was once written."""
+        """Raise DamagedCheckpoint unless all added blocks match their checksums."""
         pending, self.pending = self.pending, []
         for found, expected, path, name in pending:
             if found.result() != expected:
                 damaged(path, [name])
 
     def close(self) -> None:
-        """Ends the thread, which is started again when it is needed; what it has not compared is forgotten."""
+        """End the thread, which restarts when needed; blocks not compared yet are discarded."""
         if self.helper:
             self.helper.shutdown()
         self.helper, self.pending = None, []
 
 
 class ShardFiles:
-    """The shards of a checkpoint, each opened when it is first read and closed when many others are open."""
+    """The shards of a checkpoint, opened on first use; the least recently used are closed if many are open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.open: OrderedDict[str, int] = OrderedDict()
-        """Descriptors by file, the one used last at the end."""
+        """Descriptors by file, most recently used last."""
         self.recent = RecentBlocks()
         self.checks = Checks()
 
     def read(self, shard: Shard, stored: StoredPiece, wanted: Box, out: NDArray[Any]) -> None:
-        """Fills what a piece has of a part of its tensor, after verifying every block that is used.
+        """Copy the overlap of a piece and a part of its tensor to ``out``; every block used is verified.
 
         Args:
-            shard: that holds the piece.
+            shard: the shard that holds the piece.
             stored: the piece.
-            wanted: the part, in the tensor.
-            out: array over that part, item type as stored; elements that the piece does not have are left alone.
+            wanted: the part, as a box in the tensor.
+            out: array for that part, with the stored item type; elements outside the piece are not changed.
 
         Raises:
-            DamagedCheckpoint: the file is missing, of another size, or a block is not what was once written.
+            DamagedCheckpoint: the file is missing or has a wrong size, or a block differs from what was written.
             UnreadableCheckpoint: it cannot be read now.
         """
         path = self.folder / shard.file
@@ -284,20 +285,20 @@ class ShardFiles:
             raise judged(error, path) from error
 
     def read_whole(self, shard: Shard, stored: StoredPiece) -> NDArray[Any]:
-        """All values of a piece. Raises as ``read``."""
+        """Read all values of a piece. Raises as ``read``."""
         out = self.allocate(stored.piece.shape, stored.piece.tensor.dtype)
         self.read(shard, stored, stored.piece.box, out)
         return out
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """Memory for values of a logical type. Raises UnreadableCheckpoint if there is not so much."""
+        """Allocate memory for values of a logical type. Raises UnreadableCheckpoint if there is not enough."""
         try:
             return np.empty(shape, ITEM_TYPES[dtype])
         except MemoryError as error:
             raise judged(error, self.folder) from error
 
     def close(self) -> None:
-        """Closes all files; they are opened again when they are needed."""
+        """Close all files; the next read opens them again."""
         self.recent = RecentBlocks()
         self.checks.close()
         while self.open:
@@ -328,7 +329,7 @@ class OpenPiece:
     checks: Checks
 
     def read_whole(self, out: NDArray[Any]) -> None:
-        """Reads all of it into a contiguous array."""
+        """Read the whole piece into a contiguous array."""
         memory, block_bytes = out.reshape(-1).view(np.uint8), self.stored.block_bytes
         for number, begin in enumerate(range(0, memory.size, block_bytes)):
             self._read_block(number, memory[begin : begin + block_bytes])
@@ -351,7 +352,7 @@ class OpenPiece:
         for number in range(begin // block_bytes, -(-end // block_bytes)):
             block_begin = number * block_bytes
             block_end = min(block_begin + block_bytes, piece.num_bytes)
-            if run is not None and begin <= block_begin and block_end <= end:  # straight to where it belongs
+            if run is not None and begin <= block_begin and block_end <= end:  # read directly into the result
                 self._read_block(number, run[block_begin - begin : block_end - begin])
                 continue
             parts = list(boxes_between(piece.shape, block_begin // item.itemsize, block_end // item.itemsize))
@@ -362,7 +363,7 @@ class OpenPiece:
             scatter(block.view(item), parts, here, target)
 
     def _read_runs(self, here: Box, target: NDArray[Any]) -> bool:
-        """Without checksums, what is wanted and nothing else is read; False if that would be in small parts."""
+        """Without checksums, read only the wanted bytes; returns False if they are in runs that are too short."""
         shape = self.stored.piece.shape
         axis = run_axis(here, shape)
         item_bytes, run = target.itemsize, math.prod(here.shape[axis:])
@@ -375,25 +376,25 @@ class OpenPiece:
         return True
 
     def _read_block(self, number: int, memory: NDArray[np.uint8]) -> None:
-        """Fills memory with a block, and has its checksum compared, if the file has any."""
+        """Fill ``memory`` with a block and add its checksum to ``checks``, if the file has checksums."""
         read_at(self.descriptor, memory.data, self.stored.offset + number * self.stored.block_bytes)
         if self.stored.crc32 is not None:
             self.checks.add(memory, self.stored.crc32[number], self.path, self.stored.piece.tensor.name)
 
     def _read_verified(self, number: int, memory: NDArray[np.uint8]) -> None:
-        """The same of a block that is used at once."""
+        """Like ``_read_block``, but verify the block immediately."""
         self._read_block(number, memory)
         self.checks.finish()
 
 
 def scatter(values: NDArray[Any], parts: list[Box], here: Box, target: NDArray[Any]) -> None:
-    """Copies what is wanted of a block.
+    """Copy the wanted elements of a block to ``target``.
 
     Args:
         values: items of the block, 1-dimensional.
-        parts: boxes of the piece that these items make up, in order.
-        here: what is wanted, in the piece.
-        target: array over what is wanted.
+        parts: boxes of the piece that these items form, in order.
+        here: the wanted box, in the piece.
+        target: array for the wanted box.
     """
     first = 0
     for part in parts:

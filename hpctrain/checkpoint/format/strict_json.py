@@ -1,4 +1,4 @@
-"""JSON written and read with nothing taken on trust."""
+"""Strict encoding and parsing of JSON, for untrusted input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.errors import UserError
 
 
 def to_json(document: Mapping[str, Any]) -> bytes:
-    """Compact JSON. Raises UserError if a value has no JSON form."""
+    """Encode compact JSON. Raises UserError if a value cannot be represented."""
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -22,7 +22,7 @@ def to_json(document: Mapping[str, Any]) -> bytes:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """Strict JSON: no NaN or Infinity, nor what would be read as such. Raises DamagedCheckpoint."""
+    """Parse strict JSON, without NaN, Infinity or numbers that overflow. Raises DamagedCheckpoint."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
@@ -38,7 +38,7 @@ def parse_json(data: bytes, where: str) -> Any:
 
 
 class Reader:
-    """Takes typed values out of parsed JSON; everything unexpected is a DamagedCheckpoint that says where."""
+    """Reads typed values from a parsed JSON object; anything unexpected raises DamagedCheckpoint with the location."""
 
     def __init__(self, value: Any, where: str) -> None:
         self.where = where
@@ -50,7 +50,7 @@ class Reader:
         return value
 
     def fail(self, problem: str) -> NoReturn:
-        """Raises DamagedCheckpoint."""
+        """Raise DamagedCheckpoint with the location."""
         raise DamagedCheckpoint(f"{self.where}: {problem}")
 
     def get(self, key: str, kind: type, what: str) -> Any:
@@ -60,24 +60,24 @@ class Reader:
         return self._expect(kind, self.value[key], f"{what} ({key})")
 
     def integer(self, key: str, least: int, most: int) -> int:
-        """A whole number within bounds."""
+        """A required integer in a range."""
         return self.in_range(self.get(key, int, "a whole number"), least, most, key)
 
     def in_range(self, number: Any, least: int, most: int, what: str) -> int:
-        """The number itself, if it is whole and within bounds."""
+        """The number, if it is an integer in the range."""
         if type(number) is not int or not least <= number <= most:
             self.fail(f"{what} is {str(number)[:50]}, not a whole number from {least} to {most}")
         return int(number)
 
     def crc32(self) -> int:
-        """The value of ``crc32``."""
+        """The required value of ``crc32``, 8 hex digits."""
         text = self.get("crc32", str, "a string")
         if not is_hex(text, 8):
             self.fail("crc32 is not 8 hex digits")
         return int(text, 16)
 
     def list_of(self, key: str, convert: Callable[[Any, str], Any]) -> tuple[Any, ...]:
-        """Each item of a list, converted."""
+        """The converted items of a required list."""
         items = self.get(key, list, "a list")
         return tuple(convert(item, f"{self.where}, {key} {index}") for index, item in enumerate(items))
 

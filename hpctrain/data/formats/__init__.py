@@ -1,6 +1,6 @@
-"""What a dataset can be: HDF5 files, tables, a torch Dataset, a tf.data pipeline, a function that makes one of these.
+"""Data formats: HDF5 files, tables, records, torch Datasets, tf.data pipelines, and functions that return one of them.
 
-``sources.open_dataset`` opens them all, and imports only what the data at hand needs; ``hpctrain.data`` offers it.
-``hdf5_files`` finds the files of a dataset, ``stored_hdf5`` those in a store, ``open_table`` a table and its version;
-``segments`` keeps on the node's disk what was read of a store. Those of a framework are adapted by its backend.
+``sources.open_dataset`` opens all of them and imports only what the given data needs. ``hdf5_files`` opens HDF5 files
+and follows their links, ``stored_hdf5`` does so in object stores, ``open_table`` opens a table at a version;
+``segments`` caches data from object stores on the node's disk. Backends adapt the datasets of their frameworks.
 """

@@ -1,5 +1,5 @@
-"""Blocks that are slow to read, kept while there is room: in memory, and on the node's disk, where the ranks of a node
-read each once, from run to run."""
+"""LRU caches for blocks that are slow to read: in memory, and on the node's disk, where all ranks of a node share them
+and later runs find them again."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hpctrain.errors import UserError
 from hpctrain.system.files import make_private
 
 MAPPED_BYTES = 2**20
-"""What a mapped block counts in memory: it takes a descriptor, of which there are not many."""
+"""Size attributed to a memory-mapped block, to limit their number, because each holds a file descriptor."""
 
 
 class Sized(Protocol):
-    """An array, or a table."""
+    """An object of known size, such as an array or a table."""
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it takes."""
+        """Memory in bytes."""
 
 
 Block = TypeVar("Block", bound=Sized)
 
 
 class BlockCache:
-    """The blocks used last, up to ``limit_bytes`` of them together; safe with several threads."""
+    """The most recently used blocks, up to ``limit_bytes`` in total; thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -46,7 +46,7 @@ class BlockCache:
         self.lock = threading.Lock()
 
     def get(self, key: Hashable, read: Callable[[], Block]) -> Block:
-        """The block of this key, read if it is not here."""
+        """The block of this key; calls ``read`` if it is not cached."""
         with self.lock:
             kept: Block | None = self.blocks.get(key)
             if kept is not None:
@@ -63,11 +63,11 @@ class BlockCache:
 
 
 FOLDER = "HPCTRAIN_CACHE"
-"""Variable of the environment that names the folder; by default one of this user's in that for temporary files."""
+"""Environment variable that names the cache's folder; the default is a per-user folder in the temporary one."""
 LONGEST_WAIT_S = 300.0
-"""For another process that makes the same block; after that this one makes it, too, which harms nothing."""
+"""Wait for another process that makes the same block; after that, this process makes it too, which is harmless."""
 LEFTOVER_S = 3600.0
-"""Age of a file that a killed process has not finished."""
+"""Unfinished files older than this were left by killed processes."""
 BLOCK = re.compile(r"[0-9a-f]{64}\.block")
 ATTEMPTS = 3
 Opened = TypeVar("Opened")
@@ -75,13 +75,13 @@ Opened = TypeVar("Opened")
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Files by key, in a folder that this user alone may enter; they take half of what the disk has free, at most."""
+    """Files by key in a folder private to the user, limited to half of the space otherwise free on the disk."""
 
     folder: Path
 
     @classmethod
     def of_node(cls) -> DiskCache | None:
-        """The one that all ranks of a node share; None if the disk cannot hold one."""
+        """The cache that all ranks of a node share; None if its folder cannot be created."""
         default = Path(tempfile.gettempdir(), f"hpctrain-cache-{os.geteuid()}")
         folder = Path(os.environ.get(FOLDER) or default)
         try:
@@ -91,12 +91,12 @@ class DiskCache:
         return cls(folder)
 
     def get(self, key: str, write: Callable[[Path], None], read: Callable[[Path], Opened]) -> Opened:
-        """The block of this key.
+        """The block of this key, which is created if it is missing or damaged.
 
         Args:
-            key: identifies its content.
-            write: makes its file, which appears whole or not at all.
-            read: opens it, so that it can be used when its file is gone. Raises UserError.
+            key: identifies the content.
+            write: writes the file, atomically.
+            read: opens the file; the result must stay usable after the file is deleted. Raises UserError if damaged.
         """
         path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.block"
         with alone(path.with_suffix(".lock")):
@@ -107,12 +107,12 @@ class DiskCache:
                 with contextlib.suppress(UserError, FileNotFoundError):
                     os.utime(path)
                     return read(path)
-                path.unlink(missing_ok=True)  # damaged, or another process made room
+                path.unlink(missing_ok=True)  # damaged, or evicted by another process
             write(path)
             return read(path)
 
     def make_room(self) -> None:
-        """Removes what was not used for longest, and what was not finished."""
+        """Remove the least recently used blocks beyond the limit, and leftover unfinished files."""
         files = []
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -131,7 +131,7 @@ class DiskCache:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """While no other process does the same, as long as one can wait for that."""
+    """Hold an exclusive lock while the body runs; after LONGEST_WAIT_S the body runs without it."""
     with path.open("w") as file:
         end = time.monotonic() + LONGEST_WAIT_S
         while time.monotonic() < end:
@@ -141,5 +141,5 @@ def alone(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(0.02)
             except OSError:
-                break  # a file system without such locks
+                break  # the file system does not support locks
         yield

@@ -1,7 +1,7 @@
-"""HDF5 files as datasets: contiguous arrays through a memory map, all others by aligned blocks.
+"""HDF5 files as datasets: contiguous arrays are memory-mapped, all others are read in aligned blocks.
 
-h5py reads under one global lock, and a call costs as much as copying dozens of small samples. A contiguous array needs
-neither: the library only says where it begins.
+h5py holds a global lock while it reads, and a call costs as much as copying dozens of small samples. For a contiguous
+array, the library is only asked for the offset.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
 
 BLOCK_BYTES = 64 * 2**10
-"""Smallest read from an array that is not contiguous."""
+"""Minimum size of a read from an array that is not contiguous."""
 
 
 class Reader(Protocol):
-    """One array of a data set."""
+    """Reads samples of one array."""
 
     layout: str
-    """How it is stored, for people."""
+    """Storage layout, for display."""
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """New array of the samples at these indices."""
+        """The samples at these indices, as a new array."""
 
 
 class BlockArray:
-    """An array that is slow to read sample by sample: chunked, compressed, virtual. Whole aligned blocks are kept."""
+    """An array that is slow to read by sample (chunked, compressed, virtual): reads and caches aligned blocks."""
 
     def __init__(self, path: Path | str, name: str, array: Array, field: Field, cache: BlockCache) -> None:
         self.path = path
@@ -77,7 +77,7 @@ class BlockArray:
 
 @dataclass(frozen=True, eq=False)
 class Hdf5Dataset:
-    """The arrays of one file. Use ``open_hdf5``, which checks it."""
+    """The arrays of one HDF5 file. Create it with ``open_hdf5``, which checks the file."""
 
     path: Path | str
     fields: Mapping[str, Field]
@@ -109,17 +109,17 @@ class Hdf5Dataset:
 def open_hdf5(
     path: Path | str, names: tuple[str, ...] | None, cache: BlockCache, outside: Sequence[str | Path] = ()
 ) -> Hdf5Dataset:
-    """The named arrays of a file, by default all of them.
+    """Open the named arrays of a file, by default all of them.
 
     Args:
-        path: of the file, or its URL in a store.
-        names: of the arrays.
+        path: the file, or its URL in an object store.
+        names: names of the arrays.
         cache: for blocks of arrays that are not mapped.
-        outside: further folders that its links, virtual sources and external storage may lead to.
+        outside: further folders to which links, virtual sources and external storage may lead.
 
     Raises:
-        UserError: no such file, not HDF5, truncated, an array missing, not numbers, of another length, or empty, or it
-            leads to a file that is missing, or in a folder that is not allowed.
+        UserError: the file is missing, not HDF5 or truncated; an array is missing, not numeric, empty or of a different
+            length; or the file leads to one that is missing or in a folder that is not allowed.
     """
     where = str(path)
     with asking(path), files_of(path, cache, outside) as files:
@@ -136,14 +136,14 @@ def open_hdf5(
         for name, array in arrays.items()
     }
     dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin)
-    if files.origin is not None:  # at the end of the process as well: after that the library must not ask Python
+    if files.origin is not None:  # also at process exit, after which the library must not call into Python
         for file in files.opened.values():
             weakref.finalize(dataset, file.close)
     return dataset
 
 
 def chosen(files: LinkedFiles, names: tuple[str, ...] | None, where: str) -> dict[str, h5py.Dataset]:
-    """The datasets of these names, which may lead through links; by default all, but none in groups behind links."""
+    """The datasets of these names, following links; by default all, except those in groups behind links."""
     root = files.root()
     found = {name: files.find(root, name) for name in names or [name for name, _ in names_in(root)]}
     datasets = {name: item for name, item in found.items() if isinstance(item, h5py.Dataset)}
@@ -153,5 +153,5 @@ def chosen(files: LinkedFiles, names: tuple[str, ...] | None, where: str) -> dic
 
 
 def block_samples(chunk_samples: int, field: Field) -> int:
-    """Samples of a block: whole chunks, of at least BLOCK_BYTES together."""
+    """Samples per block: a multiple of the chunk's, with at least BLOCK_BYTES in total."""
     return int(chunk_samples * math.ceil(BLOCK_BYTES / max(1, chunk_samples * field.num_bytes)))

@@ -1,4 +1,4 @@
-"""HDF5 arrays as the bytes of files: mapped, read by the library, or put together from others."""
+"""HDF5 arrays by how they are read: memory-mapped, through the library, or assembled from other arrays."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Box = tuple[range, ...]
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The box as an index."""
+    """The box as an index of slices."""
     return tuple(slice(indices.start, indices.stop, indices.step) for indices in box)
 
 
 def boxes_of(space: h5py.h5s.SpaceID, shape: tuple[int, ...]) -> list[Box]:
-    """A selection as boxes that follow each other along the first axis, or nothing if it is none of these."""
+    """A selection as boxes in ascending order along the first axis; empty if it does not have that form."""
     if space.get_select_type() == h5py.h5s.SEL_ALL:
         return [tuple(map(range, shape))]
     if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or space.get_simple_extent_ndims() != len(shape):
@@ -45,7 +45,7 @@ def boxes_of(space: h5py.h5s.SpaceID, shape: tuple[int, ...]) -> list[Box]:
 
 
 def aligned(targets: list[Box], sources: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Two selections as pairs of boxes with the same number of samples, as far as both go."""
+    """Split two selections into pairs of boxes with equal numbers of samples, up to the end of the shorter one."""
     if len(targets) == len(sources) == 1:
         yield targets[0], sources[0]
         return
@@ -60,7 +60,7 @@ def aligned(targets: list[Box], sources: list[Box]) -> Iterator[tuple[Box, Box]]
 
 
 def progression(start: int, stride: int, count: int, block: int, size: int) -> range | None:
-    """What a hyperslab selects along one axis of this size, or None if that is not evenly spaced."""
+    """The indices that a hyperslab selects along one axis of this size; None if they are not evenly spaced."""
     endless = h5py.h5s.UNLIMITED
     if block == 1 and count > 1 and stride > 1:
         return range(start, size if count == endless else start + stride * (count - 1) + 1, stride)
@@ -70,12 +70,12 @@ def progression(start: int, stride: int, count: int, block: int, size: int) -> r
 
 
 def beyond(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a box is not within an array of this shape."""
+    """Whether a box extends beyond an array of this shape."""
     return any(indices and indices[-1] >= size for indices, size in zip(box, shape, strict=True))
 
 
 class Array(Protocol):
-    """Where the values of an HDF5 array come from."""
+    """An HDF5 array that can be read box by box."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -83,19 +83,19 @@ class Array(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
     @property
     def layout(self) -> str:
-        """How it is stored, for people."""
+        """Storage layout, for display."""
 
     @property
     def chunk_samples(self) -> int:
-        """Samples that are best read at once."""
+        """Number of samples that are best read together."""
 
     def read(self, box: Box) -> NDArray[Any]:
-        """The values in a box of the array; raises OSError or UserError."""
+        """Read the values in a box of the array; raises OSError or UserError."""
 
 
 @dataclass(frozen=True)
 class MappedBytes:
-    """A part of a map of a file, which must not end before it: what lies behind a file's end kills the process."""
+    """A byte range of a memory-mapped file. Access beyond the file's end would kill the process with SIGBUS."""
 
     path: Path
     mapping: mmap.mmap
@@ -103,12 +103,12 @@ class MappedBytes:
     end: int
 
     def check(self) -> None:
-        """Raises UserError if the file has become too short."""
+        """Raise UserError if the file has become too short."""
         check_end(self.path, self.mapping.size(), self.end)
 
 
 def check_end(path: Path | str, num_bytes: int, end: int) -> None:
-    """Raises UserError if a file ends before bytes that are to be read."""
+    """Raise UserError if a file of ``num_bytes`` bytes is shorter than ``end``."""
     if num_bytes < end:
         raise UserError(
             f"{path} is truncated: it has {num_bytes} bytes in place of at least {end}",
@@ -117,7 +117,7 @@ def check_end(path: Path | str, num_bytes: int, end: int) -> None:
 
 
 class MappedArray:
-    """Bytes of a file that lie as NumPy would lay them."""
+    """A memory-mapped array in NumPy's layout."""
 
     layout = "contiguous"
     chunk_samples = 1
@@ -130,7 +130,7 @@ class MappedArray:
         self.array = np.ndarray(shape, dtype, where.mapping, where.begin)
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """New array of the samples at these indices."""
+        """The samples at these indices, as a new array."""
         self.where.check()
         return self.array.take(indices, axis=0).astype(self.native, copy=False)
 
@@ -140,7 +140,7 @@ class MappedArray:
 
 
 class LibraryArray:
-    """An array that only the HDF5 library can read: chunked, compressed, of numbers that NumPy does not know."""
+    """An array that only the HDF5 library can read: chunked, compressed, or of a number type unknown to NumPy."""
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         self.dataset = dataset
@@ -164,7 +164,7 @@ class LibraryArray:
 
 
 class SplitArray:
-    """An array whose bytes are one after the other in several external files."""
+    """An array whose bytes are stored consecutively in several external files."""
 
     layout = "external"
     chunk_samples = 1
@@ -193,14 +193,14 @@ class SplitArray:
 
 @dataclass(frozen=True)
 class FileSegment:
-    """A box of a virtual array, and the box of another array that holds its values, in the same order."""
+    """A box of a virtual array and the box of the source array that holds its values, in the same order."""
 
     target: Box
     source: Box
     array: Array
 
     def cut(self, begin: int, end: int) -> tuple[range, Box]:
-        """Which samples from ``begin`` to ``end - 1`` it gives, and from where."""
+        """The samples from ``begin`` to ``end - 1`` that it covers, and their box in the source."""
         rows = self.target[0]
         least, most = (min(max(-(-(bound - rows.start) // rows.step), 0), len(rows)) for bound in (begin, end))
         axis = next((axis for axis, indices in enumerate(self.source) if len(indices) > 1), None)
@@ -211,7 +211,7 @@ class FileSegment:
 
 
 class VirtualArray:
-    """An array that is put together from pieces of others; what no piece covers within a sample is the fill value."""
+    """An array assembled from pieces of others; parts of a sample that no piece covers have the fill value."""
 
     layout = "virtual"
 

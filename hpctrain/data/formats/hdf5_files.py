@@ -1,7 +1,7 @@
-"""HDF5 files and what they name outside themselves, with a look at each before the library gets to see it.
+"""Opens HDF5 files and the files to which they lead, and checks each path before the library opens it.
 
-The library follows links, virtual sources and external storage by itself, wherever they lead: to a pipe, where it waits
-for ever; to a missing source, for which it reads zeros; to any file of the user's, which then is data.
+The library itself would follow links, virtual sources and external storage anywhere: to a pipe, where it blocks
+forever; to a missing source, for which it reads zeros; to any file of the user's, which it reads as data.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from hpctrain.data.formats.hdf5_arrays import Array, MappedArray, MappedBytes
 from hpctrain.errors import UserError
 
 MOST_HOPS = 16
-"""Links from one to the next; the library's own limit."""
+"""Limit on the length of a chain of links, the same as the library's."""
 MOST_NAMES = 100_000
-"""Arrays, groups and links of one file that are looked through for arrays."""
+"""Limit on the arrays, groups and links of one file that are searched for arrays."""
 
 
 class LinkedFiles:
-    """A data set's file and those that it leads to, each opened once. Leaving the context closes them.
+    """A dataset's file and those to which it leads, each opened once. Leaving the context closes them unless ``keep``
+    was called.
 
     Args:
         path: the file that the user named.
-        outside: further folders that it may lead to.
+        outside: further folders to which it may lead.
     """
 
     origin: Mapping[str, Any] | None = None
-    """For the record, if the file is in a store."""
+    """Where the file comes from, for the run's record, if it is in an object store."""
 
     def __init__(self, path: Path | str, outside: Sequence[str | Path] = ()) -> None:
         self.path = path
@@ -56,26 +57,26 @@ class LinkedFiles:
                 file.close()
 
     def keep(self) -> None:
-        """Leaves the files open: the library keeps reading them."""
+        """Keep the files open after the context, because the library continues to read them."""
         self.kept = True
 
     def root(self) -> h5py.File:
-        """The file that the user named; raises UserError saying why it cannot be opened."""
+        """The file that the user named; raises UserError if it cannot be opened."""
         look_at(Path(self.path))
         return self.open(Path(self.path))
 
     def open(self, path: Path) -> h5py.File:
-        """A file that ``locate`` found; raises UserError if it is not HDF5, or is damaged."""
+        """Open a file that ``locate`` found; raises UserError if it is not HDF5 or is damaged."""
         real = path.resolve()
         if real not in self.opened:
             self.opened[real] = open_file(path)
         return self.opened[real]
 
     def find(self, group: h5py.Group, name: str) -> h5py.Dataset | h5py.Group | None:
-        """What a name means, through links of all kinds; None if it means nothing and no link is involved.
+        """The object of this name, following links of all kinds; None if it does not exist and no link is involved.
 
         Raises:
-            UserError: a link leads nowhere, in a circle, or out of the folders that are allowed.
+            UserError: a link is broken, circular, or leads outside the allowed folders.
         """
         here, names, hops = group, parts(name), 0
         while names:
@@ -106,11 +107,11 @@ class LinkedFiles:
         return here
 
     def locate(self, owner: h5py.File, name: str, what: str) -> Path:
-        """The plain file that one of the files names, looked up next to it, then in the current folder.
+        """Find a regular file that ``owner`` names, searched for next to ``owner``, then in the current folder.
 
         Raises:
-            UserError: there is none, it is a pipe or a device, or it lies in a folder that is not allowed; ``what``
-                leads to it.
+            UserError: it does not exist, is a pipe or a device, or is in a folder that is not allowed; the message says
+                that ``what`` leads to it.
         """
         home = Path(owner.filename).absolute().parent
         folders = (home, Path(owner.filename).resolve().parent, Path.cwd())
@@ -137,7 +138,7 @@ class LinkedFiles:
             )
 
     def contiguous(self, dataset: h5py.Dataset, begin: int, end: int) -> Array | None:
-        """The array of bytes of the file that owns it, which lie as NumPy would lay them; None if it has no map."""
+        """The dataset's bytes ``begin`` to ``end - 1`` in its file as an array; None if the file cannot be mapped."""
         owner = dataset.file
         if owner.driver != "sec2":
             return None
@@ -149,7 +150,7 @@ class LinkedFiles:
         return MappedArray(where, dataset.shape, dataset.dtype)
 
     def map(self, path: Path) -> mmap.mmap:
-        """A file that ``locate`` found, or that is open, as a whole, read-only."""
+        """Map a file that ``locate`` found, or that is open, as a whole, read-only; each file is mapped once."""
         real = path.resolve()
         if real not in self.maps:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -161,12 +162,12 @@ class LinkedFiles:
 
 
 def parts(name: str) -> list[str]:
-    """The steps of a path in an HDF5 file."""
+    """The components of a path in an HDF5 file."""
     return [part for part in name.split("/") if part not in ("", ".")]
 
 
 def link_at(group: object, name: str) -> h5py.HardLink | h5py.SoftLink | h5py.ExternalLink | None:
-    """What a group holds under a name, which is not followed (``group.get(name, getlink=True)`` would)."""
+    """The link that a group holds under a name, not followed (``group.get(name, getlink=True)`` would follow it)."""
     encoded = name.encode(errors="surrogateescape")
     if not isinstance(group, h5py.Group) or not group.id.links.exists(encoded):
         return None
@@ -182,7 +183,7 @@ def link_at(group: object, name: str) -> h5py.HardLink | h5py.SoftLink | h5py.Ex
 
 
 def own_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
-    """The file's own dataset of this name, or None: no link is followed out of the file, or within it."""
+    """The dataset of this name in the file itself, or None; soft and external links are not followed."""
     here = file
     for part in parts(name):
         if not isinstance(link_at(here, part), h5py.HardLink):
@@ -192,7 +193,7 @@ def own_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
 
 
 def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
-    """Names of all arrays and links, in the order of creation if the file keeps it, and whether each is a link."""
+    """Names of all arrays and links, and whether each is a link, in creation order if the file tracks it."""
     seen = {hash(file["/"].id)}
     count = 0
     open_groups = [("", file, iter(file))]
@@ -220,11 +221,11 @@ def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
 
 
 def look_at(path: Path, leading: str = "") -> None:
-    """Raises UserError if this is not a plain file that can be read. Never waits for a pipe's other end.
+    """Raise UserError unless this is a readable regular file. Never blocks, not even on a pipe.
 
     Args:
-        path: follows symbolic links.
-        leading: how the message begins.
+        path: the path to check; symbolic links are followed.
+        leading: start of the error message.
     """
     try:
         mode = os.stat(path).st_mode
@@ -243,7 +244,7 @@ def look_at(path: Path, leading: str = "") -> None:
 
 
 def open_file(path: Path) -> h5py.File:
-    """Opens what ``look_at`` found to be a plain file; raises UserError saying why it cannot."""
+    """Open a file that passed ``look_at``; raises UserError if it is not HDF5 or cannot be opened."""
     try:
         if h5py.is_hdf5(path):
             return open_unlocked(path)
@@ -255,7 +256,7 @@ def open_file(path: Path) -> h5py.File:
 
 
 def open_unlocked(path: Path) -> h5py.File:
-    """Opens for reading also if the file system does not know locks; never while another process writes."""
+    """Open for reading, also on a file system without locks, but not while another process writes the file."""
     try:
         return h5py.File(path, "r")
     except OSError as error:
@@ -265,7 +266,7 @@ def open_unlocked(path: Path) -> h5py.File:
 
 
 def remedy(error: OSError) -> str:
-    """What to do about a file that cannot be opened."""
+    """Advice for a file that cannot be opened."""
     if error.errno == errno.EMFILE:
         return "raise the number of files that a process may open (ulimit -n 65536), or pack the data into fewer"
     if error.errno == errno.EACCES:
@@ -277,7 +278,7 @@ def remedy(error: OSError) -> str:
 
 @contextlib.contextmanager
 def asking(path: Path | str) -> Iterator[None]:
-    """Turns what the library raises on a file that it cannot make sense of into a UserError."""
+    """Turn the library's errors on an unreadable or damaged file into UserErrors."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""From a dataset in an HDF5 file to the bytes of the files that own its values.
+"""Resolves a dataset in an HDF5 file to the bytes of the files that hold its values.
 
-Nothing is read as zeros because it is missing: all sources of a virtual dataset are opened here, and external storage
-must be as long as the file says.
+Missing data is an error and never read as zeros: all sources of a virtual dataset are opened here, and external files
+must be as long as declared.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from hpctrain.data.formats.hdf5_files import LinkedFiles
 from hpctrain.errors import UserError
 
 MOST_UNWRITTEN = 2**28
-"""Values that an array may claim without their having been written."""
+"""Limit on declared values of an array that were never written."""
 COMPARED = 1024
-"""Values at each of three places that are compared between the map and the library."""
+"""Values per sample that are compared between the map and the library, in up to three samples."""
 
 Known = dict[int, Array | None]
-"""Arrays by the identity of their datasets; None while their sources are being resolved."""
+"""Resolved arrays by dataset hash; None while a dataset's sources are being resolved."""
 
 
 def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
-    """The array behind a dataset.
+    """The array that holds a dataset's values.
 
     Args:
-        files: opens what it leads to.
-        dataset: of one of these files.
+        files: opens the files to which the dataset leads.
+        dataset: a dataset in one of these files.
         what: its name, for errors.
-        known: what was resolved before; is added to.
+        known: arrays resolved so far; updated in place.
 
     Raises:
-        UserError: bytes are missing, were never written, or lie where this data set may not read.
+        UserError: values are missing, were never written, or are in a file that may not be read.
     """
     key = hash(dataset.id)
     if key not in known:
@@ -63,8 +63,8 @@ def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) 
 
 
 def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
-    """By the way in which it is stored."""
-    # Not even the shape may be asked for before this: for that of some virtual datasets the library opens the sources.
+    """Resolve a dataset by its storage layout."""
+    # Do not read even the shape before this: for some virtual datasets the library opens the sources to get it.
     properties = dataset.id.get_create_plist()
     if properties.get_layout() == h5py.h5d.VIRTUAL:
         return resolve_virtual(files, dataset, what, known)
@@ -74,7 +74,7 @@ def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Kno
     mapped = map_dataset(files, dataset)
     if mapped is not None:
         length = dataset.shape[0]
-        rows = {0, length // 2, length - 1} if files.origin is None else {0}  # a block of a store is 8 MB
+        rows = {0, length // 2, length - 1} if files.origin is None else {0}  # a store reads 8 MB per row
         if agrees(mapped, dataset, rows):
             return mapped
     check_filters(files.path, dataset, what)
@@ -83,7 +83,7 @@ def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Kno
 
 
 def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> Array | None:
-    """The array by the bytes of the file that owns it, or None if they do not lie there as NumPy would lay them."""
+    """The array mapped from its file; None if its bytes are not contiguous there in NumPy's layout."""
     if not dataset.shape or dataset.id.get_create_plist().get_layout() != h5py.h5d.CONTIGUOUS:
         return None
     num_bytes = dataset.size * dataset.dtype.itemsize
@@ -95,14 +95,14 @@ def map_dataset(files: LinkedFiles, dataset: h5py.Dataset) -> Array | None:
 
 
 def lies_as_numpy(dataset: h5py.Dataset) -> bool:
-    """Whether the dtype says all about how a value is stored."""
+    """Whether values are stored exactly as the NumPy dtype describes."""
     if dataset.dtype.kind not in "biufc":
         return False
     return bool(dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True))
 
 
 def agrees(mapped: Array, dataset: h5py.Dataset, rows: Set[int]) -> bool:
-    """Whether the library reads the same samples in these rows, or the same part of them."""
+    """Whether the library reads the same values in these rows; of large samples, only a part is compared."""
     for row in rows:
         inner = [range(size // 2, size // 2 + 1) for size in mapped.shape[1:-1]]
         last = [range(min(COMPARED, size)) for size in mapped.shape[1:][-1:]]
@@ -113,7 +113,7 @@ def agrees(mapped: Array, dataset: h5py.Dataset, rows: Set[int]) -> bool:
 
 
 def check_written(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
-    """Raises UserError if an array claims far more values than its file holds: they would be read as zeros."""
+    """Raise UserError if an array declares far more values than were written, since the rest would read as zeros."""
     if dataset.size is None or dataset.size <= MOST_UNWRITTEN:
         return
     if dataset.chunks:
@@ -129,7 +129,7 @@ def check_written(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
 
 
 def check_filters(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
-    """Raises UserError if the array is compressed in a way that this HDF5 library does not know."""
+    """Raise UserError if the array uses a compression filter that this HDF5 library lacks."""
     plist = dataset.id.get_create_plist()
     for index in range(plist.get_nfilters()):
         code, _, _, name = plist.get_filter(index)
@@ -141,7 +141,7 @@ def check_filters(path: Path | str, dataset: h5py.Dataset, what: str) -> None:
 
 
 def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Array:
-    """An array whose bytes are in other files, which are not HDF5."""
+    """Resolve an array whose bytes are in external files, which are not HDF5."""
     missing = dataset.size * dataset.dtype.itemsize
     if not lies_as_numpy(dataset):
         raise UserError(
@@ -166,12 +166,12 @@ def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Ar
 
 
 def resolve_virtual(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
-    """An array that is put together from others, each of which is resolved."""
+    """Resolve an array that is assembled from others, and each of these."""
     properties = dataset.id.get_create_plist()
     count = properties.get_virtual_count()
     names = [(properties.get_virtual_filename(at), properties.get_virtual_dsetname(at)) for at in range(count)]
     sources = {named: resolve_source(files, dataset, what, named, known) for named in dict.fromkeys(names)}
-    shape = dataset.shape  # for which the library may look into the sources
+    shape = dataset.shape  # the library may open the sources for this, so only after they were checked
     pieces: list[FileSegment] = []
     for index, named in enumerate(names):
         target = boxes_of(properties.get_virtual_vspace(index), shape)
@@ -189,7 +189,7 @@ def resolve_virtual(files: LinkedFiles, dataset: h5py.Dataset, what: str, known:
 
 
 def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: tuple[str, str], known: Known) -> Array:
-    """A source of a virtual dataset, by the names of its file and its dataset."""
+    """Resolve a source of a virtual dataset, given the names of its file and dataset."""
     file_name, name = (text.replace("%%", "\0") for text in named)
     if "%b" in file_name + name:
         raise UserError(
@@ -210,7 +210,7 @@ def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: 
 def fit(
     label: str, target: Box, shape: tuple[int, ...], source: Box, array: Array, dtype: np.dtype[Any]
 ) -> FileSegment:
-    """A piece of a virtual array; raises UserError if its source does not have the values."""
+    """A piece of a virtual array; raises UserError if bounds, shape or dtype do not match its source."""
     if beyond(target, shape) or beyond(source, array.shape):
         raise UserError(f"{label} more than it has: its shape is {list(array.shape)}", "make that file again")
     if [len(one) for one in target if len(one) != 1] != [len(one) for one in source if len(one) != 1]:
@@ -221,7 +221,7 @@ def fit(
 
 
 def check_cover(label: str, shape: tuple[int, ...], pieces: Sequence[FileSegment]) -> None:
-    """Raises UserError if pieces lie over each other or, as far as counting shows, samples have no piece."""
+    """Raise UserError if, by their counts, pieces overlap or samples have no piece."""
     if sum(math.prod(map(len, piece.target)) for piece in pieces) > math.prod(shape):
         raise UserError(f"{label} has several sources for some samples", "make the virtual dataset again")
     if sum(len(piece.target[0]) for piece in pieces) < shape[0]:

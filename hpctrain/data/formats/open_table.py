@@ -1,4 +1,4 @@
-"""Tables of all kinds by their address; Delta and Iceberg tables as they were at one version."""
+"""Opens tables of all kinds by address; Delta and Iceberg tables at one version."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hpctrain.errors import MissingExtra, UserError
 
 
 def open_table(address: str, kind: str) -> Table:
-    """A table of kind delta or iceberg, or of files of a kind; see the functions for each."""
+    """Open a table: delta, iceberg, or files of another kind; see the function for each."""
     openers = {"delta": open_delta, "iceberg": open_iceberg}
     return openers[kind](address) if kind in openers else open_files(address, kind)
 
 
 def open_delta(address: str) -> Table:
-    """A Delta table.
+    """Open a Delta table.
 
     Args:
-        address: path or URI, and ``@`` with the number of a version; by default the newest.
+        address: path or URI, optionally followed by ``@`` and a version number; by default the newest version.
 
     Raises:
-        UserError: there is no such table or version, or it needs what the library cannot read (deletion vectors).
+        UserError: the table or version does not exist, or uses an unsupported feature (deletion vectors).
     """
     uri, version = split(address)
     with opening(address, "deltalake"), reading(address, "a Delta table"):
@@ -49,14 +49,14 @@ def open_delta(address: str) -> Table:
 
 
 def open_iceberg(address: str) -> Table:
-    """An Iceberg table, each data file of which is a part.
+    """Open an Iceberg table, with one part per data file.
 
     Args:
-        address: ``catalog/namespace.table``, and ``@`` with the number of a snapshot; by default the newest. Where the
-            catalog is, and how to log in there, stands where pyiceberg looks for it: .pyiceberg.yaml, or its variables.
+        address: ``catalog/namespace.table``, optionally followed by ``@`` and a snapshot ID; by default the newest.
+            pyiceberg reads the catalog's location and credentials from .pyiceberg.yaml or its environment variables.
 
     Raises:
-        UserError: there is no such catalog, table or snapshot, or a file of it cannot be read.
+        UserError: the catalog, table or snapshot does not exist, or one of its files cannot be read.
     """
     where, snapshot_id = split(address)
     catalog, _, name = where.partition("/")
@@ -100,19 +100,19 @@ def open_iceberg(address: str) -> Table:
 
 
 def files_of(task: Any) -> list[Any]:
-    """Of a part: its data, and files of what was deleted from them."""
+    """A part's data file and its delete files."""
     return [task.file, *task.delete_files]
 
 
 def split(address: str) -> tuple[str, int | None]:
-    """Table and version."""
+    """Split an address into table and version; None if it has no version."""
     table, at, version = address.rpartition("@")
     return (table, int(version)) if at and version.isdecimal() else (address, None)
 
 
 @contextlib.contextmanager
 def opening(address: str, package: str) -> Iterator[None]:
-    """Raises UserError for any error of a library of tables: their errors have no common base class."""
+    """Turn any error of a table library into a UserError, since those errors share no base class."""
     try:
         yield
     except (UserError, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Files of records, such as JSON lines and tars: indexed once, then read in any order like every dataset."""
+"""Files of records, such as JSON lines and tar files, which are indexed once and then read in any order."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors
 
 Decode = Callable[[dict[str, Any]], Any]
-"""decode(record) gives a sample, a dict or tuple of arrays: of a JSON object, of a tar's files by extension (bytes, and
-``__key__``), or of a row of a table."""
+"""decode(record) returns a sample, a dict or tuple of arrays. The record is a JSON object, a tar record's files by
+extension (as bytes, with ``__key__``), or a row of a table."""
 KEY = "__key__"
-"""Of a record that has a name."""
+"""Entry of a record that holds its name."""
 
 
 class Records(Protocol):
-    """One file's records."""
+    """The records of one file."""
 
     path: str | Path
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of records."""
 
     def read(self, rows: list[int]) -> list[dict[str, Any]]:
-        """The records at these places, as they are stored."""
+        """The stored records at these indices."""
 
     def plain(self, record: dict[str, Any]) -> Any:
-        """A record as a sample, if the user gives no ``decode``; raises UserError if that cannot be."""
+        """Convert a record to a sample without ``decode``; raises UserError if it is not numeric."""
 
 
 @dataclass(frozen=True)
 class RecordDataset:
-    """The records of one file as samples. Use ``open_records``, which checks them."""
+    """The records of one file as samples. Create it with ``open_records``, which checks them."""
 
     records: Records
     decode: Decode | None
@@ -68,10 +68,10 @@ class RecordDataset:
 
 
 def open_records(records: Records, decode: Decode | None, names: tuple[str, ...] | None, ragged: bool) -> RecordDataset:
-    """A dataset of a file's records, with the fields of the first one.
+    """Make a dataset of a file's records, with the fields of the first record.
 
     Raises:
-        UserError: there are none, or the first cannot be trained on.
+        UserError: there are no records, or the first cannot be trained on.
     """
     where = str(records.path)
     if not len(records):
@@ -87,7 +87,7 @@ def open_records(records: Records, decode: Decode | None, names: tuple[str, ...]
 def sample_of(
     records: Records, decode: Decode | None, names: tuple[str, ...] | None, row: int, record: dict[str, Any]
 ) -> Sample:
-    """A record's arrays; raises UserError naming it."""
+    """A record's arrays; if that fails, raises UserError that names the record."""
     fix = "correct the record, or the function that decodes it"
     with users_code(f"{records.path}, record {row}", fix):
         if decode is not None:
@@ -97,14 +97,14 @@ def sample_of(
 
 
 def fitted(value: NDArray[Any], field: Field | None) -> NDArray[Any]:
-    """The value in the field's dtype if nothing is lost: whole numbers among floats, empty lists."""
+    """Cast the value to the field's dtype if that is lossless (integers to floats, empty lists), else return it."""
     if field is None or value.dtype == field.dtype:
         return value
     return value.astype(field.dtype) if not value.size or np.can_cast(value.dtype, field.dtype, "safe") else value
 
 
 class UnchangedFile:
-    """A file that is opened for each reading, for there may be more shards than descriptors; it must not change."""
+    """A file that is opened for each read, since there may be more shards than descriptors; it must not change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +117,7 @@ class UnchangedFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[io.FileIO]:
-        """For reading. Raises UserError: it has changed, or cannot be read."""
+        """Open for reading; raises UserError if the file has changed or cannot be read."""
         fix = "make the file readable on every node"
         with file_errors(f"{self.path} cannot be read", fix), open(self.path, "rb", buffering=0) as file:
             if self._look(os.fstat(file.fileno())) != self.seen:
@@ -125,7 +125,7 @@ class UnchangedFile:
             yield file
 
     def read(self, parts: list[tuple[int, int]]) -> list[bytes]:
-        """The bytes at each (offset, length)."""
+        """Read the bytes at each (offset, length)."""
         with self.opened() as file:
             return [os.pread(file.fileno(), length, offset) for offset, length in parts]
 
@@ -134,7 +134,7 @@ BLOCK_BYTES = 16 * 2**20
 
 
 class JsonLines:
-    """Objects by line; empty lines do not count. Takes 16 bytes of memory a line."""
+    """JSON objects, one per line; empty lines are skipped. The index takes 16 bytes of memory per line."""
 
     def __init__(self, path: Path) -> None:
         self.path: str | Path = path
@@ -168,7 +168,7 @@ class JsonLines:
 
 
 def lines_of(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each line that is not empty begins and ends, in bytes."""
+    """Start and end offsets of all nonempty lines, in bytes."""
     breaks, size = [], 0
     fix = "correct the path of the data"
     with file_errors(f"{path} cannot be read", fix), open(path, "rb", buffering=0) as file:
@@ -177,5 +177,5 @@ def lines_of(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             size += len(block)
     ends = np.concatenate([*breaks, [size]]).astype(np.int64)
     begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
-    full = ends > begins + 1  # more than a carriage return
+    full = ends > begins + 1  # at least one byte; a lone carriage return has length 1
     return begins[full], ends[full]

@@ -1,4 +1,4 @@
-"""Parts of what lies in a store, on the node's disk or in memory; their pieces are made when they are wanted."""
+"""Segments of remote data, cached on the node's disk or in memory and filled piece by piece on demand."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 
 PIECES_AT_ONCE = 8
-"""That are asked for: a store takes long to begin."""
+"""Pieces fetched concurrently, because object stores have a high latency."""
 SEGMENT_BYTES = 2**30
-"""That lie in one file on the node's disk, in which only pieces that are here take room."""
+"""Size of a segment's sparse file on the node's disk; only cached pieces take space."""
 MOST_MAPPED = 16
-"""Segments of that size that a process maps: what it maps takes room on the disk even if others have removed it."""
+"""Limit on full-size segments that a process maps: a mapped file takes disk space even after it is removed."""
 
 Read = TypeVar("Read")
 Wanted = Callable[[NDArray[np.uint8]], NDArray[np.int64]]
-"""wanted(marks) gives numbers of pieces."""
+"""wanted(marks) returns the numbers of the pieces needed."""
 Make = Callable[[int], Iterable[tuple[int, memoryview]]]
-"""make(piece) gives its bytes, and where in the segment they belong."""
+"""make(piece) returns the piece's content as (offset in the segment, bytes) pairs."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes of a file or of memory, with a mark behind them for each piece that is here."""
+    """Bytes in a file or in memory, followed by one mark per piece: 1 if the piece is cached."""
 
     path: Path | None
-    """None in memory, as is the handle: a table may have more parts than a process has descriptors."""
+    """None for a segment in memory, as is the handle."""
     handle: int | None
     content: mmap.mmap | bytearray
     marks: NDArray[np.uint8]
-    """A view of the content: pieces of a file that other ranks have made are here, too."""
+    """A view of the content, which also shows pieces that other ranks have written to the file."""
     nbytes: int
-    """What it counts in memory."""
+    """Size attributed to it in the memory cache."""
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
-        """A view."""
+        """View the content from ``begin`` on as an array."""
         return np.ndarray(shape, dtype, self.content, begin)
 
     def put(self, piece: int, parts: Iterable[tuple[int, memoryview]]) -> None:
-        """Writes a piece, and marks it once it is on the disk. Raises OSError."""
+        """Write a piece, and mark it once it is on disk. Raises OSError."""
         mark = len(self.content) - len(self.marks) + piece, memoryview(b"\1")
         if self.handle is None:
             for place, content in (*parts, mark):
@@ -66,14 +66,14 @@ class Segment:
 
 
 class Segments:
-    """Of one file or table."""
+    """The segments of one file or table."""
 
     def __init__(self, cache: BlockCache, disk: DiskCache | None) -> None:
         self.cache = cache
         self.disk = disk
 
     def read(self, read: Callable[[], Read]) -> Read:
-        """What ``read`` returns, which is called again without the disk if that is full, or gone."""
+        """Call ``read``; if it raises OSError with the disk cache, such as on a full disk, call it again without."""
         disk = self.disk
         try:
             return read()
@@ -84,14 +84,14 @@ class Segments:
             return read()
 
     def get(self, key: str, length: int, count: int, wanted: Wanted, make: Make) -> Segment:
-        """A segment in which some pieces are here; several are made at once.
+        """A segment that has the wanted pieces; missing ones are made concurrently.
 
         Args:
-            key: identifies its content.
-            length: in bytes.
-            count: of its pieces.
-            wanted: is asked if some are not here.
-            make: may be called by a thread.
+            key: identifies the segment's content.
+            length: length in bytes.
+            count: number of pieces.
+            wanted: called if any piece is missing.
+            make: makes a piece; may be called in a thread.
         """
         name = key if self.disk is not None else f"{key} in memory"
         segment = self.cache.get(name, lambda: self._open(key, length, count))
@@ -105,7 +105,7 @@ class Segments:
         return segment
 
     def _make(self, segment: Segment, piece: int, make: Make) -> None:
-        """Unless another rank does."""
+        """Make a piece unless another rank does."""
         with contextlib.ExitStack() as stack:
             if segment.path is not None:
                 lock = Path(f"{segment.path}.{piece}.lock")
@@ -134,7 +134,7 @@ class Segments:
             return segment
 
         if self.disk is not None:
-            node = os.uname().nodename  # what other nodes write may be seen late, its marks before its bytes
+            node = os.uname().nodename  # on a shared disk, another node's marks may become visible before its bytes
             return self.disk.get(f"{node} {key}", write, mapped)
         memory = bytearray(length + count)
         return Segment(None, None, memory, np.frombuffer(memory, np.uint8, count, length), length)

@@ -1,4 +1,4 @@
-"""From whatever the user calls data to a Dataset; several files are one."""
+"""Opens any supported data source as a Dataset; several files are concatenated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAPTERS = {
     "torch": "hpctrain.backends.torch.task.data_loader",
     "tensorflow": "hpctrain.backends.tensorflow.task.dataset",
 }
-"""What adapts a framework's datasets; in its backend, which is above this room: imported by name, when there is one."""
+"""Modules that adapt a framework's datasets. Backends are above this package, so they are imported by name on use."""
 
 
 def open_dataset(
@@ -41,28 +41,29 @@ def open_dataset(
     ragged: bool = False,
     decode: Decode | None = None,
 ) -> Dataset:
-    """Opens data of any kind that hpctrain trains on.
+    """Open data of any supported kind.
 
     Args:
-        source: a file (path): HDF5, also in a store (``s3://bucket/train.h5``), or by its suffix ``.jsonl``, ``.tar``,
-            ``.parquet``; several of one kind as one (a pattern such as ``"data/*.h5"``, taken in sorted order, or a
-            list); a folder of Parquet files or the URI of one (``s3://bucket/folder``); a table at a version
-            (``delta:URI@VERSION``, or ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style
-            torch Dataset; a finite tf.data.Dataset of single samples (taken into memory); a Dataset, which is returned
-            as it is; or a function of no arguments (a partial, a class) that returns one of these, which worker
-            processes call again.
-        fields: arrays to take, in this order; by default all. Names the parts of samples that are tuples.
-        cache_bytes: memory for blocks of arrays that are chunked or compressed, for all files together.
-        allow_outside: folders that links, virtual sources and external storage of HDF5 files may lead to, besides each
+        source: the path of a file: HDF5, also in an object store (``s3://bucket/train.h5``), or, by suffix, ``.jsonl``,
+            ``.tar`` or ``.parquet``; several files of one kind, which are concatenated (a pattern such as
+            ``"data/*.h5"``, in sorted order, or a list); a folder of Parquet files, or its URI
+            (``s3://bucket/folder``); a table at a version (``delta:URI@VERSION``, or
+            ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style torch Dataset; a finite
+            tf.data.Dataset of single samples (read into memory); a Dataset, which is returned as it is; or a callable
+            without arguments (a function, partial or class) that returns one of these, which worker processes call
+            again.
+        fields: arrays to use, in this order; by default all. Names the parts if samples are tuples.
+        cache_bytes: memory for cached blocks of chunked or compressed arrays, for all files together.
+        allow_outside: folders to which links, virtual sources and external storage of HDF5 files may lead, besides each
             file's own folder.
-        ragged: samples of a torch or tf.data Dataset, and of files other than HDF5, may differ in shape. A task with
-            ``collate`` opens its data so.
-        decode: decode(record) gives a sample, a dict or tuple of arrays, of one record of a file other than HDF5: a
-            JSON object, the files of a sample in a tar by extension (bytes; ``__key__`` is their common name), or a row
-            of a Parquet table.
+        ragged: whether samples of a torch or tf.data Dataset, or of files other than HDF5, may differ in shape. Set for
+            the data of tasks with ``collate``.
+        decode: decode(record) turns a record of a file other than HDF5 into a sample, a dict or tuple of arrays. The
+            record is a JSON object, a sample's files in a tar by extension (bytes; ``__key__`` is their common name),
+            or a row of a Parquet table.
 
     Raises:
-        UserError: the source is missing, damaged, empty, or holds what cannot be trained on.
+        UserError: the source is missing, damaged or empty, or holds data that cannot be trained on.
     """
     names = None if fields is None else tuple(fields)
     if inspect.isroutine(source) or isinstance(source, (type, functools.partial)):
@@ -91,7 +92,7 @@ def open_dataset(
 
 @dataclass(frozen=True, eq=False)
 class CalledDataset:
-    """What a function returned; the function can be called again elsewhere."""
+    """A dataset returned by a function, which worker processes can call again."""
 
     dataset: Dataset
     function: Callable[[], Any]
@@ -102,7 +103,7 @@ class CalledDataset:
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """Of the dataset."""
+        """The dataset's fields."""
         return self.dataset.fields
 
     def __len__(self) -> int:
@@ -116,7 +117,7 @@ class CalledDataset:
 
 
 class CalledSeededDataset(CalledDataset):
-    """What a function returned, and it may draw random numbers."""
+    """A dataset returned by a function that may draw from global random generators."""
 
     dataset: SeededDataset
 
@@ -125,11 +126,11 @@ class CalledSeededDataset(CalledDataset):
 
 
 RECORDS: Mapping[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".ndjson": JsonLines, ".tar": TarShard}
-"""What opens a file of records, by its suffix; all other files are HDF5, if they are no tables."""
+"""Classes that read files of records, by suffix; all other files are HDF5 unless they are tables."""
 
 
 HDF5 = (".h5", ".hdf5")
-"""Suffixes by which files in a store are known; elsewhere, any other suffix will do."""
+"""Suffixes that HDF5 files in object stores must have; on disk, HDF5 is the default for unknown suffixes."""
 
 
 def open_files(
@@ -140,7 +141,7 @@ def open_files(
     ragged: bool = False,
     decode: Decode | None = None,
 ) -> Dataset:
-    """Files or tables of one kind, one after the other."""
+    """Open and concatenate files or tables of one kind."""
     tables = [table_kind(path) for path in paths]
     suffixes = {Path(path).suffix.lower() for path in paths}
     records = [RECORDS.get(suffix) for suffix in suffixes]
@@ -162,7 +163,7 @@ def open_files(
 
 
 def table_kind(source: str | Path) -> tuple[str, str] | None:
-    """Address and kind of a table; None for other files."""
+    """(address, kind) of a table; None for other files."""
     text = str(source)
     kind, _, address = text.partition(":")
     if kind in ("delta", "iceberg"):
@@ -181,7 +182,7 @@ def table_kind(source: str | Path) -> tuple[str, str] | None:
 
 
 def expand(pattern: str | Path) -> list[str | Path]:
-    """The files that a path or pattern means, or the table at an address."""
+    """The files that match a path or pattern, or the address of a table."""
     refuse_credentials(pattern, "the address of the data")
     text = str(pattern)
     if "://" in text and Path(text).suffix.lower() in HDF5:
@@ -203,12 +204,12 @@ def expand(pattern: str | Path) -> list[str | Path]:
 
 
 def comes_from(source: Any, package: str) -> bool:
-    """Whether the object's class derives from one of this package, without importing it."""
+    """Whether the object's class derives from a class of this package, which is not imported."""
     return any(base.__module__.partition(".")[0] == package for base in type(source).__mro__)
 
 
 class ConcatDataset:
-    """The samples of the parts, one part after the other. Use ``concatenate``, which checks them."""
+    """The concatenated samples of several datasets. Create it with ``concatenate``, which checks them."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
         self.parts = parts
@@ -231,7 +232,7 @@ class ConcatDataset:
 
 
 def concatenate(parts: Sequence[Dataset], names: Sequence[str]) -> Dataset:
-    """The parts as one dataset; ``names`` tell them apart in errors. Raises UserError if their fields differ."""
+    """Join the parts into one dataset; ``names`` identify them in errors. Raises UserError if their fields differ."""
     fix = "give files with the same arrays, shapes and dtypes, or name only arrays that they share"
     require_alike([part.fields for part in parts], names, fix)
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)

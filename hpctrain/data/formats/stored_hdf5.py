@@ -1,4 +1,4 @@
-"""HDF5 files in object stores, read where they are: h5py gets a file whose blocks are fetched once, and kept."""
+"""HDF5 files read directly from object stores, through a file object that fetches and caches blocks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hpctrain.errors import UserError
 from hpctrain.system.object_store import opened, shortened
 
 BLOCK_BYTES = 8 * 2**20
-"""That are fetched with one request: a store takes long to begin."""
+"""Size of a request, large because object stores have a high latency."""
 BLOCKS_AT_ONCE = 8
-"""That are fetched if the block before them is here: whoever reads in order needs the next ones, too."""
+"""Blocks to read ahead if the block before them is cached, which suggests sequential reading."""
 
 
 class StoredFile(io.RawIOBase):
-    """An object as it is when it is opened, as a file to read: another one in its place is an error."""
+    """An object in a store as a read-only file; it is an error if the object is replaced after it was opened."""
 
     def __init__(self, url: str, cache: BlockCache) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class StoredFile(io.RawIOBase):
 
     @property
     def segment_bytes(self) -> int:
-        """Of each segment but the last; without a disk segments are few, and small."""
+        """Size of each segment but the last; smaller without a disk cache."""
         return BLOCK_BYTES if self.segments.disk is None else SEGMENT_BYTES
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -61,7 +61,7 @@ class StoredFile(io.RawIOBase):
         out = memoryview(buffer).cast("B")
         count = max(0, min(len(out), self.size - self.position))
         collects = gc.isenabled()
-        gc.disable()  # in a thread that fetches it might wait for the library's lock, which the caller holds
+        gc.disable()  # a collection in a fetching thread could block on the library's lock, which the caller holds
         try:
             self.segments.read(lambda: self.copy(self.position, out[:count]))
         finally:
@@ -71,7 +71,7 @@ class StoredFile(io.RawIOBase):
         return count
 
     def copy(self, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes from ``begin``."""
+        """Fill ``out`` with the bytes from ``begin`` on."""
         size, end = self.segment_bytes, begin + len(out)
         for number in range(begin // size, -(-end // size)):
             first, last = max(begin - number * size, 0), min(end - number * size, size)
@@ -80,7 +80,7 @@ class StoredFile(io.RawIOBase):
             out[place : place + last - first] = memoryview(segment.content)[first:last]
 
     def segment(self, number: int, size: int, blocks: Callable[[], NDArray[np.int64]]) -> Segment:
-        """A segment in which these blocks are here, in rising order; who reads in order gets the next ones, too."""
+        """A segment that has these blocks, given in ascending order; reads ahead if access appears sequential."""
         begin = number * size
         length = min(size, self.size - begin)
 
@@ -108,7 +108,7 @@ class StoredFile(io.RawIOBase):
 
 
 class StoredArray:
-    """Bytes of an object that lie as NumPy would lay them: samples are copied out of blocks, without the library."""
+    """An array in NumPy's layout in an object: samples are copied from blocks, without the HDF5 library."""
 
     layout = "contiguous"
     chunk_samples = 1
@@ -121,12 +121,12 @@ class StoredArray:
         self.sample_bytes = dtype.itemsize * math.prod(shape[1:])
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """New array of the samples at these indices."""
+        """The samples at these indices, as a new array."""
         taken = self.file.segments.read(lambda: self._take(indices, self.file.segment_bytes))
         return taken.astype(self.dtype.newbyteorder("="), copy=False)
 
     def _take(self, indices: NDArray[np.int64], size: int) -> NDArray[Any]:
-        """From segments of this size."""
+        """Read the samples from segments of this size."""
         if len(indices):
             least, most = self._segments(0, self.shape[0] - 1, size)
             if least != most:
@@ -145,13 +145,13 @@ class StoredArray:
         return out
 
     def _segments(self, first: Any, last: Any, size: int) -> tuple[Any, Any]:
-        """Numbers of those in which samples begin and end."""
+        """Numbers of the segments in which samples ``first`` begin and ``last`` end."""
         return (self.begin + first * self.sample_bytes) // size, (
             self.begin + (last + 1) * self.sample_bytes - 1
         ) // size
 
     def _within(self, number: int, size: int, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """Samples that lie in one segment."""
+        """Read samples that are entirely in one segment."""
 
         def blocks() -> NDArray[np.int64]:
             begins = self.begin - number * size + indices * self.sample_bytes
@@ -159,7 +159,7 @@ class StoredArray:
             return np.unique(np.add.outer(begins, offsets) // BLOCK_BYTES)
 
         segment = self.file.segment(number, size, blocks)
-        first = max(0, -((self.begin - number * size) // self.sample_bytes))  # sample that begins in it
+        first = max(0, -((self.begin - number * size) // self.sample_bytes))  # first sample that begins in the segment
         skipped = self.begin - number * size + first * self.sample_bytes
         count = (min(size, self.file.size - number * size) - skipped) // self.sample_bytes
         samples = segment.array((count, *self.shape[1:]), self.dtype, skipped)
@@ -171,7 +171,7 @@ class StoredArray:
 
 
 class StoredFiles(LinkedFiles):
-    """A data set's file in a store, which leads to no others."""
+    """A dataset's file in an object store; links to other files are not supported."""
 
     def __init__(self, url: str, cache: BlockCache) -> None:
         super().__init__(url)
@@ -196,12 +196,12 @@ class StoredFiles(LinkedFiles):
 
 
 def files_of(path: Path | str, cache: BlockCache, outside: Sequence[str | Path] = ()) -> LinkedFiles:
-    """The file of a path, or of the URL of an object."""
+    """The LinkedFiles of a path or of an object's URL."""
     return StoredFiles(str(path), cache) if "://" in str(path) else LinkedFiles(Path(path), outside)
 
 
 def matching(url: str) -> list[str]:
-    """The objects that a pattern means, in sorted order. Raises UserError if there are none."""
+    """URLs of the objects that match a pattern, sorted. Raises UserError if there are none."""
     folder, _, pattern = url.rpartition("/")
     with asking(url):
         names = [str(it["path"]).rpartition("/")[2] for it in opened(folder).list_with_delimiter()["objects"]]
@@ -213,14 +213,14 @@ def matching(url: str) -> list[str]:
 
 @contextlib.contextmanager
 def asking(url: str) -> Iterator[None]:
-    """Raises UserError for errors of the store and its library."""
+    """Turn errors of the store and its library into UserErrors."""
     try:
         yield
     except UserError:
         raise
     except FileNotFoundError as error:
         raise UserError(f"{url} does not exist", "correct the address of the data") from error
-    except Exception as error:  # also of what gives credentials, whose errors have nothing in common
+    except Exception as error:  # includes errors of credential providers, which share no base class
         from obstore.exceptions import PreconditionError
 
         if isinstance(error, PreconditionError):

@@ -1,4 +1,4 @@
-"""Tables to train on: each part is decoded whole, kept in memory, and on the node's disk if it comes from a store."""
+"""Tables as datasets: parts are decoded whole and cached, on the node's disk if remote, else in memory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 
 RETRY_WAITS_S: tuple[float, ...] = (1.0, 4.0, 16.0)
-"""Before a store is asked again, after its library has given up."""
+"""Waits before further attempts, after the store's library has given up retrying."""
 ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of a table that are kept together, column after column."""
+    """Consecutive parts of a table that are cached in one segment, column by column."""
 
     first: int
     last: int
-    """Part behind it."""
+    """Exclusive."""
     begin: int
-    """Row of the table."""
+    """Its first row in the table."""
     rows: int
     places: Mapping[str, int]
-    """Where each column begins, in bytes."""
+    """Offset of each column in bytes."""
     length: int
     key: str
-    """Of what is decoded: the same content in other types is something else."""
+    """Identifies the decoded content, so it covers the column types."""
 
 
 class TableDataset:
-    """The rows of a table, column by column. Use ``open_table_dataset``, which checks it."""
+    """The rows of a table as samples. Create it with ``open_table_dataset``, which checks the table."""
 
     def __init__(self, table: Table, ends: NDArray[np.int64], fields: Mapping[str, Field], cache: BlockCache) -> None:
         self.table = table
@@ -73,7 +73,7 @@ class TableDataset:
         return samples
 
     def _parts(self, indices: Any) -> NDArray[np.int64]:
-        """That hold samples."""
+        """Numbers of the parts that hold these samples."""
         found: NDArray[np.int64] = np.searchsorted(self.ends, indices, side="right")
         return found
 
@@ -81,7 +81,7 @@ class TableDataset:
         return int(self.ends[part - 1]) if part else 0
 
     def _run(self, number: int, count: int) -> Run:
-        """One of the runs, of `count` parts each."""
+        """Run ``number``, if runs have ``count`` parts each."""
         if (number, count) not in self.runs:
             first, last = number * count, min((number + 1) * count, len(self.ends))
             rows, places, length = int(self.ends[last - 1]) - self._begin(first), {}, 0
@@ -94,7 +94,7 @@ class TableDataset:
         return self.runs[number, count]
 
     def _within(self, run: Run, indices: NDArray[np.int64]) -> Samples:
-        """Samples of one run."""
+        """Read samples of one run."""
 
         def wanted(marks: NDArray[np.uint8]) -> NDArray[np.int64]:
             return np.unique(self._parts(indices)) - run.first
@@ -116,7 +116,7 @@ class TableDataset:
         }
 
     def _decoded(self, number: int) -> dict[str, NDArray[Any]]:
-        """Columns of a part."""
+        """Decode the columns of a part; raises UserError if rows or shapes do not match the table."""
         part, begin = self.table.parts[number], self._begin(number)
         rows = int(self.ends[number]) - begin
         arrays = columns_of(self.table, part, tuple(self.fields), begin)
@@ -134,14 +134,14 @@ class TableDataset:
         return {name: np.ascontiguousarray(array, self.fields[name].dtype) for name, array in arrays.items()}
 
     def fingerprint(self) -> str:
-        """Of what was listed, for a store; of samples, as that of a file, for a table on a disk without versions."""
+        """A hash of the file listing for a remote or versioned table, else of samples."""
         if not self.table.is_versioned:
             return content_fingerprint(self)
         return listed_fingerprint(self, self.table.address, self.table.origin)
 
 
 def columns_of(table: Table, part: Part, names: tuple[str, ...], begin: int) -> dict[str, NDArray[Any]]:
-    """Columns of a part as arrays."""
+    """Read columns of a part as NumPy arrays."""
     if not names:
         return {}
     rows = read_part(table, part, names)
@@ -149,7 +149,7 @@ def columns_of(table: Table, part: Part, names: tuple[str, ...], begin: int) -> 
 
 
 def read_part(table: Table, part: Part, names: Sequence[str]) -> Any:
-    """Columns of a part, each as one of Arrow's arrays. A store is asked again if it does not answer."""
+    """Read columns of a part as an Arrow record batch. Failed reads of a remote table are retried."""
     import pyarrow
 
     def read() -> Any:
@@ -170,10 +170,10 @@ def read_part(table: Table, part: Part, names: Sequence[str]) -> Any:
 def open_table_dataset(
     table: Table, names: tuple[str, ...] | None, cache: BlockCache, ragged: bool, decode: Decode | None
 ) -> Dataset:
-    """The rows of a table as samples.
+    """Make a dataset of a table's rows.
 
     Raises:
-        UserError: there are none, or a column cannot be trained on.
+        UserError: the table has no rows, or a column cannot be trained on.
     """
     with reading(table.address, str(table.origin["kind"])):
         counts = [rows_of(part, table) for part in table.parts]
@@ -195,7 +195,7 @@ def open_table_dataset(
 
 
 def field_of(kind: Any) -> Field | None:
-    """Of a column's type; None if only its values tell."""
+    """The field of a column, from its Arrow type; None if it depends on the values."""
     from pyarrow import types
 
     if types.is_fixed_size_list(kind):
@@ -205,14 +205,14 @@ def field_of(kind: Any) -> Field | None:
 
 
 def rows_of(part: Part, table: Table) -> int:
-    """Of a part; counted if its file does not say."""
+    """Rows of a part, counted if its file does not record them."""
     if part.rows is not None:
         return part.rows
     return sum(len(batch) for batch in part.scan(table.schema.names[:1], None))
 
 
 def check_type(name: str, table: Table) -> None:
-    """Raises UserError if a column holds no numbers."""
+    """Raise UserError if a column does not hold numbers, booleans or lists of them."""
     from pyarrow import types
 
     kind = table.schema.field(name).type
@@ -226,7 +226,7 @@ def check_type(name: str, table: Table) -> None:
 
 
 class TableRows:
-    """The rows of a table as records, for those who decode each."""
+    """The rows of a table as records, for ``decode`` and ragged data."""
 
     def __init__(self, table: Table, ends: NDArray[np.int64], cache: BlockCache) -> None:
         self.path: str | Path = table.address
@@ -271,7 +271,7 @@ class TableRows:
 
 
 def write_rows(path: Path, rows: Any) -> None:
-    """A file of Arrow's rows that can be mapped. Raises OSError."""
+    """Write a record batch to an Arrow file that can be memory-mapped. Raises OSError."""
     from pyarrow import ipc
 
     with replacement(path) as temporary, ipc.new_file(str(temporary), rows.schema) as file:
@@ -279,7 +279,7 @@ def write_rows(path: Path, rows: Any) -> None:
 
 
 def mapped_rows(path: Path) -> Any:
-    """The rows of a file of ``write_rows``; raises UserError if it is damaged."""
+    """Map a file of ``write_rows``; raises UserError if it is damaged."""
     import pyarrow
     from pyarrow import ipc
 
@@ -290,7 +290,7 @@ def mapped_rows(path: Path) -> Any:
 
 
 def plain_value(scalar: Any) -> Any:
-    """A value of a table: numbers keep their dtype, lists become arrays or lists."""
+    """Convert an Arrow scalar: numbers keep their dtype, flat lists become arrays, other values Python objects."""
     import pyarrow
 
     if (

@@ -1,4 +1,4 @@
-"""Tables that Arrow reads, as parts that can be read by themselves: row groups of Parquet files, or whole files."""
+"""Tables that Arrow reads, split into independently readable parts: row groups of Parquet files, or whole files."""
 
 from __future__ import annotations
 
@@ -22,65 +22,65 @@ from hpctrain.errors import UserError, requires
 
 BATCH_ROWS = 8192
 CSV_BLOCK_BYTES = 4 * 2**20
-"""Of a CSV file, parsed at once; longer lines are refused."""
+"""Bytes of a CSV file that are parsed at once; longer lines are an error."""
 LOOKING_THREADS = 16
-"""That ask for the sizes and footers of files: a store takes long to answer, and answers many at once."""
+"""Threads that request sizes and footers of files, because object stores have a high latency."""
 FORMATS = {"parquet": "Parquet", "csv": "CSV", "json": "JSON lines", "orc": "ORC"}
-"""Kinds of files by their name for Arrow, and for people."""
+"""Display names of file kinds by their name in Arrow."""
 
 Scan = Callable[[Sequence[str], Any], Iterator[Any]]
-"""scan(columns, filter) gives Arrow's record batches in order; filter is an Arrow expression of some of these columns,
+"""scan(columns, filter) yields Arrow record batches in order; filter is an Arrow expression over some of these columns,
 or None for all rows."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that are read together."""
+    """Rows of a table that are read together."""
 
     where: str
-    """Its file, for people."""
+    """Its file, for display."""
     key: str
-    """Of its content: another one has another key."""
+    """Identifies the content."""
     rows: int | None
-    """None if only reading them tells."""
+    """Number of rows; None if it is unknown before they are read."""
     scan: Scan
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as it is at one moment."""
+    """A snapshot of a table."""
 
     address: str
-    """That opens it again as it is, if it has versions."""
+    """Opens the same table again, at the same version if it has versions."""
     schema: Any
-    """Arrow's."""
+    """An Arrow schema."""
     parts: Sequence[Part]
-    """In order."""
+    """In row order."""
     origin: Mapping[str, Any]
-    """What it is, for the record: ``kind``, ``uri``, ``files`` (number), ``files_sha256`` of their names and sizes, and
-    of their ETags if a store has them; JSON-able."""
+    """JSON values for the run's record: ``kind``, ``uri``, ``files`` (their number), and ``files_sha256`` of names,
+    sizes and, if the store has them, ETags."""
     is_remote: bool
-    """Whether its files are in a store."""
+    """Whether its files are in an object store."""
 
     @property
     def is_versioned(self) -> bool:
-        """Whether its origin identifies what is in it."""
+        """Whether ``origin`` identifies the content."""
         return self.is_remote or not {"version", "snapshot"}.isdisjoint(self.origin)
 
     def record(self, rows: int) -> dict[str, Any]:
-        """Its origin, number of rows and schema, for the record."""
+        """Origin, number of rows and schema, for the run's record."""
         return {**self.origin, "rows": rows, "schema": {field.name: str(field.type) for field in self.schema}}
 
 
 def open_files(address: str, kind: str) -> Table:
-    """The files of a path or URI, of a folder all in it and below, in the order of their names.
+    """Open the file at a path or URI as a table, or all files in a folder and its subfolders, in order of their names.
 
     Args:
-        address: a path, or a URI that Arrow or fsspec knows, such as ``s3://bucket/folder``.
+        address: a path, or a URI that Arrow or fsspec supports, such as ``s3://bucket/folder``.
         kind: parquet, csv, json or orc.
 
     Raises:
-        UserError: it is missing, cannot be read, is damaged, or is a Delta table but not said to be one.
+        UserError: it is missing, unreadable or damaged, or it is the folder of a Delta table.
     """
     with reading(address, kind):
         from pyarrow import dataset, fs
@@ -94,19 +94,19 @@ def open_files(address: str, kind: str) -> Table:
             )
         form = csv_form(address) if kind == "csv" else kind
         files = dataset.dataset(path, filesystem=store, format=form, partitioning="hive" if folder else None)
-        if kind == "csv":  # as text: hpctrain.data.packing.table says what it is
+        if kind == "csv":  # read as bytes; hpctrain.data.packing.table infers the types
             schema = text_schema(files.schema.names)
             files = dataset.dataset(path, filesystem=store, format=form, schema=schema)
         return table_of(files, address, {"kind": kind, "uri": address}, is_remote(address))
 
 
 def is_remote(address: str) -> bool:
-    """Whether a path or URI leads to a store."""
+    """Whether a path or URI refers to an object store."""
     return "://" in address and urlsplit(address).scheme != "file"
 
 
 def filesystem_of(address: str) -> tuple[Any, str]:
-    """Arrow's file system, and the path there. Credentials come from where the store's library looks for them."""
+    """The Arrow file system and the path in it. The store's library finds credentials in its usual places."""
     from pyarrow import ArrowInvalid, fs
 
     if "://" not in address:
@@ -127,7 +127,7 @@ def filesystem_of(address: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reading(where: str, kind: str) -> Iterator[None]:
-    """Raises UserError for what goes wrong while a table is read."""
+    """Turn errors while a table is read into UserErrors."""
     with requires("pyarrow", "data"):
         import pyarrow
     try:
@@ -147,7 +147,7 @@ def reading(where: str, kind: str) -> Iterator[None]:
 
 
 def shortened(error: Exception) -> str:
-    """Its first line, without what Arrow did before it found the fault."""
+    """The first line of an error, without Arrow's prefix."""
     return str(error).partition("\n")[0].rpartition("Invalid: ")[2][:600]
 
 
@@ -157,7 +157,7 @@ def not_utf8(where: str) -> UserError:
 
 
 def csv_form(address: str) -> Any:
-    """How CSV files are parsed; tabs stand between values if the suffix is .tsv."""
+    """The Arrow format for CSV files, with tabs as delimiter if the suffix is .tsv."""
     from pyarrow import csv, dataset
 
     delimiter = "\t" if address.lower().endswith(".tsv") else ","
@@ -168,7 +168,7 @@ def csv_form(address: str) -> Any:
 
 
 def text_schema(names: Sequence[str]) -> Any:
-    """Of columns as text, undecoded."""
+    """A schema that reads these columns as undecoded bytes."""
     import pyarrow
 
     return pyarrow.schema([(name, pyarrow.binary()) for name in names])
@@ -176,26 +176,26 @@ def text_schema(names: Sequence[str]) -> Any:
 
 @dataclass(frozen=True)
 class SeenFile:
-    """A file of a store as it was when the table was opened."""
+    """A file of a table, with its state when the table was opened."""
 
     store: Any
     path: str
     identity: tuple[Any, ...]
-    """What changes with its content: size and time, or size and ETag."""
+    """Changes with the content: size and modification time, or size and ETag."""
 
     @classmethod
     def look(cls, store: Any, path: str) -> SeenFile:
-        """At the file as it is now."""
+        """Record the file's current state."""
         return cls(store, path, identity_of(store, path))
 
     def check(self) -> None:
-        """Raises UserError if it is another now."""
+        """Raise UserError if the file has changed."""
         if identity_of(self.store, self.path) != self.identity:
             raise UserError(f"{self.path} has changed since the run opened it", "do not change data during a run")
 
 
 def identity_of(store: Any, path: str) -> tuple[Any, ...]:
-    """Size, and ETag or time of the last change."""
+    """Size, and ETag or modification time."""
     with store.open_input_file(path) as file:
         said = file.metadata() or {}
         if "ETag" in said:
@@ -205,7 +205,7 @@ def identity_of(store: Any, path: str) -> tuple[Any, ...]:
 
 
 def table_of(files: Any, address: str, origin: Mapping[str, Any], remote: bool) -> Table:
-    """The table of one of Arrow's data sets of files."""
+    """Make a Table of an Arrow dataset of files."""
     from pyarrow.dataset import ParquetFileFragment
 
     fragments = sorted(files.get_fragments(), key=lambda fragment: str(fragment.path))
@@ -238,13 +238,13 @@ def table_of(files: Any, address: str, origin: Mapping[str, Any], remote: bool) 
 
 
 def relative(paths: Sequence[str]) -> list[str]:
-    """The paths below the folder that all lie in."""
+    """The paths relative to their common folder."""
     folder = os.path.commonpath([posixpath.dirname(path) for path in paths])
     return [path[len(folder) :].lstrip("/") for path in paths]
 
 
 def checksum(files: Sequence[tuple[Any, ...]]) -> str:
-    """Of names, sizes and ETags; times of last changes do not count, which a copy does not keep."""
+    """sha256 of names, sizes and ETags; without modification times, which a copy does not keep."""
     names = relative([path for path, *_ in files]) if files else []
     marks = [f"{size} {mark}" if isinstance(mark, str) else f"{size}" for _, size, mark in files]
     lines = (f"{name} {mark}\n" for name, mark in zip(names, marks, strict=True))
@@ -252,13 +252,13 @@ def checksum(files: Sequence[tuple[Any, ...]]) -> str:
 
 
 def listed_fingerprint(dataset: Dataset, address: str, origin: Mapping[str, Any]) -> str:
-    """The address, and a hash of fields, length, and sizes and ETags of the files of a store."""
+    """The address and a hash of length, fields and the file listing."""
     identity = f"{len(dataset)} {dict(dataset.fields)} {origin['files_sha256']}"
     return f"{address} {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def scan_of(fragment: Any, schema: Any, file: SeenFile) -> Scan:
-    """Reads a file, or a part of one, that has not changed since."""
+    """Make a scan of a file or part of one, which raises UserError if the file has changed since."""
     import pyarrow
 
     def scan(columns: Sequence[str], expression: Any) -> Iterator[Any]:
@@ -268,7 +268,7 @@ def scan_of(fragment: Any, schema: Any, file: SeenFile) -> Scan:
         try:
             yield from scanner.to_batches()
         except (OSError, pyarrow.ArrowException):
-            file.check()  # what was made of half of one file and half of another is not damaged
+            file.check()  # a changed file may look damaged
             raise
         file.check()
 
@@ -276,7 +276,7 @@ def scan_of(fragment: Any, schema: Any, file: SeenFile) -> Scan:
 
 
 def filtered(batch: Any, expression: Any) -> list[Any]:
-    """The rows of a batch that meet a condition."""
+    """The rows of a batch that meet a condition, as batches."""
     import pyarrow
 
     if expression is None:
@@ -286,7 +286,7 @@ def filtered(batch: Any, expression: Any) -> list[Any]:
 
 
 def values(column: Any, what: str, begin: int) -> NDArray[Any]:
-    """An Arrow array as a NumPy array; lists become further axes."""
+    """Convert an Arrow array to NumPy; lists become further axes. Raises UserError for nulls or uneven lists."""
     from pyarrow import compute, types
 
     if column.null_count:

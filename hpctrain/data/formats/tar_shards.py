@@ -1,4 +1,4 @@
-"""Tar shards as WebDataset writes them: files that share a name up to its first dot are one sample."""
+"""WebDataset tar shards: consecutive files with the same name up to the first dot form a sample."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hpctrain.errors import UserError, requires
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 WHOLE_NUMBERS = ("cls", "cls2", "index", "inx", "id", "count")
-"""Extensions as WebDataset reads them."""
+"""Extensions that hold an integer as text, as in WebDataset."""
 
 
 class TarShard:
-    """Samples of one tar without compression, found by the headers of its files."""
+    """The samples of one uncompressed tar file, indexed by its headers."""
 
     def __init__(self, path: Path) -> None:
         self.path: str | Path = path
@@ -47,7 +47,7 @@ class TarShard:
 
 
 def index_of(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
-    """Key, and (offset, length) by extension, of each sample in the order of the tar."""
+    """Key, and (offset, length) by extension, of each sample, in the order of the tar file."""
     samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
     with tarfile.open(path, "r:") as tar:
         for member in tar:
@@ -65,7 +65,7 @@ def index_of(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
 
 
 def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
-    """A file's content as an array; nothing is unpickled."""
+    """Decode a file's content to an array by its extension; nothing is unpickled."""
     kind = extension.rpartition(".")[2]
     readers: dict[str, Callable[[bytes], Any]] = {
         "npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
@@ -85,7 +85,7 @@ def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
 
 
 def picture(content: bytes) -> NDArray[np.uint8]:
-    """uint8[height, width, 3]."""
+    """Decode an image to uint8[height, width, 3]."""
     with requires("pillow", "data"):
         from PIL import Image
     with Image.open(io.BytesIO(content)) as image:

@@ -1,6 +1,6 @@
-"""Making HDF5 files that train fast, from what people have: archives, tables, images, or any dataset.
+"""Conversion of archives, tables, images, text or any dataset to HDF5 files that are fast to train from.
 
-A ``source`` gives samples in blocks; ``read`` opens one of files, with the columns that a table has, ``text`` one
-of text by a ``tokenizer``. ``write`` makes the file, with notes on where its samples came from; of tables, several
-ranks do, and the file is a ``growing_file``, which is continued if they are killed.
+A ``source`` yields samples in blocks: ``read`` opens one from files, ``text`` makes one from text with a
+``tokenizer``. ``write`` writes the HDF5 file, with notes on where its samples came from. Tables are written by several
+ranks, as a ``growing_file``, which a later call continues if they are killed.
 """

@@ -1,4 +1,4 @@
-"""NumPy's files as sources, read as streams: no array needs to fit into memory. Nothing is unpickled."""
+"""NumPy files as sources, read as streams, so arrays need not fit into memory. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Opener = Callable[[], contextlib.AbstractContextManager[IO[bytes]]]
 
 @dataclass(frozen=True)
 class Header:
-    """What a .npy stream says of its array."""
+    """Header of a .npy stream."""
 
     shape: tuple[int, ...]
     fortran: bool
@@ -32,7 +32,7 @@ class Header:
 
 
 def from_npz(path: Path, names: tuple[str, ...] | None = None) -> Source:
-    """The named arrays of a .npz archive, by default all."""
+    """A source of the named arrays of a .npz archive, by default all."""
     try:
         with zipfile.ZipFile(path) as archive:
             present = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
@@ -43,26 +43,26 @@ def from_npz(path: Path, names: tuple[str, ...] | None = None) -> Source:
 
 
 def from_npy(paths: Sequence[Path]) -> Source:
-    """Arrays of which each .npy file holds one, named as the file is."""
+    """A source of one array per .npy file, named after the file."""
     if len({path.stem for path in paths}) < len(paths):
         raise UserError("two .npy files have the same name, and their arrays would too", "rename one of them")
     return from_streams({path.stem: partial(open_npy, path) for path in paths}, ", ".join(map(str, paths)))
 
 
 def open_npy(path: Path) -> IO[bytes]:
-    """A file by itself."""
+    """Open a .npy file."""
     return path.open("rb")
 
 
 @contextlib.contextmanager
 def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
-    """A file within an archive."""
+    """Open a file in an archive."""
     with zipfile.ZipFile(path) as archive, archive.open(name) as member:
         yield member
 
 
 def from_streams(streams: Mapping[str, Opener], where: str) -> Source:
-    """One array from each stream."""
+    """A source of one array per stream."""
     headers = {name: read_header(opener, f"{where}: {name!r}") for name, opener in streams.items()}
     fields = {name: check_field(name, header.shape, header.dtype, where) for name, header in headers.items()}
     length = check_lengths({name: header.shape[0] for name, header in headers.items()}, where)
@@ -81,13 +81,13 @@ def from_streams(streams: Mapping[str, Opener], where: str) -> Source:
 
 
 def read_header(opener: Opener, what: str) -> Header:
-    """Of the array behind the opener."""
+    """Open the stream and read its header."""
     with opener() as stream:
         return parse_header(stream, what)
 
 
 def parse_header(stream: IO[bytes], what: str) -> Header:
-    """Reads up to where the array's bytes begin."""
+    """Read the header, up to the start of the array's bytes."""
     try:
         version = npy.read_magic(stream)
         if version not in ((1, 0), (2, 0)):
@@ -98,7 +98,7 @@ def parse_header(stream: IO[bytes], what: str) -> Header:
 
 
 def rows(stream: IO[bytes], header: Header, step: int, what: str) -> Iterator[NDArray[Any]]:
-    """The array, some rows at a time; one in Fortran's order is read whole."""
+    """The array in blocks of ``step`` rows; an array in Fortran order is read whole."""
     parse_header(stream, what)
     length, *shape = header.shape
     if header.fortran:
@@ -112,7 +112,7 @@ def rows(stream: IO[bytes], header: Header, step: int, what: str) -> Iterator[ND
 
 
 def exactly(stream: IO[bytes], count: int, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """The next ``count`` numbers."""
+    """Read the next ``count`` numbers; raises UserError if the stream is damaged or truncated."""
     try:
         content = stream.read(count * dtype.itemsize)
     except (zipfile.BadZipFile, OSError, EOFError) as error:

@@ -1,7 +1,7 @@
-"""A file that grows piece by piece, by several processes; if they are killed, others continue it.
+"""A file that several processes write piece by piece; if they are killed, a later call resumes it.
 
-It lies in a separate folder next to its final name, with a layout, which says of what it is made, and marks, a file
-for each process, which name the pieces that are on the disk. At the end the file is renamed, and the folder removed.
+It is in a temporary folder next to its final path, with a ``layout`` file that identifies its content and one
+``marks`` file per process that lists the pieces on disk. At the end the file is renamed and the folder removed.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from hpctrain.system import safe_read
 from hpctrain.system.files import FILE_MODE, make_private, remove_folder, sync_folder, write_atomically
 
 MARK_S = 5.0
-"""Between two marks of a process; each waits for the disk."""
+"""Minimum time between two marks of a process, since each mark syncs the file."""
 
 
 @dataclass
 class GrowingFile:
-    """What is left to be written of a file."""
+    """The state of a file that is being written."""
 
     path: Path
-    """Of the file; its folder holds nothing else but layout and marks."""
+    """The incomplete file; its folder holds only this file, layout, marks and a lock."""
     layout: Mapping[str, Any]
     done: frozenset[int]
-    """Pieces that are on the disk."""
+    """Pieces that were on disk at the start."""
     mine: list[int]
-    """Pieces that this rank is to write."""
+    """Pieces that this rank must write."""
     marks: Path
-    """Of this process."""
+    """This process's marks file."""
     finished: list[int] = field(default_factory=list)
-    """Pieces without a mark."""
+    """Pieces written but not yet marked."""
     marked: float = field(default_factory=time.monotonic)
 
     def finish(self, index: int) -> None:
-        """To be called when a piece has been written."""
+        """Report that a piece was written."""
         self.finished.append(index)
         if time.monotonic() - self.marked >= MARK_S:
             self.mark()
 
     def mark(self) -> None:
-        """Notes what is on the disk, once it is."""
+        """Sync the file, then mark the finished pieces as on disk."""
         sync(self.path)
         with open(self.marks, "a", encoding="ascii") as file:
             file.writelines(f"{index}\n" for index in self.finished)
@@ -59,7 +59,7 @@ class GrowingFile:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file is on the disk."""
+    """Flush a file to disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -68,17 +68,17 @@ def sync(path: Path) -> None:
 def growing(
     path: Path, identity: str, pieces: int, make: Callable[[Path], Mapping[str, Any]], ranks: Ranks
 ) -> Iterator[GrowingFile]:
-    """The file of this name while it grows; the body writes the pieces that are this rank's. Collective.
+    """Create or resume the file; the body writes this rank's pieces. Collective.
 
     Args:
-        path: its final name, where it is when the body has ended on all ranks.
-        identity: of all that will be in it. What is there of a file of another identity is thrown away.
-        pieces: their number.
-        make: makes the file without its pieces, and returns its layout, which JSON can hold.
-        ranks: that write it.
+        path: the final path, to which the file is renamed when the body has ended on all ranks.
+        identity: identifies the whole content. An incomplete file with a different identity is discarded.
+        pieces: number of pieces.
+        make: creates the file without its pieces and returns its layout as JSON values.
+        ranks: the ranks that write the file.
 
     Raises:
-        UserError: another process writes it.
+        UserError: another process is writing the file, or pieces are missing at the end.
     """
     folder = path.with_name(f".{path.name}.packing")
     with contextlib.ExitStack() as stack:
@@ -96,7 +96,7 @@ def growing(
             yield file
             file.mark()
         except BaseException:
-            if ranks.size == 1 and not marked(folder):  # it was short: nothing is to be left
+            if ranks.size == 1 and not marked(folder):  # nothing worth resuming
                 remove_folder(folder)
             raise
         ranks.allgather(None, "write the file", PATIENCE_S)
@@ -109,14 +109,14 @@ def growing(
 
 
 def begun(folder: Path, identity: str, make: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The layout of the file in a folder, which is made if there is none of this identity."""
+    """The layout of the file in the folder, which is created unless one with this identity exists."""
     about = folder / "layout"
     with contextlib.suppress(OSError, ValueError):
         found = safe_read.read_json(about)
         if found["identity"] == identity and (folder / "file").stat().st_size == found["bytes"]:
             layout: Mapping[str, Any] = found["layout"]
             return layout
-    for path in (about, *folder.glob("marks-*"), folder / "file"):  # the layout first: without it, nothing counts
+    for path in (about, *folder.glob("marks-*"), folder / "file"):  # layout first: without it, the rest is ignored
         path.unlink(missing_ok=True)
     os.close(os.open(folder / "file", os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))
     layout = make(folder / "file")
@@ -127,14 +127,14 @@ def begun(folder: Path, identity: str, make: Callable[[Path], Mapping[str, Any]]
 
 
 def marked(folder: Path) -> set[int]:
-    """The pieces that are on the disk; a line that was torn does not count."""
+    """The pieces marked as on disk; an incomplete last line is ignored."""
     texts = [path.read_text(encoding="ascii") for path in folder.glob("marks-*")]
     return {int(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")}
 
 
 @contextlib.contextmanager
 def alone(folder: Path, path: Path) -> Iterator[None]:
-    """Raises UserError if another process writes the file."""
+    """Hold the folder's lock; raises UserError if another process holds it."""
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,27 +142,27 @@ def alone(folder: Path, path: Path) -> Iterator[None]:
             raise UserError(
                 f"another process packs {path}", "wait until it has ended, or choose another name"
             ) from error
-        except OSError:  # a file system without such locks
+        except OSError:  # the file system does not support locks
             pass
         yield
 
 
 PATIENCE_S = 7 * 86400.0
-"""Longest wait for the other ranks: one that dies ends the others through MPI."""
+"""Timeout for waiting on other ranks. It can be long, because if a rank dies, MPI ends the others."""
 
 
 class Ranks(Protocol):
-    """Such as a ``Group`` of hpctrain.comm."""
+    """The processes that write a file together, such as a ``Group`` of hpctrain.comm."""
 
     rank: int
     size: int
 
     def allgather(self, value: Any, what: str, timeout_s: float) -> list[Any]:
-        """The values of all ranks, in rank order; ``what`` they do completes an error."""
+        """The values of all ranks, in rank order; ``what`` describes the operation in errors."""
 
 
 class Alone:
-    """A process by itself."""
+    """Ranks of a single process."""
 
     rank = 0
     size = 1

@@ -18,17 +18,17 @@ SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".
 
 
 def from_images(folder: Path, size: tuple[int, int] | None = None) -> Source:
-    """``image`` uint8[height, width, channels] and, if images lie in a subfolder for each class, ``label`` int64.
+    """A source with ``image`` uint8[height, width, channels] and, if there is a subfolder per class, ``label`` int64.
 
-    Classes are numbered in the order of their names. Grey images have one channel if the first image is grey, all
-    others have three.
+    Classes are numbered in the order of their names. If the first image is grayscale, all images are converted to one
+    channel, else to three.
 
     Args:
-        folder: of images, or of folders of images.
-        size: (height, width) to scale to; by default all images must be equally large.
+        folder: a folder of images, or of one folder of images per class.
+        size: (height, width) to scale to; by default all images must have the same size.
 
     Raises:
-        UserError: no images, a damaged one, or images of several sizes and no size given.
+        UserError: there are no images, one is damaged, or sizes differ and ``size`` is not given.
     """
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     files = [(path, label) for label, name in enumerate(classes) for path in images_in(folder / name)]
@@ -59,12 +59,12 @@ def from_images(folder: Path, size: tuple[int, int] | None = None) -> Source:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """The images in a folder and below, by name."""
+    """All images in a folder and its subfolders, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
 def mode_of(path: Path) -> str:
-    """How Pillow calls the image's pixels."""
+    """The image's mode in Pillow, such as ``RGB``."""
     with requires("pillow", "data"):
         from PIL import Image, UnidentifiedImageError
     try:
@@ -75,12 +75,12 @@ def mode_of(path: Path) -> str:
 
 
 def decode(path: Path, mode: str, size: tuple[int, int] | None) -> NDArray[np.uint8]:
-    """The pixels, uint8[height, width, channels]."""
+    """The image's pixels, uint8[height, width, channels], converted to ``mode`` and scaled to ``size``."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            # Pillow would cut off what is above.
+            # Pillow would clip larger values.
             least, most = image.getextrema() if image.mode[0] in "IF" else (0, 255)
             converted = image.convert(mode)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -97,7 +97,7 @@ def decode(path: Path, mode: str, size: tuple[int, int] | None) -> NDArray[np.ui
 
 
 def stacked(images: Sequence[NDArray[np.uint8]], paths: Sequence[Path], shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The images along a new first axis."""
+    """Stack the images along a new first axis; raises UserError if one differs in size."""
     for image, path in zip(images, paths, strict=True):
         if image.shape != shape:
             raise UserError(

@@ -1,4 +1,4 @@
-"""From the paths that a user names to one source."""
+"""Opens the paths that a user names as one source to pack."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ KINDS = {
     ".hdf5": "hdf5",
     **dict.fromkeys(SUFFIXES, "text"),
 }
-"""By suffix; a folder holds images. JSON lines are text unless they are said to be ``json``."""
+"""Kind by file suffix; a folder holds images. JSON lines are text unless the kind is given as ``json``."""
 TABLES = ("csv", "parquet", "json", "orc", "delta", "iceberg")
-"""What Arrow reads: files, and folders of them, also in object stores; versioned tables."""
+"""Kinds that Arrow reads: files and folders of files, also in object stores, and versioned tables."""
 
 
 def open_source(
@@ -38,19 +38,19 @@ def open_source(
     conditions: Sequence[str] = (),
     ranks: Ranks = ALONE,
 ) -> Source:
-    """The samples of these files, one file after the other; .npy files give an array each.
+    """The samples of the files, concatenated; each .npy file provides one array instead.
 
     Args:
         sources: files of one kind, folders or URIs of tables, or one folder of images.
-        kind: of ``NAMES``, by default taken from the suffixes; text has ``text_source``.
-        columns: of tables, those of each array; of archives, the arrays to take.
-        size: height and width that images are scaled to.
-        outside: further folders that HDF5 files may lead to.
-        conditions: that rows of tables must meet.
-        ranks: that make the same call; see ``write_hdf5``.
+        kind: one of ``NAMES``, by default derived from the suffixes; for text use ``text_source``.
+        columns: for tables, the columns of each array; for archives, the arrays to use.
+        size: (height, width) to which images are scaled.
+        outside: further folders to which links in HDF5 files may lead.
+        conditions: conditions that rows of tables must meet.
+        ranks: the ranks that make this call together; see ``write_hdf5``.
 
     Raises:
-        UserError: a file is missing, of unknown kind, damaged, or unlike the others.
+        UserError: a file is missing, of unknown kind, damaged, or does not match the others.
     """
     kind = kind_of(sources, kind)
     if columns and kind in ("images", "npy"):
@@ -84,7 +84,7 @@ def open_source(
 
 
 def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[str]) -> Source:
-    """One file of a kind whose files are put one after the other."""
+    """The source of a single .npz or HDF5 file, for kinds whose files are concatenated."""
     if kind == "npz":
         from hpctrain.data.packing.arrays import from_npz
 
@@ -95,7 +95,7 @@ def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[s
 
 
 def kind_of(sources: Sequence[str], kind: str | None = None) -> str:
-    """The kind that is named, or that all suffixes stand for. Raises UserError if they stand for none, or several."""
+    """The given kind, or the one of all suffixes. Raises UserError if they are unknown or of different kinds."""
     for source in sources:
         refuse_credentials(source, "the address of the data")
     if kind is not None:
@@ -110,4 +110,4 @@ def kind_of(sources: Sequence[str], kind: str | None = None) -> str:
 
 
 NAMES = (*dict.fromkeys((*KINDS.values(), *TABLES)), "images")
-"""All kinds."""
+"""Names of all kinds."""

@@ -1,4 +1,4 @@
-"""What is packed: samples that come in blocks, which columns make which array, what a packed file says of itself."""
+"""Sources of samples to pack, the columns that form each array, and the notes stored in a packed file."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ BLOCK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """Some consecutive samples of a source."""
+    """Consecutive samples of a source that can be read on their own."""
 
     key: str
-    """Of what they are made from, and how: anything else has another key."""
+    """Identifies the input and how samples are made from it; changes if either does."""
     length: int
     """Number of samples, at least 1."""
     blocks: Callable[[], Iterator[Samples]]
-    """Begins to read, as that of a source."""
+    """Starts to read, like ``Source.blocks``."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Samples of known number and layout, read once, from the first to the last."""
+    """Samples of known number and layout, read once in order."""
 
     fields: Mapping[str, Field]
     """The arrays of a sample."""
     length: int
     """Number of samples."""
     blocks: Callable[[], Iterator[Samples]]
-    """Begins to read: some samples at a time, in order, ``length`` in all."""
+    """Starts to read: yields blocks of samples in order, ``length`` samples in total."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What the file should say about itself, such as the names of classes; JSON-able."""
+    """Notes to store in the file, such as class names; JSON values."""
     pieces: Sequence[Piece] = ()
-    """All samples, if some can be read without those before them; in order."""
+    """The samples as pieces in order, if pieces can be read independently; else empty."""
 
 
 def block_samples(fields: Mapping[str, Field]) -> int:
-    """Samples that are worth reading at once."""
+    """Samples per block of up to BLOCK_BYTES, at least 1."""
     return max(1, BLOCK_BYTES // max(1, sum(field.num_bytes for field in fields.values())))
 
 
 def from_dataset(dataset: Dataset) -> Source:
-    """Any dataset as something to pack, in the order in which it is stored.
+    """A source of all samples of a dataset, in storage order.
 
     Args:
-        dataset: as ``open_dataset`` gives it.
+        dataset: a result of ``open_dataset``.
 
     Raises:
-        UserError: its samples differ in shape.
+        UserError: the samples differ in shape.
     """
     ragged = [name for name, field in dataset.fields.items() if field.is_ragged]
     if ragged:
@@ -79,7 +79,7 @@ def from_dataset(dataset: Dataset) -> Source:
 
 
 def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
-    """The sources one after the other; raises UserError if their fields differ."""
+    """Concatenate the sources; raises UserError if their fields differ."""
     fix = "pack files with the same arrays, shapes and dtypes together"
     require_alike([source.fields for source in sources], names, fix)
     first = sources[0]
@@ -96,14 +96,14 @@ def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
 
 
 Columns = Mapping[str, tuple[str, ...]]
-"""The columns of each array. An array of one column has no column axis."""
+"""The columns that form each array. An array of one column has no column axis."""
 
 
 def assign(wanted: Columns | None, present: Sequence[str], where: str) -> Columns:
-    """The columns of each array, by default one array a column; ``*`` stands for all columns not named.
+    """The columns of each array, by default one array per column; ``*`` stands for all columns not named elsewhere.
 
     Raises:
-        UserError: a column is not there, or two have the same name.
+        UserError: a column does not exist, or two have the same name.
     """
     if len(set(present)) < len(present):
         raise UserError(f"{where} has two columns of the same name", "rename one of them")
@@ -121,7 +121,7 @@ def assign(wanted: Columns | None, present: Sequence[str], where: str) -> Column
 
 
 def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]]) -> Samples:
-    """The arrays, from columns of one table block."""
+    """Form the arrays from the columns of one block of a table."""
     return {
         name: columns[members[0]] if len(members) == 1 else np.stack([columns[member] for member in members], axis=1)
         for name, members in assigned.items()
@@ -129,7 +129,7 @@ def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]]) -> Samples:
 
 
 def only_names(wanted: Columns | None, kind: str) -> tuple[str, ...] | None:
-    """The arrays to take from a file that holds arrays, not columns; None for all."""
+    """The arrays to take from a file that holds arrays, not columns; None for all. Raises UserError for columns."""
     if wanted and any(columns != (name,) for name, columns in wanted.items()):
         raise UserError(
             f"columns are put together for {kind}, which holds arrays", "write --field NAME to take an array"
@@ -138,7 +138,7 @@ def only_names(wanted: Columns | None, kind: str) -> tuple[str, ...] | None:
 
 
 def parse_fields(texts: Sequence[str]) -> Columns | None:
-    """From ``name=column,column``, or ``name`` for the column or array of that name, as on the command line."""
+    """Parse --field arguments: ``name=column,column``, or ``name`` for the column or array of that name."""
     wanted = {}
     for text in texts:
         name, _, columns = text.partition("=")
@@ -149,19 +149,19 @@ def parse_fields(texts: Sequence[str]) -> Columns | None:
 
 
 NOTES = "hpctrain"
-"""Attribute of the file that holds a source's notes, as JSON."""
+"""Attribute of the file that holds the source's notes, as JSON."""
 
 
 def packed_notes(path: str | Path) -> dict[str, Any]:
-    """What ``hpctrain data pack`` noted in a file.
+    """Read the notes that ``hpctrain data pack`` stored in a file.
 
     Args:
-        path: an HDF5 file, or its URL in a store.
+        path: an HDF5 file, or its URL in an object store.
 
     Returns:
-        Of text: ``vocabulary`` (number of tokens that there are), ``context``, ``tokenizer`` (name of its file, or
-        bytes), ``tokenizer_sha256``, ``end_of_text`` (a token), ``documents`` and ``tokens`` (numbers). Of images:
-        ``classes``, a list of names. Empty if the file says nothing.
+        For text: ``vocabulary`` (number of distinct tokens), ``context``, ``tokenizer`` (name of its file, or
+        bytes), ``tokenizer_sha256``, ``end_of_text`` (a token), ``documents`` and ``tokens`` (counts). For images:
+        ``classes``, a list of names. For tables: ``sources``, a list of dicts. Empty if the file has no notes.
 
     Raises:
         UserError: the file is missing, is not HDF5, or its notes are damaged.

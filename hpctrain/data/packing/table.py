@@ -1,4 +1,4 @@
-"""Tables as sources: columns that make arrays, rows that meet conditions."""
+"""Tables as sources: selects columns for arrays and filters rows by conditions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hpctrain.errors import UserError
 
 
 def typed(table: Table, columns: Sequence[str], trained: Sequence[str]) -> Table:
-    """The table with types for these columns; those that are not trained on may be text.
+    """Infer the types of these columns of a CSV table; columns outside ``trained`` may be text.
 
-    All files are read once for their types and numbers of rows, and once more with each scan.
+    All files are read once to infer types and count rows, and again in each scan.
 
     Raises:
-        UserError: there is no line of names, text is not in UTF-8, or not a number in ``trained``.
+        UserError: there is no header line, text is not UTF-8, or a value in a ``trained`` column is not a number.
     """
     import pyarrow
 
@@ -62,7 +62,11 @@ def typed(table: Table, columns: Sequence[str], trained: Sequence[str]) -> Table
 
 
 def numbers(texts: Any, kind: Any, part: Part, name: str, begin: int, or_text: bool) -> Any:
-    """Texts as an Arrow array of this type; of float64, or text if that is allowed, if they are something else."""
+    """Parse texts as an Arrow array of type ``kind``, or of float64 or (if ``or_text``) text if they do not fit.
+
+    Raises:
+        UserError: a text is not a number, or not UTF-8.
+    """
     import pyarrow
     from pyarrow import compute
 
@@ -78,7 +82,7 @@ def numbers(texts: Any, kind: Any, part: Part, name: str, begin: int, or_text: b
             return floats
         with contextlib.suppress(pyarrow.ArrowInvalid):
             return trimmed.cast(pyarrow.int64())
-        try:  # numbers with a plus, for instance
+        try:  # for example numbers with a plus sign
             return pyarrow.array(np.array(trimmed.to_pylist(), np.int64))
         except (ValueError, OverflowError):
             return floats
@@ -92,7 +96,7 @@ def numbers(texts: Any, kind: Any, part: Part, name: str, begin: int, or_text: b
 
 
 def is_number(text: str) -> bool:
-    """Whether it is one to Arrow."""
+    """Whether Arrow parses the text as a number."""
     import pyarrow
 
     try:
@@ -115,13 +119,13 @@ COMPARE = {
 
 
 def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] = (), ranks: Ranks = ALONE) -> Source:
-    """The columns of a table: numbers, booleans, and lists (of lists) of them, equally long in all rows.
+    """A source of a table's columns: numbers, booleans, and (nested) lists of them of equal length in all rows.
 
     Args:
-        table: as ``open_table`` gives it.
-        wanted: the columns of each array, by default an array each.
-        conditions: such as ``age >= 30``; rows that do not meet them all are left out.
-        ranks: that make the same call, and count rows together.
+        table: a result of ``open_table``.
+        wanted: the columns of each array, by default one array per column.
+        conditions: conditions such as ``age >= 30``; rows must meet all of them.
+        ranks: the ranks that make this call together and count rows in parallel.
 
     Raises:
         UserError: a column is missing or cannot be trained on, a condition cannot be understood, or no row is left.
@@ -182,7 +186,7 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
 
 
 def parsed(condition: str, table: Table) -> tuple[str, str, str]:
-    """Column, operator and value of a condition."""
+    """Parse a condition into column, operator and value."""
     match = CONDITION.fullmatch(condition)
     if not match:
         raise UserError(
@@ -198,7 +202,7 @@ def parsed(condition: str, table: Table) -> tuple[str, str, str]:
 
 
 def expression(column: str, operation: str, value: str, table: Table) -> Any:
-    """A condition as Arrow has it, its value in the column's type."""
+    """The condition as an Arrow expression, with its value cast to the column's type."""
     import pyarrow
     from pyarrow import compute
 

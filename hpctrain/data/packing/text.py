@@ -1,4 +1,4 @@
-"""Text as a source: one long row of tokens, cut into samples of equal length. Each text is read and encoded once."""
+"""Text as a source: one long sequence of tokens, cut into samples of equal length. Texts are encoded once."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hpctrain.errors import UserError, file_errors
 
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".txt", ".md", ".rst", *LINES)
-"""Of files in a folder that are taken for text."""
+"""Suffixes of the files in a folder that are read as text."""
 PIECE_BYTES = 4 * 2**20
-"""Read and encoded at once; longer texts are cut at the ends of lines."""
+"""Bytes read and encoded at once; longer texts are cut at line ends."""
 SMALL_VOCABULARY = 2**16
-"""Whose tokens fit into 16 bits."""
+"""Largest vocabulary whose tokens fit into 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +34,37 @@ class TextForm:
 
     tokenizer: Tokenizer
     context: int
-    """Tokens that a model sees at once; a sample has one more, since each is the target of those before it."""
+    """Tokens that a model sees at once; a sample has one more, since targets are shifted by one token."""
     field: str = "text"
-    """Of the objects in files of JSON lines."""
+    """The field of JSON-lines objects that holds the text."""
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Some text."""
+    """A piece of a document, or a whole one."""
 
     text: str
     ends: bool
-    """Whether it is the end of a document."""
+    """Whether the document ends with it."""
     num_bytes: int
-    """Read from the file since the piece before."""
+    """Bytes read from the file since the previous chunk."""
 
 
 @contextlib.contextmanager
 def text_source(
     files: Sequence[Path], form: TextForm, folder: Path, on_progress: Callable[[int], None] = lambda num_bytes: None
 ) -> Iterator[Source]:
-    """``tokens``: uint16[context + 1], or int32 if the vocabulary is larger. Each sample begins with the last token of
-    the one before it; what is left at the end and fills no sample is dropped.
+    """A source with the field ``tokens``: uint16[context + 1], or int32 if the vocabulary is larger. Each sample starts
+    with the last token of the previous one; tokens at the end that do not fill a sample are dropped.
 
     Args:
-        files: of ``files_of``: plain text, each file of which is a document; JSON lines, each line of which is one.
-        form: how they become samples.
-        folder: where tokens wait until all are counted, in a file without a name.
-        on_progress: called with the number of bytes that were read since.
+        files: the result of ``files_of``. A plain-text file is one document; in JSON lines, each line is one.
+        form: how text becomes samples.
+        folder: where an unnamed temporary file holds the tokens until all are counted.
+        on_progress: called with the number of bytes read since the last call.
 
     Raises:
-        UserError: a file is not text, all together are too short for a sample, or the folder is full.
+        UserError: a file is not text, the text is too short for one sample, or the disk is full.
     """
     dtype = np.dtype(np.uint16 if form.tokenizer.vocabulary <= SMALL_VOCABULARY else np.int32)
     with contextlib.ExitStack() as stack:
@@ -101,13 +101,13 @@ def text_source(
 
 @contextlib.contextmanager
 def spooled(folder: Path) -> Iterator[IO[bytes]]:
-    """A file without a name."""
+    """An unnamed temporary file in the folder."""
     with keeping_tokens(folder):
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 closed below
     try:
         yield file
     finally:
-        with contextlib.suppress(OSError):  # closing tries once more to write what could not be written
+        with contextlib.suppress(OSError):  # closing retries a failed write
             file.close()
 
 
@@ -118,7 +118,7 @@ def fill(
     dtype: np.dtype[Any],
     on_progress: Callable[[int], None],
 ) -> tuple[int, int]:
-    """Writes the tokens of all pieces; gives the numbers of documents and tokens."""
+    """Write the tokens of all pieces; returns the numbers of documents and tokens."""
     documents = tokens = 0
     end = np.array([tokenizer.end])
     for some in batched(pieces):
@@ -132,7 +132,7 @@ def fill(
 
 
 def batched(pieces: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Many short ones at a time: a tokenizer encodes them side by side."""
+    """Group the chunks into lists of about PIECE_BYTES characters, which a tokenizer encodes in parallel."""
     some: list[TextChunk] = []
     size = 0
     for piece in pieces:
@@ -146,7 +146,11 @@ def batched(pieces: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
-    """The files, those of folders by name. Raises UserError if one cannot be read, or a folder has none."""
+    """The files, with folders replaced by their text files sorted by name, hidden ones excluded.
+
+    Raises:
+        UserError: a file cannot be read, or a folder has no text files.
+    """
     files: list[Path] = []
     for path in paths:
         inside = [path]
@@ -162,14 +166,14 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def pieces_of(files: Sequence[Path], field: str) -> Iterator[TextChunk]:
-    """The text of all files."""
+    """The text of all files in chunks."""
     for path in files:
         with file_errors(f"{path} cannot be read", "correct its path or its permissions"):
             yield from of_lines(path, field) if path.suffix.lower() in LINES else of_text(path)
 
 
 def of_text(path: Path) -> Iterator[TextChunk]:
-    """A file that is one document, its line ends as they are."""
+    """A plain-text file as one document; line endings are kept."""
     decoder, rest, begin = codecs.getincrementaldecoder("utf-8-sig")(), "", 0
     with path.open("rb") as file:
         while True:
@@ -193,7 +197,7 @@ def of_text(path: Path) -> Iterator[TextChunk]:
 
 
 def of_lines(path: Path, field: str) -> Iterator[TextChunk]:
-    """A file of which each line is an object with a text, which is a document; empty ones do not count."""
+    """A JSON-lines file in which each line is a document; empty lines and texts are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             text = of_object(line, field, f"{path}, line {number}") if line.strip() else ""
@@ -202,7 +206,7 @@ def of_lines(path: Path, field: str) -> Iterator[TextChunk]:
 
 
 def of_object(line: bytes, field: str, where: str) -> str:
-    """The text of a JSON object."""
+    """The text in a JSON object; raises UserError if there is none."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -220,5 +224,5 @@ def of_object(line: bytes, field: str, where: str) -> str:
 
 
 def keeping_tokens(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Raises UserError for errors of the file system."""
+    """Turn file-system errors in the body into UserErrors."""
     return file_errors(f"tokens cannot be written to {folder}", "make room, or write the output elsewhere")

@@ -1,4 +1,4 @@
-"""How text becomes tokens: its bytes, or what a tokenizer of Hugging Face makes of it."""
+"""Tokenizers: UTF-8 bytes, or a Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.errors import UserError, requires
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Tokens that stand behind a text, as tokenizers call them."""
+"""Common names of the end-of-text token."""
 LARGEST_TOKEN = 2**31 - 1
-"""That fits into the int32 of a file."""
+"""Tokens are stored as int32 at most."""
 
 
 class Tokenizer(Protocol):
-    """Makes tokens of texts, each by itself."""
+    """Encodes texts independently of each other."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for display."""
 
     @property
     def sha256(self) -> str | None:
-        """Of its file; None if there is none."""
+        """Hash of the tokenizer's file; None if there is no file."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens are smaller than this."""
+        """Number of tokens; every token is smaller than this."""
 
     @property
     def end(self) -> int:
         """The token that ends each text."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """int[n] of each text, without the end."""
+        """The tokens of each text, int[n], without the end-of-text token."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """The bytes of UTF-8, and one token more for the end of a text."""
+    """The 256 byte values of UTF-8, plus a token for the end of a text."""
 
     name: str = "bytes"
     sha256: None = None
@@ -58,7 +58,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """One in a ``tokenizer.json``. Use ``open_tokenizer``."""
+    """A tokenizer from a ``tokenizer.json``. Create it with ``open_tokenizer``."""
 
     name: str
     sha256: str
@@ -69,7 +69,7 @@ class HuggingFace:
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         try:
             encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises plain ones
+        except Exception as error:  # the library raises plain Exceptions
             raise UserError(
                 f"{self.name} cannot encode the text: {error}", "use a tokenizer that has a token for unknown words"
             ) from error
@@ -77,14 +77,14 @@ class HuggingFace:
 
 
 def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
-    """The tokenizer of a file.
+    """Open a tokenizer.
 
     Args:
-        path: a ``tokenizer.json`` as Hugging Face's ``tokenizers`` writes it; None for bytes.
-        end: the token that is put behind each text; by default the first of ``ENDS`` that it has.
+        path: a ``tokenizer.json`` written by Hugging Face's ``tokenizers``; None for bytes.
+        end: the token to append to each text; by default the first of ``ENDS`` in the vocabulary.
 
     Raises:
-        UserError: the file is missing or no tokenizer, or has no such token.
+        UserError: the file is missing or not a tokenizer, or it has no such token.
     """
     if path is None:
         if end is not None:
@@ -98,11 +98,11 @@ def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     content = path.read_bytes()
     try:
         tokenizer = Library.from_str(content.decode())
-    except Exception as error:  # the library raises plain ones
+    except Exception as error:  # the library raises plain Exceptions
         raise UserError(
             f"{path} is not a tokenizer: {error}", "give a tokenizer.json, as tokenizers and transformers write it"
         ) from error
-    tokenizer.no_truncation()  # a file may ask for the length that some model had
+    tokenizer.no_truncation()  # the file may set truncation to a model's maximum length
     tokenizer.no_padding()
     words: dict[str, int] = tokenizer.get_vocab()
     largest = max(words.values(), default=0)

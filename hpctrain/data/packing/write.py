@@ -1,4 +1,4 @@
-"""Writes a source into an HDF5 file that appears whole or not at all."""
+"""Writes a source to an HDF5 file, atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpctrain.system.files import replacement
 
 PAGE = 4096
 CHUNK_BYTES = 2**20
-"""Size of a chunk if it is not given."""
+"""Default chunk size."""
 
 
 def write_hdf5(
@@ -37,29 +37,29 @@ def write_hdf5(
     on_progress: Callable[[int], None] = lambda samples: None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Writes all samples, to a temporary file next to ``path`` that is synced and renamed at the end.
+    """Write all samples to a temporary file next to ``path``, which is synced and renamed at the end.
 
-    Contiguous arrays of tables are written by all ranks, and what a killed call has written the next one does not write
-    again, if the tables and all that is asked are the same.
+    Contiguous arrays of tables are written by all ranks. If such a call is killed, the next call with the same tables
+    and arguments resumes from what was written.
 
     Args:
-        path: the file to make.
-        source: what goes in.
-        dtypes: by field, if they should differ from the source's; values must fit.
-        chunk_samples: store chunks of this many samples; by default arrays are contiguous, which reads fastest.
-        compression: gzip or lzf, in chunks.
-        overwrite: replace a file that is there.
-        on_progress: called with the number of samples that were written since.
-        ranks: that make the same call, for a file on a disk that they share; a ``Group``.
+        path: the file to create.
+        source: the samples to write.
+        dtypes: dtypes by field, where they differ from the source's; values must fit.
+        chunk_samples: store chunks of this many samples; by default arrays are contiguous, which is fastest to read.
+        compression: gzip or lzf; implies chunks.
+        overwrite: replace an existing file.
+        on_progress: called with the number of samples written since the last call.
+        ranks: the ranks that make this call together, such as a ``Group``; ``path`` must be on a shared file system.
 
     Raises:
-        UserError: the file exists, does not fit, or a value does not fit its dtype.
+        UserError: the file exists, the disk has too little space, or a value does not fit its dtype.
     """
     path = Path(path)
     fields = {name: Field(field.shape, (dtypes or {}).get(name, field.dtype)) for name, field in source.fields.items()}
     check_names(fields)
     prepare(path, overwrite)
-    ranks.allgather(None, "look for the file", PATIENCE_S)  # before one of them makes it
+    ranks.allgather(None, "look for the file", PATIENCE_S)  # all ranks must look before one of them creates the file
     with making(path):
         if source.pieces and compression is None and chunk_samples is None:
             write_pieces(path, source, fields, on_progress, ranks)
@@ -68,8 +68,8 @@ def write_hdf5(
                 check_space(path.parent, source.length * sum(field.num_bytes for field in fields.values()))
             with replacement(path) as temporary:
                 if compression is None and chunk_samples is None:
-                    # HDF5 lays the file out and closes it, then the bytes go to their places: a full disk is a plain
-                    # error.
+                    # HDF5 creates and closes the file, then samples are written to it directly, so a full disk raises a
+                    # plain OSError.
                     with PatientFile(temporary, "w+b") as raw:
                         write_samples(raw, source, 0, fields, lay_out(raw, source, fields), on_progress)
                 else:
@@ -78,7 +78,7 @@ def write_hdf5(
 
 
 def prepare(path: Path, overwrite: bool) -> None:
-    """Makes the folder that a file is to lie in. Raises UserError if the file is there, and is not to be replaced."""
+    """Create the file's folder. Raises UserError if the file exists and ``overwrite`` is false."""
     with making(path):
         if path.exists() and not overwrite:
             raise UserError(f"{path} exists", "choose another name, or replace it with --force")
@@ -86,12 +86,12 @@ def prepare(path: Path, overwrite: bool) -> None:
 
 
 def making(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Raises UserError for errors of the file system."""
+    """Turn file-system errors in the body into UserErrors."""
     return file_errors(f"{path} cannot be written", "make room, or write elsewhere")
 
 
 def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> dict[str, int]:
-    """Makes the file without its samples; where each array begins."""
+    """Create the file without its samples; returns the offset of each array in bytes."""
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -111,7 +111,7 @@ def write_samples(
     offsets: Mapping[str, int],
     on_progress: Callable[[int], None],
 ) -> None:
-    """Those of a source from sample ``begin`` of the file on."""
+    """Write the samples of a source or piece to the file, starting at sample ``begin``."""
     for row, block in checked_blocks(source, fields, begin):
         for name, values in block.items():
             raw.seek(offsets[name] + row * fields[name].num_bytes)
@@ -123,7 +123,7 @@ def write_samples(
 def write_pieces(
     path: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None], ranks: Ranks
 ) -> None:
-    """Writes what an earlier call has not; each rank some of it."""
+    """Write the pieces that no earlier call has written, split among the ranks."""
     told = [{name: [field.shape, field.dtype.str] for name, field in fields.items()}, source.notes]
     identity = json.dumps([*told, [[piece.key, piece.length] for piece in source.pieces]])
     begins = [0, *accumulate(piece.length for piece in source.pieces)]
@@ -143,7 +143,7 @@ def write_pieces(
 
 
 def for_pieces(path: Path) -> PatientFile:
-    """A file that is there, to write only: NFS would read pages that ranks share, and write them back whole."""
+    """Open an existing file write-only: otherwise NFS reads pages shared by ranks and writes them back whole."""
     return PatientFile(path, "wb", opener=lambda name, flags: os.open(name, flags & ~(os.O_TRUNC | os.O_CREAT)))
 
 
@@ -155,7 +155,7 @@ def write_chunked(
     compression: str | None,
     on_progress: Callable[[int], None],
 ) -> None:
-    """Chunks of whole samples; what reaches a chunk's end waits for the chunk, which is compressed once."""
+    """Write chunks of whole samples. The chunk cache holds incomplete chunks, so each is compressed once."""
     with PatientFile(temporary, "w+b") as raw:
         with new_file(raw) as file:
             file.attrs[NOTES] = json.dumps(source.notes)
@@ -179,7 +179,7 @@ def write_chunked(
 
 
 def new_file(raw: io.FileIO) -> h5py.File:
-    """An empty HDF5 file that keeps its datasets' order, aligns them to pages, and does not hold the time of day."""
+    """Create an HDF5 file that keeps the order of datasets, aligns them to pages, and stores no timestamps."""
     order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     creation.set_link_creation_order(order)
@@ -193,7 +193,8 @@ def new_file(raw: io.FileIO) -> h5py.File:
 
 
 class PatientFile(io.FileIO):
-    """Keeps its first failure for later and fails no more: libhdf5 crashes on closing what it could not write."""
+    """A file that keeps its first OSError for ``check`` instead of raising it: libhdf5 crashes when it closes a file
+    after a failed write."""
 
     failure: OSError | None = None
 
@@ -218,13 +219,17 @@ class PatientFile(io.FileIO):
             self.failure = self.failure or error
 
     def check(self) -> None:
-        """Raises the failure, if there was one."""
+        """Raise the first failure, if there was one."""
         if self.failure:
             raise self.failure
 
 
 def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: int) -> Iterator[tuple[int, Samples]]:
-    """The source's blocks in the dtypes to write, each with the index of its first sample, from ``begin`` on."""
+    """The source's blocks, cast to the dtypes to write, each with the index of its first sample, from ``begin`` on.
+
+    Raises:
+        UserError: a block differs in shape, a value does not fit, or the number of samples is wrong.
+    """
     first = begin
     for block in source.blocks():
         for name, field in fields.items():
@@ -248,7 +253,8 @@ def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: i
 
 
 def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
-    """The values in this dtype, C-contiguous; floats are rounded, but nothing may overflow or lose its fraction."""
+    """Cast the values, C-contiguous. Floats may be rounded; raises UserError if a value overflows, or loses a fraction
+    or an imaginary part."""
     if values.dtype == dtype:
         return np.ascontiguousarray(values)
     loses_imaginary = values.dtype.kind == "c" and dtype.kind != "c"
@@ -268,7 +274,7 @@ def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> ND
 
 
 def check_names(names: Collection[str]) -> None:
-    """Raises UserError if HDF5 has no array of such a name; slashes make groups."""
+    """Raise UserError if HDF5 cannot store arrays under these names; slashes create groups."""
     for name in names:
         is_group = any(other.startswith(f"{name}/") for other in names)
         if is_group or "\0" in name or any(part in ("", ".") for part in name.split("/")):
@@ -279,7 +285,7 @@ def check_names(names: Collection[str]) -> None:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raises UserError if this much is not free, before time is spent."""
+    """Raise UserError early if the disk has too little free space."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise UserError(

@@ -1,10 +1,11 @@
-"""What starts ranks: ``local`` on this machine, ``hosts`` on those that a remote shell reaches, ``slurm`` in its jobs.
+"""Engines that start ranks: ``local`` on this machine, ``hosts`` by a remote shell, ``slurm`` in Slurm jobs.
 
-Each makes a ``Launch`` and hands it to ``launch.supervisor``. In jobs of other schedulers ``batch_systems`` says which
-hosts and which remote shell; ``runners`` are hosts that have dialled home,
-and ``ray_cluster`` and ``spark_cluster`` have those of such a cluster do that, also from a program by ``fitting``.
-``unread`` names the keys that an engine does not read.
+Each makes a ``Launch`` for ``launch.supervisor``. In jobs of other schedulers, ``batch_systems`` gives the hosts and
+the remote shell. ``runners`` uses nodes that have connected to the supervisor; ``ray_cluster`` and ``spark_cluster``
+start such nodes on a cluster, also for runs that a program starts (``fitting``). ``unread`` warns about keys that an
+engine ignores.
 
-Commands submit to what ``schedulers`` names, behind the protocol in ``scheduler``: Slurm in ``slurm/``, Kubernetes in
-``kubernetes/``. ``jobs`` is the record of what was submitted for a run, ``status`` how its jobs and the run stand.
+Commands submit jobs through ``schedulers``, which implement the protocol in ``scheduler``: Slurm in ``slurm/``,
+Kubernetes in ``kubernetes/``, others in ``batch_jobs``. ``jobs`` records what was submitted for a run; ``status``
+reports the state of runs and their jobs.
 """

@@ -1,4 +1,4 @@
-"""Batch systems of the table in ``batch_systems`` as schedulers: see ``launch.engines.scheduler``."""
+"""The batch systems in ``batch_systems`` as schedulers; see ``launch.engines.scheduler``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STATES = {
     "DONE": "COMPLETED",
     "EXIT": "FAILED",
 }
-"""What they call a job's state, in Slurm's words; how others ended, their queues do not say."""
+"""Slurm's word for each batch system's job state. Only LSF's queue shows how jobs ended."""
 
 
 class Batch:
-    """Fulfils ``Scheduler``."""
+    """A batch system; implements ``Scheduler``."""
 
     ends_gently = True
 
@@ -46,17 +46,17 @@ class Batch:
         self.system = system
 
     def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
-        """A script."""
+        """Returns a plan with a job script."""
         wish.refuse(self.title)
         config = dataclasses.replace(config, task=absolute_task(config.task), run_dir=str(run.path))
         return Plan(config, run, script(self.system, config, run), name="job.sh")
 
     def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
-        """What gets the script on its standard input."""
+        """Returns the submit command, which reads the script from standard input."""
         return [*self.system.submit, "<", str(planned.script_file)]
 
     def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
-        """In the current folder."""
+        """Submits the script from the current folder."""
         with to_submit(self, planned.run, os.environ.get(JOB)):
             write(planned)
             try:
@@ -71,13 +71,13 @@ class Batch:
         return [found[1]], []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
-        """One question for each run, about its newest job."""
+        """Queries the newest job of each run, one command per run."""
         newest = [each[-1] for each in jobs if each]
         found = {job: state(self.system, job, timeout_s) for job in newest}
         return {job: QueueEntry(job, word) for job, word in found.items() if word}
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
-        """Those of the run by the path of their log."""
+        """Ends jobs that are the run's: their details contain the path of its log."""
 
         def is_of(run: RunDir, job: str) -> bool:
             about = re.sub(r"\s", "", ask(filled(self.system.details, job)))
@@ -86,15 +86,15 @@ class Batch:
         return end_each(jobs, is_of, lambda job: ask(filled(self.system.cancel, job)))
 
     def log(self, run: RunDir, job: str) -> str:
-        """It is in the run folder."""
+        """Returns an empty text, since the job's log is in the run folder."""
         return ""
 
 
 def script(system: BatchSystem, config: Config, run: RunDir) -> str:
-    """The text; pure.
+    """Returns the text of a job script; pure.
 
     Raises:
-        UserError: a value that no script can hold.
+        UserError: a value that a script cannot hold.
     """
     launch = config.launch
     nodes, ranks = launch.nodes + launch.spare_nodes, launch.ranks_per_node or 1
@@ -113,20 +113,20 @@ def script(system: BatchSystem, config: Config, run: RunDir) -> str:
 
 
 def state(system: BatchSystem, job: str, timeout_s: float) -> str:
-    """Of a job, in Slurm's words; empty if it is not in the queue. Raises RunFailed: there is no answer in time."""
+    """Returns a job's state in Slurm's words; empty if it is not in the queue. Raises RunFailed on a timeout."""
     try:
         lines = ask(filled(system.queue, job), timeout_s=timeout_s).splitlines()
     except RunFailed as error:
         if isinstance(error.__cause__, subprocess.TimeoutExpired):
             raise
-        return ""  # so some of them say that they do not know it
-    number = job.partition(".")[0]  # PBS shows its server's name cut off
+        return ""  # some batch systems exit with an error for a job that they do not know
+    number = job.partition(".")[0]  # PBS truncates the server's name
     words = next((words for words in map(str.split, lines) if words and words[0].partition(".")[0] == number), [])
     return STATES.get(words[system.column], UNKNOWN) if len(words) > system.column else ""
 
 
 def filled(words: Sequence[str], job: str) -> list[str]:
-    """A command about a job."""
+    """Fills a job's number into a command."""
     return [word.format(job=job) for word in words]
 
 

@@ -1,4 +1,4 @@
-"""Jobs of PBS, LSF, Grid Engine and Flux: which hosts they have, and what runs a command on one of them."""
+"""PBS, LSF, Grid Engine and Flux: how to find a job's hosts, run commands on them, and submit jobs."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from hpctrain.config.sections import LaunchConfig
 from hpctrain.errors import UserError
 
 PATIENCE_S = 30.0
-"""For a batch system that is asked for the hosts."""
+"""Timeout for querying a batch system's hosts, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSystem:
-    """A scheduler with which hpctrain run is one command of the job's script."""
+    """A scheduler in whose job scripts ``hpctrain run`` is one of the commands."""
 
     title: str
     hosts_file: str
-    """Variable with the path of the file whose lines begin with the hosts, one line or more each; empty for none."""
+    """Environment variable with the path of a file whose lines start with a host, which may repeat; empty for none."""
     hosts_command: tuple[str, ...]
-    """What prints them if there is no file."""
+    """Command that prints the hosts, if there is no file."""
     remote_shell: str
-    """See ``launch.remote_shell``. Ranks that it starts are the job's: they count in its limits, and end with it."""
+    """See ``launch.remote_shell``. Ranks started by it belong to the job: its limits apply, and they end with it."""
     prefix: str
-    """Of the directives in a job's script."""
+    """Prefix of directives in the job script."""
     directives: tuple[str, ...]
-    """With {name}, {log}, {nodes}, {ranks} and {cores} of a node, {total} ranks."""
+    """Templates with {name}, {log}, {nodes}, {ranks} and {cores} per node, and {total} ranks."""
     job: str
-    """Variable with the job's number."""
+    """Environment variable with the job's number."""
     again: str
-    """What the script does if the run is to be started again, after exit code 75."""
+    """Command in the script that restarts the run after exit code 75."""
     submit: tuple[str, ...]
-    """Gets the script on standard input, and prints the job's number."""
+    """Command that reads the script from standard input and prints the job's number."""
     queue: tuple[str, ...]
-    """Prints a line that begins with the {job}."""
+    """Command that prints a line beginning with the {job}."""
     column: int
-    """Of the state in that line."""
+    """Column of the state in that line."""
     details: tuple[str, ...]
-    """Prints all about a {job}, the path of its log among it."""
+    """Command that prints everything about a {job}, including the path of its log."""
     cancel: tuple[str, ...]
 
 
@@ -116,14 +116,14 @@ SYSTEMS: Mapping[str, BatchSystem] = {
 
 
 def on_hosts_of_the_job(launch: LaunchConfig, given: Mapping[str, str]) -> LaunchConfig:
-    """With the hosts of the job that this process belongs to, if ``launch.engine`` names its batch system.
+    """Returns ``launch`` with the hosts of this process's job, if ``launch.engine`` names a batch system.
 
     Args:
-        launch: of the run file.
-        given: the variables of this process.
+        launch: section of the run file.
+        given: environment variables of this process.
 
     Raises:
-        UserError: this process is in no job of that batch system.
+        UserError: this process is not in a job of that batch system.
     """
     system = SYSTEMS.get(launch.engine or "")
     if system is None:
@@ -138,7 +138,7 @@ def on_hosts_of_the_job(launch: LaunchConfig, given: Mapping[str, str]) -> Launc
 
 
 def hosts_of(system: BatchSystem, given: Mapping[str, str]) -> tuple[str, ...]:
-    """In the batch system's order, each once. Raises KeyError, OSError, SubprocessError."""
+    """Returns the job's hosts in the batch system's order, each once. Raises KeyError, OSError, SubprocessError."""
     if system.hosts_file:
         lines = Path(given[system.hosts_file]).read_text(encoding="utf-8").splitlines()
         words = [line.split()[0] for line in lines if line.strip()]

@@ -1,4 +1,4 @@
-"""Runs that a program starts on its cluster: their supervisor is a separate process."""
+"""Runs that a program starts on its cluster (Ray, Spark), with the supervisor in a separate process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hpctrain.system.files import write_atomically
 from hpctrain.system.processes import die_with_parent
 
 LOOK_S = 0.2
-"""Between two looks at the supervisor, and at what the run has evaluated."""
+"""Seconds between two checks of the supervisor and of new evaluations."""
 EVENT_BYTES = 1 << 20
 ERRORS: Mapping[int, type[HpctrainError]] = {ExitCode.USER_ERROR: UserError, ExitCode.DO_NOT_REQUEUE: NoRequeue}
 
 Report = Callable[[dict[str, Any]], object]
-"""Gets the metrics of each evaluation by name, and ``step``."""
+"""Called with the metrics of each evaluation by name, and ``step``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +43,9 @@ class RunResult:
     """How a run that a program started has ended."""
 
     finished: bool
-    """Whether it reached its end. If not it was asked to stop, and the same call resumes it."""
+    """Whether it reached its end. If not, it was asked to stop, and the same call resumes it."""
     metrics: Mapping[str, float | None]
-    """Of the newest evaluation, averaged over all validation samples; empty if there was none."""
+    """Metrics of the newest evaluation, averaged over all validation samples; empty if there was none."""
     run_dir: Path
     """The run folder."""
     checkpoint: Path | None
@@ -55,7 +55,7 @@ class RunResult:
 
 
 def read(config: Config | Mapping[str, Any] | str | Path) -> Config:
-    """A run from what programs have: a Config, the path of a run file, or a dict of what would be in one.
+    """Returns a Config, given one, the path of a run file, or a dict with the content of one.
 
     Raises:
         UserError: see ``load``.
@@ -71,16 +71,17 @@ def read(config: Config | Mapping[str, Any] | str | Path) -> Config:
 
 
 def fit(config: Config, invite: Invite, fresh: bool, report: Report | None) -> RunResult:
-    """Trains on nodes that come when they are invited. May be called from any thread.
+    """Trains on nodes that ``invite`` starts. May be called from any thread.
 
-    The supervisor is a separate process: it ends what is left of its ranks among its descendants, and takes signals.
-    It is asked to stop if this thread ends first.
+    The supervisor is a separate process, since it handles signals and kills leftover descendants. It is asked to stop
+    if this thread ends first.
 
     Args:
-        config: the run; its own ``launch.engine`` is not looked at.
-        invite: see ``runners.run_on``.
-        fresh: put aside what is there.
-        report: gets metrics during the run; what it raises stops the run with a checkpoint, and is raised again.
+        config: the run; its ``launch.engine`` is ignored.
+        invite: see ``runners.Invite``.
+        fresh: put existing checkpoints aside.
+        report: called with metrics during the run; if it raises, the run stops with a checkpoint and the error is
+            raised again.
 
     Raises:
         UserError, NoRequeue, RunFailed: why the run has failed.
@@ -112,7 +113,10 @@ def fit(config: Config, invite: Invite, fresh: bool, report: Report | None) -> R
 
 @contextlib.contextmanager
 def _supervisor(run_dir: RunDir, fresh: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """Threads are those of the run file: clusters limit those of the processes in which programs run."""
+    """Runs ``hpctrain run`` as a process, and terminates it on exit.
+
+    Leaves out variables that limit threads, which clusters set for a program's processes: the run file decides.
+    """
     words = python.module("hpctrain", "run", str(run_dir.run_yaml), *["--fresh"] * fresh)
     left_out = (*THREAD_VARIABLES, ticket.KEY, ticket.ADDRESS)
     environment = {name: value for name, value in python.environment().items() if name not in left_out}
@@ -131,7 +135,7 @@ def _supervisor(run_dir: RunDir, fresh: bool) -> Iterator[subprocess.Popen[bytes
 
 
 def _tell(report: Report | None, view: RunView, seen: int, before: int) -> int:
-    """Reports what is new behind an offset, of attempts above a number; the new offset."""
+    """Reports evaluations after offset ``seen``, of attempts above number ``before``; returns the new offset."""
     events, after = view.events_from(seen, EVENT_BYTES) if report is not None else ([], seen)
     for event in events:
         if report is not None and isinstance(event, Eval) and event.attempt > before:
@@ -140,7 +144,7 @@ def _tell(report: Report | None, view: RunView, seen: int, before: int) -> int:
 
 
 def _result(run_dir: RunDir, exit_code: int, verdict: RunVerdict | None) -> RunResult:
-    """Raises what ``fit`` raises."""
+    """Returns the result, or raises as ``fit`` does."""
     if exit_code not in (ExitCode.DONE, ExitCode.STOPPED):
         kind = ERRORS.get(exit_code, RunFailed)
         if verdict is None:

@@ -1,4 +1,4 @@
-"""Ranks on machines that a remote shell reaches, where no scheduler allocates any: one mpirun over ``launch.hosts``."""
+"""Starts ranks on ``launch.hosts`` with one mpirun and a remote shell, without a scheduler."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from hpctrain.system.output import say
 from hpctrain.system.processes import own_folder
 
 COMMAND = "'{command}'"
-"""Where ``launch.remote_shell`` wants the command line, quoted."""
+"""Placeholder in ``launch.remote_shell`` for the command line as one quoted word."""
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables of this process that ranks on other machines get, too: a remote shell starts with its own."""
+"""Variables of this process that are passed to ranks on other machines, where a remote shell sets its own."""
 
 
 def run(
@@ -44,22 +44,22 @@ def run(
     cores: int | None = None,
     away: Callable[[], Collection[str]] = tuple,
 ) -> RunVerdict:
-    """Trains on the hosts of the run file under supervision; a failed attempt is started again, without a lost host.
+    """Trains on the hosts of the run file under supervision; restarts failed attempts, without lost hosts.
 
-    All hosts see the run folder and the Python environment under the same paths.
+    All hosts must see the run folder and the Python environment under the same paths.
 
     Args:
         config: the run.
-        ranks: on all hosts that do not wait as spares; by default ``launch.ranks_per_node`` on each.
-        rank_words: words after ``hpctrain`` of each rank: ``["train", "run.yaml", ...]``.
-        verbose: show what libraries and mpirun say.
-        fresh: the first attempt that gets so far puts aside what is there.
-        cores: of each host; by default those of this machine.
-        away: hosts that are known to be lost.
+        ranks: total number of ranks on all hosts but the spares; by default ``launch.ranks_per_node`` on each.
+        rank_words: arguments to ``hpctrain`` on each rank: ``["train", "run.yaml", ...]``.
+        verbose: show messages of libraries and mpirun.
+        fresh: put existing checkpoints aside; only the first attempt that gets that far does it.
+        cores: cores of each host; by default those of this machine.
+        away: returns hosts that are known to be lost.
 
     Raises:
-        UserError: no Open MPI, ranks that do not divide among the hosts, or the run folder is in use.
-        RunFailed: no folder for temporary files.
+        UserError: there is no Open MPI, the ranks do not divide among the hosts, or the run folder is in use.
+        RunFailed: temporary files cannot be written.
     """
     nodes = len(config.launch.hosts) - config.launch.spare_nodes
     per_node, rest = divmod(ranks or nodes * (config.launch.ranks_per_node or 1), nodes)
@@ -93,41 +93,41 @@ def run(
 
 @dataclasses.dataclass
 class Hosts:
-    """The machines of a run as the place of several attempts."""
+    """The hosts of a run, from which each attempt uses some."""
 
     config: Config
     """``launch.nodes`` of its hosts run ranks, ``launch.ranks_per_node`` each."""
     run_dir: RunDir
     mpirun: MpiRun
     used: Sequence[str]
-    """Those of the attempt at hand, in the order of the ranks."""
+    """Hosts of the current attempt, in rank order."""
     away: Callable[[], Collection[str]] = tuple
-    """Hosts that others know to be lost."""
+    """Returns hosts that are otherwise known to be lost."""
     lost: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def facts(self) -> Attempt:
-        """Of the attempt at hand, for run.json."""
+        """Facts about the current attempt, for run.json."""
         ranks = len(self.used) * (self.config.launch.ranks_per_node or 1)
         return Attempt(nodes=len(self.used), ranks=ranks).under(self.config.parallel)
 
     def words(self, shell: Path, environment: Mapping[str, str]) -> list[str]:
-        """Those before the ranks' command, which get the variables of ``environment`` and what they need to start."""
+        """Returns mpirun's command line up to the ranks' command; exports ``environment``'s variables and PASSED_ON."""
         per_node = self.config.launch.ranks_per_node or 1
         named = dict.fromkeys([*environment, ATTEMPT, RUN_DIR, *(name for name in PASSED_ON if name in os.environ)], "")
         ranks = per_node * len(self.used)
         words = self.mpirun.argv(ranks, named, cores=ranks, local=False) + self.mpirun.on(self.used, per_node)
-        # Daemons do not start others: only this machine has the shell.
+        # mpirun starts all daemons itself, since only this machine has the shell.
         five = self.mpirun.flavour is Flavour.OPEN_MPI_5
         option, kind = ("--prtemca", "ssh") if five else ("--mca", "rsh")
         return [*words, option, f"plm_{kind}_agent", str(shell), option, f"plm_{kind}_no_tree_spawn", "1"]
 
     def can_lose(self, host: str) -> bool:
-        """Whether enough hosts are left without one of those in use."""
+        """Whether enough hosts remain if one host in use is lost."""
         return choose(self.config.launch.hosts, {*self.lost, self.used[-1]}, self.config) is not None
 
     def after(self, verdict: RunVerdict) -> Attempt | None:
-        """What another attempt after a failed one runs on; None if too few hosts are left."""
+        """Chooses hosts after a failed attempt; returns facts about the next one, or None if too few hosts are left."""
         self.lost.update(self.away())
         if verdict.code is Code.NODE and not self.lost & set(self.used):
             host = self.of(verdict)
@@ -137,7 +137,7 @@ class Hosts:
         if verdict.code is Code.NODE:
             gone = read_patiently(lambda: unreachable(self.run_dir, Attempts(self.run_dir).all()[-1].number))
             others = {self.used[rank // (self.config.launch.ranks_per_node or 1)] for rank in gone}
-            if choose(self.config.launch.hosts, self.lost | others, self.config):  # otherwise they are waited for
+            if choose(self.config.launch.hosts, self.lost | others, self.config):  # else the run waits for them
                 self.lost |= others
         chosen = choose(self.config.launch.hosts, self.lost, self.config)
         if chosen is None:
@@ -149,7 +149,7 @@ class Hosts:
         return self.facts
 
     def of(self, verdict: RunVerdict) -> str | None:
-        """The host that a verdict blames, as the run file names it; None if that is not known."""
+        """Returns the host that a verdict blames, as named in the run file; None if unknown."""
         if verdict.host in self.used:
             return verdict.host
         words = read_patiently(lambda: last_words.read(self.run_dir, Attempts(self.run_dir).all()[-1].number))
@@ -159,14 +159,14 @@ class Hosts:
 
 
 def write_shell(path: Path, template: str) -> Path:
-    """The program that mpirun calls with a host and a command line, as it would call ssh.
+    """Writes the program that mpirun calls with a host and a command line, as it would call ssh; returns its path.
 
     Args:
-        path: of the program.
+        path: path of the program.
         template: see ``launch.remote_shell``.
 
     Raises:
-        UserError: words that need no quotes are wanted, and this Python's path does.
+        UserError: the template has '{command}', and this Python's path would need quotes in it.
     """
     words = [shlex.quote(word).replace("{host}", "'\"$host\"'") for word in shlex.split(template)]
     lines = ["#!/bin/sh", "host=$1", "shift"]

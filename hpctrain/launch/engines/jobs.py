@@ -1,4 +1,4 @@
-"""What was submitted for a run, with any scheduler: the script or object in its folder, and the record jobs.jsonl."""
+"""What was submitted for a run, with any scheduler: the script or manifest in its folder, and the record jobs.jsonl."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.output import say
 
 SCRIPT, LOGS = "job.sbatch", "logs"
-"""In the run folder: the script that a Slurm job is submitted with, and the folder of its log."""
+"""In the run folder: the script of Slurm jobs, and the folder of their logs."""
 REFUSAL = "refused.txt"
-"""In the run folder: why the scheduler did not take its last job."""
+"""In the run folder: why the scheduler refused the last submission."""
 JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
-"""A job of Slurm, or an element of an array."""
+"""Number of a Slurm job or array element."""
 OTHER_JOB = re.compile(r"[A-Za-z0-9\u0192][A-Za-z0-9._/\[\]-]{0,200}")
-"""A job of another scheduler: a word that does not look like an option of a command."""
+"""Job of another scheduler: a word that cannot be taken for an option."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Plan:
     elements: tuple[Config, ...] = ()
     """Runs of an array; each has its own folder below the array's."""
     name: str = SCRIPT
-    """Of the script's file."""
+    """Name of the script's file."""
     secret: str = ""
-    """What is submitted, if that is not the script: with keys, which go into no file."""
+    """Text to submit in place of the script: it contains keys, which must not be written to a file."""
     job: str = ""
-    """Its name, if that is known before."""
+    """Name of the job, if known before it is submitted."""
 
     @property
     def script_file(self) -> Path:
-        """The script's place in the run folder."""
+        """Path of the script in the run folder."""
         return self.run.path / self.name
 
 
@@ -57,36 +57,36 @@ class Submitted:
     job: str
     time: float
     cwd: str
-    """Folder that the job starts in: relative paths of the task are meant from there."""
+    """Folder in which the job starts; the task's relative paths refer to it."""
     chain: int = 0
-    """Place in a chain of jobs that follow each other."""
+    """Index in a chain of jobs."""
     replaces: str | None = None
-    """Job that this one succeeds: to leave out hosts, or because the site does not requeue."""
+    """Job that this one continues, to leave out hosts or because the site does not requeue."""
     engine: str = "slurm"
-    """Scheduler that has the job: see ``schedulers``."""
+    """Scheduler of the job; see ``schedulers``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """What a command asks for beyond the run file; a scheduler refuses by name what it cannot do."""
+    """What a command asks for beyond the run file; a scheduler refuses options that it does not support."""
 
     elements: Sequence[Config] = ()
-    """The runs of a job array, whose folders below the run's have their numbers."""
+    """Runs of a job array; their folders below the run's are named by number."""
     at_once: int | None = None
-    """Elements that may run at the same time."""
+    """Maximum number of elements that run at the same time."""
     chain: int = 1
-    """Jobs that follow each other."""
+    """Number of jobs that follow each other."""
     after: Sequence[str] = ()
-    """Jobs that must have ended well."""
+    """Jobs that must have ended successfully first."""
     exclude: Sequence[str] = ()
     """Hosts not to use."""
     portable: bool = False
-    """A script for any run file."""
+    """Make a script for any run file."""
     resumes: bool = False
-    """The folder holds the run already."""
+    """Whether the folder already holds the run."""
 
     def refuse(self, title: str) -> None:
-        """For a scheduler that can do none of it. Raises UserError, by name."""
+        """Raises UserError for any option that is set, for schedulers that support none of them."""
         plain, names = Wish(resumes=self.resumes), {"elements": "array", "at_once": "at-once"}
         for each in dataclasses.fields(self):
             wanted, usual = getattr(self, each.name), getattr(plain, each.name)
@@ -96,7 +96,7 @@ class Wish:
 
 
 def write(planned: Plan) -> None:
-    """Makes the run folder with what the job will read."""
+    """Makes the run folder and writes the script and run files that the job will read."""
     planned.run.create()
     write_atomically(planned.script_file, planned.script.encode(), planned.run.path)
     for config in (*planned.elements, planned.config):
@@ -106,7 +106,7 @@ def write(planned: Plan) -> None:
 
 
 def note(run: RunDir, submitted: Submitted) -> None:
-    """``record`` for a job that is in the queue already: if it cannot be recorded, the user learns its number."""
+    """Records a job that is already in the queue; if that fails, tells the user its number instead of raising."""
     try:
         record(run, submitted)
     except RunFailed as error:
@@ -115,13 +115,13 @@ def note(run: RunDir, submitted: Submitted) -> None:
 
 
 def note_refusal(run: RunDir, what: str) -> None:
-    """For ``status`` and ``explain``; the submitter sees it anyway."""
+    """Stores why a submission was refused, for ``status`` and ``explain``. The user sees it even if that fails."""
     with contextlib.suppress(RunFailed):
         write_atomically(run.path / REFUSAL, f"{what}\n".encode(), run.path)
 
 
 def refusal(run: RunDir) -> str:
-    """Why the scheduler did not take the run's last job, in its own words; empty if it did, or was never asked."""
+    """Returns why the scheduler refused the run's last submission, in its own words; empty if it did not."""
     try:
         return safe_read.read(run.path / REFUSAL).decode(errors="replace").strip()
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
@@ -146,7 +146,7 @@ def record(run: RunDir, submitted: Submitted) -> None:
 
 
 def submissions(run: RunDir, engine: str | None = None) -> list[Submitted]:
-    """All jobs of a run, or those of one scheduler, oldest first."""
+    """Returns all recorded jobs of a run, or those of one scheduler, oldest first."""
     try:
         lines = safe_read.read(run.path / "jobs.jsonl").splitlines()
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
@@ -155,7 +155,7 @@ def submissions(run: RunDir, engine: str | None = None) -> list[Submitted]:
 
 
 def _submitted(line: bytes) -> Submitted | None:
-    """None for a line that a full disk tore or somebody else wrote: what it names goes to the scheduler's commands."""
+    """Parses a line strictly, as its job is passed to the scheduler's commands; None if it is torn or not valid."""
     try:
         found = _submitted_of(safe_read.parse_json(line))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Ranks on this machine: which mpirun, with which options and environment."""
+"""Starts ranks on this machine: chooses mpirun, its options and the environment."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from hpctrain.system.quantities import size
 from hpctrain.system.shared_memory import FOLDER as SHARED_MEMORY
 
 SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
-"""Where Open MPI 5 and 4 make files of shared memory, which ranks that are killed leave behind."""
+"""Variables with the folder for shared-memory files of Open MPI 5 and 4, which killed ranks leave behind."""
 
 RANK_BYTES = 2**25
-"""Memory that a rank takes at least, without a framework."""
+"""Minimum memory of a rank, without a framework."""
 
 
 def run(
     config: Config, ranks: int, rank_words: Sequence[str], verbose: bool = False, fresh: bool = False
 ) -> RunVerdict:
-    """Trains on a number of ranks of this machine, under supervision; a failed attempt is started again.
+    """Trains on ranks of this machine under supervision; restarts failed attempts.
 
     Args:
         config: the run.
-        ranks: how many.
-        rank_words: words after ``hpctrain`` of each rank: ``["train", "run.yaml", ...]``.
-        verbose: show what libraries and mpirun say.
-        fresh: the first attempt that gets so far puts aside what is there.
+        ranks: number of ranks.
+        rank_words: arguments to ``hpctrain`` on each rank: ``["train", "run.yaml", ...]``.
+        verbose: show messages of libraries and mpirun.
+        fresh: put existing checkpoints aside; only the first attempt that gets that far does it.
 
     Raises:
-        UserError: no MPI for several ranks, too many of them, or the run folder is in use.
+        UserError: no MPI for several ranks, too many ranks for the memory, or the run folder is in use.
     """
     cores, memory = usable_cores(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if ranks * RANK_BYTES > memory:
@@ -63,7 +63,7 @@ def run(
     threads = config.train.threads or threads_per_rank(cores, ranks)
     environment = rank_environment(config, ranks, threads, verbose, os.environ)
     before_mpi = {**os.environ, **environment}
-    # Ranks of MPICH find mpirun by a descriptor that they inherit.
+    # Not with MPICH: its ranks find mpirun through a file descriptor that they inherit.
     forks = mpirun is not None and mpirun.flavour is not Flavour.HYDRA and not config.launch.command
     if mpirun is not None:
         environment |= launcher_environment(mpirun.flavour, os.environ) | temporary(environment)
@@ -79,7 +79,7 @@ def run(
             for left in Path(segments).iterdir() if segments else ():
                 with contextlib.suppress(OSError):
                     if not left.is_socket():
-                        left.unlink()  # by ranks of the attempt before, which were killed
+                        left.unlink()  # left by killed ranks of the attempt before
             argv = [*prefix, *forking.words(command())]
             return Launch(argv, environment, ranks, saves=not config.launch.command, parent=forking.pid)
 
@@ -88,7 +88,7 @@ def run(
 
 
 def temporary(environment: Mapping[str, str]) -> dict[str, str]:
-    """TMPDIR in place of one in which nothing can be written, for which mpirun would end without saying so."""
+    """Returns a replacement for a TMPDIR that cannot be written, with which mpirun would end without a message."""
     given = os.environ.get("TMPDIR")
     if not given or "TMPDIR" in environment or os.path.abspath(given) == (found := tempfile.gettempdir()):
         return {}
@@ -97,7 +97,10 @@ def temporary(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_command(config: Config, rank_words: Sequence[str], fresh: bool) -> Callable[[], list[str]]:
-    """Gives the words of each rank's process; only the first attempt that gets so far puts aside what is there."""
+    """Returns a function that gives each rank's command for the next attempt.
+
+    It has ``--fresh``, if asked for, until an attempt has put the existing checkpoints aside.
+    """
     run_dir = RunDir.of(config.name, config.run_dir)
     old, mark = step_folders(run_dir), begun_again(run_dir)
     has_store = config.checkpoint.tiers.store.url is not None
@@ -119,7 +122,7 @@ def supervised(
     again: Callable[[RunVerdict], Attempt | None],
     verbose: bool,
 ) -> RunVerdict:
-    """A run that no scheduler supervises: every signal is a person's, unless it runs in a job. See ``supervise``."""
+    """Runs ``supervise`` outside Slurm: signals count as a person's, unless JOB says that a scheduler sends them."""
     limits = Limits(config.launch.stop_grace_s, config.launch.failures_allowed(in_job=False))
     run_dir = RunDir.of(config.name, config.run_dir)
     return supervise(
@@ -135,14 +138,14 @@ def supervised(
 
 
 def step_folders(run_dir: RunDir) -> set[tuple[str, int]]:
-    """The checkpoints by name and inode: one that was put aside is no longer among them, though its name may be."""
+    """Returns the checkpoints by name and inode, so that a new one is distinguished from one put aside."""
     return {(path.name, path.stat().st_ino) for path in run_dir.checkpoints.glob("step-*")}
 
 
 def rank_environment(
     config: Config, ranks: int, threads: int, verbose: bool, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables of every rank, local or in a batch job; what the user has set in ``given`` or in launch.env wins."""
+    """Returns environment variables for all ranks, local or in a job; ``given`` and launch.env take precedence."""
     ours = {
         **thread_environment(threads, given),
         **quiet_environment(verbose, given),
@@ -156,12 +159,12 @@ def rank_environment(
 
 
 def plain_command() -> list[str]:
-    """The words before a command that is not ours."""
+    """Returns the words to put before a command that does not use hpctrain."""
     return python.module("hpctrain.rank.plain_command")
 
 
 def begun_again(run_dir: RunDir) -> tuple[int, int] | None:
-    """Which mark a run with ``--fresh`` and an object store has left last."""
+    """Returns inode and time of the mark that a run with ``--fresh`` and an object store leaves; None without one."""
     with contextlib.suppress(OSError):
         found = (run_dir.checkpoints / BEGUN_AGAIN).stat()
         return found.st_ino, found.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Ranks on a Ray cluster: an actor on each of as many of its nodes as the run needs runs `hpctrain node` there."""
+"""Ranks on a Ray cluster: an actor on each node that the run needs runs `hpctrain node`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAVING_S = 10.0
 
 
 class Node:
-    """The actor."""
+    """The actor that runs on a node."""
 
     def serve(self, given: ticket.Ticket) -> int:
         """See ``runners.serve``."""
@@ -34,23 +34,23 @@ def fit(
     fresh: bool = False,
     report: fitting.Report | None = None,
 ) -> fitting.RunResult:
-    """Trains on the Ray cluster of this program, and waits for the end; in a trainable of Ray Tune, too.
+    """Trains on this program's Ray cluster and waits for the end. Can be called in a trainable of Ray Tune.
 
-    The cluster is that to which ``ray.init`` has connected this process, else the one that RAY_ADDRESS names, or that
-    this machine belongs to. All its nodes see the run folder and the Python environment under the same paths.
+    The cluster is the one that ``ray.init`` has connected to, else the one named by RAY_ADDRESS, else the one that this
+    machine belongs to. All nodes must see the run folder and the Python environment under the same paths.
 
     Args:
-        config: a run: of ``load_config``, the path of a run file, or a dict of what would be in one. It says on how
-            many nodes (``launch.nodes``), with how many ranks each (``launch.ranks_per_node``).
-        placement: nodes are different nodes of Ray (``spread``), or all ranks are on one (``packed``).
+        config: a Config from ``load_config``, the path of a run file, or a dict with the content of one. It sets the
+            number of nodes (``launch.nodes``) and of ranks on each (``launch.ranks_per_node``).
+        placement: ``spread`` puts each node of the run on a different Ray node, ``packed`` all ranks on one.
         fresh: put existing checkpoints aside and start from the beginning.
-        report: called with the metrics of each evaluation and its ``step``, such as ``ray.tune.report``. What it raises
-            stops the run with a checkpoint.
+        report: called with the metrics of each evaluation and its ``step``, such as ``ray.tune.report``. If it raises,
+            the run stops with a checkpoint.
 
     Raises:
-        UserError: something to correct first; Ray is missing, or there is no cluster.
+        UserError: something must be corrected first, Ray is missing, or there is no cluster.
         NoRequeue: another attempt is pointless.
-        RunFailed: the run has failed otherwise, or the cluster has no room within ``launch.node_wait_s``.
+        RunFailed: the run failed otherwise, or the cluster had no room within ``launch.node_wait_s``.
     """
     config = fitting.read(config)
     if placement == "packed":
@@ -63,7 +63,7 @@ def fit(
 
 @contextlib.contextmanager
 def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
-    """See ``runners.Invite``. Each node gives a core for each thread of its ranks, and launch.slurm.gpus_per_node GPUs.
+    """See ``runners.Invite``. Reserves on each node a core per rank and thread, and launch.slurm.gpus_per_node GPUs.
 
     Raises:
         UserError: Ray is missing, or there is no cluster.

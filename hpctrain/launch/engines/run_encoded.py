@@ -1,4 +1,4 @@
-"""``python -I -S run_encoded.py HEX``: becomes a shell that runs a command line, given in hexadecimal digits."""
+"""``python -I -S run_encoded.py HEX``: becomes a shell that runs the command line encoded in hexadecimal digits."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Ranks on nodes that have dialled home: one mpirun over those on which `hpctrain node` runs."""
+"""Starts ranks with one mpirun on nodes that have connected to the supervisor by `hpctrain node`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from hpctrain.system.processes import own_folder
 from hpctrain.system.signals import Interrupted, StopSignals
 
 Invite = Callable[[Config, ticket.Ticket], contextlib.AbstractContextManager[Callable[[], str]]]
-"""Has ``hpctrain node`` started with a ticket on each of the nodes of a run; the context ends after the run. What it
-gives says why nodes that have not come will not come, or nothing."""
+"""Starts ``hpctrain node`` with a ticket on each node of a run, as a context that ends after the run. It yields a
+function that says why missing nodes will not come, or returns an empty text."""
 
 
 def serve(given: ticket.Ticket) -> int:
-    """`hpctrain node` on this machine, for the process that an engine has here: until the run is over; its exit code.
+    """Runs `hpctrain node` on this machine until the run is over; returns its exit code.
 
-    It outlives this process, and ends with its supervisor alone: engines end processes of theirs on whole nodes when
-    another node is lost.
+    Called in a process of the engine. The node outlives that process and ends only with its supervisor, since engines
+    end their processes on all nodes when one node is lost.
     """
     environment = python.environment() | given.variables
     return subprocess.run(python.module("hpctrain", "node"), env=environment, start_new_session=True).returncode
@@ -40,10 +40,10 @@ def serve(given: ticket.Ticket) -> int:
 def run(
     config: Config, ranks: int | None, rank_words: Sequence[str], verbose: bool, fresh: bool, invite: Invite | None
 ) -> RunVerdict:
-    """Waits for nodes that ``invite`` starts, or else somebody else, and trains on them; see ``run_on``.
+    """Waits for nodes, started by ``invite`` or otherwise by the user, and trains on them; see ``run_on``.
 
     Raises:
-        UserError: nodes cannot know where this supervisor is, or another run lives that uses the ticket's file.
+        UserError: nodes cannot find this supervisor, or another live run uses the ticket's file.
     """
     if invite:
         return run_on(invite, ticket.fresh(), config, ranks, rank_words, verbose, fresh)
@@ -51,7 +51,7 @@ def run(
     if given is None and path is None:
         what = "launch.engine is runners, and nothing tells nodes where this supervisor is"
         raise UserError(what, f"set launch.ticket to a file that all nodes see, or {ticket.KEY} and {ticket.ADDRESS}")
-    for name in (ticket.KEY, ticket.ADDRESS):  # no business of the ranks
+    for name in (ticket.KEY, ticket.ADDRESS):  # ranks must not have them
         os.environ.pop(name, None)
     say(f"waits for {config.launch.nodes + config.launch.spare_nodes} nodes: hpctrain node {path or ''}".rstrip())
 
@@ -75,15 +75,15 @@ def run_on(
     verbose: bool,
     fresh: bool,
 ) -> RunVerdict:
-    """Trains on nodes that come when they are invited; see ``hosts.run``.
+    """Trains on nodes that ``invite`` starts; see ``hosts.run``.
 
     Args:
         invite: see ``Invite``.
-        given: the ticket; port 0 for a free one.
+        given: the ticket; port 0 for any free port.
 
     Raises:
-        UserError: what ``hosts.run`` raises.
-        RunFailed: nodes do not come.
+        UserError: as in ``hosts.run``.
+        RunFailed: nodes do not connect.
     """
     launch = config.launch
     with own_folder(tempfile.gettempdir()) as folder:
@@ -91,7 +91,7 @@ def run_on(
             raise RunFailed(f"{tempfile.gettempdir()} cannot be written", "set TMPDIR to a folder of this machine")
         with contextlib.ExitStack() as guests, desk.opened(given, Path(folder)) as opened:
             made = dataclasses.replace(given, port=opened.port)
-            problem = guests.enter_context(invite(config, made))  # they leave with the desk
+            problem = guests.enter_context(invite(config, made))  # nodes leave when the desk closes, before this exits
             count = launch.nodes + launch.spare_nodes
             names = wait_for(opened, count, launch.node_wait_s, problem)
             shell = shlex.join([sys.executable, "-I", "-S", ask.__file__, str(opened.path), "{host}"])
@@ -104,7 +104,7 @@ def run_on(
 
 
 def wait_for(opened: desk.Desk, count: int, patience_s: float, problem: Callable[[], str]) -> list[str]:
-    """See ``Desk.wait_for``; a signal ends it. Raises RunFailed."""
+    """See ``Desk.wait_for``; a signal ends the wait. Raises RunFailed."""
     signals = StopSignals()
     signals.install()
     try:

@@ -1,4 +1,4 @@
-"""What commands need of a scheduler: Slurm, batch systems and Kubernetes fulfil it."""
+"""The interface between commands and schedulers, implemented for Slurm, batch systems and Kubernetes."""
 
 from __future__ import annotations
 
@@ -16,65 +16,65 @@ from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
 from hpctrain.run.run_status import ALIVE, QueueEntry
 
 TIMEOUT_S = 60.0
-"""Longest wait for an answer that is needed."""
+"""Timeout in seconds for answers that are needed."""
 
 
 CHARACTERS = 500
-"""Of what a command says when it refuses."""
+"""Maximum length of a quoted refusal."""
 
 
 class Scheduler(Protocol):
-    """Where jobs of runs wait and run."""
+    """A scheduler, in which jobs of runs wait and run."""
 
     name: str
     """The value of ``launch.engine``."""
     title: str
     ends_gently: bool
-    """Whether ranks of a job that is ended are first asked to save a checkpoint."""
+    """Whether ending a job first asks its ranks to save a checkpoint."""
 
     def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
-        """The script or object of a run; nothing has been written.
+        """Returns the script or manifest of a run; writes nothing.
 
         Raises:
-            UserError: a wish, or a value, that it cannot take.
+            UserError: an option or value that the scheduler does not support.
         """
 
     def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
-        """What submits it, to be shown."""
+        """Returns the command that submits the plan, for display."""
 
     def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
-        """Writes the run folder; the jobs, which it records, and what else to print.
+        """Writes the run folder, submits and records the jobs; returns them, and lines to print.
 
         Raises:
-            UserError: the scheduler's commands are missing, or a job of the run waits or runs.
-            RunFailed: it refused.
+            UserError: the scheduler's commands are missing, or the run already has a waiting or running job.
+            RunFailed: the scheduler refused.
         """
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
-        """How jobs stand and who ended them, by job: of several runs, oldest first. It may have forgotten some.
+        """Returns the states of jobs, by job, without those that the scheduler has forgotten.
 
         Args:
-            jobs: of each run.
-            timeout_s: longest wait.
-            ended: of those, too, that its queue does not show any more.
+            jobs: for each run its jobs, oldest first.
+            timeout_s: timeout in seconds.
+            ended: include jobs that the queue no longer shows, if the scheduler can look them up.
 
         Raises:
-            RunFailed: it does not answer.
+            RunFailed: the scheduler does not answer.
         """
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
-        """Ends jobs of runs; which, and a sentence about each that is not the run's own.
+        """Ends jobs of runs; returns them, and a sentence about each job that is not the run's own.
 
         Raises:
-            RunFailed: it did not end all; the message names those that it did end.
+            RunFailed: not all could be ended; the message names those that were.
         """
 
     def log(self, run: RunDir, job: str) -> str:
-        """The job's own log if it is elsewhere than in the run folder, else an empty text."""
+        """Returns the job's log if it is not in the run folder, else an empty text."""
 
 
 def alive(scheduler: Scheduler, run: RunDir) -> list[QueueEntry]:
-    """Jobs of the run that wait or run."""
+    """Returns the run's jobs that are waiting or running."""
     jobs = [each.job for each in submissions(run, scheduler.name)]
     found = scheduler.states([jobs], TIMEOUT_S, ended=False) if jobs else {}
     return [entry for entry in found.values() if entry.state in ALIVE]
@@ -82,10 +82,12 @@ def alive(scheduler: Scheduler, run: RunDir) -> list[QueueEntry]:
 
 @contextlib.contextmanager
 def to_submit(scheduler: Scheduler, run: RunDir, own_job: str | None = None) -> Iterator[None]:
-    """Until the job is noted, where the next one looks for it. Two jobs must not write one run folder.
+    """Locks a run for submission, since two jobs must not write to one run folder.
+
+    Submit and record the job in the body, so that the next submission finds it.
 
     Raises:
-        UserError: a job of the run waits or runs, which is not ``own_job``.
+        UserError: a job of the run other than ``own_job`` is waiting or running, or is being submitted.
     """
     run.create()
     with LiveLock(run, myself(), TO_SUBMIT).held():
@@ -101,10 +103,10 @@ def to_submit(scheduler: Scheduler, run: RunDir, own_job: str | None = None) -> 
 def end_each(
     jobs: Sequence[tuple[RunDir, Sequence[str]]], is_of: Callable[[RunDir, str], bool], end: Callable[[str], object]
 ) -> tuple[list[str], list[str]]:
-    """``Scheduler.end`` job by job: one that cannot be ended does not keep the others.
+    """Implements ``Scheduler.end`` job by job; continues after a job that cannot be ended.
 
     Raises:
-        RunFailed: what failed, and which jobs have been ended all the same.
+        RunFailed: some jobs could not be ended; the message names the ones that were.
     """
     ended, left, failed = [], [], []
     for run, job in [(run, job) for run, given in jobs for job in given]:
@@ -125,11 +127,11 @@ def end_each(
 
 
 def ask(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> str:
-    """What a scheduler's command prints.
+    """Runs a scheduler's command with ``given`` on standard input; returns what it prints.
 
     Raises:
-        UserError: there is no such command.
-        RunFailed: in its own words, without what it was given.
+        UserError: the command is not on PATH.
+        RunFailed: it failed, with its own message but without ``given``, or did not answer in time.
     """
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not on PATH", "run this where jobs are submitted; hpctrain render needs none")

@@ -1,4 +1,4 @@
-"""The schedulers by name. Commands ask for one by the run, and know none by name."""
+"""The schedulers by name. Commands get a run's scheduler here and do not depend on any particular one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULERS: Mapping[str, scheduler.Scheduler] = {"slurm": SLURM, "kubernetes": K
 
 
 def of(config: Config) -> scheduler.Scheduler:
-    """The one that a run file names, by default Slurm. Raises UserError: its engine has no queue."""
+    """Returns the scheduler that a run file names, by default Slurm. Raises UserError if its engine has no queue."""
     engine = config.launch.engine or "slurm"
     if engine not in SCHEDULERS:
         what = f"launch.engine is {engine}, which has no queue to submit to"
@@ -28,18 +28,18 @@ def of(config: Config) -> scheduler.Scheduler:
 
 
 def of_run(run: RunDir) -> scheduler.Scheduler:
-    """The one that has the newest job of a run."""
+    """Returns the scheduler of the run's newest job."""
     return SCHEDULERS[engine_of(run)]
 
 
 def engine_of(run: RunDir) -> str:
-    """Its name."""
+    """Returns the name of the scheduler of the run's newest job; by default Slurm."""
     named = [each.engine for each in submissions(run) if each.engine in SCHEDULERS]
     return named[-1] if named else "slurm"
 
 
 def as_submitted(config: Config, run: RunDir) -> Config:
-    """The run file of a folder, in which jobs have noted their hosts, for the scheduler that had its newest job."""
+    """Returns a folder's run file as for submission: for the scheduler of its newest job, without that job's hosts."""
     if (engine := engine_of(run)) == "slurm":
         return config
     shell = LaunchConfig.remote_shell
@@ -48,12 +48,12 @@ def as_submitted(config: Config, run: RunDir) -> Config:
 
 
 def alive(run: RunDir) -> list[QueueEntry]:
-    """Jobs of the run that wait or run."""
+    """Returns the run's jobs that are waiting or running."""
     return scheduler.alive(of_run(run), run)
 
 
 def goes_on(run: RunDir) -> bool:
-    """Whether a job of the run waits or runs, for those who wait: a scheduler that is silent now is asked again."""
+    """Whether a job of the run is waiting or running. True if the scheduler does not answer: callers poll again."""
     try:
         return bool(alive(run))
     except RunFailed:

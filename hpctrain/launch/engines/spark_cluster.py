@@ -1,4 +1,4 @@
-"""Ranks on a Spark cluster: a barrier stage, of which each task runs `hpctrain node` on its executor's machine."""
+"""Ranks on a Spark cluster: a barrier stage whose tasks run `hpctrain node` on their executors' machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.launch.runners import ticket
 from hpctrain.run.folder import RunDir
 
 LEAVING_S = 3.0
-"""Longest wait for tasks to end after the run. Those of a stage that Spark has started again may never begin."""
+"""Timeout for tasks to end after the run: tasks of a stage that Spark has restarted may never begin."""
 
 
 def fit(
@@ -30,24 +30,24 @@ def fit(
     fresh: bool = False,
     report: fitting.Report | None = None,
 ) -> fitting.RunResult:
-    """Trains on the executors of this Spark program, and waits for the end.
+    """Trains on the executors of this Spark program and waits for the end.
 
-    All executors see the run folder and the Python environment under the same paths.
+    All executors must see the run folder and the Python environment under the same paths.
 
     Args:
-        config: a run: of ``load_config``, the path of a run file, or a dict of what would be in one. It says on how
-            many executors (``launch.nodes``), with how many ranks each (``launch.ranks_per_node``).
-        dataframe: training data: written once as Parquet to ``table`` in the run folder, in the order of its rows, and
-            left alone by calls that resume the run.
-        argument: of the task, which gets the path of that folder; ``open_dataset`` reads it.
+        config: a Config from ``load_config``, the path of a run file, or a dict with the content of one. It sets the
+            number of executors (``launch.nodes``) and of ranks on each (``launch.ranks_per_node``).
+        dataframe: training data. Written once, in row order, as Parquet to ``table`` in the run folder; calls that
+            resume the run do not write it again.
+        argument: name of the task's argument that gets the path of that folder, which ``open_dataset`` reads.
         fresh: put existing checkpoints aside, write the data again, and start from the beginning.
-        report: called with the metrics of each evaluation and its ``step``. What it raises stops the run with a
+        report: called with the metrics of each evaluation and its ``step``. If it raises, the run stops with a
             checkpoint.
 
     Raises:
-        UserError: something to correct first; pyspark is missing.
+        UserError: something must be corrected first, or pyspark is missing.
         NoRequeue: another attempt is pointless.
-        RunFailed: the run has failed otherwise, or Spark does not start the tasks within ``launch.node_wait_s``.
+        RunFailed: the run failed otherwise, or Spark did not start the tasks within ``launch.node_wait_s``.
     """
     config = fitting.read(config)
     if dataframe is not None:
@@ -60,10 +60,10 @@ def fit(
 
 @contextlib.contextmanager
 def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
-    """See ``runners.Invite``. In the Spark session of this process, else a new one as ``spark-defaults.conf`` says.
+    """See ``runners.Invite``. Uses this process's Spark session, or a new one configured by ``spark-defaults.conf``.
 
     Raises:
-        UserError: pyspark is missing, or the session is one of Spark Connect.
+        UserError: pyspark is missing, or the session uses Spark Connect.
     """
     with requires("pyspark", "spark"):
         from pyspark.errors import PySparkException
@@ -100,7 +100,7 @@ def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
 
 
 def _serve(made: ticket.Ticket, _: Iterator[int]) -> list[str]:
-    """One task; why it could not serve the run."""
+    """Runs one task; returns a message about how its node ended."""
     from pyspark import BarrierTaskContext
 
     hosts = BarrierTaskContext.get().allGather(socket.gethostname())

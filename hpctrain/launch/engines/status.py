@@ -1,4 +1,4 @@
-"""How runs stand: the one place that asks schedulers about jobs and joins the answers with what the folders tell."""
+"""The status of runs: the one place that combines schedulers' answers about jobs with the run folders' content."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from hpctrain.system import foreign_text
 from hpctrain.system.quantities import duration, number
 
 RECOVERIES = 3
-"""Newest recoveries that are shown."""
+"""Number of newest recoveries shown."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run: an array has one for each element."""
+    """Status of one run, or of one element of an array."""
 
     found: RunSnapshot
-    """What the run folder knows."""
+    """Content of the run folder."""
     state: State
-    """How the run stands, as ``hpctrain watch`` has it."""
+    """State of the run, as in ``hpctrain watch``."""
     job: QueueEntry
-    """In Slurm's words; UNKNOWN for one that it does not report or has forgotten, all empty without one."""
+    """The run's job; UNKNOWN if the scheduler does not report it or has forgotten it, empty fields if there is none."""
     time: float
     """Unix seconds."""
 
     @property
     def ended(self) -> str | None:
-        """How the last attempt ended, if it said so."""
+        """How the last attempt ended; None if it has not, or did not record it."""
         newest = self.found.newest
         if newest is None or newest.ended is None:
             return None
@@ -48,12 +48,12 @@ class RunStatus:
 
     @property
     def straggler(self) -> str | None:
-        """The newest finding of the monitor that stands, as a sentence."""
+        """The monitor's newest finding that is not over, as a sentence."""
         slow = list(self.found.progress.findings.values())
         return slow[-1].text if slow else None
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the status for JSON."""
         found, made, job = self.found, self.found.progress, self.job
         train = made.newest(Train) or Train(step=0)
         return {
@@ -90,17 +90,17 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Answer:
-    """What schedulers say of jobs."""
+    """What schedulers report about jobs."""
 
     entries: Mapping[str, QueueEntry]
-    """By job; those that it has forgotten are missing."""
+    """Entries by job; forgotten jobs are missing."""
     silence: str = ""
-    """Why it did not answer; empty if it did."""
+    """Why a scheduler did not answer; empty if all did."""
 
     def job_of(self, run: RunDir) -> QueueEntry | None:
-        """The job of a run: the living one, else the newest that Slurm knows.
+        """Returns the job of a run: the live one, else the newest that the scheduler knows.
 
-        A job that Slurm does not report is UNKNOWN; if nothing could be submitted it is REFUSED. None if nothing was
+        UNKNOWN if the scheduler reports none of its jobs; REFUSED if the submission was refused; None if nothing was
         submitted.
         """
         jobs = jobs_of(run)
@@ -113,15 +113,15 @@ class Answer:
         array = jobs[-1].partition("_")[0]
         others = any(job.startswith(f"{array}_") for job in self.entries)
         if others and "_" in jobs[-1] and not run.has_begun:
-            # Slurm keeps no record of an element that is cancelled while it waits.
+            # Slurm keeps no record of an array element that was cancelled while waiting.
             return QueueEntry(jobs[-1], "CANCELLED", "taken out of the queue")
         return QueueEntry(jobs[-1], UNKNOWN, self.silence or f"{schedulers.of_run(run).title} has forgotten it")
 
 
 def ask(runs: Sequence[RunDir]) -> Answer:
-    """One question to each scheduler about its jobs of all these runs.
+    """Asks each scheduler once about its jobs of all these runs.
 
-    Takes seconds if it is down, and never fails.
+    Never fails; takes seconds per scheduler that is down.
     """
     found: dict[str, QueueEntry] = {}
     silence = ""
@@ -136,24 +136,24 @@ def ask(runs: Sequence[RunDir]) -> Answer:
 
 
 def of_runs(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """The status of run folders; if a scheduler does not answer, what the folders tell."""
+    """Returns the status of run folders; from the folders alone if a scheduler does not answer."""
     answer = ask(runs)
     return [of_run(run, answer) for run in runs]
 
 
 def of_run(run: RunDir, answer: Answer) -> RunStatus:
-    """The status of one run folder."""
+    """Returns the status of one run folder."""
     entry, now, found = answer.job_of(run), time.time(), RunView(run.path).snapshot()
     return RunStatus(found, found.state(now, entry), entry or QueueEntry("", ""), now)
 
 
 def jobs_of(run: RunDir) -> list[str]:
-    """Numbers of a run's jobs with the scheduler that has the newest one, oldest first."""
+    """Returns the run's jobs with the scheduler of the newest one, oldest first."""
     return [each.job for each in submissions(run, schedulers.engine_of(run))]
 
 
 def own_runs(here: Path) -> list[RunDir]:
-    """The user's runs: those below ``here``/runs, and those whose jobs Slurm knows, wherever they lie."""
+    """Finds the user's runs: those in ``here``/runs, and those of jobs in Slurm's queue, wherever their folders are."""
     folders = sorted((here / "runs").glob("*/"))
     found = {folder: RunDir(folder) for folder in folders if RunDir(folder).run_yaml.is_file()}
     try:
@@ -167,14 +167,14 @@ def own_runs(here: Path) -> list[RunDir]:
 
 
 def lines(statuses: Sequence[RunStatus]) -> list[str]:
-    """A short paragraph for each run."""
+    """Returns the lines of a short paragraph for each run."""
     text = []
     for status in statuses:
         found, made, job, ended, why = status.found, status.found.progress, status.job, status.ended, status.state.why
         text.append(f"{found.path}")
         text.append("  " + status.state.word.value + (f": {why}" if why else ""))
         if job.id:
-            # If the run has recorded its end, how its job ended does not matter to people.
+            # Once the run has recorded its end, the state of its job is of no interest.
             named = f"job {job.id}" + ("" if ended else f" {job.state}")
             times = [_pair(job.elapsed, "elapsed"), _pair(job.left, "left") if not ended else ""]
             untold = job.reason if job.state == UNKNOWN and job.reason not in why else ""
@@ -205,7 +205,7 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
 
 
 def table(statuses: Sequence[RunStatus]) -> list[str]:
-    """A line for each run."""
+    """Returns one line for each run."""
     rows = [
         (each.state.word.value, each.job.id or "-", _step(each.found.progress), foreign_text.line(str(each.found.path)))
         for each in statuses
@@ -221,7 +221,7 @@ def _step(made: Progress) -> str:
 
 
 def indent(text: str) -> str:
-    """One line, as far to the right as the text is."""
+    """Makes a text one safe line, keeping its indentation."""
     return text[: len(text) - len(text.lstrip(" "))] + foreign_text.line(text.strip(" "))
 
 

@@ -1,4 +1,4 @@
-"""Keys of ``launch`` that an engine does not read: they are named to the user, who may think that they count."""
+"""Warns about keys of ``launch`` that are set but that the engine does not read."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ READERS = {
     "slurm.gpus_per_node": ("slurm", "ray", "runners"),
     "kubernetes": ("kubernetes", "runners"),
 }
-"""Engines that read a key, or a section, for those that not all of them read; ``hosts`` is that of ``launch.hosts``.
-Runs on Ray and Kubernetes are started with runners, by the same run file."""
+"""Engines that read a key or section; keys that all engines read are not listed. ``hosts`` stands for ``launch.hosts``.
+``runners`` appears with other engines' keys because runs on Ray and Kubernetes use it with the same run file."""
 
 
 def tell(launch: LaunchConfig, engine: str) -> None:
-    """Names the keys that are given and that an engine does not read."""
+    """Tells the user which keys are set that the engine does not read."""
     if found := list(unread(launch, engine)):
         name = {"slurm": "Slurm", "hosts": "launch.hosts"}.get(engine, f"launch.engine: {engine}")
         say(f"{', '.join(found)}: not read with {name}")
 
 
 def unread(launch: LaunchConfig, engine: str) -> Iterator[str]:
-    """Those keys; pure."""
+    """Yields the keys that are set and that the engine does not read; pure."""
     for key in _given(launch, LaunchConfig(), ""):
         readers = READERS.get(key) or READERS.get(key.partition(".")[0])
         noted = key == "remote_shell" and engine in SYSTEMS and launch.remote_shell == SYSTEMS[engine].remote_shell
-        if readers and engine not in readers and not noted:  # by an earlier start in the job
+        # ``noted``: the remote shell was set by an earlier start in the job, not by the user.
+        if readers and engine not in readers and not noted:
             yield f"launch.{key}"
 
 

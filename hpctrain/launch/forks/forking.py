@@ -1,4 +1,4 @@
-"""Starts the process that forks the ranks of a run on this machine, and says what mpirun starts in their place."""
+"""Starts the process that forks a run's ranks on this machine, and gives the command that mpirun runs instead."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ from hpctrain.system import python
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 FORKS = "HPCTRAIN_FORKS"
-"""Environment variable: 0 if each rank is to import everything by itself."""
+"""Environment variable: 0 disables forking, so each rank imports everything itself."""
 COMMON = ("hpctrain.commands.train", "hpctrain.rank.fit", "hpctrain.rank.session", "mpi4py")
-"""What every rank imports. mpi4py.MPI is not among that: importing it is what starts MPI."""
+"""Modules that every rank imports. mpi4py.MPI is left out, because importing it initializes MPI."""
 TORCH, KERAS = "hpctrain.backends.torch.task.opening", "hpctrain.backends.tensorflow.task.opening"
 BACKENDS = {"torch": TORCH, "TorchTask": TORCH, "tensorflow": KERAS, "keras": KERAS, "KerasTask": KERAS}
-"""By names that a task's file imports, or that an earlier attempt recorded."""
+"""Backend module, by a name that a task's file imports or the framework that an earlier attempt recorded."""
 
 
 @dataclass
 class Forking:
-    """The parent of a run's ranks, started again if it has ended; to be closed."""
+    """The parent process of a run's ranks; restarted if it has ended. Call ``close`` when done."""
 
     task: str
     run_dir: RunDir
     environment: Mapping[str, str]
-    """Of the ranks, but for what mpirun adds."""
+    """The ranks' environment, without what mpirun adds."""
     folder: str
-    """Where its socket is; only this user may enter. Empty if ranks are not to be forked."""
+    """Folder of the parent's socket, accessible to this user only. Empty: do not fork ranks."""
     process: subprocess.Popen[bytes] | None = None
     modules: Sequence[str] = ()
-    """What it has imported."""
+    """Modules that the parent imports."""
 
     def words(self, command: Sequence[str]) -> list[str]:
-        """What mpirun is to start for each rank, in place of its command; the parent need not be there yet."""
+        """Returns what mpirun should start for each rank: the stand-in, or ``command`` itself if ranks are not forked.
+
+        Starts the parent if needed, without waiting for its imports.
+        """
         if self.folder and self.environment.get(FORKS) != "0":
             self.begin(command, [*COMMON, *backends(self.task, self.run_dir)])
         if self.process is None:
@@ -52,7 +55,7 @@ class Forking:
         return [sys.executable, "-I", "-S", str(STAND_IN), self.socket, *command[1:]]
 
     def begin(self, command: Sequence[str], modules: Sequence[str]) -> None:
-        """Starts the parent unless it lives."""
+        """Starts the parent, unless one with the same modules is running."""
         if self.process is not None and self.process.poll() is None and modules == self.modules:
             return
         self.close()
@@ -68,16 +71,16 @@ class Forking:
 
     @property
     def socket(self) -> str:
-        """Where the parent listens."""
+        """Path of the parent's socket."""
         return str(Path(self.folder, "forks"))
 
     @property
     def pid(self) -> int:
-        """The parent's process; 0 if there is none."""
+        """Process ID of the parent; 0 if there is none."""
         return self.process.pid if self.process is not None else 0
 
     def close(self) -> None:
-        """Ends the parent, and with it all its ranks."""
+        """Kills the parent, and with it all its ranks."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -86,17 +89,18 @@ class Forking:
 
 
 def backends(task: str, run_dir: RunDir) -> list[str]:
-    """The backends of frameworks that the task's file imports at its top; of the attempt before if it shows none.
+    """Returns the backend modules of the frameworks that the task's file imports at top level.
 
-    Nothing of the user's is run: the file may have changed before another attempt. A file that looks at variables of
-    the environment outside its functions may set some that a framework reads when it is imported: it does that itself.
+    If it imports none of them, returns that of the framework recorded by an earlier attempt. The file is parsed, not
+    run, since it may change before the next attempt. If it uses the environment outside functions and classes, the list
+    is empty: it may set variables that a framework reads on import, so each rank must do the import itself.
     """
     where = task.rpartition(":")[0]
     try:
         spec = None if where.endswith(".py") else python.spec_of(where)
         body = ast.parse(Path((spec and spec.origin) or where).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
-        return []  # the ranks will say so
+        return []  # the ranks will report it
     outside = [each for each in body if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
     words = (vars(node).get("attr") or vars(node).get("name") for each in outside for node in ast.walk(each))
     if not {"environ", "putenv"}.isdisjoint(words):

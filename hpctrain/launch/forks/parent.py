@@ -1,10 +1,10 @@
-"""The process that has imported what ranks import, and forks one for each stand-in that asks.
+"""The process that imports what ranks need, then forks a rank for each stand-in that asks.
 
     python -P -m hpctrain.launch.forks.parent SUPERVISOR MODULES WORDS
 
-Its standard input is the socket at which it listens. MODULES are separated by commas. WORDS are a rank's: they say what
-it is for, and ps shows those of each fork in their place. A fork differs from a process that mpirun has started in the
-seed of Python's hashes, which all forks share, and in what it has imported.
+Standard input is the listening socket. SUPERVISOR is the supervisor's process ID. MODULES are separated by commas.
+WORDS is a rank's command line: ps shows what the process is for, and each fork overwrites it with its own command. A
+fork differs from a process started by mpirun in two ways: all forks share one hash seed, and have more modules loaded.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from hpctrain.launch.forks.stand_in import LONGEST, READY
 from hpctrain.system.processes import die_with_parent
 
 READING_S = 10.0
-"""Longest wait for an order."""
+"""Timeout for receiving an order."""
 FORK_SAFE = {"jemalloc_bg_thd"}
-"""Threads of libraries that begin them again in forks: Arrow's allocator."""
+"""Names of threads whose libraries restart them after a fork: that of Arrow's allocator."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a stand-in asks for."""
+    """A stand-in's request for a rank."""
 
     argv: Sequence[str]
     folder: str
     environment: Mapping[str, str]
     umask: int
     stand_in: int
-    """Its process."""
+    """Process ID of the stand-in."""
     streams: Sequence[int]
 
 
 def main(supervisor: str, modules: str) -> None:
-    """Imports, serves, and becomes a rank in each fork."""
+    """Imports the modules and serves stand-ins; each fork returns from ``serve`` and runs a rank."""
     die_with_parent()
     listener = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    if os.getppid() != int(supervisor):  # it died before that
+    if os.getppid() != int(supervisor):  # it died before die_with_parent took effect
         return
     prepare(modules.split(","))
     if (order := serve(listener)) is not None:
@@ -62,16 +62,19 @@ def main(supervisor: str, modules: str) -> None:
 
 
 def prepare(modules: Sequence[str]) -> None:
-    """Imports what all ranks will."""
+    """Imports the modules that all ranks need."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # as in ranks; Keras reads it when it is imported
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # collections in the forks leave these objects, and the pages they lie in, alone
+    gc.freeze()  # garbage collection in forks then leaves these objects, and their shared pages, untouched
 
 
 def may_fork() -> bool:
-    """Whether forks are whole: threads do not come along. Some libraries end theirs at the first fork (OpenBLAS)."""
+    """Whether this process can fork safely: it may have no other threads, since a fork does not inherit them.
+
+    Forks once before counting, because some libraries (OpenBLAS) stop their threads at the first fork.
+    """
     if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)
@@ -80,7 +83,7 @@ def may_fork() -> bool:
 
 
 def serve(listener: socket.socket) -> Order | None:
-    """Forks a rank for each stand-in; returns in the fork, or None if this process cannot fork."""
+    """Forks a rank for each stand-in. Returns its order in the fork; returns None if this process cannot fork."""
     if not may_fork():
         return None
     parent, ranks = os.getpid(), dict[int, socket.socket]()
@@ -105,14 +108,14 @@ def serve(listener: socket.socket) -> Order | None:
                     each.close()
                 return order
             else:
-                with contextlib.suppress(OSError):  # it has done so itself, or ended
+                with contextlib.suppress(OSError):  # the child has done so itself, or ended
                     os.setpgid(pid, pid)
                 for stream in order.streams:
                     os.close(stream)
                 ranks[pid] = asking
                 answer(asking, pid)
         for pid, stand_in in list(ranks.items()):
-            if stand_in in ready:  # it has ended: it says nothing more
+            if stand_in in ready:  # the stand-in sends nothing after its order, so it has ended
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 ranks.pop(pid).close()
@@ -125,7 +128,7 @@ def serve(listener: socket.socket) -> Order | None:
 
 
 def read(asking: socket.socket) -> Order | None:
-    """What a stand-in asks for; None if it has ended before that, or no longer waits."""
+    """Reads a stand-in's order; None if the stand-in has ended or given up."""
     try:
         asking.settimeout(READING_S)
         asking.sendall(READY)
@@ -136,20 +139,20 @@ def read(asking: socket.socket) -> Order | None:
 
 
 def answer(asking: socket.socket, number: int) -> None:
-    """Tells a stand-in; one that is gone shows at the next look."""
+    """Sends a number to a stand-in. If it is gone, the next ``select`` shows that."""
     with contextlib.suppress(OSError):
         asking.sendall(b"%d" % number)
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """Children that have ended, and how."""
+    """Yields (process ID, wait status) of each child that has ended."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended
 
 
 def become(order: Order) -> None:
-    """Makes this process what Python is at the start of a program in the stand-in's place."""
+    """Sets this process up as if Python had just started in the stand-in's place: streams, environment, limits."""
     for descriptor, stream in enumerate(order.streams):
         os.dup2(stream, descriptor)
         os.close(stream)
@@ -158,17 +161,17 @@ def become(order: Order) -> None:
     os.environ.clear()
     os.environ.update(order.environment)
     os.umask(order.umask)
-    with contextlib.suppress(OSError, ValueError):  # what is not allowed to be raised stays as the parent has it
+    with contextlib.suppress(OSError, ValueError):  # a limit that may not be raised stays as the parent has it
         os.sched_setaffinity(0, os.sched_getaffinity(order.stand_in))
         for limit in LIMITS:
             resource.setrlimit(limit, resource.prlimit(order.stand_in, limit))
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, order.stand_in))
     show([sys.executable, *order.argv])
-    importlib.import_module("numpy").random.seed()  # Python's own generator does so at each fork
+    importlib.import_module("numpy").random.seed()  # Python reseeds its own generator at each fork
 
 
 def show(words: Sequence[str]) -> None:
-    """Has ps show these words for this process, in the place of those that it was started with."""
+    """Overwrites this process's command line, so that ps shows these words."""
     fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     if 0 < begin < end:
@@ -177,7 +180,7 @@ def show(words: Sequence[str]) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """A program, as ``python FILE ...`` or ``python [-P] -m MODULE ...`` would."""
+    """Runs a program as ``python FILE ...`` or ``python [-P] -m MODULE ...`` would."""
     if "-m" in argv[:2]:
         begin = list(argv).index("-m") + 1
         sys.path[:0] = [] if argv[0] == "-P" else [os.getcwd()]

@@ -1,4 +1,4 @@
-"""What mpirun starts in place of a rank: ``stand_in.py SOCKET``, and the words of Python's for the rank.
+"""The program that mpirun starts in place of a rank: ``stand_in.py SOCKET``, then the rank's arguments to Python.
 
 It must start quickly, so it uses the standard library only.
 """
@@ -16,14 +16,17 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 READY = b"ready"
 LONGEST = 1 << 22
-"""Bytes of an order: a process's arguments and environment have two million at most, and JSON escapes some."""
+"""Largest order in bytes: arguments and environment take at most 2 MB, plus JSON escapes."""
 ANSWER_S = 600.0
-"""Longest wait for the imports of the parent: those of ranks would not be faster, even from a slow disk."""
+"""Timeout for the parent's imports; a rank's own imports would not be faster, even from a slow disk."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
 def main(path: str, *words: str) -> NoReturn:
-    """Has the rank forked, and ends as it does; with its launcher if the rank would."""
+    """Asks the parent to fork the rank, forwards signals to it, and exits with its status.
+
+    Becomes the rank itself if the parent cannot fork it. Dies with the launcher if the rank would.
+    """
     if "HPCTRAIN_TETHER" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
@@ -38,7 +41,11 @@ def main(path: str, *words: str) -> NoReturn:
 
 
 def ordered(path: str, words: Sequence[str]) -> socket.socket:
-    """A connection to the parent, which has imported all and knows what to fork. Raises OSError: it will not do so."""
+    """Sends the order to the parent once it has finished its imports; returns the connection.
+
+    Raises:
+        OSError: the parent is gone, does not answer, or takes no order.
+    """
     parent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent.settimeout(ANSWER_S)
     parent.connect(path)
@@ -48,13 +55,13 @@ def ordered(path: str, words: Sequence[str]) -> socket.socket:
     os.umask(mask)
     order = json.dumps([words, os.getcwd(), dict(os.environ), mask, os.getpid()]).encode()
     parent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(order))
-    socket.send_fds(parent, [order], [0, 1, 2])  # as a whole, or not at all
+    socket.send_fds(parent, [order], [0, 1, 2])  # one packet: sent whole or not at all
     parent.settimeout(None)
     return parent
 
 
 def end(status: int) -> NoReturn:
-    """Ends as the rank has, of which the core is its own."""
+    """Ends this process with the rank's wait status, without a core dump: the rank has written its own."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if os.WTERMSIG(status) != signal.SIGKILL:

@@ -1,6 +1,6 @@
-"""``python -I -S ask.py SOCKET HOST COMMAND``: what mpirun calls in place of ssh, and asks the supervisor's desk.
+"""``python -I -S ask.py SOCKET HOST COMMAND``: mpirun calls it in place of ssh; it asks the supervisor's desk.
 
-Imports nothing of the package: it has to be quick, and is started once for each node.
+It imports nothing from hpctrain, to start quickly: mpirun starts one for each node.
 """
 
 import json
@@ -13,10 +13,10 @@ HEAD = struct.Struct("!BII")
 
 
 def main() -> int:
-    """Shows the command's output; its exit code, or 255 if the node was lost, as ssh would."""
+    """Prints the command's output; returns its exit code, or 255 if the node was lost, as ssh does."""
     path, host, command = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as stream, stream.makefile("rb") as answers:
-        folder = os.open(os.path.dirname(path), os.O_PATH)  # addresses of sockets have at most 107 bytes
+        folder = os.open(os.path.dirname(path), os.O_PATH)  # socket paths are limited to 107 bytes
         stream.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
         stream.sendall(json.dumps({"host": host, "command": command}).encode() + b"\n")
         while len(head := answers.read(HEAD.size)) == HEAD.size:

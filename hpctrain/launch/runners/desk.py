@@ -1,4 +1,4 @@
-"""The supervisor's side: nodes arrive here, and what mpirun wants to start on one of them is passed on."""
+"""The supervisor's side: accepts nodes' connections and forwards mpirun's commands to them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from hpctrain.system.address import listen
 from hpctrain.system.output import say
 
 STRANGERS = 64
-"""Connections that may be there without having proved the key; the oldest of more is dropped."""
+"""Maximum number of unauthenticated connections; if there are more, the oldest is dropped."""
 PATIENCE = 32
-"""Connections in a row that have proved nothing, after which one is accepted every PAUSE_S."""
+"""Consecutive unauthenticated connections after which only one is accepted every PAUSE_S."""
 PAUSE_S = 0.1
 BACKLOG = 64
-"""Connections that the kernel holds until they are accepted: PAUSE_S each is the longest wait of a node among them."""
+"""Connections that the kernel queues; a node in the queue waits at most PAUSE_S for each one before it."""
 FAREWELL_S = 2.0
-"""Longest wait for nodes to close their connections at the end."""
+"""Timeout for closing connections."""
 LOOK_S = 0.5
-"""Between two looks at what may keep nodes from coming."""
+"""Seconds between two checks of why nodes may not come."""
 NODE_LOST = b"255"
-"""Exit code of a command whose node is gone, as ssh would end."""
+"""Exit code of a command whose node is lost, as with ssh."""
 
 
 class Desk:
-    """Runs in a separate thread; `opened` starts and ends it.
+    """Serves nodes and mpirun in a separate thread, which ``opened`` starts and ends.
 
     Args:
-        key: of the run.
-        path: of the socket for what mpirun calls.
+        key: the run's key.
+        path: path of the Unix socket for ``ask``.
     """
 
     def __init__(self, key: bytes, path: Path) -> None:
@@ -52,23 +52,23 @@ class Desk:
         self.shown = listening_context(path.parent)
         self.port = 0
         self.nodes: dict[str, dict[str, Any]] = {}
-        """What each node says of itself, by its host name, in the order of their arrival; those lost, too."""
+        """What each node reports about itself, by host name in order of arrival; includes lost nodes."""
         self.lost: set[str] = set()
         self.changed = threading.Condition()
         self.links: dict[str, Link] = {}
         self.askers: dict[int, tuple[str, asyncio.StreamWriter]] = {}
-        """Who waits for which command, and its host."""
+        """For each running command its host, and the connection to the ``ask`` process that waits for it."""
         self.numbers = itertools.count(1)
         self.strangers: dict[asyncio.StreamWriter, None] = {}
-        """Who has proved nothing yet, oldest first."""
+        """Unauthenticated connections, oldest first."""
         self.in_row = 0
-        """Connections since the last that proved the key."""
+        """Number of connections since the last authenticated one."""
 
     def wait_for(self, count: int, patience_s: float, problem: Callable[[], str] = str) -> list[str]:
-        """Host names of the first nodes, once that many are there.
+        """Waits for ``count`` nodes; returns the host names of the connected nodes in order of arrival.
 
         Raises:
-            RunFailed: they do not come, or ``problem`` says that they will not.
+            RunFailed: they did not connect within ``patience_s``, or ``problem`` says why they will not.
         """
         end, why = time.monotonic() + patience_s, ""
         with self.changed:
@@ -82,12 +82,12 @@ class Desk:
         return names
 
     async def serve(self, port: int, ready: Future[Callable[[], object]]) -> None:
-        """Gives ``ready`` what ends it, to be called from another thread."""
+        """Serves until ended. Sets ``ready`` to a function that ends it, to be called from another thread."""
         over, loop = asyncio.Event(), asyncio.get_running_loop()
         listener = listen(None, port)
         listener.setblocking(False)
         listener.listen(BACKLOG)
-        folder_number = os.open(self.path.parent, os.O_PATH)  # addresses of sockets have at most 107 bytes
+        folder_number = os.open(self.path.parent, os.O_PATH)  # socket paths are limited to 107 bytes
         local = await asyncio.start_unix_server(self.pass_on, f"/proc/self/fd/{folder_number}/{self.path.name}")
         os.close(folder_number)
         self.port = listener.getsockname()[1]
@@ -106,10 +106,10 @@ class Desk:
             await asyncio.wait_for(gone, FAREWELL_S)
 
     async def admit(self, listener: socket.socket) -> None:
-        """Accepts connections; who proves nothing costs few descriptors and little time, however many come."""
+        """Accepts connections, at a limited rate while none of them authenticates."""
         loop = asyncio.get_running_loop()
         while True:
-            with contextlib.suppress(OSError):  # gone before it was accepted, or no descriptor is left
+            with contextlib.suppress(OSError):  # closed before it was accepted, or no file descriptor is left
                 stream, _ = await loop.sock_accept(listener)
                 made = partial(asyncio.StreamReaderProtocol, asyncio.StreamReader(), self.arrive)
                 await loop.connect_accepted_socket(made, stream)
@@ -119,7 +119,7 @@ class Desk:
             await asyncio.sleep(PAUSE_S)
 
     async def arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Handles one connection, and closes it."""
         self.strangers[writer] = None
         if len(self.strangers) > STRANGERS:
             next(iter(self.strangers)).transport.abort()
@@ -128,13 +128,13 @@ class Desk:
                 await self.attend(Link(reader, writer))
             writer.close()
             with contextlib.suppress(OSError):
-                await asyncio.wait_for(writer.wait_closed(), FAREWELL_S)  # what was said last is to arrive
+                await asyncio.wait_for(writer.wait_closed(), FAREWELL_S)  # the last message must arrive
         finally:
             self.strangers.pop(writer, None)
             writer.transport.abort()
 
     async def attend(self, link: Link) -> None:
-        """One connection from its greeting to its end."""
+        """Authenticates a node and serves it until it is lost."""
         async with asyncio.timeout(GREETING_S):
             await admit(link, self.key, *self.shown)
             _, _, hello = await link.receive()
@@ -151,7 +151,7 @@ class Desk:
                 kind, number, content = await link.receive()
                 if kind is Kind.GOING:
                     say(f"{host} is to go away: the run saves and stops")
-                    os.kill(os.getpid(), signal.SIGTERM)  # as if a scheduler had said so
+                    os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler would
                 elif number in self.askers:
                     Link(link.reader, self.askers[number][1]).send(kind, number, content)
         finally:
@@ -162,7 +162,7 @@ class Desk:
                     Link(link.reader, asker).send(Kind.EXIT, 0, NODE_LOST)
 
     def note(self, host: str, link: Link | None, facts: dict[str, Any]) -> None:
-        """A node has come, or is lost."""
+        """Records that a node has connected, or with ``link`` None that it is lost."""
         with self.changed:
             if link:
                 self.nodes[host] = facts
@@ -174,7 +174,7 @@ class Desk:
             self.changed.notify_all()
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What mpirun wants to start, until it has ended or mpirun does not want it any more."""
+        """Forwards one command from ``ask`` to its node; stops the command when ``ask`` disconnects."""
         number = next(self.numbers)
         with contextlib.suppress(OSError, ValueError):
             wanted = json.loads(await reader.readline())
@@ -190,11 +190,11 @@ class Desk:
 
 @contextlib.contextmanager
 def opened(ticket: Ticket, folder: Path) -> Iterator[Desk]:
-    """A desk that listens on the ticket's port; in the end its nodes leave.
+    """Opens a desk that listens on the ticket's port; on exit its nodes are sent away.
 
     Args:
-        ticket: with the key of the run.
-        folder: this user's alone.
+        ticket: gives the port and the run's key.
+        folder: folder for the socket, private to this user.
 
     Raises:
         UserError: see ``listening_context``.

@@ -1,8 +1,8 @@
-"""What supervisor and node say to each other, over TLS, once each has shown the other that it holds the run's key.
+"""The protocol between supervisor and node: messages over TLS, after each has proved that it holds the run's key.
 
-The certificate is made for one run, and no authority signs it. Each side proves the key over the certificate that it
-sees and over both nonces (HMAC-SHA256): who sits between the two cannot show the same certificate to the node, and what
-was recorded is of no use in another connection.
+The certificate is made for one run and signed by no authority. Instead each side sends an HMAC-SHA256 with the key over
+both nonces and the certificate that it sees. A man in the middle would have to show the node another certificate, and
+a recorded proof is useless in another connection.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from pathlib import Path
 from hpctrain.errors import UserError
 
 NONCE_BYTES = 32
-"""Those of a digest, too."""
+"""Size of a nonce, and of a digest."""
 NOBODY = bytes(NONCE_BYTES)
-"""What a knock with another key is answered with."""
+"""Answer to a knock with the wrong key."""
 HEAD = struct.Struct("!BII")
-"""Kind, number of the command, bytes of the content."""
+"""Header of a message: kind, number of the command, bytes of content."""
 LARGEST = 1 << 20
 BEAT_S = 1.0
 SILENCE_S = 5.0
-"""After this time without a word the other side is gone: its machine, or the network between."""
+"""Silence after which the other side counts as lost."""
 GREETING_S = 10.0
-"""For TLS and the proofs together."""
+"""Timeout for the TLS handshake and the proofs together."""
 
 
 class Kind(IntEnum):
-    """Of a message. The first three are those that the program that asked gets."""
+    """Kind of a message. The first three are forwarded to the ``ask`` process."""
 
     EXIT = 0
     """A command has ended; its exit code."""
     OUT = 1
     ERR = 2
     RUN = 3
-    """Start this command line."""
+    """Start a command line."""
     STOP = 4
-    """End it."""
+    """End a command."""
     HELLO = 5
-    """A node's first message: JSON."""
+    """A node's first message: facts about it, as JSON."""
     BEAT = 6
     LEAVE = 7
     """The run is over."""
     GOING = 8
-    """The node's machine is to go away."""
+    """The node's machine is going to be taken away."""
 
 
 class Lost(Exception):
-    """The other side has gone, or is silent."""
+    """The other side has disconnected or is silent."""
 
 
 class Refused(Lost):
@@ -61,7 +61,7 @@ class Refused(Lost):
 
 
 class Link:
-    """One side of a trusted connection."""
+    """One side of a connection between supervisor and node."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -72,7 +72,7 @@ class Link:
         self.writer.write(HEAD.pack(kind, number, len(content)) + content)
 
     async def receive(self) -> tuple[Kind, int, bytes]:
-        """The next message but a beat. Raises Lost."""
+        """Returns the next message other than BEAT: kind, number, content. Raises Lost."""
         try:
             while True:
                 head = await asyncio.wait_for(self.reader.readexactly(HEAD.size), SILENCE_S)
@@ -90,25 +90,25 @@ class Link:
             raise Lost(str(error) or type(error).__name__) from error
 
     async def beat(self) -> None:
-        """Shows without end that this side lives."""
+        """Sends a BEAT every BEAT_S until cancelled."""
         while True:
             self.send(Kind.BEAT)
             await asyncio.sleep(BEAT_S)
 
 
 async def greet(link: Link, key: bytes) -> None:
-    """The node's side of a new connection, from its first byte.
+    """Opens a connection on the node's side: knock, TLS, proof of the key.
 
-    A knock, a nonce and its digest with the key, spares the supervisor TLS with strangers; as it can be sent again,
-    it proves nothing.
+    The knock is a nonce and its digest with the key. It spares the supervisor TLS handshakes with strangers, but proves
+    nothing, since it can be replayed.
 
     Args:
-        link: without TLS, which begins here.
-        key: of the run.
+        link: a connection without TLS, which starts here.
+        key: the run's key.
 
     Raises:
-        Refused: the other side does not hold the key, or another certificate is between.
-        Lost, OSError: it has left before that.
+        Refused: the other side does not hold the key, or the connection is intercepted.
+        Lost, OSError: the other side disconnected.
     """
     mine = secrets.token_bytes(NONCE_BYTES)
     link.writer.write(mine + _digest(key, b"knock", mine))
@@ -121,7 +121,10 @@ async def greet(link: Link, key: bytes) -> None:
 
 
 async def admit(link: Link, key: bytes, context: ssl.SSLContext, certificate: bytes) -> None:
-    """The supervisor's side of `greet`, with its certificate in DER. Raises Refused, Lost, OSError."""
+    """Opens a connection on the supervisor's side; see ``greet``. Raises Refused, Lost, OSError.
+
+    ``certificate`` is the one in ``context``, in DER.
+    """
     theirs, knock = await _read(link), await _read(link)
     known = hmac.compare_digest(knock, _digest(key, b"knock", theirs))
     mine = secrets.token_bytes(NONCE_BYTES) if known else NOBODY
@@ -150,13 +153,13 @@ async def _read(link: Link) -> bytes:
 
 
 def listening_context(folder: Path) -> tuple[ssl.SSLContext, bytes]:
-    """TLS for the supervisor with a new certificate, and that certificate in DER.
+    """Makes a TLS context for the supervisor with a new certificate; returns it with the certificate in DER.
 
     Args:
-        folder: this user's alone, for the moment.
+        folder: folder for a temporary file with the private key; must be private to this user.
 
     Raises:
-        UserError: the package that makes certificates is missing.
+        UserError: the package ``cryptography`` is missing.
     """
     try:
         from cryptography import x509
@@ -182,7 +185,7 @@ def listening_context(folder: Path) -> tuple[ssl.SSLContext, bytes]:
 
 
 def calling_context() -> ssl.SSLContext:
-    """TLS for a node: no authority vouches for the certificate, `greet` does."""
+    """Makes a TLS context for a node. It accepts any certificate, since ``greet`` authenticates the supervisor."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -1,4 +1,4 @@
-"""``hpctrain node``: starts and ends on this machine what the supervisor of a run asks for, and ends with it."""
+"""``hpctrain node``: connects to a run's supervisor, and starts and ends commands for it on this machine."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ RETRY_S = 0.5
 REAP_S = 1.0
 LEAVE_S = 0.5
 GOING = signal.SIGUSR1
-"""Says that this machine is to go away: the run is asked to save and stop, and served until it has."""
+"""Signal that this machine is going to be taken away: asks the run to save and stop, and serves it until it has."""
 READ_BYTES = 1 << 16
 NOT_STARTED = b"126"
-"""Exit code of a command that could not be started, as a shell's."""
+"""Exit code of a command that could not be started, as in a shell."""
 
 
 def run(find: Callable[[], Ticket], patience_s: float) -> None:
     """Serves one run until it is over.
 
     Args:
-        find: says where the supervisor is; raises OSError while that is not known.
-        patience_s: longest wait for the supervisor.
+        find: returns the ticket of the supervisor; raises OSError while there is none.
+        patience_s: longest wait for the supervisor, in seconds.
 
     Raises:
-        RunFailed: there is no supervisor, or it has gone.
+        UserError: what answers does not hold the run's key.
+        RunFailed: no supervisor was found, or the connection was lost.
     """
     processes.adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP, GOING):
@@ -57,7 +58,7 @@ def run(find: Callable[[], Ticket], patience_s: float) -> None:
 
 async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
     link = await _connect(find, patience_s)
-    for name in (KEY, ADDRESS):  # no business of the ranks
+    for name in (KEY, ADDRESS):  # ranks must not have them
         os.environ.pop(name, None)
     host = socket.gethostname()
     facts: dict[str, object] = {"host": host, "cores": usable_cores(), "memory": psutil.virtual_memory().total}
@@ -77,7 +78,7 @@ async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
             elif kind is Kind.STOP and number in commands:
-                commands[number].cancel()  # it has not begun
+                commands[number].cancel()  # its process has not been started yet
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +93,7 @@ async def _beating(link: Link) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _ending(commands: Mapping[int, asyncio.Task[None]]) -> AsyncIterator[None]:
-    """Kills what runs while asyncio can still see it end; it would print tracebacks otherwise."""
+    """On exit kills all processes while asyncio can still see them end; it would print tracebacks otherwise."""
     try:
         yield
     finally:
@@ -105,7 +106,7 @@ async def _ending(commands: Mapping[int, asyncio.Task[None]]) -> AsyncIterator[N
 
 @contextlib.asynccontextmanager
 async def _reaping(started: Mapping[int, Process | None]) -> AsyncIterator[None]:
-    """Collects adopted processes as they end: a run of days may leave thousands, and the numbers of processes end."""
+    """Reaps adopted processes as they end: a run of several days may leave thousands, and process IDs run out."""
 
     async def reap() -> None:
         while True:
@@ -114,7 +115,7 @@ async def _reaping(started: Mapping[int, Process | None]) -> AsyncIterator[None]
             with contextlib.suppress(ChildProcessError):
                 while None not in own and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
                     if ended.si_pid in own:
-                        break  # asyncio collects it
+                        break  # asyncio reaps it
                     os.waitpid(ended.si_pid, os.WNOHANG)
 
     task = asyncio.create_task(reap())
@@ -125,11 +126,16 @@ async def _reaping(started: Mapping[int, Process | None]) -> AsyncIterator[None]
 
 
 async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
-    """Raises UserError: what answers does not hold the key; RunFailed: nothing answers."""
+    """Connects to the supervisor.
+
+    Raises:
+        UserError: what answers does not hold the key.
+        RunFailed: nothing answered in time.
+    """
     end = time.monotonic() + patience_s
     problem = "no ticket"
     while time.monotonic() < end:
-        with contextlib.suppress(OSError):  # no ticket yet, or a file server that is away
+        with contextlib.suppress(OSError):  # no ticket yet, or the file server does not answer
             ticket = find()
             for address in ticket.addresses:
                 try:
@@ -145,7 +151,7 @@ async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
 
 
 async def _call(address: str, ticket: Ticket) -> Link:
-    """Raises Lost, OSError, TimeoutError."""
+    """Opens an authenticated connection. Raises Lost, OSError, TimeoutError."""
     async with asyncio.timeout(GREETING_S):
         link = Link(*await asyncio.open_connection(address, ticket.port))
         try:
@@ -170,13 +176,13 @@ def lives(ticket: Ticket) -> bool:
 
 
 async def _run(link: Link, number: int, command: str, started: dict[int, Process | None]) -> None:
-    started[number] = None  # which of our children it is is not known yet
+    started[number] = None  # being started: its process ID is not known yet
     try:
         try:
             child = await asyncio.create_subprocess_exec(
                 "/bin/sh", "-c", command, start_new_session=True, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
             )
-        except OSError as error:  # no processes or no descriptors are left
+        except OSError as error:  # out of processes or file descriptors
             link.send(Kind.ERR, number, f"hpctrain node: {error}\n".encode())
             link.send(Kind.EXIT, number, NOT_STARTED)
             return

@@ -1,4 +1,4 @@
-"""How nodes find their supervisor and trust it: addresses, a port and a key, in a file or in two variables."""
+"""Tickets, by which nodes find and trust their supervisor: addresses, port and key, in a file or in two variables."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from hpctrain.system.address import LOOPBACK, interfaces
 from hpctrain.system.files import open_file, replacement
 
 KEY = "HPCTRAIN_NODE_KEY"
-"""Variable with the key in hexadecimal digits, 32 or more of them."""
+"""Environment variable with the key: 32 hexadecimal digits or more."""
 ADDRESS = "HPCTRAIN_NODE_ADDRESS"
-"""Variable with host:port of the supervisor, which listens on that port; or with several hosts, host,host:port."""
+"""Environment variable with the supervisor's address, host:port or host,host:port; it listens on that port."""
 KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a node needs."""
+    """What a node needs to connect to its supervisor."""
 
     addresses: tuple[str, ...]
-    """Of the supervisor's host, tried in this order."""
+    """Addresses of the supervisor's host, in the order in which to try them."""
     port: int
-    """0 for a supervisor that takes a free one."""
+    """Port of the supervisor; 0 for any free one."""
     key: bytes
 
     @property
     def variables(self) -> dict[str, str]:
-        """From which ``of_environment`` makes it."""
+        """The ticket as environment variables, which ``of_environment`` reads."""
         return {KEY: self.key.hex(), ADDRESS: f"{','.join(self.addresses)}:{self.port}"}
 
     def write(self, path: Path, lives: Callable[[Ticket], bool] = lambda other: False) -> None:
-        """Only this user can read it.
+        """Writes the ticket to a file that only this user can read.
 
         Args:
-            path: of the file.
-            lives: whether another ticket, which is there, must stay.
+            path: path of the file.
+            lives: whether the supervisor of the ticket already in the file is alive.
 
         Raises:
-            UserError: the file cannot be written, or is that of a run that lives.
+            UserError: the file cannot be written, or belongs to a live run.
         """
         taken = UserError(
             f"launch.ticket: {path} is that of another run, which lives", "name another file for this run"
@@ -52,7 +52,7 @@ class Ticket:
         if old is not None and lives(old):
             raise taken
         with file_errors(f"launch.ticket: {path}", "name a file that can be written"):
-            if path.is_file():  # of several that find a dead run's, one gets it
+            if path.is_file():  # if several runs find a dead run's ticket, only one must replace it
                 aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
                 path.rename(aside)
                 if _found(aside) != old:  # another run was quicker
@@ -66,13 +66,18 @@ class Ticket:
                 raise taken
 
     def remove(self, path: Path) -> None:
-        """Unless it is another run's by now."""
+        """Removes the file, unless it holds another run's ticket by now."""
         if _found(path) == self:
             path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Ticket:
-    """Raises OSError: there is none yet; UserError: it is not this user's alone, or no ticket."""
+    """Reads a ticket from a file.
+
+    Raises:
+        OSError: there is no file yet.
+        UserError: other users can read the file, or it is not a ticket.
+    """
     with os.fdopen(open_file(path, os.O_RDONLY), "r") as file:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -85,7 +90,7 @@ def read(path: Path) -> Ticket:
 
 
 def _found(path: Path) -> Ticket | None:
-    """None if there is no ticket that can be read."""
+    """Reads a ticket; None if there is none that can be read."""
     try:
         return read(path)
     except (OSError, UserError):
@@ -93,7 +98,7 @@ def _found(path: Path) -> Ticket | None:
 
 
 def of_environment(environment: Mapping[str, str]) -> Ticket | None:
-    """From the two variables; None without a key. Raises UserError: they make no sense."""
+    """Reads a ticket from the two variables; None without a key. Raises UserError if they are not valid."""
     if KEY not in environment:
         return None
     host, _, port = environment.get(ADDRESS, "").rpartition(":")
@@ -108,6 +113,9 @@ def of_environment(environment: Mapping[str, str]) -> Ticket | None:
 
 
 def fresh() -> Ticket:
-    """For a supervisor on this machine, with a new key; nodes try fast networks first, and this machine at last."""
+    """Makes a ticket with a new key for a supervisor on this machine.
+
+    Nodes will try its addresses on fast networks first, and loopback last.
+    """
     found = sorted(interfaces(), key=lambda interface: interface.speed, reverse=True)
     return Ticket((*(interface.address for interface in found), LOOPBACK), 0, secrets.token_bytes(KEY_BYTES))

@@ -1,4 +1,5 @@
-"""Gradients summed over ranks: ``reducer`` opens and measures the ways to ``allreduce``, by MPI and by Horovod.
+"""Sums of a torch model's gradients over ranks.
 
-They sum the flat buffers of ``gradients``; rows of ``sparse_parameters`` go by ``sparse_sums``.
+``reducer`` opens and measures reducers, which sum the flat buffer of ``gradients`` by ``allreduce`` (MPI or Horovod),
+and the gradients of ``sparse_parameters`` by ``sparse_sums``.
 """

@@ -1,5 +1,5 @@
-"""Sums of a flat torch tensor over ranks: by MPI on the host, or by Horovod, which takes NCCL on GPUs if it was built
-for that, and MPI otherwise."""
+"""Sums of a flat torch tensor over ranks: by MPI on the host, or by Horovod, with NCCL on GPUs if it was built with it,
+otherwise with MPI."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class TensorAllreduce(Protocol):
     """Sums ``flat`` over the ranks, in place. Every rank makes the same calls in the same order."""
 
     flat: torch.Tensor
-    """This rank's values before, the sums after ``finish``; one-dimensional."""
+    """One-dimensional: this rank's values, replaced by the sums in ``finish``."""
 
     def start(self, begin: int, end: int) -> None:
-        """These elements are complete and may travel."""
+        """These elements are complete and may be sent."""
 
     def finish(self) -> None:
-        """Returns when the whole tensor holds the sums."""
+        """Returns when the whole tensor holds sums."""
 
     def close(self) -> None:
-        """Ends threads, frees communicators."""
+        """Ends threads and frees communicators."""
 
 
 class HostTensorAllreduce:
-    """A host sum for tensors on the CPU: they are the same memory."""
+    """A host sum for tensors on the CPU, which share memory with its buffer."""
 
     def __init__(self, host: HostAllreduce) -> None:
         self.host = host
@@ -50,11 +50,11 @@ class HostTensorAllreduce:
         self.finish = host.finish
         self.close = host.close
         self.arrive = host.arrive if isinstance(host, StreamedAllreduce) else None
-        """See there; None if sums come all at once."""
+        """StreamedAllreduce.arrive; None if all sums arrive at once."""
 
 
 class StagedTensorAllreduce:
-    """A host sum for tensors on a GPU: through page-locked memory, each part as soon as it is ready."""
+    """A host sum for tensors on a GPU: copied through page-locked memory, each part as soon as it is ready."""
 
     def __init__(self, host: HostAllreduce, device: torch.device) -> None:
         self.host = host
@@ -73,7 +73,7 @@ class StagedTensorAllreduce:
         self.copies.append((begin, end, done))
 
     def finish(self) -> None:
-        for begin, end, done in self.copies:  # the first travel while the last are being copied
+        for begin, end, done in self.copies:  # the first parts are sent while the last are being copied
             done.synchronize()
             self.host.start(begin, end)
         self.copies.clear()
@@ -87,7 +87,7 @@ class StagedTensorAllreduce:
 
 
 class TorchCodec:
-    """16-bit forms by torch's vectorised conversions."""
+    """Converts to 16 bits and back with torch's vectorised kernels."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -110,7 +110,7 @@ def open_tensor_allreduce(
     device: torch.device,
     residue: Residue | None = None,
 ) -> tuple[Candidate, TensorAllreduce]:
-    """The sum that a candidate of kind mpi names; if shared memory is impossible, one flat message in its place."""
+    """Opens an MPI candidate's sum; returns it with the candidate used: flat if shared memory is impossible."""
     candidate, host = open_host_allreduce(
         candidate, group, layout.length, torch.empty(0, dtype=dtype).numpy().dtype, CODECS, residue
     )
@@ -118,11 +118,11 @@ def open_tensor_allreduce(
 
 
 POLL_S = 2e-4
-"""Horovod's own wait looks once a millisecond."""
+"""Polling interval; Horovod's own wait polls once a millisecond."""
 
 
 class HorovodAllreduce:
-    """Few large messages of fixed names and bounds: nothing is negotiated again, and timing changes no sum."""
+    """Few large messages with fixed names and bounds, so that nothing is renegotiated and timing changes no sum."""
 
     def __init__(self, lease: Lease, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool) -> None:
         self.lease = lease
@@ -139,7 +139,7 @@ class HorovodAllreduce:
         part = slice(begin, min(end, self.gradients))
         self.half[part].copy_(self.flat[part])
         self._send(self.half[part], begin)
-        if end > self.gradients:  # losses and weights keep fp32's precision
+        if end > self.gradients:  # losses and weights are sent in fp32
             self._send(self.flat[self.gradients :], self.gradients)
 
     def finish(self) -> None:
@@ -152,22 +152,22 @@ class HorovodAllreduce:
             self.flat[: self.gradients].copy_(self.half)
 
     def close(self) -> None:
-        """Gives up its use of Horovod."""
+        """Ends its use of Horovod."""
         self.lease.end()
 
     def _send(self, part: torch.Tensor, begin: int) -> None:
-        # A separate group: groups are not fused (horovod_setup.SETTINGS).
+        # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
         name = f"hpctrain.gradients.{self.lease.number}.{begin}"
         self.handles.append(self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum))
 
 
 def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError | None:
-    """What keeps Horovod from summing tensors of this device, the same on all ranks. Collective over the group."""
+    """The reason why Horovod cannot sum tensors on this device, if any; the same on all ranks. Collective."""
     on_gpu = device.type == "cuda"
     for_cpus = on_gpu and not (horovod.cuda_built() or horovod.rocm_built())
     gpu = gpu_for_nccl(device) if on_gpu and horovod.nccl_built() else None
     everywhere = group.allgather([for_cpus, gpu], "compare GPUs")
-    if any(for_cpus for for_cpus, _ in everywhere):  # it would read values before they are there, and then hang
+    if any(for_cpus for for_cpus, _ in everywhere):  # it would read values before they are written, and then hang
         return UserError(
             "Horovod was built for CPUs, but the model is on a GPU",
             f"{horovod_setup.BUILD} --gpu --force, or set reduce.kind: mpi",
@@ -181,7 +181,7 @@ def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError 
 def open_horovod_allreduce(
     group: Group, layout: Layout, dtype: torch.dtype, device: torch.device, half: bool
 ) -> HorovodAllreduce:
-    """Starts Horovod; raises UserError if it is missing or does not match."""
+    """Starts Horovod; raises UserError if it is missing or does not fit."""
     horovod = horovod_setup.load("torch")
     if error := unfit(horovod, group, device):
         raise error

@@ -17,11 +17,11 @@ Sparse = Literal["auto", "densify", "refuse"]
 
 
 class FlatGradients:
-    """Takes each gradient into the flat buffer the moment backward has it, while it is still in the core's cache.
+    """Copies each gradient into the flat buffer as soon as backward has computed it, while it is still in cache.
 
-    Backward runs with ``grad`` None, so autograd hands over its own result instead of adding to zeros: copying that
-    costs one pass where accumulating into a view costs two, and clearing it one. After the exchange
-    ``publish`` makes each ``grad`` a view of the buffer.
+    Backward runs with ``grad`` None, so autograd hands over its own tensor instead of adding to zeros: copying it takes
+    one pass, where accumulating into a view takes two, and clearing the view another. After the exchange, ``publish``
+    makes each ``grad`` a view of the buffer.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class FlatGradients:
         ready: Callable[[int], None],
         sparse: Sparse = "auto",
     ) -> None:
-        """``ready(bucket)`` is called once all gradients of a bucket, and of those before it, are in the buffer."""
+        """``ready(bucket)`` is called once all gradients of this and all earlier buckets are in the buffer."""
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.flat = flat
@@ -52,13 +52,13 @@ class FlatGradients:
         self.sent = 0
         self.last_backward = True
         self.is_under_way = True
-        """False between an exchange and the next update: what a hook or a metric derives then is not sent."""
+        """False between an exchange and the next update, when gradients computed by hooks or metrics are not sent."""
         self.handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Begins to take gradients."""
+        """Starts taking gradients."""
         frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
-        for parameter in frozen:  # PyTorch would refuse the hook
+        for parameter in frozen:  # PyTorch refuses hooks on them
             parameter.requires_grad_(True)
         self.handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))
@@ -68,7 +68,7 @@ class FlatGradients:
             parameter.requires_grad_(False)
 
     def detach(self) -> None:
-        """Ends it; gradients are autograd's again."""
+        """Stops taking gradients, and clears them."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -76,14 +76,14 @@ class FlatGradients:
             parameter.grad = None
 
     def begin(self) -> None:
-        """A new update: forgets all gradients, those of a backward pass outside updates (a hook's, a metric's) too."""
+        """Starts an update: drops all gradients, even those of backward passes outside updates (hooks, metrics)."""
         self.restart()
         self.is_under_way = True
         for parameter in self.parameters:
             parameter.grad = None
 
     def complete(self) -> None:
-        """Backward is over: parameters that took no part in it contribute zeros, and what was not sent is sent."""
+        """Backward is over: gradients that were not computed become zeros, and all remaining buckets are sent."""
         for index, filled in enumerate(self.filled):
             if not filled:
                 self.views[index].zero_()
@@ -92,15 +92,14 @@ class FlatGradients:
             self.sent += 1
 
     def publish(self, only: Iterable[int] | None = None) -> None:
-        """Makes the sums the parameters' gradients, or those of some parameters; the others, and frozen ones, then have
-        none."""
+        """Sets ``grad`` to the sums for all parameters, or those in ``only``; for others and frozen ones, to None."""
         chosen = range(len(self.parameters)) if only is None else set(only)
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
             parameter.grad = grad if index in chosen and parameter.requires_grad else None
 
     def parts(self, most: int) -> list[tuple[range, slice, list[int]]]:
-        """Neighbouring buckets of nearly equal size together: their numbers, their elements, their parameters."""
+        """Groups adjacent buckets into up to ``most`` nearly equal parts: (buckets, elements, parameter indices)."""
         found: list[tuple[range, slice, list[int]]] = []
         first, members = 0, list[int]()
         for number, bucket in enumerate(self.layout.buckets):
@@ -113,7 +112,7 @@ class FlatGradients:
         return found
 
     def restart(self) -> None:
-        """The buffer may take the gradients of another update."""
+        """Prepares the buffer for the gradients of another update."""
         self.filled = [False] * len(self.parameters)
         self.missing = [len(bucket.members) for bucket in self.layout.buckets]
         self.sent = 0
@@ -144,13 +143,13 @@ class FlatGradients:
         self.missing[number] -= 1
         while self.sent < len(self.missing) and self.missing[self.sent] <= 0:
             if self.sent == len(self.missing) - 1:
-                return  # the last bucket carries the loss, which is known when backward has returned
+                return  # the last bucket carries the loss, which is known only after backward
             self.ready(self.sent)
             self.sent += 1
 
 
 def densify(name: str, gradient: torch.Tensor, sparse: Sparse) -> torch.Tensor:
-    """A sparse gradient as a dense tensor, or UserError if that is not wanted."""
+    """Makes a sparse gradient dense; raises UserError if ``reduce.sparse`` is ``refuse``."""
     if sparse == "refuse":
         raise UserError(
             f"the gradient of {name} is sparse", "make the layer with sparse=False, or set reduce.sparse: densify"
@@ -159,13 +158,13 @@ def densify(name: str, gradient: torch.Tensor, sparse: Sparse) -> torch.Tensor:
 
 
 def view_like(parameter: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:
-    """A view of the parameter's shape and, if it is dense, its strides: fused optimizers want the same for both."""
+    """A view with the parameter's shape and, if it is dense, its strides, since fused optimizers need equal strides."""
     part = flat[offset : offset + parameter.numel()]
-    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense, in whatever order
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense, in any memory order
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.size())
 
 
 def watched(parameter: torch.Tensor) -> bool:
-    """Whether something is called with a parameter's gradients."""
+    """Whether hooks are called with a parameter's gradients."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -28,55 +28,55 @@ Number: TypeAlias = float | torch.Tensor
 
 
 class Parameters(Protocol):
-    """A module, or some parameters of one."""
+    """A module, or some of its parameters."""
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """In a fixed order."""
+        """Names and parameters, in a fixed order."""
 
 
 class Reducer(Protocol):
-    """Turns the gradients of this rank into those of the global batch.
+    """Sums gradients over ranks, so that they become those of the global batch.
 
-    Each update: ``begin``, backward (several times, if need be, with ``last_backward`` False before all but the last),
-    ``exchange``. Losses must be scaled before backward as ExchangeResult describes; then ``grad`` of each parameter is
-    the sum.
+    Each update calls ``begin``, backward (if several times, with ``last_backward`` False before all but the last), and
+    ``exchange``. Losses must be scaled before backward as ExchangeResult describes; afterwards, ``grad`` of each
+    parameter is the sum.
     """
 
     name: str
-    """Of the candidate, such as mpi-node."""
+    """Name of the candidate, such as mpi-node."""
     last_backward: bool
-    """Whether the next backward completes the gradients, so that they may travel while it runs."""
+    """Whether the next backward completes the gradients, so that they may be sent while it runs."""
 
     def begin(self) -> None:
-        """Forgets all gradients."""
+        """Drops all gradients."""
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
-        """Returns when all gradients are sums over the ranks, with what travelled along.
+        """Sums gradients over the ranks; returns the loss and divisor sent with them. Collective.
 
         Args:
-            loss: this rank's part of the mean loss; or its loss sum over ``global_samples``, if a weight is given.
+            loss: this rank's part of the mean loss; or its loss sum over ``global_samples`` if a weight is given.
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
 
     def gradients(self) -> list[torch.Tensor]:
-        """Tensors that hold the summed gradients that this rank's optimizer gets, to scale in place."""
+        """Tensors with the summed gradients that this rank's optimizer uses, to be scaled in place."""
 
     def norm(self) -> float:
         """L2 norm of all summed gradients."""
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What has these gradients as its ``grad``: parameters by name, or this rank's parts of them. It is for norms:
-        where each element counts once over the ranks, other ranks lack what they all update equally."""
+        """Parameters by name, or this rank's parts of them, with summed gradients in ``grad``. Used for norms: if each
+        element counts once over the ranks, parameters that all ranks update count on one rank only."""
 
     def spread(self) -> bool:
-        """After the optimizer's step: all ranks get what each has updated. Whether there was something to wait for."""
+        """After the optimizer's step, sends updated parameters to all ranks. Returns whether it waited for others."""
 
     def close(self) -> None:
-        """Gives the gradients back to autograd, ends threads, frees memory."""
+        """Stops taking gradients, ends threads and frees memory."""
 
 
 class NoReducer:
-    """One rank: gradients stay where autograd puts them."""
+    """For one rank: gradients stay where autograd puts them."""
 
     name = "none"
 
@@ -99,7 +99,7 @@ class NoReducer:
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
         for name, parameter in self.named:
-            if parameter.grad is None:  # several ranks could not know that it took no part on any of them
+            if parameter.grad is None:  # as with several ranks, which cannot tell if it is unused on all of them
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             elif parameter.grad.is_sparse:
                 parameter.grad = densify(name, parameter.grad, self.sparse)
@@ -126,11 +126,11 @@ class NoReducer:
 
 
 PARTS = 4
-"""In which gradients arrive, if they do early; each costs a call of the optimizer."""
+"""Number of parts in which gradients arrive if early; each takes a call of the optimizer."""
 
 
 class ByFlatGradients:
-    """A reducer whose flat gradients know ``last_backward``."""
+    """A reducer whose ``last_backward`` is that of its flat gradients."""
 
     flat_gradients: FlatGradients
 
@@ -145,18 +145,20 @@ class ByFlatGradients:
 
 
 class FlatReducer(ByFlatGradients):
-    """Gradients in one flat buffer that is summed over the ranks; next to it those of tables, and those of a rank's own
-    parameters, which are complete as they are: then ``norm`` is that of one rank, see Partition.
+    """Sums gradients in one flat buffer over the ranks, and those of tables separately.
+
+    Gradients of parameters that only this rank has (``own``) are complete without a sum; ``norm`` is then this rank's
+    norm only, see Partition.
 
     Args:
-        name: of the candidate.
+        name: name of the candidate.
         named: all parameters.
-        flat_gradients: of the buffer.
-        sum_: of it.
-        tables: whose rows are summed.
-        own: of the rank's own parameters, if it has some.
-        residue: of sums that are compressed.
-        arrive: see StreamedAllreduce; None if sums come all at once.
+        flat_gradients: the gradients in the flat buffer.
+        sum_: sums the flat buffer.
+        tables: sums the rows of tables.
+        own: reducer of this rank's own parameters, if any.
+        residue: rounding error of int8 sums.
+        arrive: StreamedAllreduce.arrive; None if all sums arrive at once.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class FlatReducer(ByFlatGradients):
         self.residue = residue
         self.arrive = arrive
         self.early = self.told = False
-        """Early: the loss travels first, ``exchange`` returns when it is there, and gradients come by ``arrivals``."""
+        """Early: the loss is sent first, ``exchange`` waits only for the loss, and ``arrivals`` yields gradients."""
         self.name, self.named = name, named
         self.flat_gradients = flat_gradients
         self.sum = sum_
@@ -186,7 +188,7 @@ class FlatReducer(ByFlatGradients):
         flat_gradients.attach()
 
     def let_arrive_early(self, allowed: bool) -> None:
-        """From the next update on, if they can. All ranks say the same."""
+        """Allows gradients to arrive early, if possible, from the next update on. The same on all ranks."""
         self.early = allowed and self.arrive is not None and not self.converts
 
     def begin(self) -> None:
@@ -195,7 +197,7 @@ class FlatReducer(ByFlatGradients):
             one.begin()
 
     def tell(self, loss: Number, weight: Number | None) -> None:
-        """What ``exchange`` gets; before the first gradient, if they travel early."""
+        """Sets the loss and weight for ``exchange``; called before the first gradient if they are sent early."""
         fill_slots(self.slots.zero_(), loss, weight)
         if self.early:
             self.sum.start(len(self.values), len(self.sum.flat))
@@ -215,7 +217,7 @@ class FlatReducer(ByFlatGradients):
         return read_slots(self.slots.tolist())
 
     def arrivals(self) -> Iterator[list[torch.Tensor]]:
-        """Gradients of some parameters at a time, the only ones that then have any, while the others travel."""
+        """Yields some parameters' gradients at a time while others are on their way; only those have ``grad`` set."""
         if self.arrive is not None:
             for buckets, elements, members in self.parts:
                 self.arrive(1 + buckets.stop)
@@ -224,14 +226,14 @@ class FlatReducer(ByFlatGradients):
         self.finish()
 
     def finish(self) -> None:
-        """Returns when all dense gradients are there."""
+        """Waits until all dense gradients are summed."""
         self.sum.finish()
         self.flat_gradients.publish()
         self.flat_gradients.restart()
 
     def gradients(self) -> list[torch.Tensor]:
         dense = [self.values]
-        if self.converts:  # then ``grad`` of some parameters is not a view of the buffer
+        if self.converts:  # then ``grad`` is not always a view of the buffer
             dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
         return [*dense, *(gradient for one in self.beside for gradient in one.gradients())]
 
@@ -259,16 +261,16 @@ def make_reducer(
     sparse: Iterable[Parameter] = (),
     own: Iterable[Parameter] = (),
 ) -> Reducer:
-    """The reducer of a candidate for these parameters, or those of a module that want gradients. Collective over the
-    group.
+    """Opens a candidate's reducer for these parameters, or those of a module that require gradients. Collective over
+    the group.
 
-    Gradients of ``sparse``, which are some of them, stay sparse; those of ``own`` are not exchanged.
+    Gradients of the parameters in ``sparse`` stay sparse; those of ``own`` are not exchanged.
 
     Raises:
         UserError: Horovod is missing or does not fit.
     """
     sparse_ids, own_ids = ({id(parameter) for parameter in some} for some in (sparse, own))
-    is_share = not isinstance(model, Module)  # of which some may be frozen by now, and want gradients again
+    is_share = not isinstance(model, Module)  # its parameters may be frozen now and trained again later
     wanted = [(name, one) for name, one in model.named_parameters() if is_share or one.requires_grad]
     shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
     parameters, rows_of = divided(shared, sparse_ids)
@@ -306,26 +308,26 @@ def make_reducer(
 def divided(
     named: Sequence[tuple[str, Parameter]], sparse: Container[int]
 ) -> tuple[list[tuple[str, Parameter]], list[Parameter]]:
-    """Parameters whose gradients are dense, and those whose gradients are sparse, by id."""
+    """Divides parameters into (name, parameter) pairs with dense gradients, and those whose ids are in ``sparse``."""
     dense = [(name, parameter) for name, parameter in named if id(parameter) not in sparse]
     return dense, [parameter for _, parameter in named if id(parameter) in sparse]
 
 
 @dataclass(frozen=True)
 class TorchReducers:
-    """Reducers of one model; see reducer_choice.Reducers. Its parameters must be on their device already."""
+    """Reducers of one model, which must be on its device already; see reducer_choice.Reducers."""
 
     model: Parameters
     config: ReduceConfig
     sparse: Sequence[Parameter] = ()
     """Parameters whose gradients stay sparse."""
     own: Sequence[Parameter] = ()
-    """Parameters that no other rank has: their gradients are complete."""
+    """Parameters that no other rank has, so that their gradients are complete."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
 
-        def has_horovod() -> bool:  # asked on all ranks or on none
+        def has_horovod() -> bool:  # called on all ranks or on none
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
             return all(there) and allreduce.unfit(horovod_setup.load("torch"), world.data, device) is None
 
@@ -344,16 +346,16 @@ def measured_reducer(
     announce: Callable[[Choice], object] | None = None,
     sparse: Sequence[Parameter] = (),
 ) -> Reducer:
-    """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
+    """Opens the reducer that the configuration names or, for ``auto``, the fastest one here. Collective.
 
     Args:
-        config: the run file's section.
+        config: the run file's reduce section.
         world: the ranks.
         model: its parameters must be on their device already.
-        rehearse: runs forward, backward and ``exchange`` once with the reducer it gets, and leaves the model as it was.
-        chosen: the name of an earlier choice, which is kept without measuring.
-        announce: called with what was measured, if there was a choice.
-        sparse: tables whose gradients stay sparse, so that only rows travel; others become dense.
+        rehearse: runs forward, backward and ``exchange`` once with the given reducer, and leaves the model as it was.
+        chosen: name of an earlier choice, to be used without measuring.
+        announce: called with the result if candidates were measured.
+        sparse: tables whose gradients stay sparse, so that only rows are sent; others are made dense.
 
     Raises:
         UserError: the configured kind cannot be used here, for example Horovod that is not installed.
@@ -362,7 +364,7 @@ def measured_reducer(
 
 
 def fill_slots(slots: torch.Tensor | list[Number], loss: Number, weight: Number | None) -> None:
-    """Puts this rank's part of the loss, and of the weights if it has one, into slots that are zero."""
+    """Puts this rank's part of the loss, and its weight if there is one, into zeroed slots."""
     slots[LOSS] = loss
     if weight is not None:
         slots[WEIGHT] = weight
@@ -382,7 +384,7 @@ def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:
 
     Args:
         group: the ranks, such as ``world.data``.
-        tensors: on any device, of the same shapes and types on every rank.
+        tensors: on any device, of the same shapes and dtypes on every rank.
         what: completes "waited for the other ranks to ..." in an error.
     """
     if group.comm is None:
@@ -395,7 +397,7 @@ def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:
 
 
 def common_kind(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:
-    """The type in which gradients are summed and the device they lie on."""
+    """The dtype in which gradients are summed, and their device."""
     if not parameters:
         raise UserError(
             "the model has no parameter that requires a gradient", "leave requires_grad on for what is to be trained"

@@ -1,4 +1,4 @@
-"""Which parameters of a torch task keep their sparse gradients."""
+"""Selects the parameters of a torch task whose gradients stay sparse."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpctrain.errors import UserError
 
 
 def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[Parameter]:
-    """Tables of embeddings made with ``sparse=True`` whose optimizers update rows alone, as they update whole tables;
-    and all that SparseAdam updates, which takes nothing else.
+    """Embedding tables with ``sparse=True`` whose optimizers treat missing rows like zero gradients; and all parameters
+    of SparseAdam, which takes nothing else.
 
     Args:
-        model: of the task.
-        parts: its optimizers.
+        model: the task's model.
+        parts: the task's optimizers.
         mode: ``reduce.sparse``.
 
     Raises:
-        UserError: SparseAdam updates what is not a table.
+        UserError: SparseAdam updates a parameter that is not a table.
     """
     tables = {
         id(module._parameters["weight"])
@@ -30,7 +30,7 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
         if isinstance(module, (Embedding, EmbeddingBag)) and module.sparse
     }
     found = []
-    updating = [part for part in parts if type(part.optimizer) is not Together]  # which itself updates nothing
+    updating = [part for part in parts if type(part.optimizer) is not Together]  # a wrapper that updates nothing itself
     for name, parameter in model.named_parameters():
         holders = [(part.optimizer, group) for part in updating for group in holding(part, parameter)]
         needed = any(isinstance(optimizer, SparseAdam) for optimizer, _ in holders)
@@ -52,12 +52,12 @@ def of_sparse_adam(model: Module, parts: Sequence[Part]) -> Iterator[str]:
 
 
 def holding(part: Part, parameter: Parameter) -> Iterator[dict[str, Any]]:
-    """The groups of an optimizer that hold a parameter."""
+    """Parameter groups of an optimizer that contain a parameter."""
     return (group for group in part.optimizer.param_groups if any(one is parameter for one in group["params"]))
 
 
 def updates_rows_alone(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Whether a row whose gradient is zero would stay as it is, so that it may be left out."""
+    """Whether a row with a zero gradient would not change, so that it may be left out."""
     if group.get("weight_decay") or group.get("fused"):
         return False
     return type(optimizer) in (SparseAdam, Adagrad) or (type(optimizer) is SGD and not group.get("momentum"))

@@ -1,4 +1,4 @@
-"""Gradients of torch parameters that stay sparse: of embeddings, next to the flat buffer of all others."""
+"""Gradients of torch parameters that stay sparse, such as those of embeddings; separate from the flat buffer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hpctrain.reduce.row_exchange import RowExchange, Rows
 
 
 class SparseGradients:
-    """Leaves gradients to autograd, which collects rows over the backward passes of an update, and adds them up.
+    """Sums sparse gradients, which autograd collects over the backward passes of an update.
 
-    Afterwards each ``grad`` is sparse; of a sum over ranks coalesced: rows ascending, each once. A dense gradient, of a
-    table that is also used as a matrix, has all rows.
+    Afterwards each ``grad`` is sparse; after a sum over ranks it is coalesced, with ascending, unique rows. A dense
+    gradient (of a table also used as a matrix) counts as having all rows.
 
     Args:
-        parameters: tables: two axes, all on one device.
+        parameters: tables with two axes, all on one device.
         group: the ranks; None for one process.
-        dtype: in which sums over ranks are formed.
+        dtype: dtype of sums over ranks.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class SparseGradients:
         self.rows = RowExchange(group, shapes, host_dtype) if group is not None and parameters else None
         checks = torch.sparse.check_sparse_tensor_invariants
         if parameters and not checks.is_enabled():
-            checks.disable()  # as it is, but said: else PyTorch's own optimizers warn that it was not chosen
+            checks.disable()  # the default, but explicit: otherwise PyTorch's own optimizers warn
 
     def begin(self) -> None:
-        """A new update: forgets all gradients."""
+        """Starts an update: drops all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def exchange(self) -> None:
-        """Makes the sums over the ranks the parameters' gradients."""
+        """Replaces the parameters' gradients by their sums over the ranks."""
         if self.rows is None:
             for parameter in self.parameters:
                 if parameter.grad is None or not parameter.grad.is_sparse:
@@ -53,7 +53,7 @@ class SparseGradients:
             parameter.grad = _sparse(parameter, torch.from_numpy(rows.indices), torch.from_numpy(rows.values))
 
     def gradients(self) -> list[torch.Tensor]:
-        """What is not zero in the gradients, each row once, to be changed in place."""
+        """The values of the gradients' rows, each row once, to be changed in place."""
         found = []
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -62,14 +62,14 @@ class SparseGradients:
         return found
 
     def close(self) -> None:
-        """Gives the gradients back to autograd, and frees the communicator."""
+        """Drops gradients and frees the communicator."""
         self.begin()
         if self.rows is not None:
             self.rows.close()
 
 
 def _rows_of(parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, values) of this rank's gradient, each row once."""
+    """(indices, values) of this rank's gradient, with unique rows."""
     gradient = parameter.grad
     if gradient is None:
         return torch.empty(0, dtype=torch.int64), parameter.new_empty((0, parameter.shape[1]))
@@ -80,7 +80,7 @@ def _rows_of(parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sparse(parameter: Parameter, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A gradient of these rows, ascending, each there once."""
+    """A gradient of these rows, ascending and unique."""
     return torch.sparse_coo_tensor(
         indices.to(parameter.device)[None],
         values.to(parameter.device, parameter.dtype),

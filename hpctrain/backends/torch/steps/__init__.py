@@ -1,5 +1,5 @@
-"""Programs that make an update: ``updates`` is one optimizer's part of it, from summed gradients to new weights.
+"""Step programs, which make updates.
 
-``update_step`` says what a program is, and runs the passes of a model with a loss; ``own_step`` runs a task's own
-step, which calls ``step_context``.
+``updates`` is one optimizer's part of an update, from backward passes to new weights. ``update_step`` defines step
+programs, and has that of a task with a loss; ``own_step`` runs a task's own step, which calls ``step_context``.
 """

@@ -1,4 +1,4 @@
-"""A task's own step on several ranks: what becomes of the calls that it makes."""
+"""Runs a task's own step: the actions behind the calls of its context."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from hpctrain.train.state import ArrayTensor
 
 END, GATHER, NORMALISE = "ends its step", "calls ctx.gather", "runs a BatchNorm layer"
 BACK = "passes gradients back through ctx.gather"
-"""What a rank does, in words."""
+"""What a rank does, for messages."""
 STEPS = "step/done"
-"""Of the state: calls of a task's own step."""
+"""Name of a state tensor: the number of calls of a task's own step."""
 
 
 class Live:
-    """Acts on all ranks together.
+    """Carries out a step's calls on all ranks together.
 
     Args:
-        setting: see there.
-        exchanges: of the gradients.
-        clock: records where the time goes.
-        global_samples: of all ranks.
-        guard: lets optimizers step.
-        applies: whether parameters are updated; rehearsals leave them as they are.
+        setting: what is the same in all steps.
+        exchanges: reducers of the gradients.
+        clock: records where time goes.
+        global_samples: samples of all ranks together.
+        guard: allows optimizers to step.
+        applies: whether parameters are updated; rehearsals leave them unchanged.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Live:
         if name not in self.passes:
             reducer = self.exchanges.of[name]
             self.passes[name] = Passes(reducer, trained.rule.scale, self.global_samples)
-            reducer.last_backward = False  # which one is the last shows when the update comes
+            reducer.last_backward = False  # which pass is the last is known only at the update
         inputs = [parameter for parameter in trained.parameters if parameter.requires_grad]
         run = functools.partial(torch.autograd.backward, inputs=inputs, retain_graph=retain_graph or None)
         with self.setting.compute.autocast(enabled=False):
@@ -89,7 +89,7 @@ class Live:
         if decision.norm is not None:
             self.norms[f"grad_norm_{name}" if name else "grad_norm"] = decision.norm
         if self.setting.compute.low_precision is not None:
-            torch.clear_autocast_cache()  # copies of the old weights
+            torch.clear_autocast_cache()  # holds casts of the old weights
         self.clock.mark(Phase.OPTIMIZER)
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Live:
         return gathered(tensor, self.setting.group, self.clock, functools.partial(self.agree, BACK))
 
     def agree(self, doing: str) -> None:
-        """Raises UserError, on all ranks, if the next thing that they do together is not the same one. Collective."""
+        """Raises UserError, on all ranks, if ranks do not reach the same collective action. Collective."""
         group = self.setting.group
         if not group.same(self.labels.index(doing), "come to the same point of their step"):
             told = group.allgather(doing, "say what their step does")
@@ -111,7 +111,7 @@ class Live:
             )
 
     def result(self, logged: Mapping[str, tuple[Number, Number]], samples: int) -> OwnResult:
-        """Of the step."""
+        """The result of the step."""
         known: dict[str, tuple[Number, Number]] = {name: (norm, 1.0) for name, norm in self.norms.items()}
         means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         if means:
@@ -121,7 +121,7 @@ class Live:
 
 
 class Dry:
-    """Computes gradients and forgets them; knows no other rank."""
+    """Carries out calls on this rank alone: computes gradients and drops them."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -141,17 +141,17 @@ class Dry:
             )
 
     def update(self, name: str) -> None:
-        """Nothing is updated."""
+        """Updates nothing."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 class Guard:
-    """Keeps optimizers from stepping by themselves, which would leave out the other ranks.
+    """Keeps a step from calling optimizers itself, which would ignore the other ranks' gradients.
 
     Args:
-        optimizers: of the task.
+        optimizers: all optimizers of the task.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -165,12 +165,12 @@ class Guard:
         self.is_open = False
 
     def close(self) -> None:
-        """Lets them step again."""
+        """Removes the guard from the optimizers."""
         for handle in self.handles:
             handle.remove()
 
     def check(self, *call: object) -> None:
-        """Raises UserError unless an update is under way."""
+        """Raises UserError unless hpctrain makes an update."""
         if not self.is_open:
             what = f"step calls the step of an optimizer itself{calling_line()}"
             raise UserError(what, "call ctx.update, which takes the other ranks' gradients into account")
@@ -188,14 +188,14 @@ class OwnResult:
 
 
 class OwnSteps:
-    """The program of a task with a custom step, which gets a rank's part of the global batch as one batch; see
+    """The program of a task with its own step, which gets this rank's part of the global batch as one batch; see
     StepProgram.
 
     Args:
-        parts: what it is made of.
-        step: the task's.
+        parts: the common parts of programs.
+        step: the task's step.
         accumulate: ``train.accumulate``.
-        optimizers: all of the task.
+        optimizers: all optimizers of the task.
     """
 
     def __init__(
@@ -236,9 +236,9 @@ class OwnSteps:
 
         Args:
             host: this rank's part of the global batch.
-            global_samples: of all ranks.
-            exchanges: of the gradients.
-            clock: records where the time goes.
+            global_samples: samples of all ranks together.
+            exchanges: reducers of the gradients.
+            clock: records where time goes.
             applies: whether parameters are updated.
         """
         batch = self.parts.compute.tensors(host)
@@ -254,10 +254,10 @@ class OwnSteps:
         return live.result(logged, rows.stop - rows.start)
 
     def dry_call(self, batch: HostBatch) -> None:
-        """One step on this rank alone that changes no parameter.
+        """Runs one step on this rank alone without changing parameters.
 
         Raises:
-            UserError: the step fails, which names the user's line, or does nothing.
+            UserError: the step fails (the error names the user's line), or does nothing.
         """
         tensors = self.parts.compute.tensors(copied(batch))
         samples = samples_of(tensors)
@@ -274,13 +274,13 @@ class OwnSteps:
             )
 
     def close(self) -> None:
-        """Lets optimizers step by themselves."""
+        """Lets optimizers step by themselves again."""
         self.guard.close()
 
 
 @contextlib.contextmanager
 def no_other_backward(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Raises UserError if code in the body calls ``backward`` of a loss itself."""
+    """Raises UserError if code in the body calls a loss's ``backward`` itself."""
 
     def refuse(parameter: Tensor) -> None:
         what = f"step calls backward of a loss itself{calling_line()}"
@@ -295,14 +295,14 @@ def no_other_backward(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def own_models(model: Any, compiled: bool) -> Mapping[str, Module]:
-    """The models of a task by name."""
+    """The models of a task, by name."""
     named = model if isinstance(model, Mapping) else {"model": model}
     called: dict[str, Any] = {name: torch.compile(each) if compiled else each for name, each in named.items()}
     return MappingProxyType(called)
 
 
 def update_call(name: str) -> str:
-    """What a rank does, in words."""
+    """What a rank does, for messages."""
     return f"calls ctx.update({repr(name) if name else ''})"
 
 
@@ -331,13 +331,13 @@ class _Gather(torch.autograd.Function):
 
 
 def gathered(tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[], None]) -> Tensor:
-    """The rows of all ranks, in rank order. Collective, and so is the backward pass.
+    """Gathers the rows of all ranks, in rank order. Collective, and so is the backward pass.
 
     Args:
-        tensor: [n, ...], equal on all ranks but for n.
+        tensor: [n, ...]; the shape is the same on all ranks except for n.
         group: the ranks.
-        clock: records the time that is spent together.
-        agree: called before ranks do something together in the backward pass.
+        clock: records the time of the exchange.
+        agree: called before the collective of the backward pass.
     """
     rows: Tensor = _Gather.apply(tensor, group, clock, agree)  # type: ignore[no-untyped-call]
     return rows

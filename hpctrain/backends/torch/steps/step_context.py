@@ -1,4 +1,4 @@
-"""What the step of a PyTorch task calls."""
+"""The context with which the step of a PyTorch task trains."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hpctrain.errors import UserError
 from hpctrain.tasks.user_errors import calling_line
 
 RESERVED = ("grad_norm", "seconds/")
-"""Beginnings of names reported in addition to a step's metrics."""
+"""Prefixes of names that are reported besides a step's metrics."""
 
 
 class Acts(Protocol):
-    """What the calls of a step do."""
+    """The actions behind the calls of a step."""
 
     def backward(self, name: str, score: Any, samples: int, retain_graph: bool) -> None:
         """Adds the gradients of a loss to those of an optimizer's next update."""
@@ -34,7 +34,7 @@ class Acts(Protocol):
         """Ends an update."""
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks."""
+        """Gathers the rows of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +53,30 @@ class StepContext:
 
     ``batch`` is this rank's part of it, a dict of tensors on the device with a leading sample axis. Losses are means
     over these samples, or (sum, weight); the context weights them, so that each update's gradient is that of the mean
-    over the global batch. Every rank has to make the same calls in the same order.
+    over the global batch. Every rank must make the same calls in the same order.
     """
 
     models: Mapping[str, Module]
-    """The task's, by name; a model without a name is ``model``."""
+    """The task's models, by name; a model without a name is ``model``."""
     step: int
-    """Calls of ``step`` done before this one, over resumes; the same on all ranks."""
+    """Calls of ``step`` before this one, including those before a resume; the same on all ranks."""
     device: torch.device
-    """Of the models and the batch."""
+    """Device of the models and the batch."""
     global_samples: int
     """Samples in all ranks' parts together."""
     rows: slice
-    """This rank's part among the samples of all ranks, as ``gather`` joins them."""
+    """This rank's rows in the global batch, in the order of ``gather``."""
 
     def __init__(self, setting: Setting, acts: Acts, rows: slice, global_samples: int, step: int, ranks: int) -> None:
-        """Made by hpctrain.
+        """Created by hpctrain.
 
         Args:
-            setting: what is the same in each step.
-            acts: what the calls do.
-            rows: this rank's part of the samples.
-            global_samples: of all ranks.
-            step: steps done.
-            ranks: that have a part of the samples.
+            setting: what is the same in all steps.
+            acts: the actions behind the calls.
+            rows: this rank's rows in the global batch.
+            global_samples: samples of all ranks together.
+            step: number of earlier steps.
+            ranks: number of ranks that have a part of the samples.
         """
         self.models = setting.models
         self.device = setting.compute.device
@@ -88,7 +88,7 @@ class StepContext:
         self._samples = rows.stop - rows.start
         accumulate = setting.accumulate > 1 and setting.accumulate
         self._features = used({Feature.OWN_STEP: True, Feature.ACCUMULATE: accumulate})
-        self._parts = min(setting.accumulate, global_samples // ranks)  # layers may meet other ranks in each of them
+        self._parts = min(setting.accumulate, global_samples // ranks)  # the same on all ranks: layers may communicate
         self._part = 0
         self._open: dict[str, list[int | None]] = {}
         self._logged: dict[str, tuple[Number, Number]] = {}
@@ -102,13 +102,13 @@ class StepContext:
         return next(iter(self.models.values()))
 
     def split(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """Cuts the batch into ``train.accumulate`` micro-batches: ``for part in ctx.split(batch): ...``.
+        """Divides the batch into ``train.accumulate`` micro-batches: ``for part in ctx.split(batch): ...``.
 
-        They are fewer if some rank has fewer samples, and as many on all ranks. What is passed to ``backward`` and
-        ``log`` in the loop is weighted by the samples of the part.
+        There are fewer if some rank has fewer samples; their number is the same on all ranks. Inside the loop, what is
+        passed to ``backward`` and ``log`` is weighted by the samples of the micro-batch.
 
         Args:
-            batch: that of the step, or another dict of tensors with as many rows.
+            batch: the step's batch, or another dict of tensors with the same number of rows.
         """
         samples, parts = self._samples, self._parts
         odd = [name for name, tensor in batch.items() if tensor.ndim == 0 or len(tensor) != samples]
@@ -124,15 +124,15 @@ class StepContext:
             self._part, self._samples = -1, samples
 
     def backward(self, loss: Any, name: str | None = None, *, retain_graph: bool = False) -> None:
-        """Adds the gradients of a loss, with respect to an optimizer's parameters alone, to those of its next update.
+        """Adds the gradients of a loss, only with respect to an optimizer's parameters, to those of its next update.
 
         Args:
             loss: a scalar tensor, the mean over the samples; or two, (sum, weight).
-            name: of the optimizer; may be left out if there is one.
-            retain_graph: another backward pass through the same graph follows.
+            name: name of the optimizer; may be left out if there is only one.
+            retain_graph: whether another backward pass through the same graph follows.
 
         Raises:
-            UserError: the loss is not a scalar or depends on nothing that is trained, or there is no such optimizer.
+            UserError: the loss is not a scalar or depends on no trained parameter, or there is no such optimizer.
         """
         call = "ctx.backward(loss)" if name is None else f"ctx.backward(loss, {name!r})"
         optimizer = self._optimizer(name, call)
@@ -158,11 +158,11 @@ class StepContext:
         """Averages an optimizer's gradients over all ranks, clips them, and updates its parameters. Collective.
 
         Args:
-            name: of the optimizer; may be left out if there is one.
+            name: name of the optimizer; may be left out if there is only one.
 
         Raises:
             UserError: no loss was passed to ``backward`` since its last update, or there is no such optimizer.
-            NonFiniteLoss: loss or gradient is not finite; on all ranks.
+            NonFiniteLoss: loss or gradient is not finite; raised on all ranks.
         """
         call = f"ctx.update({'' if name is None else repr(name)})"
         optimizer = self._optimizer(name, call)
@@ -181,10 +181,10 @@ class StepContext:
         self._acts.update(optimizer)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, in the order of the global batch. Gradients flow back to the rank of each row.
+        """Gathers the rows of all ranks, in the order of the global batch; gradients flow back to each row's rank.
 
-        A loss over the gathered rows, be it the same on all ranks or the mean over this rank's own rows, so has the
-        gradient that one process would compute. Collective.
+        A loss over the gathered rows therefore has the gradient that one process would compute, whether it is the same
+        on all ranks or a mean over this rank's own rows. Collective.
 
         Args:
             tensor: [n, ...]; n may differ between ranks.
@@ -193,7 +193,7 @@ class StepContext:
             [sum of all n, ...], of the same dtype and device.
 
         Raises:
-            UserError: it is called for a micro-batch, which would make the loss depend on train.accumulate.
+            UserError: it is called on a micro-batch, which would make the loss depend on train.accumulate.
         """
         refuse(self._features | {Feature.GATHER: calling_line()})
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
@@ -206,8 +206,8 @@ class StepContext:
         """Reports a metric, averaged over samples, ranks and the steps of an interval.
 
         Args:
-            name: of the metric. What is logged as ``loss`` stands for the run's loss; else that is the sum of the
-                optimizers' losses.
+            name: name of the metric. A value logged as ``loss`` replaces the run's loss, which otherwise is the sum of
+                the optimizers' losses.
             value: a number or a scalar tensor, the mean over the samples; or (sum, weight).
         """
         if not isinstance(name, str) or not name or name.startswith(RESERVED):
@@ -220,7 +220,7 @@ class StepContext:
         self._logged[name] = before[0] + detached(total), before[1] + detached(weight)
 
     def _optimizer(self, name: str | None, call: str) -> str:
-        """Which of the task's optimizers a call means."""
+        """The name of the optimizer that a call refers to."""
         trained = self._setting.trained
         if name is not None and name in trained:
             return name
@@ -237,7 +237,7 @@ class StepContext:
         )
 
     def _finish(self, returned: Any) -> dict[str, tuple[Number, Number]]:
-        """What was logged. Raises UserError if the step has left something undone."""
+        """Returns what was logged; raises UserError if the step left something unfinished."""
         if returned is not None and not isinstance(returned, Mapping):
             raise UserError(
                 f"step returned {describe(returned)}",
@@ -257,7 +257,7 @@ class StepContext:
 
 
 def require_value(value: Any, field: str) -> None:
-    """Raises UserError, with the user's line, unless it is a scalar, or two."""
+    """Raises UserError, with the user's line, unless the value is a scalar or a (sum, weight) pair."""
     try:
         require_score(value, field)
     except UserError as error:
@@ -265,5 +265,5 @@ def require_value(value: Any, field: str) -> None:
 
 
 def detached(value: Any) -> Any:
-    """Without its graph."""
+    """The value without its autograd graph."""
     return value.detach() if isinstance(value, torch.Tensor) else float(value)

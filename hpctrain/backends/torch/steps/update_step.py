@@ -1,4 +1,4 @@
-"""What a framework runs in each update; and the program of a task with a model and a loss: passes, exchange, update."""
+"""The protocol of step programs; and the program of a task with a model and a loss: passes, exchange, update."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from hpctrain.train.state import ArrayTensor
 
 
 class PassRunner(Protocol):
-    """Runs the passes of updates on this rank."""
+    """Runs the forward and backward passes of updates on this rank."""
 
     called: Any
     """What a task's ``forward`` gets as the model."""
     uncompiled: Any
-    """The same for dry calls."""
+    """The same without torch.compile, for dry calls."""
     meets: bool
-    """Whether other ranks take part in forward passes."""
+    """Whether forward passes are collective."""
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
-        """Looks at those of the first update. Collective. Raises UserError if they cannot be those of one update."""
+        """Checks the first update's micro-batches. Collective. Raises UserError if they cannot make up one update."""
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
-        """All passes of an update. Collective if ranks meet in them.
+        """Runs all passes of an update. Collective if passes are.
 
         Args:
-            passes: take the losses.
-            micro_batches: this rank's.
-            clock: records where the time goes.
+            passes: receives the losses.
+            micro_batches: this rank's micro-batches.
+            clock: records where time goes.
         """
 
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
-        """A forward pass as in an update: its loss. Raises UserError naming the field of the task at fault."""
+        """Runs a forward pass as in an update; returns its loss. Raises UserError naming the task's field at fault."""
 
     def try_loss(self, loss: Any) -> None:
         """Raises UserError if a loss of ``dry_call`` cannot be differentiated. Collective."""
@@ -63,7 +63,7 @@ class PassRunner(Protocol):
 
 @dataclass(eq=False)
 class LossPasses:
-    """Passes through a model that is called as it is; see PassRunner."""
+    """Passes through a model that is called directly; see PassRunner."""
 
     parts: Parts
 
@@ -74,7 +74,7 @@ class LossPasses:
         self.meets = self.parts.partition.meets
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
-        """Nothing: ranks see different samples."""
+        """Does nothing: ranks see different samples."""
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
         task, compute, partition = self.parts.task, self.parts.compute, self.parts.partition
@@ -83,7 +83,7 @@ class LossPasses:
             self.parts.batch_norms.begin_micro_batch(number - 1)
             batch = compute.tensors(host)
             clock.mark(Phase.TO_DEVICE)
-            passes.reducer.last_backward = False  # what forward itself derives stays here
+            passes.reducer.last_backward = False  # gradients computed inside forward are not sent
             with contextlib.nullcontext() if is_own else self.parts.unchanged():
                 with compute.autocast(), partition.passing():
                     score = task.loss(task.forward(self.called, batch), batch)
@@ -94,7 +94,7 @@ class LossPasses:
                 partition.finish(compute.device)
             clock.mark(Phase.BACKWARD)
         if not micro_batches:
-            clock.mark(Phase.BACKWARD)  # nothing to do, and so arrived
+            clock.mark(Phase.BACKWARD)  # without micro-batches the rank arrives at once
 
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
         parts, partition = self.parts, self.parts.partition
@@ -106,11 +106,11 @@ class LossPasses:
 
 
 class UpdateStep:
-    """See StepProgram.
+    """The program of a task with a model and a loss; see StepProgram.
 
     Args:
-        parts: what it is made of.
-        passes: run forward and back.
+        parts: the common parts of programs.
+        passes: runs the forward and backward passes.
     """
 
     counters: Sequence[ArrayTensor] = ()
@@ -132,7 +132,7 @@ class UpdateStep:
         with parts.batch_norms.update(len(micro_batches)):
             loss, totals = self._gradients(exchanges, micro_batches, global_samples, clock)
         clock.mark(Phase.EXCHANGE)
-        if parts.compute.device.type == "cpu":  # kernels of GPUs may add in any order
+        if parts.compute.device.type == "cpu":  # GPU kernels may add in any order
             parts.partition.require_same_loss(loss, self.updates)
         if self.updates == 1:
             parts.partition.require_whole_gradients(reducer.summed(), parts.world.everyone)
@@ -155,7 +155,7 @@ class UpdateStep:
         return flops
 
     def close(self) -> None:
-        """Nothing of the task is held."""
+        """Nothing to release."""
 
     def _rehearse(self, micro_batches: Sequence[HostBatch], global_samples: int, exchanges: Exchanges) -> None:
         copies = list(map(copied, micro_batches))  # a task may change its inputs in place
@@ -173,42 +173,42 @@ class UpdateStep:
 
 
 class StepProgram(Protocol):
-    """Makes updates."""
+    """Makes updates with a task."""
 
     @property
     def updates(self) -> int:
-        """Since the task was made."""
+        """Updates since the task was built."""
 
     @property
     def counters(self) -> Sequence[ArrayTensor]:
-        """Of the state: what the program counts over resumes."""
+        """State tensors: what the program counts across resumes."""
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
         """One update; see train.framework.Step."""
 
     def dry_call(self, batch: HostBatch) -> Flops | None:
-        """Tries passes on a batch: what training on a sample takes, if that can be counted. Raises UserError."""
+        """Tries passes on a batch; returns the FLOPs of training if they can be counted. Raises UserError."""
 
     def close(self) -> None:
-        """Gives back what the task holds."""
+        """Releases what it holds of the task."""
 
 
 @dataclass
 class Modes:
-    """Whether layers train. Those that the task keeps in evaluation mode (frozen statistics) stay in it."""
+    """Switches a model between training and evaluation; modules that the task keeps in evaluation mode stay in it."""
 
     model: Module
     frozen: list[Module] = field(default_factory=list)
 
     def train(self) -> None:
-        """For an update."""
+        """Switches to training."""
         if not self.model.training:
             self.model.train()
             for module in self.frozen:
                 module.training = False
 
     def evaluate(self) -> None:
-        """For an evaluation."""
+        """Switches to evaluation."""
         if self.model.training:
             self.frozen = [module for module in self.model.modules() if not module.training]
             self.model.eval()
@@ -220,19 +220,19 @@ class Parts:
 
     task: TorchTask
     model: Module
-    """All models of the task as one."""
+    """All models of the task as one module."""
     models: Mapping[str, Any]
-    """Each of them, as it is called."""
+    """Each model by name, as it is called."""
     world: World
     compute: Compute
     clock: StepClock
     modes: Modes
     partition: Partition
-    """What of the model this rank has."""
+    """Which part of the model this rank has."""
     batch_norms: BatchNorms
     trained: Mapping[str, Trained]
-    """By optimizer."""
+    """What is trained, by optimizer."""
     exchanges: ChosenReducer[Exchanges]
-    """Of gradients."""
+    """Reducers of the gradients."""
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
-    """A context in which passes leave no trace."""
+    """A context that undoes what passes change."""

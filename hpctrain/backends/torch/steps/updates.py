@@ -1,4 +1,4 @@
-"""One update of an optimizer: backward passes over a global batch, the exchange of their gradients, the step."""
+"""One optimizer's update: backward passes over a global batch, the exchange of gradients, the optimizer step."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ SEPARATE = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
-"""Optimizers that update each parameter by itself, and leave alone those without gradient."""
+"""Optimizers that update each parameter separately, and skip those without gradients."""
 
 
 class Passes:
-    """The backward passes of one update, on this rank.
+    """The backward passes of one update on this rank.
 
     Args:
-        reducer: of the optimizer's parameters; it forgets earlier gradients.
-        scale: factor of losses, besides their share of the global batch.
-        global_samples: in all ranks' parts together.
+        reducer: reducer of the optimizer's parameters; its earlier gradients are dropped.
+        scale: factor for losses, besides their share of the global batch.
+        global_samples: samples of all ranks together.
     """
 
     def __init__(self, reducer: Reducer, scale: float, global_samples: int) -> None:
@@ -65,19 +65,19 @@ class Passes:
     def add(
         self, score: Any, samples: int, backward: Callable[[Tensor], object] = Tensor.backward, is_own: bool = True
     ) -> None:
-        """One pass.
+        """Adds one pass.
 
         Args:
             score: the mean over samples, or (sum, weight).
-            samples: that it is the mean of.
-            backward: runs it.
-            is_own: whether the samples count; False for those of another rank, which meets this one in its passes.
+            samples: number of samples that a mean is over.
+            backward: runs the backward pass.
+            is_own: False for another rank's batch, which is passed only because passes are collective.
         """
         self.weighted = isinstance(score, tuple)
         total, part = score if self.weighted else (score, samples)
         require_scalar(total)
         if total.dtype in HALVES:
-            total = total.float()  # sums over samples, and the loss scale, do not fit into 16 bits
+            total = total.float()  # 16 bits cannot hold sums over samples or the loss scale
         times = (1 if self.weighted else samples) * is_own
         factor = self.scale * times / self.global_samples
         self.loss = self.loss + number(total) * times
@@ -88,29 +88,29 @@ class Passes:
             backward(total if factor == 1 else total * factor)
 
     def told(self) -> NDArray[np.float64]:
-        """What ``take`` takes over."""
+        """Loss and weight so far, for ``take`` on another rank."""
         return np.array([float(self.loss), float(self.weight), self.weighted])
 
     def take(self, told: NDArray[np.float64]) -> None:
-        """The loss is that of a rank which has seen the same samples."""
+        """Replaces loss and weight by those of a rank that has seen the same samples."""
         self.loss, self.weight, self.weighted = float(told[0]), float(told[1]), bool(told[2])
 
     def exchange(self) -> ExchangeResult:
-        """Makes the gradients those of all ranks."""
+        """Sums the gradients over all ranks."""
         return self.reducer.exchange(*self.totals())
 
     def totals(self) -> tuple[Number, Number | None]:
-        """What travels with the gradients."""
+        """Loss and weight to send with the gradients."""
         return self.loss / self.global_samples, self.weight / self.global_samples if self.weighted else None
 
 
 @contextmanager
 def differentiated() -> Iterator[None]:
-    """An error of autograd becomes a sentence: where it arises, nothing of the task is on the stack."""
+    """Explains errors of autograd, which arise where no line of the task is on the stack."""
     try:
         yield
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # a device's memory, another rank
+        if type(error) is not RuntimeError:  # subclasses: out of device memory, failures of other ranks
             raise
         said = words(error)
         fix = (
@@ -122,41 +122,41 @@ def differentiated() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trained:
-    """An optimizer, and what it updates."""
+    """An optimizer and the parameters it updates."""
 
     name: str
-    """Of the optimizer, in the task; ``ONLY`` if it has no name."""
+    """Name of the optimizer in the task; ``ONLY`` if it has none."""
     optimizer: Any
     parameters: list[Tensor]
-    """Whose gradients are exchanged for it."""
+    """Parameters whose gradients are exchanged for it."""
     average: list[Tensor]
-    """Moving averages of the parameters, or none."""
+    """Moving averages of the parameters; empty if there are none."""
     train: TrainConfig
-    """What the run file says of updates."""
+    """The run file's settings for updates."""
     rule: UpdateRule
     partition: Partition
-    """What of the model this rank has."""
+    """Which part of the model this rank has."""
     total_norm: Callable[[float], float] = float
     """See strategies.strategy.Prepared."""
 
     @property
     def by_parts(self) -> bool:
-        """Whether gradients may arrive in parts: the same on all ranks, which meet in each."""
+        """Whether gradients may arrive in parts: the same on all ranks, since each arrival is collective."""
         return type(self.optimizer) in SEPARATE and not self.rule.needs_norm
 
     @property
     def _is_watched(self) -> bool:
-        """Whether something on this rank sees each step, and so must see all gradients."""
+        """Whether a hook or replaced method on this rank sees each step, and so needs all gradients at once."""
         return "step" in vars(self.optimizer) or has_hooks(self.optimizer)
 
     def update(self, reducer: Reducer, totals: ExchangeResult, clock: StepClock) -> Decision:
-        """Divides by weights and loss scale, clips, and steps, unless the update is left out.
+        """Divides gradients by weights and loss scale, clips, and steps, unless the update is skipped.
 
-        Every update goes through here, whichever program makes it, under whichever strategy: this is the place for
-        what changes gradients. ``reducer.gradients()`` holds those of all that this rank updates.
+        Every update of every program and strategy goes through here: anything that changes gradients belongs here.
+        ``reducer.gradients()`` holds the gradients of everything this rank updates.
 
         Raises:
-            NotFinite: loss or gradient is not finite; on all ranks.
+            NotFinite: loss or gradient is not finite; raised on all ranks.
         """
         early = reducer if isinstance(reducer, FlatReducer) and reducer.early else None
         try:
@@ -195,23 +195,23 @@ class Exchanges:
 
     @property
     def name(self) -> str:
-        """Of the candidate, such as mpi-node."""
+        """Name of the candidate, such as mpi-node."""
         return next(iter(self.of.values())).name
 
     @property
     def residues(self) -> dict[str, Residue]:
-        """Of those that compress, by optimizer."""
+        """Rounding errors of the reducers that compress to int8, by optimizer."""
         flat = {name: reducer for name, reducer in self.of.items() if isinstance(reducer, FlatReducer)}
         return {name: reducer.residue for name, reducer in flat.items() if reducer.residue is not None}
 
     def close(self) -> None:
-        """See Reducer."""
+        """Closes all reducers."""
         for reducer in self.of.values():
             reducer.close()
 
 
 class ReducerSource(Reducers[Reducer], Protocol):
-    """Opens reducers of the parameters of one optimizer."""
+    """Opens reducers for the parameters of one optimizer."""
 
     @property
     def sparse(self) -> Sequence[Parameter]:
@@ -232,5 +232,5 @@ class ExchangesToChoose:
 
 
 def number(scalar: Tensor) -> Number:
-    """A float; of a GPU's, for which that would have to wait, a tensor."""
+    """A scalar as a float; on a GPU, where reading it would block, as a detached tensor."""
     return scalar.item() if scalar.device.type == "cpu" else scalar.detach()

@@ -1,4 +1,4 @@
-"""What an estimate of a strategy begins with: a model that was trained for one step as a rank has it whole."""
+"""The starting point of a strategy's memory estimate: a model that was trained for one step without the strategy."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Estimated:
     """A model, and a plan of a run with it."""
 
     framework: TorchFramework
-    """Has the model with whole optimizers, which have made no step. It is closed."""
+    """A closed framework, with the model and whole optimizers that have made no step."""
     state: Sequence[TensorSize]
-    """After a step."""
+    """Sizes of the state after one step."""
     whole: MemoryEstimate
-    """What a rank has without the strategy."""
+    """Estimate without the strategy."""
     features: Mapping[Feature, Any]
-    """Of the run file with this plan."""
+    """Features of the run file with this plan."""
     data: int
-    """Ranks with different samples."""
+    """Number of data-parallel ranks."""
     pipeline: int
-    """Stages."""
+    """Number of pipeline stages."""
     micro_batches: int
-    """Of an update."""
+    """Micro-batches per update."""
     is_asked: bool
     """Whether the run file asks for the strategy."""
 
@@ -45,7 +45,7 @@ class Estimated:
 
     @cached_property
     def traits(self) -> ParameterTraits:
-        """How optimizers may be partitioned. Raises UserError if the model cannot be; says why."""
+        """How optimizers may be partitioned. Raises UserError, with the reason, if the model cannot be."""
         self.refuse({})
         framework = self.framework
         traits = try_optimizers(framework.source.optimizer_state.every, framework.device)
@@ -53,7 +53,7 @@ class Estimated:
         return traits
 
     def refuse(self, found: Uses) -> None:
-        """Raises Refused if the plan does not work with the model and its optimizers, or with what was found."""
+        """Raises Refused if the plan does not work with the model, its optimizers, or the given features."""
         framework, task = self.framework, self.framework.task
         parts = framework.source.optimizer_state.every
         unfit = unsuited(parts, framework.source.holdings)
@@ -63,5 +63,5 @@ class Estimated:
 
 
 Estimate: TypeAlias = Callable[[Estimated], MemoryEstimate | None]
-"""What is left to the rank with most; None if there is nothing to partition. Raises UserError if the model cannot be
-partitioned; says why."""
+"""Estimates the rank with the most memory; returns None if there is nothing to partition. Raises UserError, with the
+reason, if the model cannot be partitioned."""

@@ -1,5 +1,5 @@
-"""How ranks that hold parts of a PyTorch model exchange tensors: through memory of the host, or by a process group of
-torch, which takes tensors from GPU to GPU."""
+"""Exchanges of tensors between ranks that hold parts of a PyTorch model: through host memory, or by a torch process
+group, which sends tensors from GPU to GPU."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ from hpctrain.reduce.shm_allreduce import ShmWindow, open_shm_window
 from hpctrain.train.clock import Waiting
 
 SWAP = 1
-"""Tag of messages of which each rank sends some to each."""
+"""Tag of messages in an all-to-all."""
 
 
 class Exchange(Protocol):
-    """Tensors of any device among the ranks of a group. ``what`` completes "waited for the other ranks to ...", in the
-    RunFailed that ends each wait."""
+    """Exchanges tensors of any device within a group. ``what`` completes "waited for the other ranks to ..." in the
+    RunFailed that a timeout raises."""
 
     @property
     def in_order(self) -> bool:
-        """Whether two ranks have to start the messages between them, of both directions, in the same order."""
+        """Whether two ranks must start the messages between them, in both directions, in the same order."""
 
     def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
-        """A new tensor of this type, the sum over the ranks, with the same bits on all of them. Collective."""
+        """A new tensor of this dtype, the sum over the ranks, bitwise equal on all of them. Collective."""
 
     def gather(self, values: Tensor, what: str) -> list[Tensor]:
-        """New tensors, those of all ranks, which have one shape. Collective."""
+        """New tensors, one from each rank, all of the same shape. Collective."""
 
     def swap(self, rows: Tensor, going: Sequence[int], coming: Sequence[int], what: str) -> Tensor:
-        """A new tensor, of the rows that all ranks have for this one, those of the first rank first. Collective.
+        """All-to-all: a new tensor of the rows that all ranks have for this one, in rank order. Collective.
 
         Args:
-            rows: [sum of ``going``, ...], those for the first rank first.
-            going: how many are for each rank.
-            coming: how many each rank has for this one.
-            what: see above.
+            rows: [sum of ``going``, ...], in order of the rank they go to.
+            going: number of rows for each rank.
+            coming: number of rows from each rank.
+            what: see Exchange.
         """
 
     def post(self, values: Tensor, rank: int, tag: int) -> None:
-        """Starts to send a tensor, which stays as it is until ``settle``. The other rank calls ``expect``."""
+        """Starts sending a tensor, which must not change until ``settle``. The other rank calls ``expect``."""
 
     def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
-        """Starts to fill a contiguous tensor with what a rank posts; returns what waits for it, given ``what``."""
+        """Starts receiving a posted tensor into a contiguous one; returns a function of ``what`` that waits for it."""
 
     def settle(self, what: str) -> None:
-        """Waits until what was posted may be changed or freed."""
+        """Waits until posted tensors may be changed or freed."""
 
     def close(self) -> None:
-        """Ends it, on this rank."""
+        """Closes the exchange on this rank."""
 
 
 OpenExchange: TypeAlias = Callable[[Group, torch.device, Waiting], Exchange]
-"""Opens one for tensors of a device; collective."""
+"""Opens an exchange for tensors on a device. Collective."""
 
 
 class HostExchange:
-    """Through memory of the host; see Exchange.
+    """An exchange through host memory; see Exchange.
 
     Args:
         group: the ranks.
-        waiting: records waits for them.
-        window: what sums pass through; None: they go by MPI, as all else does.
+        waiting: records waits for other ranks.
+        window: shared memory for sums; None: sums go by MPI, as everything else.
     """
 
     in_order = False
@@ -80,7 +80,7 @@ class HostExchange:
     def __init__(self, group: Group, waiting: Waiting, window: ShmWindow | None = None) -> None:
         self.group, self.waiting, self.window = group, waiting, window
         self.under_way: list[Callable[[], bool]] = []
-        """Whether each message that was posted is through."""
+        """Tests for each posted message whether it has been sent."""
 
     def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         own = values.detach().to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
@@ -128,7 +128,7 @@ class HostExchange:
         return fetch
 
     def settle(self, what: str) -> None:
-        """Nothing: MPI gets on with messages whenever the rank waits, and their memory is kept until then."""
+        """Does nothing: MPI progresses messages whenever a rank waits, and keeps their memory until then."""
 
     def close(self) -> None:
         if self.window:
@@ -137,40 +137,40 @@ class HostExchange:
 
 
 def host_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The values of a tensor in a row; of one on the host over the same memory if they lie so."""
+    """A tensor's bytes as a flat host array; over the same memory if the tensor is contiguous on the host."""
     values: NDArray[np.uint8] = bytes_of(tensor.to("cpu")).numpy()
     return values
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The same on the tensor's own device."""
+    """A tensor's bytes, flat, on its own device."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
 
 
 def like(values: Tensor, row: Tensor) -> Tensor:
-    """Of the bytes of another tensor with this shape, type and device."""
+    """A tensor with the shape, dtype and device of ``values``, from its bytes."""
     if not values.numel():
         return torch.empty_like(values)
     return row.view(values.dtype).view(values.shape).to(values.device)
 
 
 class TorchExchange:
-    """By a process group of torch; see Exchange.
+    """An exchange by a torch process group; see Exchange.
 
-    Each operation is over when its method returns, but for messages: a rank may have sent several that were not
-    received yet. NCCL works on all messages of a rank in one queue, and a message ends no sooner than the other rank
-    has come to it in its own queue: hence ``in_order``.
+    Each operation is finished when its method returns, except messages: a rank may have several on their way. NCCL
+    processes all messages of a rank in one queue, and a message ends only when the other rank reaches it in its own
+    queue; hence ``in_order``.
 
-    The host waits for each operation, although NCCL would let it continue: so each wait has a timeout here, not
-    in a thread of torch that would end the process without a message, and its time is known to be a wait.
+    The host waits for each operation, although NCCL would let it continue. Each wait then has a timeout here, rather
+    than in a torch thread that would end the process without a message, and its time is recorded as a wait.
 
     Args:
         group: the ranks.
-        ranks: the same as torch knows them, a ``ProcessGroupGloo`` or ``ProcessGroupNCCL`` (whose stubs leave their
-            methods out); of this exchange alone.
-        waiting: records waits for them.
-        device: of the tensors.
+        ranks: the same ranks as a ``ProcessGroupGloo`` or ``ProcessGroupNCCL`` (whose stubs lack their methods), used
+            by this exchange alone.
+        waiting: records waits for other ranks.
+        device: device of the tensors.
         timeout_s: longest wait for another rank.
     """
 
@@ -182,7 +182,7 @@ class TorchExchange:
         self.group, self.ranks, self.waiting, self.device = group, ranks, waiting, device
         self.timeout = timedelta(seconds=timeout_s)
         self.under_way: list[tuple[dist.Work, Tensor]] = []
-        """Messages, with what is sent."""
+        """Messages on their way, with the bytes that are sent."""
 
     def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         total = values.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -207,8 +207,8 @@ class TorchExchange:
     def post(self, values: Tensor, rank: int, tag: int) -> None:
         with self._told("take what was sent"):
             while self.under_way and self.under_way[0][0].is_completed():
-                self.under_way[0][0].wait(self.timeout)  # at once; raises what went wrong
-                self.under_way.pop(0)  # an update may have many micro-batches: their memory is free again
+                self.under_way[0][0].wait(self.timeout)  # returns at once; raises errors
+                self.under_way.pop(0)  # frees memory early, since an update may have many micro-batches
             if values.numel():
                 own = bytes_of(values)
                 self.under_way.append((self.ranks.send([own], rank, 0), own))
@@ -230,25 +230,25 @@ class TorchExchange:
         self.ranks.shutdown()
 
     def _finish(self, begin: Callable[[], dist.Work], what: str) -> None:
-        """Waits for an operation that it begins, or that has begun."""
-        if self.device.type == "cuda":  # what this rank has to compute first is not a wait for others
+        """Begins an operation and waits for it."""
+        if self.device.type == "cuda":  # computing this rank's input is not a wait for others
             torch.cuda.current_stream(self.device).synchronize()
         with self.waiting, self._told(what):
             work = begin()
-            for _ in range(QUICK_LOOKS):  # torch sleeps for a millisecond between two looks
+            for _ in range(QUICK_LOOKS):  # torch itself would sleep for a millisecond between polls
                 if work.is_completed():
                     break
             work.wait(self.timeout)
 
     @contextlib.contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Raises RunFailed in place of torch's errors."""
+        """Converts torch's errors to RunFailed."""
         begun = time.monotonic()
         try:
             yield
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):
-                self.ranks.abort()  # an operation of a GPU would keep waiting, and the process could not end
+                self.ranks.abort()  # otherwise a GPU operation keeps waiting, and the process cannot exit
             raise RunFailed(
                 f"rank {self.group.rank} of {self.group.size} waited {time.monotonic() - begun:.0f} s for the other "
                 f"ranks to {what}: {str(error).strip().splitlines()[0]}",
@@ -257,7 +257,7 @@ class TorchExchange:
 
 
 def over_torch(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:
-    """See OpenExchange: by NCCL for ranks that have a GPU each, by gloo for tensors on the host.
+    """Opens an exchange by NCCL for ranks with a GPU each, or by gloo for tensors on the host. See OpenExchange.
 
     Raises UserError, on all ranks, if they cannot reach each other.
     """
@@ -271,7 +271,7 @@ def over_torch(group: Group, device: torch.device, waiting: Waiting, timeout_s: 
 
 
 def exchange_for(group: Group, device: torch.device, waiting: Waiting) -> Exchange:
-    """See OpenExchange: GPU to GPU by NCCL if each rank has its own; else through memory of the host."""
+    """Opens an exchange by NCCL if each rank has its own GPU, else through host memory. See OpenExchange."""
     if group.size > 1 and device.type == "cuda" and have_own_gpus(group, device):
         return over_torch(group, device, waiting)
     return HostExchange(group, waiting, open_shm_window(group))

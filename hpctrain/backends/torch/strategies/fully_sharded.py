@@ -1,8 +1,7 @@
-"""``parallel.shard: parameters``: each rank has some rows of all parameters (FSDP2). A layer is whole while it
-computes.
+"""``parallel.shard: parameters``: each rank has some rows of all parameters (FSDP2); layers are gathered to compute.
 
-FSDP2 gathers parameters and adds gradients up. Optimizers, averages and checkpoints see plain tensors over the memory
-of this rank's rows, so that they need not know of DTensor.
+FSDP2 gathers parameters and sums gradients. Optimizers, averages and checkpoints see plain tensors over the memory of
+this rank's rows, so they need not know about DTensor.
 """
 
 from __future__ import annotations
@@ -49,42 +48,42 @@ from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.layout import SLOTS, ExchangeResult, read_slots
 
 LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
-"""Modules of which only the parts compute, unless a custom class can be called."""
+"""Containers, which are not called themselves, unless a subclass defines forward."""
 END = "the end of a forward pass"
-"""Where ranks meet that have come through all layers."""
+"""Where ranks meet that have passed all layers."""
 SHARDED = (
     "With parallel.shard: parameters weights are whole while their layers are called: call the model and its layers "
     "themselves, not functions of theirs such as model.encode or layer.forward, and use no weight of a layer outside "
     "of it; or set parallel.shard: optimizer"
 )
-"""What models are wrong about that ask for weights at other times."""
+"""Why reading weights outside forward fails."""
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether this PyTorch can add up gradients of parameters that some ranks have not used; without that, ranks that used
-others would add up different ones."""
+"""Whether this PyTorch can sum gradients of parameters that some ranks have not used; without that, ranks that used
+different parameters would sum gradients of different ones."""
 WHAT = "add up what gradients leave whole"
-"""What a rank waits for."""
+"""Completes "waited for the other ranks to ..." in errors."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter as this rank has it."""
+    """A parameter, as this rank has it."""
 
     name: str
     module: Parameter
-    """As the model has it: a DTensor, or, if it has no axes, the parameter itself."""
+    """The model's parameter: a DTensor, or a plain one if it is a scalar."""
     own: Parameter
-    """A plain one over the memory of this rank's rows."""
+    """A plain parameter over the memory of this rank's rows."""
     rows: Slices | None
-    """None: it has no axes, and each rank has all of it."""
+    """Where these rows lie; None for a scalar, which each rank has."""
 
 
 class FullySharded(Partition):
-    """A model of which each rank has some rows of each parameter.
+    """The partition of a model whose parameters are sharded by rows.
 
     Args:
-        root: it.
-        before: what its tensor group has left the rank of it.
-        data: the ranks that it is sharded among.
+        root: the model.
+        before: the partition that tensor parallelism has left of it.
+        data: the ranks over which it is sharded.
         every: its parameters.
     """
 
@@ -108,7 +107,7 @@ class FullySharded(Partition):
         try_sharded(loss)
 
     def swap(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """See Partition: in place, since FSDP2 keeps the memory of parameters."""
+        """See Partition. Copies values, since FSDP2 keeps parameters in their memory."""
         with torch.no_grad():
             for parameter, other in zip(parameters, others, strict=True):
                 before = parameter.clone()
@@ -117,10 +116,10 @@ class FullySharded(Partition):
 
 
 def layers_of(model: Module) -> list[Module]:
-    """The layers that are gathered and freed one after the other: what the lists and sequences of a model are made of.
+    """The layers that are gathered and freed one after the other: the members of the model's lists and sequences.
 
-    Layers that share a parameter with others, or have none, are not among them: what they have is gathered with what
-    is left of the model.
+    Layers without parameters, or that share one with others, are left out: their parameters are gathered with the rest
+    of the model.
     """
     found = list(outermost(model))
     below = {id(module) for layer in found for module in layer.modules()}
@@ -141,12 +140,12 @@ def outermost(module: Module) -> Iterator[Module]:
 
 
 def is_container(module: Module) -> bool:
-    """Whether only the parts compute."""
+    """Whether a module is only a container, not called itself."""
     return type(module) is Sequential or (isinstance(module, LISTS) and type(module).forward is Module.forward)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, in its memory."""
+    """This rank's rows of a DTensor, sharing its memory."""
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         local: Tensor = tensor.to_local()
@@ -154,12 +153,12 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
-    """Leaves each rank its rows of all parameters, which become DTensors of the data group. Talks to no other rank.
+    """Shards all parameters by rows, which makes them DTensors of the data group. Does not communicate.
 
     Args:
-        model: on its device, equal on all ranks; its tensor group may have cut it.
-        before: what that has left of it.
-        world: the ranks. ``torch.distributed`` knows those of ``world.data``.
+        model: on its device, equal on all ranks; may be split by tensor parallelism.
+        before: the partition that tensor parallelism has left of it.
+        world: the ranks; those of ``world.data`` are the world of ``torch.distributed``.
 
     Raises:
         UserError: this PyTorch is too old.
@@ -174,7 +173,7 @@ def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
     scalars = {parameter for parameter in plain.values() if not parameter.ndim}
     shapes = {name: tuple(parameter.shape) for name, parameter in plain.items()}
     for parameter in plain.values():
-        parameter.data = parameter.data.contiguous()  # as FSDP2 takes them
+        parameter.data = parameter.data.contiguous()  # as FSDP2 requires
     assert dist.group.WORLD is not None, "it is open"
     mesh = DeviceMesh.from_group(dist.group.WORLD, next(iter(plain.values())).device.type)
     layers = [*layers_of(model), model]
@@ -201,12 +200,12 @@ def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
 
 
 def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> None:
-    """From now on a forward pass raises UserError on all ranks, before they gather anything, if they are not in the
-    same layer: they would take rows of different layers for one.
+    """Makes forward passes raise UserError on all ranks, before gathering anything, if ranks are not in the same layer:
+    they would take rows of different layers for one.
 
     Args:
-        layers: that are gathered.
-        model: of which they are all.
+        layers: the layers that are gathered.
+        model: the model that they are part of.
         group: the ranks.
     """
     name_of = {id(module): name or "the model" for name, module in model.named_modules()}
@@ -229,12 +228,12 @@ def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> Non
 
 
 def refuse_changes(layers: Sequence[Module], model: Module) -> None:
-    """From now on a forward pass that changes parameters in place raises UserError: that would be lost with what is
-    gathered.
+    """Makes forward passes raise UserError if they change parameters in place: the change would be lost with the
+    gathered copy.
 
     Args:
-        layers: that are gathered, the model itself the last one.
-        model: of which they are all.
+        layers: the layers that are gathered; the last one is the model itself.
+        model: the model that they are part of.
     """
     name_of = {id(module): name for name, module in model.named_modules()}
     inside = {id(module) for layer in layers[:-1] for module in layer.modules()}
@@ -261,13 +260,13 @@ def refuse_changes(layers: Sequence[Module], model: Module) -> None:
 
 
 class FullyShardedReducer:
-    """See reduce.reducer.Reducer: FSDP2 has summed gradients by the end of the last backward pass.
+    """See reduce.reducer.Reducer. FSDP2 has already summed gradients at the end of the last backward pass.
 
     Args:
-        name: of the candidate.
-        tensor: the model.
-        optimizers: of its parameters.
-        ranks: what ``torch.distributed`` works with; closed with the reducer.
+        name: name of the candidate.
+        tensor: the model's partition.
+        optimizers: optimizers of its parameters.
+        ranks: the process group of ``torch.distributed``; closed with the reducer.
     """
 
     def __init__(self, name: str, tensor: FullySharded, optimizers: Sequence[Optimizer], ranks: DefaultGroup) -> None:
@@ -282,7 +281,7 @@ class FullyShardedReducer:
 
     @property
     def last_backward(self) -> bool:
-        """Whether gradients travel in the next backward pass."""
+        """Whether the next backward pass exchanges gradients."""
         return self.is_last
 
     @last_backward.setter
@@ -314,7 +313,7 @@ class FullyShardedReducer:
         return [one.own.grad for one in self.every if one.own.grad is not None]
 
     def summed(self) -> list[tuple[str, Tensor]]:
-        """See Reducer; what all ranks have is the first one's."""
+        """See Reducer; scalars, which all ranks have, count on the first rank only."""
         every = [one for one in self.every if one.rows is not None or self.tensor.updaters.rank == 0]
         return [(one.name, one.own) for one in every]
 
@@ -322,14 +321,14 @@ class FullyShardedReducer:
         return self.tensor.norm_of(self.summed())
 
     def spread(self) -> bool:
-        """Nothing: the next forward pass gathers what has been updated."""
+        """Does nothing: the next forward pass gathers updated parameters."""
         return False
 
     def close(self) -> None:
         self.ranks.close()
 
     def _add_scalars(self) -> None:
-        """Gradients of what each rank has, which FSDP2 leaves alone."""
+        """Sums the gradients of scalars, which FSDP2 ignores."""
         have = [one.own.grad for one in self.every if one.rows is None and one.own.grad is not None]
         if have:
             sums = torch.stack([one.double().cpu() for one in have]).numpy()
@@ -337,7 +336,7 @@ class FullyShardedReducer:
             torch._foreach_copy_(have, list(torch.from_numpy(sums).to(have[0].device)))
 
     def _require_memory(self) -> None:
-        """Raises UserError if a parameter was given other memory, of which DTensors take no notice."""
+        """Raises UserError if a parameter was moved to other memory, which DTensors do not notice."""
         for one, before in self.memory:
             if one.module.untyped_storage()._cdata != before._cdata:
                 raise UserError(
@@ -350,13 +349,13 @@ class FullyShardedReducer:
 
 @dataclass(frozen=True)
 class FullyShardedReducers:
-    """The one reducer of a model that is sharded; see reducer_choice.Reducers."""
+    """The only reducer of a sharded model; see reducer_choice.Reducers."""
 
     tensor: FullySharded
     optimizers: Sequence[Optimizer]
     ranks: DefaultGroup
     sparse: Sequence[Parameter] = ()
-    """No gradient stays sparse."""
+    """Always empty: no gradient stays sparse."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         return [Candidate("nccl" if self.ranks.word == "nccl" else "gloo", "sharded")]
@@ -366,11 +365,11 @@ class FullyShardedReducers:
 
 
 def own_rows_of(every: Sequence[Held], plain: Sequence[Tensor]) -> dict[int, OwnRows | None]:
-    """What this rank has of each whole parameter that has axes, by the id of that.
+    """This rank's rows of each parameter that is not a scalar, by the whole parameter's id; None if it has no rows.
 
     Args:
         every: parameters as this rank has them.
-        plain: the same parameters whole, in the same order.
+        plain: the whole parameters, in the same order.
     """
     found: dict[int, OwnRows | None] = {}
     for index, (one, whole) in enumerate(zip(every, plain, strict=True)):
@@ -381,7 +380,7 @@ def own_rows_of(every: Sequence[Held], plain: Sequence[Tensor]) -> dict[int, Own
 
 
 def planned(opening: Opening) -> Strategy | None:
-    """Raises UserError if an optimizer cannot be sharded."""
+    """The strategy, if the run shards parameters. Raises UserError if an optimizer cannot be sharded."""
     return functools.partial(shard, opening, opening.traits) if opening.divides(Feature.SHARD_PARAMETERS) else None
 
 
@@ -409,7 +408,7 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
 
 
 def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], traits: ParameterTraits, world: World) -> str | None:
-    """Of what optimizer some parameter may not be cut between rows, and which, if all have to be. Collective."""
+    """Names the first parameter that cannot be split by rows, and its optimizer; None if all can be. Collective."""
     cuttable = traits.cuttable(shares, [world.everyone], nearly=True)
     names = {id(parameter): name for share in shares.values() for name, parameter in share.pairs}
     for optimizer in plain(parts):
@@ -436,13 +435,13 @@ def estimate(model: Estimated) -> MemoryEstimate:
 
 
 def in_rows(whole: MemoryEstimate, share: float, gathered: int, accumulates: bool) -> MemoryEstimate:
-    """What becomes of a model whose parameters are sharded.
+    """The estimate for a model whose parameters are sharded.
 
     Args:
-        whole: what a rank has without.
-        share: of all state, what the rank with most has.
-        gathered: bytes of the parameters that are whole at a time: those outside of layers, a layer, and the next one.
-        accumulates: whether gradients are whole until the last micro-batch of an update.
+        whole: estimate without sharding.
+        share: largest fraction of the state that a rank has.
+        gathered: bytes of parameters that are gathered at a time: those outside layers, of one layer, and of the next.
+        accumulates: whether gradients stay whole until an update's last micro-batch.
     """
     rows = whole.scaled(parameters=share, gradients=share, optimizer=share, averages=share)
     more = whole.gradients if accumulates else gathered

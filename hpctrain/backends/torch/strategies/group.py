@@ -1,5 +1,5 @@
-"""Collectives of torch among the ranks of a Group. Where they meet travels over MPI: no launcher has to say it, and no
-environment variable."""
+"""Torch process groups over the ranks of a Group. Their address is sent by MPI, so no launcher or environment variable
+needs to set it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hpctrain.system.address import interfaces, listen, meeting_address, routed_
 from hpctrain.system.processes import threads_sleep
 
 GLOO = "hpctrain_gloo"
-"""Names gloo on an address that this module has chosen; gloo alone would ask what the host's name stands for."""
+"""Name of a gloo backend on an address chosen here; gloo itself would use the one that the host name resolves to."""
 GLOO_THREAD = "pt_gloo_runloop"
-"""What torch calls those of its threads that run gloo's collectives."""
+"""Name that torch gives to the threads that run gloo's collectives."""
 LOOKS = 5
-"""At gloo's threads, one after another, a millisecond apart."""
+"""Number of consecutive checks of gloo's threads, a millisecond apart."""
 OWN_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false"}
-"""Read by torch when it makes a group of NCCL: errors are raised where a rank waits, and messages come in turn."""
+"""Read by torch when it creates an NCCL group: errors are raised where a rank waits, and messages are sent in order."""
 WHAT = "open a process group of torch"
-"""What a rank waits for."""
+"""Completes "waited for the other ranks to ..." in errors."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Meeting:
     """Where the ranks of a group find each other."""
 
     address: str
-    """Of this rank's host, where the others reach it."""
+    """Address of this rank's host that the others can reach."""
     store: dist.Store
-    """On the first rank; lives as long as the group."""
+    """Store on the first rank; lives as long as the group."""
 
 
 def word_of(device: torch.device) -> str:
-    """What moves tensors of a device: ``nccl`` or ``gloo``."""
+    """The backend for tensors on this device: ``nccl`` or ``gloo``."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -54,9 +54,9 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
     """Opens a store on a free port of the first rank. Collective.
 
     Args:
-        group: the ranks; several.
-        name: keeps the keys of groups apart that use one store.
-        timeout_s: longest wait for another rank, also in the collectives that follow.
+        group: the ranks; more than one.
+        name: separates the keys of groups that use one store.
+        timeout_s: longest wait for another rank, also in the group's later collectives.
 
     Raises:
         UserError: the hosts have no network in common, or the first rank cannot be reached; on all ranks.
@@ -90,7 +90,7 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
 
 
 def agree(group: Group, problem: str | None) -> None:
-    """Raises UserError, on all ranks, if one has a problem. Collective."""
+    """Raises UserError, on all ranks, if any rank has a problem. Collective."""
     found = [one for one in group.allgather(problem, WHAT) if one]
     if found:
         raise UserError(
@@ -100,13 +100,13 @@ def agree(group: Group, problem: str | None) -> None:
 
 
 def have_own_gpus(group: Group, device: torch.device) -> bool:
-    """Whether no two ranks are on one GPU. Collective."""
+    """Whether each rank has a GPU to itself. Collective."""
     of_ranks = gpus_of(group, device)
     return len(set(of_ranks)) == len(of_ranks)
 
 
 def require_own_gpus(group: Group, device: torch.device) -> None:
-    """Raises UserError, on all ranks, if two are on one GPU. Collective."""
+    """Raises UserError, on all ranks, if two ranks are on one GPU. Collective."""
     of_ranks = gpus_of(group, device)
     shared = next((one for one in of_ranks if of_ranks.count(one) > 1), None)
     if shared is not None:
@@ -118,25 +118,25 @@ def require_own_gpus(group: Group, device: torch.device) -> None:
 
 
 def gpus_of(group: Group, device: torch.device) -> list[str]:
-    """Which GPU each rank is on. Collective."""
+    """The GPU of each rank. Collective."""
     return group.allgather(gpu_for_nccl(device), WHAT)
 
 
 def ends_calmly() -> None:
-    """From now on this process does not end before gloo's threads have let go of the tensors of their last collective.
+    """Makes the process, at exit, wait until gloo's threads have released the tensors of their last collective.
 
-    For that they ask for the interpreter, and one that asks while it ends aborts the process, after all work was done
-    (PyTorch's issue 190489).
+    To release them, they take the interpreter lock, and a thread that does so during interpreter shutdown aborts the
+    process, although all work is done (PyTorch issue 190489).
     """
     atexit.unregister(await_gloo)
     atexit.register(await_gloo)
 
 
 def await_gloo(timeout_s: float = 5.0) -> None:
-    """Returns when no thread of gloo has anything left to do, or after ``timeout_s``.
+    """Returns when gloo's threads have nothing left to do, or after ``timeout_s``.
 
-    Each sleep gives the interpreter to those that wait for it, which sleep, too: who sleeps at every look has nothing
-    left to do.
+    Each sleep releases the interpreter lock to threads that wait for it. These appear asleep, too, so only threads that
+    sleep at several consecutive checks are done.
     """
     asleep, end = 0, time.monotonic() + timeout_s
     while asleep < LOOKS and time.monotonic() < end:
@@ -145,7 +145,7 @@ def await_gloo(timeout_s: float = 5.0) -> None:
 
 
 def gloo(address: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Gloo on an address of this host."""
+    """A gloo process group on an address of this host."""
     ends_calmly()
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -154,10 +154,10 @@ def gloo(address: str, store: dist.Store, rank: int, size: int, timeout: timedel
 
 
 def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedelta) -> dist.ProcessGroupNCCL:
-    """NCCL, whose communicator is there when this returns. Collective. Raises UserError, on all ranks, if it is not.
+    """An NCCL process group, connected at once. Collective. Raises UserError, on all ranks, if that fails.
 
-    Whoever calls it waits for each operation, with an end. What NCCL finds out is then raised there, and does not end
-    the process from a thread, as torch would have it otherwise.
+    Callers wait for each operation with a timeout. NCCL's errors are then raised there, instead of ending the process
+    from a thread, as torch does by default.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -165,7 +165,7 @@ def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedel
     try:
         with environment(OWN_ERRORS):
             ranks = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
-            # One for all: also for messages, which it has wait for their turn.
+            # One communicator for all operations, also for messages, which are then sent in order.
             ranks.eager_connect_single_device(device)
     except RuntimeError as error:
         problem = f"nccl: {error}"
@@ -176,7 +176,7 @@ def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedel
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables that torch reads in the body."""
+    """Sets environment variables that torch reads in the body."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -190,17 +190,17 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class DefaultGroup:
-    """The ranks of a group as what ``torch.distributed`` takes for all ranks there are.
+    """Opens ``torch.distributed`` so that its world is the ranks of a group.
 
-    Collective to make.
+    The constructor is collective.
 
     Args:
-        group: the ranks; several.
-        device: that the tensors are on.
+        group: the ranks; more than one.
+        device: device of the tensors.
         timeout_s: longest wait for another rank.
 
     Raises:
-        UserError: the ranks do not reach each other, or the task has opened ``torch.distributed`` itself.
+        UserError: the ranks cannot reach each other, or the task has opened ``torch.distributed`` itself.
     """
 
     def __init__(self, group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
@@ -231,7 +231,7 @@ class DefaultGroup:
         agree(group, problem)
 
     def close(self) -> None:
-        """Ends it, on this rank."""
+        """Closes it on this rank."""
         if self.is_open:
             self.is_open = False
             dist.destroy_process_group()

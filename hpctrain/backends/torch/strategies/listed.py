@@ -1,6 +1,7 @@
-"""The one list of strategies, and what does not work with each; ``config.combinations`` gathers it. Imports no torch.
+"""The list of all strategies, and what does not work with each; read by ``config.combinations``. Imports no torch.
 
-``task.opening`` applies the strategies in this order, and ``hpctrain plan`` asks each that divides for an estimate.
+``task.opening`` applies the strategies in this order, and ``hpctrain plan`` gets an estimate from each one that
+partitions.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ MEETS = (Trait.MEETS_INSIDE, Trait.EXCHANGES_IN_PASSES)
 
 @dataclass(frozen=True)
 class Listed:
-    """A strategy, and where it is."""
+    """A strategy, and its module."""
 
     module: str
-    """In ``backends/torch``. Has ``planned`` (see ``strategies.strategy.Planner``), and if the feature is a value of
-    ``parallel.shard``, ``estimate`` (see ``strategies.estimated.Estimate``)."""
+    """Its module in ``backends/torch``. Has ``planned`` (see ``strategies.strategy.Planner``), and if the feature is a
+    value of ``parallel.shard``, ``estimate`` (see ``strategies.estimated.Estimate``)."""
     feature: Feature | None = None
-    """By which a run file asks for it; None if it looks for itself whether a run uses it."""
+    """Feature by which a run file requests it; None if it decides itself whether a run uses it."""
     traits: tuple[Trait, ...] = ()
-    """Of the feature."""
+    """Traits of the feature."""
     keras: bool = False
     """Whether ``backends/tensorflow/strategies`` has it, too."""
 
     def load(self) -> Any:
-        """The module, with torch."""
+        """Imports the module, and with it torch."""
         return importlib.import_module(f"hpctrain.backends.torch.{self.module}")
 
 
@@ -60,7 +61,7 @@ STRATEGIES = (
     ),
     Listed("strategies.replicated"),
 )
-"""In the order in which they are applied."""
+"""All strategies, in the order in which they are applied."""
 TRAITS = {
     one.feature: (*one.traits, *(() if one.keras else (Trait.OF_PYTORCH,)))
     for one in STRATEGIES

@@ -1,4 +1,4 @@
-"""What the optimizers of a task allow to be done with each parameter, as they show when they are tried."""
+"""Finds out, by trying a task's optimizers, how its parameters may be partitioned."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class ParameterTraits:
     """How the parameters of all optimizers may be sharded."""
 
     traits: Mapping[int, OptimizerTraits] = field(default_factory=dict)
-    """By the id of each parameter that is updated."""
+    """Traits by the id of each parameter that is updated."""
     coupled: str | None = None
-    """An optimizer whose update of a parameter depends on others."""
+    """Type of an optimizer that couples the updates of different parameters, if any."""
 
     @property
     def common(self) -> frozenset[str]:
-        """Slots that are not cut with the rows."""
+        """Names of slots that are not split by rows."""
         return frozenset[str]().union(*(one.common for one in self.traits.values()))
 
     def cuttable(self, shares: Mapping[str, Share], groups: Sequence[Group], nearly: bool = False) -> set[int]:
-        """Ids of parameters that may be cut between rows, as all ranks of the groups found. Collective.
+        """Ids of parameters that may be split by rows, according to all ranks of the groups. Collective.
 
         Args:
             shares: parameters by optimizer.
-            groups: one after the other.
-            nearly: whether to rounding is enough; else to the bit.
+            groups: groups that have to agree, one after the other.
+            nearly: whether results may differ by rounding; otherwise they must match bitwise.
         """
         wanting = [id(parameter) for share in shares.values() for _, parameter in share.pairs]
         traits = [self.traits.get(one, OptimizerTraits(is_alone=True)) for one in wanting]
@@ -55,12 +55,12 @@ class ParameterTraits:
 
 
 def plain(parts: Sequence[Part]) -> list[Optimizer]:
-    """Those that update something themselves."""
+    """Optimizers that update parameters themselves."""
     return [part.optimizer for part in parts if type(part.optimizer) is not Together]
 
 
 def unsuited(parts: Sequence[Part], holdings: Holdings) -> str | None:
-    """What kind of optimizer of the task's holds others, or state elsewhere than in ``state`` and ``param_groups``."""
+    """Type of an optimizer that contains others, or keeps state outside ``state`` and ``param_groups``, if any."""
     for part in parts:
         inner = [other for other in parts if other is not part and other.path.startswith(part.prefix)]
         if part.speaks or (inner and type(part.optimizer) is not Together):
@@ -72,7 +72,7 @@ def unsuited(parts: Sequence[Part], holdings: Holdings) -> str | None:
 
 
 def try_optimizers(parts: Sequence[Part], device: torch.device) -> ParameterTraits:
-    """Tries all optimizers, each on a small tensor of each kind that it has. Random states stay as they were.
+    """Tries all optimizers, on a small tensor for each shape and dtype of their parameters. Restores random states.
 
     Raises UserError if one cannot be tried.
     """
@@ -100,11 +100,11 @@ class OwnRows:
 
     piece: RowRange
     parameter: Parameter
-    """Views of the whole parameter: what the optimizer has in its place."""
+    """A view of these rows, which the optimizer has in place of the whole parameter."""
 
 
 def parameter_of(whole: Parameter, piece: RowRange) -> Parameter:
-    """A parameter over the memory of a piece of another one, with what is attached to that."""
+    """A parameter that shares the memory of these rows of another one, and has its attributes."""
     part = Parameter(piece.of(whole.data))
     part.__dict__.update(vars(whole))
     return part
@@ -113,13 +113,13 @@ def parameter_of(whole: Parameter, piece: RowRange) -> Parameter:
 def replace_parameters(
     optimizer: Optimizer, group: dict[str, object], mine: Mapping[int, OwnRows | None], common: frozenset[str]
 ) -> None:
-    """Puts this rank's rows in the place of whole parameters, with the state that they have from the start."""
+    """Replaces an optimizer's whole parameters by this rank's rows, together with existing state."""
     wholes = group["params"]
     assert isinstance(wholes, list), "of an optimizer"
     kept: list[tuple[int, Tensor]] = []
     for index, whole in enumerate(wholes):
         rows = mine.get(id(whole))
-        if id(whole) not in mine:  # it wants no gradient
+        if id(whole) not in mine:  # it requires no gradient
             kept.append((index, whole))
             continue
         slots = optimizer.state.pop(whole, None)
@@ -135,12 +135,12 @@ def replace_parameters(
 
 
 def refuse_late(optimizers: Sequence[Optimizer], is_late: Callable[[Tensor], bool], names: Mapping[int, str]) -> None:
-    """Raises UserError if an optimizer has got a parameter since it was given this rank's rows of all.
+    """Raises UserError if an optimizer was given a parameter after its parameters had been sharded.
 
     Args:
-        optimizers: of the task.
-        is_late: whether a parameter is none of those rows.
-        names: of whole parameters, by id.
+        optimizers: all optimizers of the task.
+        is_late: whether a parameter is not one of this rank's rows.
+        names: names of whole parameters, by id.
     """
     held = (one for each in optimizers for group in each.param_groups for one in group["params"])
     if (found := next(filter(is_late, held), None)) is not None:
@@ -153,56 +153,57 @@ def refuse_late(optimizers: Sequence[Optimizer], is_late: Callable[[Tensor], boo
 
 
 def own_rows(slot: object, whole: Parameter, rows: OwnRows) -> object:
-    """Of a slot that has the shape of the parameter."""
+    """This rank's rows of a slot with the shape of the parameter; other slots unchanged."""
     if isinstance(slot, Tensor) and is_whole(slot, tuple(whole.shape)):
         return rows.piece.of(slot).clone(memory_format=torch.preserve_format)
     return slot
 
 
 HALVED_SIZE = 6
-"""Of each axis of a tensor that is tried in halves."""
+"""Length of each axis of a tensor that is tried in halves."""
 ROUNDED = {torch.float32: 1e-4, torch.float64: 1e-12}
-"""How much of an update rounding may change. What looks at whole tensors changes more than a hundredth."""
+"""Fraction of an update that rounding may change. Optimizers that use whole tensors change more than a hundredth."""
 Settings = dict[str, Any]
 """A parameter group."""
 Slots = dict[str, Any]
 Tried = tuple[Tensor, list[Tensor]]
-"""A value, and the gradient of each step."""
+"""A value, and the gradient for each step."""
 
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """How a parameter may be partitioned among ranks."""
+    """How a parameter may be partitioned over ranks."""
 
     is_alone: bool
-    """Whether its update depends on nothing of other parameters: else it cannot be partitioned at all."""
+    """Whether its update is independent of other parameters; otherwise it cannot be partitioned at all."""
     by_rows: bool = False
-    """Whether its rows are updated apart from each other, with the same bits."""
+    """Whether updating its rows separately gives bitwise the same result."""
     nearly_by_rows: bool = False
-    """The same to rounding: kernels may treat the end of a tensor in another way than its middle."""
+    """The same up to rounding: kernels may treat the end of a tensor differently from its middle."""
     common: frozenset[str] = frozenset()
-    """Slots that are not cut with the rows, such as a count of steps."""
+    """Slots that are not split by rows, such as a step count."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one tensor in a few steps."""
+    """A tensor and its slots after a few steps."""
 
     value: Tensor
     slots: Slots
 
 
 def try_optimizer(optimizer: Optimizer, group: Settings, parameter: Parameter) -> OptimizerTraits:
-    """Updates a small tensor of a parameter's kind alone, with another one, and cut into rows. Changes global random
-    states, and nothing of the optimizer.
+    """Updates a small tensor of a parameter's kind alone, together with another one, and split into rows.
+
+    Changes global random states, but nothing in the optimizer.
 
     Args:
-        optimizer: as the task made it.
-        group: one of its groups.
-        parameter: of that group.
+        optimizer: as the task created it.
+        group: one of its parameter groups.
+        parameter: a parameter of that group.
 
     Raises:
-        UserError: the optimizer does not update what is in its groups, or fails.
+        UserError: the optimizer does not update the parameters in its groups, or fails.
     """
     state = optimizer.state.get(parameter, {})
     shape = small(tuple(parameter.shape))
@@ -213,7 +214,7 @@ def try_optimizer(optimizer: Optimizer, group: Settings, parameter: Parameter) -
     def drawn(scale: float) -> Tensor:
         return (scale * torch.randn(shape, generator=random)).to(device, parameter.dtype)
 
-    scale = min(1.0, 10 * rate_of(group))  # so that 16 bits show an update, too
+    scale = min(1.0, 10 * rate_of(group))  # small enough for updates to be visible in 16 bits
     values, other = [(drawn(times * scale), [drawn(times) for _ in range(STEPS)]) for times in (1.0, 3.0)]
     begun = {name: corner(value, tuple(parameter.shape), shape) for name, value in state.items()}
     try:
@@ -242,13 +243,13 @@ def try_optimizer(optimizer: Optimizer, group: Settings, parameter: Parameter) -
 
 
 def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis: int) -> None:
-    """Raises UserError if an optimizer does to halves of a tensor something else than to the whole one, in any bit.
+    """Raises UserError unless updating halves of a tensor gives bitwise the same result as updating the whole.
 
     Args:
-        optimizer: of which a copy is tried; not changed.
-        parameter: that is to be cut, whole; one of the optimizer's or not.
-        name: of the parameter.
-        axis: along which it is to be cut.
+        optimizer: a copy of it is tried; it is not changed itself.
+        parameter: the whole parameter that is to be split; need not belong to the optimizer.
+        name: name of the parameter.
+        axis: axis along which it is to be split.
     """
     group = next((it for it in optimizer.param_groups if any(one is parameter for one in it["params"])), None)
     if group is None:
@@ -279,12 +280,12 @@ def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis
 
 
 def halves(value: Any, shape: tuple[int, ...], axis: int) -> Sequence[Any]:
-    """Along an axis; of what has no value for each element of the parameter, two that are equal."""
+    """Halves along an axis; two references to a value that is not elementwise."""
     return value.chunk(2, axis) if is_whole(value, shape) else (value, value)
 
 
 def even(slot: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
-    """A slot as a parameter of another shape would have it, from its first value."""
+    """A slot for another shape, filled with its first value; returned as it is if it is not elementwise."""
     if not is_whole(slot, tuple(parameter.shape)):
         return slot
     return torch.full(shape, float(slot.flatten()[0]), dtype=slot.dtype)
@@ -293,7 +294,7 @@ def even(slot: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
 def run(
     optimizer: Optimizer, group: Settings, tensors: Sequence[tuple[Tensor, list[Tensor]]], begun: Slots
 ) -> list[Trial]:
-    """A few steps of a copy of the optimizer, on each tensor with the same slots to begin with."""
+    """Makes a few steps with a copy of the optimizer; all tensors start with the same slots."""
     torch.manual_seed(0)
     parameters = [Parameter(value.clone()) for value, _ in tensors]
     stand_in = copy_of(optimizer, group, parameters, begun)
@@ -306,12 +307,12 @@ def run(
 
 
 def copy_of(optimizer: Optimizer, group: Settings, parameters: list[Parameter], begun: Slots) -> Optimizer:
-    """An optimizer of the same settings that has other parameters, and calls no hooks."""
+    """A copy of an optimizer with other parameters and without hooks."""
     stand_in: Optimizer = object.__new__(type(optimizer))
     own = {
         name: OrderedDict() if name.startswith("_optimizer_") else value  # hooks
         for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", "step")  # as a scheduler wraps it
+        if name not in ("param_groups", "state", "step")  # ``step`` may be a scheduler's wrapper
     }
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
     if "lr" in settings and not float(settings["lr"]):
@@ -325,12 +326,12 @@ def copy_of(optimizer: Optimizer, group: Settings, parameters: list[Parameter], 
 
 
 def rate_of(group: Settings) -> float:
-    """A learning rate with which something happens."""
+    """The group's learning rate, or a small one if that is 0."""
     return float(group.get("lr", 1.0)) or LEAST_RATE
 
 
 def cut(values: Tried, part: slice) -> Tried:
-    """Rows of a tensor and of its gradients; a number stays as it is."""
+    """Rows of a tensor and of its gradients; a scalar is returned as it is."""
     value, gradients = values
     return (value[part], [each[part] for each in gradients]) if value.ndim else values
 
@@ -341,24 +342,24 @@ def cut_slots(slots: Slots, shape: tuple[int, ...], part: slice) -> Slots:
 
 
 def corner(slot: Any, shape: tuple[int, ...], small_shape: tuple[int, ...]) -> Any:
-    """Of a slot of the parameter's shape as much as fits a small one."""
+    """The first values of an elementwise slot, with a smaller shape; other slots as they are."""
     return slot[tuple(map(slice, small_shape))] if is_whole(slot, shape) else slot
 
 
 def is_whole(slot: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a slot has a value for each element of its parameter."""
+    """Whether a slot is elementwise: a tensor with the parameter's shape."""
     return isinstance(slot, Tensor) and tuple(slot.shape) == shape
 
 
 def fits(whole: Trial, parts: Sequence[Trial], common: frozenset[str], most: float = 0.0, update: float = 0.0) -> bool:
-    """Whether rows that were updated apart are, with their slots, what the whole tensor is: bit for bit, or nearly.
+    """Whether separately updated rows and their slots match those of the whole tensor: bitwise, or within a tolerance.
 
     Args:
-        whole: what became of the tensor.
-        parts: of its rows.
-        common: slots that are not cut with the rows.
-        most: how far they may be apart: values in parts of the update, slots of their largest value.
-        update: by how much the tensor has changed.
+        whole: result for the whole tensor.
+        parts: results for its rows.
+        common: slots that are not split by rows.
+        most: tolerance, relative to the update for values, and to the largest magnitude for slots.
+        update: largest change of the tensor.
     """
     if any(part.slots.keys() != whole.slots.keys() for part in parts):
         return False
@@ -376,17 +377,17 @@ def fits(whole: Trial, parts: Sequence[Trial], common: frozenset[str], most: flo
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Largest difference."""
+    """Largest absolute difference."""
     return float((one.double() - other.double()).abs().max())
 
 
 def equal_slots(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Bit for bit."""
+    """Whether slots are equal bitwise."""
     return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Bit for bit."""
+    """Whether values are equal bitwise."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

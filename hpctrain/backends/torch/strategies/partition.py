@@ -1,4 +1,4 @@
-"""What a rank has of a PyTorch model. Parameters stay plain tensors, so any optimizer and reducer keeps working."""
+"""The part of a PyTorch model that a rank has. Parameters stay plain tensors, so any optimizer and reducer works."""
 
 from __future__ import annotations
 
@@ -27,45 +27,47 @@ CUT = (
 )
 """Why a model fails on a partial tensor."""
 SAME_LOSS = 1e-6
-"""How far losses of ranks that hold parts of one model may differ, relative to one; they match bitwise when correct."""
+"""Allowed relative difference of losses within a tensor group; they match bitwise when correct."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Where the values that a rank has of a parameter lie in the whole one: equal parts of it, along one axis, and of
-    what these make up some rows or all."""
+    """Where a rank's values of a parameter lie in the whole parameter.
+
+    They are one or several equal ranges along one axis; of these, a rank may have only some rows.
+    """
 
     whole: tuple[int, ...]
     """Shape of the whole parameter."""
     axis: int
     begins: tuple[int, ...]
-    """Index along the axis, in the whole parameter, of the first value of each part."""
+    """Index along the axis, in the whole parameter, at which each range begins."""
     length: int
-    """Of each part along the axis."""
+    """Length of each range along the axis."""
     copy: int
-    """Which of the ranks that have the same values this is."""
+    """Index of this rank among those that have the same values."""
     copies: int
-    """How many there are."""
+    """Number of ranks that have the same values."""
     rows: slice | None = None
-    """Along the first axis of what the parts make up: those whose state this rank keeps; None: it keeps that of all."""
+    """Rows (first axis of the concatenated ranges) whose state this rank keeps; None: all of them."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether the parts are not all of the parameter."""
+        """Whether the ranges do not cover the whole parameter."""
         return bool(self.whole) and len(self.begins) * self.length < self.whole[self.axis]
 
     @property
     def starts(self) -> bool:
-        """Whether the first value of the whole parameter is here."""
+        """Whether this rank has the first value of the whole parameter."""
         return self.begins[0] == 0 and (self.rows is None or self.rows.start == 0)
 
     def of(self, whole: Tensor) -> Tensor:
-        """A copy of what the parts have of a whole tensor."""
+        """Copies the ranges from a whole tensor."""
         return torch.cat([whole.narrow(self.axis, begin, self.length) for begin in self.begins], self.axis)
 
     def views(self, held: Tensor) -> Iterator[tuple[Tensor, Cut]]:
-        """Each part of what this rank has, and where it lies in the whole tensor."""
-        if not self.whole or 0 in self.whole:  # a number, or nothing: there are no parts
+        """Yields a view of each contiguous part of what this rank has, and where it lies in the whole tensor."""
+        if not self.whole or 0 in self.whole:  # a scalar or an empty tensor has no ranges
             yield held, Cut(self.whole, (0,) * len(self.whole), self.copy, self.copies)
             return
         top = self.rows.start if self.rows is not None else 0
@@ -82,16 +84,16 @@ class Slices:
 
 
 class Partition:
-    """What this rank has of a model: all of it, or parts of layers that are cut over the ranks of one group.
+    """The part of a model that this rank has: all of it, or parts of layers that are split over a group.
 
     Args:
-        region: of the group.
-        slices: what this rank has of each parameter that is cut, by name.
+        region: region of the group.
+        slices: what this rank has of each split parameter, by name.
         cut: ids of these parameters.
     """
 
     sync_group: Group | None = None
-    """Ranks that exchange something in each pass, and so make equally many; None if each makes its own."""
+    """Ranks that communicate in each pass and so need the same number of passes; None if passes are independent."""
 
     def __init__(self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int]) -> None:
         self.region = region
@@ -99,49 +101,49 @@ class Partition:
         self.slices = slices
         self.cut = cut
         self.updaters = Group("data")
-        """Ranks among which rows of what this one has are partitioned, to be updated; one if they are not."""
+        """Ranks that each update some rows of what this rank has; this rank alone if updates are not sharded."""
         self.held: Mapping[str, Parameter] = {}
-        """Plain tensors in place of parameters that the model has as something else, by name."""
+        """Plain tensors in place of parameters that are something else in the model, by name."""
         self.places = slices
-        """Where what this rank has of parameters lies in whole ones, by name."""
+        """Where this rank's values of parameters lie in whole ones, by name."""
 
     @property
     def hint(self) -> str:
-        """What authors of a model that is cut have to know, a sentence for messages; empty if it is whole."""
+        """A hint for authors of split models, a sentence for messages; empty if the model is whole."""
         return CUT if self.slices else ""
 
     @property
     def meets(self) -> bool:
-        """Whether other ranks take part in forward passes."""
+        """Whether forward passes are collective."""
         return self.sync_group is not None or bool(self.slices)
 
     @property
     def complete(self) -> frozenset[int]:
-        """Ids of parameters whose gradients are those of all ranks' samples as soon as a backward pass ends."""
+        """Ids of parameters whose gradients cover all ranks' samples as soon as a backward pass ends."""
         return frozenset()
 
     def parameters(self, model: Module) -> list[tuple[str, Parameter]]:
-        """What this rank has, as plain tensors."""
+        """This rank's parameters as plain tensors."""
         return [(name, self.held.get(name, one)) for name, one in model.named_parameters()]
 
     def update_among(self, updaters: Group) -> None:
-        """From now on the rows of what this rank has are updated by these ranks, each some of them."""
+        """Sets the ranks that share the update, each of which updates some rows."""
         self.updaters = updaters
 
     def swap(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Gives each parameter the values of another tensor, and that the parameter's."""
+        """Swaps the values of each parameter with those of another tensor."""
         for parameter, other in zip(parameters, others, strict=True):
             parameter.data, other.data = other.data, parameter.data
 
     def norm(self, reducer: Reducer) -> float:
-        """L2 norm of all summed gradients, in which each element counts once; equal on all ranks. Collective."""
+        """L2 norm of all summed gradients, counting each element once; equal on all ranks. Collective."""
         return self.norm_of(reducer.summed()) if self.slices else reducer.norm()
 
     def norm_of(self, summed: Named) -> float:
-        """See ``norm``.
+        """The norm, from parameters with gradients; see ``norm``.
 
         Args:
-            summed: what has the gradients that this rank's optimizer gets, by names of parameters.
+            summed: what this rank's optimizer updates, with gradients, by parameter name.
         """
         have = [(name, values_of(one.grad)) for name, one in summed if one.grad is not None]
         own = square_of([gradient for name, gradient in have if name in self.slices])
@@ -152,12 +154,12 @@ class Partition:
         return math.sqrt(total)
 
     def rows(self, name: str, shape: tuple[int, ...], begin: int, end: int) -> Slices:
-        """Rows of what this rank has of a parameter, which it alone of ``updaters`` updates.
+        """Where rows of a parameter lie that this rank alone of ``updaters`` updates.
 
         Args:
-            name: of the parameter.
-            shape: of what this rank has of it.
-            begin, end: of the rows, the last one left out; a number has one.
+            name: name of the parameter.
+            shape: shape of what this rank has of it.
+            begin, end: first row and one past the last one; a scalar has one row.
         """
         known = self.slices.get(name)
         if known is not None:
@@ -166,29 +168,29 @@ class Partition:
         return Slices(shape, 0, (0,), length, self.group.rank, self.group.size, slice(begin, end))
 
     def leave(self) -> None:
-        """A forward pass is over: random numbers are equal again."""
+        """Ends a forward pass: from here on, ranks draw equal random numbers again."""
         self.region.leave()
 
     def passing(self) -> AbstractContextManager[None]:
-        """The body is the task's own code, which computes with the model."""
+        """A context for the task's own code, which computes with the model."""
         return nullcontext()
 
     def finish(self, device: torch.device) -> None:
-        """A backward pass is over."""
+        """Ends a backward pass."""
 
     def try_loss(self, loss: Tensor) -> None:
-        """Raises UserError if a loss of a dry call asks for more of the model than this rank has. Collective."""
+        """Raises UserError if a dry call's loss needs more of the model than this rank has. Collective."""
 
     def shared(self, model: Module) -> list[tuple[str, Parameter]]:
-        """Parameters that are replicated in the group."""
+        """Parameters that are replicated within the group."""
         return [(name, one) for name, one in self.parameters(model) if id(one) not in self.cut]
 
     def require_same_loss(self, loss: tuple[float, float], update: int) -> None:
-        """Raises UserError, on all ranks of the group, if they have not trained on the same. Collective.
+        """Raises UserError, on all ranks of the group, if their losses differ. Collective.
 
         Args:
             loss: (sum, weight) over this rank's samples.
-            update: its number, for people.
+            update: number of the update, for messages.
         """
         if not self.slices:
             return
@@ -203,11 +205,11 @@ class Partition:
             )
 
     def require_whole_gradients(self, summed: Named, everyone: Group) -> None:
-        """Raises UserError, on all ranks, if a replicated parameter's gradient differs in a tensor group. Collective.
+        """Raises UserError, on all ranks, if replicated gradients differ within a tensor group. Collective.
 
         Args:
-            summed: see ``norm_of``; ranks of a tensor group have the same.
-            everyone: all tensor groups.
+            summed: see ``norm_of``; names are the same within a tensor group.
+            everyone: the ranks of all tensor groups.
         """
         if not self.slices:
             return
@@ -215,7 +217,7 @@ class Partition:
             name: zlib.crc32(one.grad.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
             for name, one in summed
             if name not in self.slices
-            if one.grad is not None and one.device.type == "cpu"  # kernels of GPUs may add in any order
+            if one.grad is not None and one.device.type == "cpu"  # GPU kernels may add in any order
         }
         of_ranks = everyone.allgather(sums, "compare what cut layers leave whole")
         for rank, found in enumerate(of_ranks):
@@ -230,7 +232,7 @@ class Partition:
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """All that is not zero in it, each element once."""
+    """A gradient's values; of a sparse one, each row once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -241,5 +243,5 @@ def square_of(gradients: Sequence[Tensor]) -> float:
 
 
 def uncut() -> Partition:
-    """A model that each rank has whole."""
+    """The partition of a model that each rank has as a whole."""
     return Partition(Region(Group("tensor")), {}, frozenset())

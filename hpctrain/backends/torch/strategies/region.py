@@ -1,5 +1,5 @@
-"""What happens where cut layers of a PyTorch model begin and end: sums over the ranks, other random numbers, and
-the cross-entropy of logits whose classes are cut: no rank ever has those of all."""
+"""Communication where split layers of a PyTorch model begin and end: sums over ranks, rank-dependent random numbers,
+and the cross-entropy of logits whose classes are split, which are never gathered."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
 from hpctrain.train.seeds import derive
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Types that MPI cannot add, and in which sums would lose what single ranks have."""
+"""Dtypes that MPI cannot add, and in which sums would lose precision."""
 Map: TypeAlias = Callable[[Tensor], Tensor]
 Outside: TypeAlias = list[tuple[torch.Generator, Tensor, int]]
-"""Generators of random numbers, where each stood when a region was entered, and with what seed it continued; none
-outside regions."""
+"""Random generators with their state before a region and their seed inside it; empty outside regions."""
 
 
 class Region:
-    """The part of a model in which each rank of a group has some of the values: behind ``columns``, before ``rows``.
+    """The part of a model where each rank of a group has some of the values: after ``columns``, before ``rows``.
 
-    Dropout differs between the ranks there, and is equal outside. The streams inside are made of the one outside at
-    each entry: they have no state that would have to be saved.
+    Inside, dropout differs between ranks; outside, it is equal. The random streams inside are derived from the one
+    outside at each entry, so they have no state to be saved.
 
     Args:
         group: the ranks, all of which call every method in the same order.
         clock: records the time in which this rank waits for the others.
-        exchange: of tensors among the ranks; by default through memory of the host.
-        neighbours: what the ranks are to each other.
+        exchange: exchanges tensors between the ranks; by default through host memory.
+        neighbours: what kind of group the ranks are.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class Region:
         self.waiting = Waiting(clock, neighbours)
         self.exchange: Exchange = exchange or HostExchange(group, self.waiting)
         self.outside: Outside = []
-        """While random numbers are those of the inside."""
+        """Non-empty while random numbers are those of the inside."""
 
     def enter(self, device: torch.device) -> None:
-        """From here on each rank draws other random numbers."""
+        """Enters the region: from here on, each rank draws different random numbers."""
         if self.outside:
             return
         number = int(torch.randint(2**62, ()))
@@ -68,11 +67,11 @@ class Region:
             generator.manual_seed(seed)
 
     def leave(self, always: bool = True) -> None:
-        """From here on all draw the same again.
+        """Leaves the region: from here on, all ranks draw the same random numbers again.
 
         Args:
-            always: False inside a model: if a checkpoint of torch has computed again what ends in the region, it has
-                put random states back itself, and others have come since.
+            always: False inside a model: if torch's activation checkpointing has recomputed a part that ends in the
+                region, it has restored random states itself, and others may have been set since.
         """
         for generator, state, seed in self.outside:
             if always or generator.initial_seed() == seed:
@@ -81,7 +80,7 @@ class Region:
 
     @contextmanager
     def again(self, outside: Outside) -> Iterator[None]:
-        """Computes again what was computed when ``self.outside`` was this. What it is now stays."""
+        """A context for recomputing what was computed when ``self.outside`` was ``outside``; restores it afterwards."""
         now, self.outside = self.outside, list(outside)
         try:
             yield
@@ -89,30 +88,30 @@ class Region:
             self.outside = now
 
     def summed(self, values: Tensor, what: str) -> Tensor:
-        """A new tensor, the sum over the ranks, with the same bits on all of them."""
+        """A new tensor, the sum over the ranks, bitwise equal on all of them."""
         wide = torch.float32 if values.dtype in HALVES else values.dtype
         return self.exchange.sum(values, wide, what).to(values.dtype)
 
     def gathered(self, values: Tensor, what: str) -> Tensor:
-        """A new tensor, those of all ranks side by side along the last axis."""
+        """A new tensor, the values of all ranks concatenated along the last axis."""
         return torch.cat(self.exchange.gather(values, what), -1)
 
     def joined(self, rows: Tensor, counts: Sequence[int], what: str) -> Tensor:
-        """A new tensor, the rows of all ranks one below the other, each of which has that number."""
+        """A new tensor, the rows of all ranks concatenated; ``counts`` is the number of rows of each rank."""
         padded = rows.new_zeros(max(counts), rows.shape[1])
         padded[: len(rows)] = rows.detach()
         parts = self.exchange.gather(padded, what)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def gather(self, values: NDArray[Any], what: str) -> NDArray[Any]:
-        """The arrays of all ranks, see ``Group.gather``."""
+        """Gathers an array from every rank; see ``Group.gather``."""
         with self.waiting:
             return self.group.gather(values, what)
 
 
 class LinearMap(torch.autograd.Function):
-    """A linear map over the ranks. The backward pass is its transpose, whose own backward pass is the map again: a loss
-    may hold gradients, such as the forces of a potential or a penalty."""
+    """A linear map over the ranks. Its backward pass is the transpose, whose own backward pass is the map again, so a
+    loss may contain gradients, such as the forces of a potential or a gradient penalty."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ahead: Map, back: Map) -> Tensor:
@@ -125,23 +124,23 @@ class LinearMap(torch.autograd.Function):
 
 
 def mapped(values: Tensor, ahead: Map, back: Map) -> Tensor:
-    """``ahead(values)``, of which ``back`` is the transpose."""
+    """Returns ``ahead(values)``; ``back`` is the transpose of ``ahead``."""
     return cast(Tensor, LinearMap.apply(values, ahead, back))  # type: ignore[no-untyped-call]
 
 
 def alike(values: Tensor) -> Tensor:
-    """The same."""
+    """The identity, as a new view."""
     return values.view_as(values)
 
 
 def spread(rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) -> Tensor:
-    """Rows of a table that is partitioned over the ranks, at each place; gradients are added up where the rows are.
+    """Looks up rows of a table that is split over the ranks; gradients are summed where the rows are.
 
     Args:
-        rows: float[counts[rank], width], this rank's.
-        places: int64[...], the same on all ranks: indices of rows, those of the first rank first.
-        counts: how many rows each rank has.
-        region: of the ranks.
+        rows: float[counts[rank], width], this rank's rows.
+        places: int64[...], the same on all ranks: indices into the rows of all ranks, in rank order.
+        counts: number of rows of each rank.
+        region: region of the ranks.
     """
 
     def at_places(own: Tensor) -> Tensor:
@@ -156,17 +155,17 @@ def spread(rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) 
 
 
 def summed_backward(values: Tensor, region: Region) -> Tensor:
-    """Whole values on their way into a layer that is cut: as they are, and the ranks' gradients are added up."""
+    """Passes whole values into a split layer unchanged; in backward, sums their gradients over the ranks."""
     return mapped(values, alike, functools.partial(region.summed, what="add up the gradients of a cut layer's inputs"))
 
 
 def summed_forward(values: Tensor, region: Region, what: str = "add up the outputs of a cut layer") -> Tensor:
-    """The sum of what the ranks computed; the gradient is that of each."""
+    """Sums what the ranks computed; in backward, each rank gets the gradient of the sum."""
     return mapped(values, functools.partial(region.summed, what=what), alike)
 
 
 def gathered(values: Tensor, region: Region) -> Tensor:
-    """What the ranks computed, side by side; each rank has the gradient of its part."""
+    """Concatenates the ranks' results along the last axis; in backward, each rank gets the gradient of its part."""
 
     def own(everything: Tensor) -> Tensor:
         length = everything.shape[-1] // region.group.size
@@ -176,13 +175,13 @@ def gathered(values: Tensor, region: Region) -> Tensor:
 
 
 class CutLogits:
-    """What a layer with ``columns(classes=True)`` gives in training: this rank's classes. ``cross_entropy`` takes it;
-    torch's functions do not, which would take a part for the whole.
+    """The output of a layer with ``columns(classes=True)`` in training: logits of this rank's classes. Accepted by
+    ``cross_entropy``, but not by torch's functions, which would take a part for the whole.
 
     Args:
         values: [..., classes of this rank].
-        region: of the ranks that have the others.
-        layer: that computed them, for people.
+        region: region of the ranks that have the other classes.
+        layer: name of the layer that computed them, for messages.
     """
 
     def __init__(self, values: Tensor, region: Region, layer: str) -> None:
@@ -192,11 +191,11 @@ class CutLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """With the classes of all ranks."""
+        """Shape with the classes of all ranks."""
         return torch.Size((*self.values.shape[:-1], self.values.shape[-1] * self.region.group.size))
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> CutLogits:
-        """A range of each leading axis, such as ``outputs[:, :-1]``."""
+        """Slices leading axes, as in ``outputs[:, :-1]``."""
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) >= self.values.ndim or not all(isinstance(one, slice) for one in keys):
             self.refuse("the indexing")
@@ -206,18 +205,18 @@ class CutLogits:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """Functions of torch come here."""
+        """Refuses torch functions."""
         given = (*args, *(kwargs or {}).values())
         next(one for one in given if isinstance(one, CutLogits)).refuse(function.__name__)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Methods of tensors come here."""
+        """Refuses tensor methods."""
         if name.startswith("__"):
             raise AttributeError(name)
         self.refuse(name)
 
     def refuse(self, what: str) -> NoReturn:
-        """Raises UserError."""
+        """Raises UserError naming the operation."""
         raise UserError(
             f"{what} got the outputs of {self.layer}, of which each rank has some classes",
             "use hpctrain.cross_entropy for the loss, on them or on a range of their leading axes, or cut the layer by "
@@ -232,23 +231,23 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """Cross-entropy, in nats, as ``torch.nn.functional.cross_entropy`` computes it; also of a last layer that is cut by
-    ``columns(classes=True)``, without gathering what the ranks have.
+    """Cross-entropy, in nats, as ``torch.nn.functional.cross_entropy`` computes it; also for a last layer that is split
+    by ``columns(classes=True)``, without gathering its logits.
 
     Args:
-        outputs: float[..., classes], logits; of a cut layer as it gave them, or ``outputs[:, :-1]`` and the like.
-        targets: int64[...], classes from 0 on, of the shape of the outputs without their last axis.
-        ignore_index: targets of this value do not count.
-        label_smoothing: share of each target, 0 to 1, that is spread evenly over all classes.
-        reduction: the mean over the targets that count, or their sum. Where their number differs from sample to sample,
-            a loss returns (sum, number).
+        outputs: float[..., classes], logits; of a split layer as it returned them, or sliced as ``outputs[:, :-1]``.
+        targets: int64[...], classes from 0, with the shape of the outputs without their last axis.
+        ignore_index: targets with this value do not count.
+        label_smoothing: fraction of each target, 0 to 1, that is spread evenly over all classes.
+        reduction: the mean over the targets that count, or their sum. If their number differs between samples, a loss
+            should return (sum, number).
 
     Returns:
-        A scalar, bitwise equal on all ranks that hold parts of the layer. Of 16-bit outputs that of a cut layer is
-        float32; that of whole ones is what torch makes of them, which is float32 under ``train.precision``.
+        A scalar, bitwise equal on all ranks that hold parts of the layer. For 16-bit outputs of a split layer it is
+        float32; for those of a whole layer its dtype is torch's choice, which is float32 under ``train.precision``.
 
     Raises:
-        UserError: outputs and targets do not fit together, or the reduction is another one.
+        UserError: outputs and targets do not fit together, or the reduction is unknown.
         IndexError: a target is not a class.
     """
     if outputs.shape[:-1] != targets.shape:
@@ -271,7 +270,7 @@ def cross_entropy(
 
 
 def of_cut(outputs: CutLogits, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
-    """Two sums over the ranks, of a number or two a target: Shoeybi et al. 2019, section 3."""
+    """Exchanges one number per target, then two, or three with label smoothing (Shoeybi et al. 2019, section 3)."""
     region, classes = outputs.region, outputs.shape[-1]
     logits = outputs.values.reshape(-1, outputs.values.shape[-1])
     logits = logits.float() if logits.dtype in HALVES else logits

@@ -1,4 +1,4 @@
-"""Whole parameters, whose gradients are summed over the ranks that see different samples."""
+"""Replicated parameters, whose gradients are summed over the ranks that see different samples."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hpctrain.train.framework import HostBatch, samples_of
 
 
 def planned(opening: Opening) -> Strategy:
-    """What no strategy before has partitioned is replicated."""
+    """Always applies: replicates what no earlier strategy has partitioned."""
     return functools.partial(replicate, opening)
 
 
 def replicate(opening: Opening, prepared: Prepared) -> Prepared:
-    """Every rank updates all that it has."""
+    """Makes every rank update all parameters that it has."""
     if prepared.updates is not None:
         return prepared
     model, config, partition = opening.model, opening.config.reduce, prepared.partition
@@ -39,7 +39,7 @@ def replicate(opening: Opening, prepared: Prepared) -> Prepared:
 
 
 def measured(framework: TorchFramework, batch: HostBatch, ranks: int) -> tuple[Sequence[TensorSize], MemoryEstimate]:
-    """The state after one step, and what it takes. Raises UserError if the model cannot be trained."""
+    """Trains one step; returns the state and its memory estimate. Raises UserError if the model cannot be trained."""
     kept = SavedForBackward(one for group in (framework.model.parameters(), framework.model.buffers()) for one in group)
     with kept.weighing():
         framework.step([batch], samples_of(batch))
@@ -48,30 +48,30 @@ def measured(framework: TorchFramework, batch: HostBatch, ranks: int) -> tuple[S
 
 
 class SavedForBackward:
-    """Memory that autograd holds, apart from parameters and buffers.
+    """Measures the memory that autograd saves for backward, apart from parameters and buffers.
 
     Args:
-        known: tensors that are there anyway.
+        known: tensors that exist anyway.
     """
 
     def __init__(self, known: Iterator[Tensor]) -> None:
         self.known = {one.untyped_storage().data_ptr() for one in known}
         self.storages: dict[int, int] = {}
-        """Bytes by address: what is saved twice is there once."""
+        """Bytes by address, so that what is saved twice counts once."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all."""
+        """Total bytes."""
         return sum(self.storages.values())
 
     @contextlib.contextmanager
     def weighing(self) -> Iterator[None]:
-        """Counts what passes in the body save; a layer that is computed again saves its inputs only."""
+        """Counts what passes in the body save; of a checkpointed layer, only its inputs."""
         with torch.autograd.graph.saved_tensors_hooks(self.note, lambda kept: kept):
             yield
 
     def note(self, tensor: Tensor) -> Tensor:
-        """One that is saved. Its address is not another's before the backward pass has begun, which saves nothing."""
+        """Counts a saved tensor. Its address stays unique until the backward pass, which saves nothing."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.known:
             self.storages[storage.data_ptr()] = storage.nbytes()

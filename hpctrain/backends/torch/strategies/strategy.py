@@ -1,6 +1,6 @@
-"""What a strategy is: one way to partition a model, its optimizer or its gradients among ranks, in a separate module.
+"""The protocol of strategies: ways to partition a model, its optimizer or its gradients over ranks.
 
-``open_torch`` applies all strategies in the order of ``listed``; each decides by itself whether a run uses it.
+``open_torch`` applies all strategies in the order of ``listed``; each decides itself whether a run uses it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hpctrain.train.state import StateTensor
 
 @dataclass(frozen=True)
 class Opening:
-    """A task that can be trained, with what strategies need to know of the run."""
+    """A task that can be trained, with what strategies need to know about the run."""
 
     task: TorchTask
     world: World
@@ -44,51 +44,51 @@ class Opening:
     compute: Compute
     clock: StepClock
     model: torch.nn.Module
-    """All models of the task as one."""
+    """All models of the task as one module."""
     holdings: Holdings
     parts: Sequence[Part]
-    """All of its optimizers."""
+    """All optimizers of the task."""
     features: Mapping[Feature, Any]
-    """That the run uses."""
+    """Features that the run uses."""
     joins: bool
-    """Whether BatchNorm is over the samples of all ranks."""
+    """Whether BatchNorm layers normalise over the samples of all ranks."""
     meta_init: frozenset[str]
-    """Parameters that are made without values."""
+    """Names of parameters that are created without values."""
     open_exchange: OpenExchange
-    """Opens what ranks exchange tensors by."""
+    """Opens an exchange of tensors between ranks."""
     stage_choice: StageChoice
-    """How layers are distributed over stages."""
+    """How layers are divided into pipeline stages."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that update something themselves."""
+        """Optimizers that update parameters themselves."""
         return plain(self.parts)
 
     def divides(self, what: Feature) -> bool:
-        """Whether the ranks that see different samples partition something."""
+        """Whether the run uses this feature on several data-parallel ranks."""
         return what in self.features and self.world.data.size > 1
 
     @cached_property
     def traits(self) -> ParameterTraits:
-        """What optimizers allow. Raises UserError if one updates parameters that depend on each other."""
+        """What optimizers allow. Raises UserError if one couples the updates of different parameters."""
         traits = try_optimizers(self.parts, self.compute.device)
         refuse({**self.features, **used({Feature.NON_ELEMENTWISE: traits.coupled})})
         return traits
 
     def exchange(self, group: Group, neighbours: Neighbours) -> Exchange:
-        """Of tensors among the ranks of a group. Collective."""
+        """Opens an exchange of tensors within a group. Collective."""
         return self.open_exchange(group, self.compute.device, Waiting(self.clock, neighbours))
 
     def region(self, group: Group, neighbours: Neighbours) -> Region:
-        """Of the ranks of a group. Collective."""
+        """Opens a region of a group's ranks. Collective."""
         return Region(group, self.clock, self.exchange(group, neighbours), neighbours)
 
     def names(self) -> dict[int, str]:
-        """Of the parameters that the model has by now, by id."""
+        """Names of the model's current parameters, by id."""
         return {id(parameter): plain_name(name) for name, parameter in self.model.named_parameters()}
 
     def shares(self) -> dict[str, Share]:
-        """Parameters that the model has by now, by optimizer."""
+        """The model's current parameters, by optimizer."""
         return shares_of(self.task, self.model, self.parts)
 
 
@@ -99,36 +99,36 @@ class Updates:
     shares: Mapping[str, Share]
     """Parameters by optimizer."""
     names: Mapping[int, str]
-    """Of parameters and of rows of them, by id."""
+    """Names of parameters and of rows of them, by id."""
     slots: Slots
-    """Where optimizer state lies in that of whole parameters."""
+    """Where this rank's optimizer state lies in that of whole parameters."""
     reducers: Mapping[str, ReducerSource]
-    """By optimizer."""
+    """Reducers by optimizer."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the strategies so far have made of a model."""
+    """The state of a model after the strategies applied so far."""
 
     partition: Partition = field(default_factory=uncut)
-    """What this rank has of it."""
+    """The part of the model that this rank has."""
     updates: Updates | None = None
-    """Decided by one strategy."""
+    """Set by exactly one strategy."""
     passes: PassRunner | None = None
-    """What runs passes and stands for the model in them, if that is not the model itself."""
+    """Runs passes, replacing the model in them; None if the model itself is called."""
     num_layers: int = 0
     """See train.framework.Facts."""
     total_norm: Callable[[float], float] = float
-    """Of the gradients of a whole model, from the norm over what this rank's partition covers. Collective."""
+    """Maps the gradient norm over this rank's partition to that of the whole model. Collective."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list
-    """What of this rank's state it saves, and where it lies in the whole."""
+    """Selects the state that this rank saves, and sets where it lies in the whole."""
     close: Callable[[], object] = lambda: None
-    """Ends exchanges that are not the partition's."""
+    """Closes exchanges that do not belong to the partition."""
 
 
 Strategy: TypeAlias = Callable[[Prepared], Prepared]
-"""One that a run uses: changes model and optimizers in place, and says what has become of them. Collective. Raises
-UserError if the model or an optimizer cannot be partitioned so."""
+"""A strategy of a run: changes model and optimizers in place, and returns the result. Collective. Raises UserError if
+the model or an optimizer cannot be partitioned this way."""
 Planner: TypeAlias = Callable[[Opening], Strategy | None]
-"""Looks at a task before any strategy has changed it: the strategy, or None if the run does not use it. Asks no other
-rank. Raises UserError if the task cannot be trained so."""
+"""Checks a task before any strategy has changed it; returns the strategy, or None if the run does not use it. Does not
+communicate. Raises UserError if the task cannot be trained this way."""

@@ -1,7 +1,7 @@
-"""``parallel.shard: tables``: tables of embeddings cut by rows over ranks that see different samples.
+"""``parallel.shard: tables``: embedding tables split by rows over ranks that see different samples.
 
-Each index that a batch needs goes to the rank that has its row, the vector comes back, and its gradient goes there
-again. So the gradient of a row is complete where the row is, and tables take no part in sums over the ranks.
+Each index that a batch needs is sent to the rank that has the row; its vector comes back, and later the gradient goes
+there. A row's gradient is therefore complete where the row is, and tables take no part in sums over the ranks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.train.clock import Neighbours
 
 END = ""
-"""Where ranks meet that have looked up all that they need, and that have all gradients back."""
+"""Where ranks meet that have done all lookups of a forward pass, or received all gradients of a backward pass."""
 SAY, ASK, GIVE = "say what rows they need", "ask for rows of a table", "give rows of a table"
-"""What a rank waits for."""
+"""Each completes "waited for the other ranks to ..." in errors."""
 
 
 class Tables(Partition):
-    """A model of whose tables this rank has some rows; the ranks of ``region`` see different samples."""
+    """The partition of a model whose tables are split; the ranks of ``region`` see different samples."""
 
     def __init__(
         self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup, guard: TableGuard
@@ -50,70 +50,70 @@ class Tables(Partition):
         super().__init__(region, slices, cut)
         self.sync_group = region.group
         self.end = end
-        """Of a forward pass."""
+        """The meeting at the end of a forward pass."""
         self.guard = guard
 
     @property
     def hint(self) -> str:
-        """Nothing: the guard says what is wrong."""
+        """Empty: the guard explains errors."""
         return ""
 
     def passing(self) -> contextlib.AbstractContextManager[None]:
-        """See Partition; no other code asks a model for its parameters meanwhile."""
+        """See Partition. Inside, only lookups may read the tables' weights."""
         return self.guard.up()
 
     def finish(self, device: torch.device) -> None:
-        """Here, too, ranks come after the same lookups: one whose loss needs none would else be waited for."""
+        """See Partition. Ranks meet after backward, too, or a rank whose loss needs no lookup would be waited for."""
         self.end.back.meet(device)
 
     @property
     def complete(self) -> frozenset[int]:
-        """All that is cut."""
+        """All split tables."""
         return self.cut
 
     def require_same_loss(self, loss: tuple[float, float], update: int) -> None:
-        """Nothing: samples differ."""
+        """Does nothing: ranks see different samples."""
 
     def require_whole_gradients(self, summed: Named, everyone: Group) -> None:
-        """Nothing: what is not cut is summed over the ranks."""
+        """Does nothing: what is not split is summed over the ranks."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where in a pass ranks exchange rows."""
+    """A point in a pass at which ranks exchange rows."""
 
     region: Region
     place: int
-    """Number of the table; of what comes back below 0."""
+    """Number of the table; negative for gradients on their way back."""
     names: Sequence[str]
-    """Of the tables, and END."""
+    """Names of the tables, and END."""
 
     @property
     def back(self) -> Lookup:
-        """Of the gradients."""
+        """The point at which the gradients are sent back."""
         return replace(self, place=-1 - self.place)
 
     @property
     def told(self) -> str:
-        """For people."""
+        """The point in words, for messages."""
         name = self.names[max(self.place, -1 - self.place)]
         if name == END:
             return f"the end of a {'forward' if self.place >= 0 else 'backward'} pass"
         return name if self.place >= 0 else f"gradients of {name}"
 
     def meet(self, device: torch.device) -> None:
-        """All ranks are here; raises as ``coming`` does."""
+        """Waits until all ranks are here; raises the errors of ``coming``."""
         self.coming([0] * self.region.group.size, device)
 
     def coming(self, going: Sequence[int], device: torch.device) -> list[int]:
-        """How many rows each rank has for this one. Collective.
+        """Exchanges numbers of rows; returns how many each rank has for this one. Collective.
 
         Args:
-            going: how many this one has for each.
-            device: that rows are on.
+            going: number of rows that this rank has for each rank.
+            device: device of the rows.
 
         Raises:
-            UserError: the ranks are in different places, whose rows would be taken for each other's; on all of them.
+            UserError: the ranks are at different points, and would mix up their rows; raised on all ranks.
         """
         each = [1] * len(going)
         said = torch.tensor([[self.place, count] for count in going], device=device)
@@ -129,7 +129,7 @@ class Lookup:
 
 
 class Sent(torch.autograd.Function):
-    """Rows go to the ranks that need them, and their gradients come back."""
+    """Sends rows to the ranks that need them; in backward, sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Lookup) -> Tensor:
@@ -144,13 +144,13 @@ class Sent(torch.autograd.Function):
 
 
 def sent(rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Lookup) -> Tensor:
-    """The rows that all ranks have for this one.
+    """Exchanges rows; returns those that all ranks have for this one. Differentiable.
 
     Args:
-        rows: float[sum of ``going``, width], those for the first rank first.
-        going: how many are for each rank.
-        coming: how many each rank has for this one.
-        lookup: whose they are.
+        rows: float[sum of ``going``, width], in order of the rank they go to.
+        going: number of rows for each rank.
+        coming: number of rows from each rank.
+        lookup: the lookup that needs them.
     """
     return cast(Tensor, Sent.apply(rows, going, coming, lookup))  # type: ignore[no-untyped-call]
 
@@ -158,7 +158,7 @@ def sent(rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Look
 def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
     """The tables that a task marks by ``vocabulary``; changes nothing.
 
-    Raises UserError if there are none, or one cannot be cut or has hooks; names it.
+    Raises UserError, naming the table, if one cannot be split or has hooks; or if there are none.
     """
     marked = {name: word for name, word in words.items() if not isinstance(word, LayerCut) or word.kind == "vocabulary"}
     tables = named_layers(model, marked, {"vocabulary": (Embedding, EmbeddingBag)})
@@ -180,16 +180,16 @@ def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
 
 
 def cut_tables(model: Module, tables: Sequence[CutLayer], region: Region, optimizers: Sequence[Optimizer]) -> Tables:
-    """Leaves each rank its rows of each table, in place, with its optimizer's state. Talks to no other rank.
+    """Leaves each rank its rows of each table and of optimizer state, in place. Does not communicate.
 
     Args:
         model: whole, and equal on all ranks.
-        tables: of ``tables_of``.
-        region: of the ranks, which see different samples.
-        optimizers: of its parameters.
+        tables: the result of ``tables_of``.
+        region: region of the ranks, which see different samples.
+        optimizers: optimizers of its parameters.
 
     Raises:
-        UserError: an optimizer looks at more than a row.
+        UserError: an optimizer updates a part differently from the whole parameter.
     """
 
     def own_rows(shape: tuple[int, ...], axis: int, parts: int) -> Slices:
@@ -214,15 +214,15 @@ def cut_tables(model: Module, tables: Sequence[CutLayer], region: Region, optimi
 
 
 class TableGuard:
-    """Has the weights of tables be used by lookups alone: what else takes one for a whole one is refused."""
+    """Lets only lookups use the weights of tables; refuses any other use, which would take a part for the whole."""
 
     def __init__(self) -> None:
         self.is_up = False
-        """Whether ``parameters`` of the model, too, gives nothing to compute with."""
+        """Whether ``parameters()`` of the model, too, returns weights that cannot be computed with."""
 
     @contextlib.contextmanager
     def up(self) -> Iterator[None]:
-        """In the body it is."""
+        """Sets ``is_up`` in the body."""
         self.is_up = True
         try:
             yield
@@ -230,7 +230,7 @@ class TableGuard:
             self.is_up = False
 
     def keep(self, one: CutLayer) -> None:
-        """Has an eye on this table."""
+        """Guards a table."""
 
         def refused(layer: object) -> Tensor:
             raise UserError(
@@ -239,7 +239,7 @@ class TableGuard:
             )
 
         class Unseen(Tensor):
-            """What a weight is like, and not its values."""
+            """A weight's properties without its values."""
 
             _is_param = True
 
@@ -265,11 +265,11 @@ OUTSIDE = {
     *(getattr(Tensor, name).__get__ for name in ("nbytes", "requires_grad", "shape")),
     *(Tensor.dim, Tensor.element_size, Tensor.is_complex, Tensor.is_floating_point, Tensor.numel, Tensor.size),
 }
-"""What can be asked of a tensor without its values: models look at the device of their first parameter."""
+"""What may be asked of a tensor without its values: models look at the device of their first parameter."""
 
 
 def held_by(layer: Module) -> dict[str, Any]:
-    """Its parameters, whether they are guarded or not."""
+    """A layer's parameters, guarded or not."""
     found: dict[str, Any] = layer.__dict__["_parameters"]
     return found
 
@@ -282,7 +282,7 @@ def bags(
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
 ) -> Tensor:
-    """See torch.nn.EmbeddingBag and ``fetched``."""
+    """Replaces ``forward`` of an EmbeddingBag; see ``fetched``."""
     layer = one.layer
     assert isinstance(layer, EmbeddingBag), "tables_of has seen to it"
     places, vectors, padding = fetched(one, rows, lookup, indices)
@@ -298,22 +298,22 @@ def bags(
 
 
 def vectors(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> Tensor:
-    """Those of all indices, see ``fetched``."""
+    """Replaces ``forward`` of an Embedding; see ``fetched``."""
     places, found, _ = fetched(one, rows, lookup, indices)
     return embedding(places, found)
 
 
 def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[Tensor, Tensor, int | None]:
-    """The rows that this rank needs of a table, each once, from the ranks that have them.
+    """Fetches the rows of a table that this rank needs, each once, from the ranks that have them.
 
     Args:
         one: the table.
-        rows: of it, on all ranks.
-        lookup: its place.
+        rows: number of rows on all ranks together.
+        lookup: the table's lookup.
         indices: int[...].
 
     Returns:
-        Of each index the place of its row, the rows, and the place of the padding, if that is among them.
+        For each index the position of its row, the rows, and the position of the padding row if it is among them.
     """
     layer, group = one.layer, lookup.region.group
     assert isinstance(layer, Embedding | EmbeddingBag), "tables_of has seen to it"
@@ -333,7 +333,7 @@ def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[
 
 
 def planned(opening: Opening) -> Strategy | None:
-    """Raises UserError if the task marks no table, or one that cannot be cut."""
+    """The strategy, if the run shards tables. Raises UserError if the task marks no tables that can be split."""
     if Feature.SHARD_TABLES not in opening.features:
         return None
     tables = tables_of(opening.model, opening.task.tensor)
@@ -348,7 +348,7 @@ def cut(opening: Opening, tables: Sequence[CutLayer], prepared: Prepared) -> Pre
 
 
 def estimate(model: Estimated) -> MemoryEstimate | None:
-    """See estimated.Estimate. Of a task whose tables cannot be partitioned says why only if they are to be."""
+    """See estimated.Estimate. If tables cannot be split, raises UserError only if the run file asks for it."""
     framework = model.framework
     try:
         marked = tables_of(framework.model, framework.task.tensor)
@@ -357,7 +357,7 @@ def estimate(model: Estimated) -> MemoryEstimate | None:
             raise
         return None
     optimizers = plain(framework.source.optimizer_state.every)
-    model.traits  # noqa: B018  refuses what does not work with it
+    model.traits  # noqa: B018  raises if the plan does not work with the model
     for one in marked:
         for optimizer in optimizers:
             require_elementwise(optimizer, one.layer.get_parameter("weight"), f"{one.name}.weight", 0)

@@ -1,4 +1,4 @@
-"""``parallel.tensor``: layers cut, in place, over the ranks of a tensor group, which see the same samples."""
+"""``parallel.tensor``: layers split, in place, over the ranks of a tensor group, which see the same samples."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ from hpctrain.train.state import Tiling
 
 Kinds: TypeAlias = Mapping[str, tuple[type[Module], ...]]
 KINDS: Kinds = {"columns": (Linear,), "rows": (Linear,), "vocabulary": (Embedding,)}
-"""Layers that can be cut so."""
+"""Types of layers that can be split by each word."""
 ALIKE = "cut both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
-"""What to do with layers that share a parameter."""
+"""The fix suggested for layers that share a parameter."""
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
-"""Modules of torch.nn that only call their layers; others may look into them."""
+"""Modules of torch.nn that only call their layers; others may access weights directly."""
 
 
 @dataclass(frozen=True)
 class CutLayer:
-    """A layer and how it is to be cut."""
+    """A layer, and how it is split."""
 
     name: str
     layer: Module
     word: LayerCut
 
     def axes(self) -> dict[str, int]:
-        """The axis along which each parameter is cut; the others are whole on all ranks."""
+        """The axis along which each parameter is split; parameters that are left out stay whole."""
         if self.word.kind == "columns":
             return {"weight": 0, "bias": 0} if self.layer.bias is not None else {"weight": 0}
         return {"weight": 1 if self.word.kind == "rows" else 0}
 
 
 def layers_to_cut(model: Module, words: Mapping[str, Any], ranks: int) -> list[CutLayer]:
-    """Which layers are to be cut, and how; changes nothing.
+    """Selects the layers to split; changes nothing.
 
     Args:
-        model: any.
-        words: by patterns of layers' names, such as ``blocks.*.up``.
-        ranks: of a tensor group; 1 cuts nothing.
+        model: the model.
+        words: how to split layers, by patterns of their names, such as ``blocks.*.up``.
+        ranks: size of a tensor group; 1 splits nothing.
 
     Raises:
-        UserError: a pattern names no layer, or one that cannot be cut so; names it.
+        UserError: a pattern names no layer, or one that cannot be split this way.
     """
     if ranks == 1:
         return []
@@ -76,15 +76,15 @@ def layers_to_cut(model: Module, words: Mapping[str, Any], ranks: int) -> list[C
 
 
 def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) -> list[CutLayer]:
-    """Which layers a task names, and how they are to be cut.
+    """The layers that a task names, and how they are to be split.
 
     Args:
-        model: any.
-        words: by patterns of layers' names.
-        kinds: that can be cut.
+        model: the model.
+        words: how to split layers, by patterns of their names.
+        kinds: types of layers that can be split.
 
     Raises:
-        UserError: a pattern names no layer, or one that cannot be cut so; names it.
+        UserError: a pattern names no layer, or one that cannot be split this way.
     """
     layers: dict[str, CutLayer] = {}
     parents = {
@@ -112,12 +112,12 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
 
 
 def tilings(model: Module, words: Mapping[str, Any], plain: Callable[[str], str]) -> dict[str, Tiling]:
-    """How any number of ranks would cut the parameters of a model, by plain name; see ``layers_to_cut``, which refuses.
+    """How any number of ranks would split a model's parameters, by plain name; ``layers_to_cut`` checks if they can be.
 
     Args:
-        model: parts of it may be compiled.
-        words: by patterns of layers' names.
-        plain: of the name of a layer or parameter, that of one that is not compiled.
+        model: the model; parts of it may be compiled.
+        words: how to split layers, by patterns of their names.
+        plain: removes what torch.compile adds from the name of a layer or parameter.
     """
     found: dict[int, Tiling] = {}
     for pattern, word in words.items():
@@ -129,7 +129,7 @@ def tilings(model: Module, words: Mapping[str, Any], plain: Callable[[str], str]
 
 
 def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds: Kinds) -> None:
-    """Raises UserError if a layer is of a kind that cannot be cut so."""
+    """Raises UserError if a layer's type cannot be split this way."""
     closed = next((one for one in (parent, layer) if is_closed(one)), None)
     if closed is not None:
         raise UserError(
@@ -151,13 +151,13 @@ def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds
 
 
 def is_closed(module: Module) -> bool:
-    """Whether it is one of torch's that has layers, such as MultiheadAttention, and may not call them."""
+    """Whether a module is one of torch's that contain layers but may not call them, such as MultiheadAttention."""
     is_theirs = type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, CONTAINERS)
     return is_theirs and any(True for _ in module.children())
 
 
 def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> None:
-    """Raises UserError if the ranks cannot have equal parts of a layer."""
+    """Raises UserError if a layer cannot be split into equal parts."""
     assert isinstance(layer.weight, Tensor), "require_able has seen to it"
     length = layer.weight.shape[1 if word.kind == "rows" else 0]
     counted = {"columns": "outputs", "rows": "inputs", "vocabulary": "rows"}[word.kind]
@@ -176,7 +176,7 @@ def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> N
 
 
 def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE) -> None:
-    """Raises UserError if layers share a parameter and cut it differently, with what can be done about it."""
+    """Raises UserError, with this fix, if layers share a parameter but split it differently."""
     cut_of = {(id(one.layer), name): (axis, one.word.parts) for one in layers for name, axis in one.axes().items()}
     users: dict[int, tuple[str, tuple[int, int] | None]] = {}
     for name, module in model.named_modules():
@@ -195,17 +195,17 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE
 def cut_model(
     model: Module, layers: Sequence[CutLayer], region: Region, data: Group, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Partition:
-    """Leaves of each layer what this rank is to have, in place, with its optimizer's state. Talks to no other rank.
+    """Leaves this rank its part of each layer and of optimizer state, in place. Does not communicate.
 
     Args:
         model: whole, and equal on all ranks.
-        layers: of ``layers_to_cut``.
-        region: of the ranks that share it out.
+        layers: the result of ``layers_to_cut``.
+        region: region of the tensor group.
         data: ranks that have the same parts.
-        optimizers: of its parameters.
+        optimizers: optimizers of its parameters.
 
     Raises:
-        UserError: an optimizer looks at more than what a rank has.
+        UserError: an optimizer updates a part differently from the whole parameter.
     """
     own = functools.partial(slices_of, tensor=region.group, data=data)
     slices, cut = keep_own(model, layers, optimizers, own)
@@ -221,19 +221,19 @@ def keep_own(
     optimizers: Sequence[torch.optim.Optimizer],
     slices_for: Callable[[tuple[int, ...], int, int], Slices],
 ) -> tuple[dict[str, Slices], frozenset[int]]:
-    """Leaves of each parameter what this rank is to have, in place, with its optimizer's state.
+    """Leaves this rank its part of each split parameter and of optimizer state, in place.
 
     Args:
         model: whole.
-        layers: that are cut.
-        optimizers: of its parameters.
-        slices_for: what that is, of a parameter's shape, axis and parts.
+        layers: the layers to split.
+        optimizers: optimizers of its parameters.
+        slices_for: returns this rank's part, given a parameter's shape, axis and number of parts.
 
     Returns:
-        It by names of parameters, and their ids.
+        This rank's parts by parameter name, and the ids of the split parameters.
 
     Raises:
-        UserError: an optimizer looks at more than what a rank has.
+        UserError: an optimizer updates a part differently from the whole parameter.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     slices: dict[str, Slices] = {}
@@ -257,7 +257,7 @@ def keep_own(
 
 
 def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data: Group) -> Slices:
-    """What a rank has of a parameter."""
+    """This rank's part of a parameter."""
     part = shape[axis] // parts
     length = part // tensor.size
     begins = tuple(number * part + tensor.rank * length for number in range(parts))
@@ -265,7 +265,7 @@ def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data
 
 
 def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor | CutLogits:
-    """Some of the outputs, or all if they are gathered; those for a metric always are."""
+    """This rank's outputs of a ``columns`` layer, or all of them if gathered, as logits always are in evaluation."""
     region.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
@@ -280,7 +280,7 @@ def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor | C
 
 
 def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
-    """All outputs, of some of the inputs."""
+    """All outputs of a ``rows`` layer, from this rank's part of the inputs."""
     region.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
@@ -296,7 +296,7 @@ def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
 
 
 def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor:
-    """The vectors of all indices: each rank gives those that it has, each once, however often it occurs."""
+    """The vectors of all indices; each rank contributes each of its rows that occur, once."""
     region.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Embedding), "layers_to_cut has seen to it"
@@ -307,15 +307,15 @@ def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor
     counts = torch.bincount(different // count, minlength=group.size).tolist()
     own = different.split(counts)[group.rank] - group.rank * count
     found = layer.weight.index_select(0, own)
-    if layer.padding_idx is not None:  # which is not trained
+    if layer.padding_idx is not None:  # the padding row is not trained
         found = torch.where((own == layer.padding_idx - group.rank * count)[:, None], found.detach(), found)
     return spread(found, places, counts, region)
 
 
 def planned(opening: Opening) -> Strategy | None:
-    """Raises UserError if the layers that the task names cannot be cut."""
+    """The strategy, if the run has tensor groups. Raises UserError if layers that the task names cannot be split."""
     layers = layers_to_cut(opening.model, opening.task.tensor, opening.config.parallel.tensor)
-    is_alone = opening.world.tensor.size == 1  # one process only tries the task
+    is_alone = opening.world.tensor.size == 1  # a single process that only checks the task
     return None if is_alone else functools.partial(cut, opening, layers)
 
 

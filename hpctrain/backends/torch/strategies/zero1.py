@@ -1,4 +1,4 @@
-"""``parallel.shard: optimizer``: each rank's optimizer updates some rows of the parameters, and all ranks get them.
+"""``parallel.shard: optimizer``: each rank's optimizer updates some rows of parameters, and sends them to all ranks.
 
 Its reducer gives each rank the summed gradients of the rows that it updates.
 """
@@ -51,23 +51,23 @@ class Sharded:
     """The parameters of one optimizer, sharded over the ranks."""
 
     pairs: Pairs
-    """All that want gradients, by name, whole."""
+    """All parameters that require gradients, by name, whole."""
     layout: Layout
-    """Of their gradients in the flat buffer."""
+    """Layout of their gradients in the flat buffer."""
     shares: Shares
     rank: int
-    """In the group over which they are sharded."""
+    """This rank, in the group over which they are sharded."""
     parts: tuple[OwnRows, ...]
-    """This rank's own."""
+    """The parts that this rank updates."""
 
 
 def shard(pairs: Pairs, by_rows: set[int], updated: set[int], group: Group) -> Sharded:
-    """Shares parameters out; touches no other rank.
+    """Shards parameters over the ranks of a group. Does not communicate.
 
     Args:
         pairs: parameters by name.
-        by_rows: ids of those that may be cut between rows.
-        updated: ids of those that an optimizer updates.
+        by_rows: ids of parameters that may be split between rows.
+        updated: ids of parameters that an optimizer updates.
         group: the ranks.
     """
     layout, shares = shared_out(pairs, by_rows, updated, group.size)
@@ -77,7 +77,7 @@ def shard(pairs: Pairs, by_rows: set[int], updated: set[int], group: Group) -> S
 
 
 def shared_out(pairs: Pairs, by_rows: set[int], updated: set[int], ranks: int) -> tuple[Layout, Shares]:
-    """The flat buffer of parameters, and what of it each rank gets; see ``shard``."""
+    """The layout of parameters in the flat buffer, and each rank's share of it; see ``shard``."""
     layout = plan([parameter.numel() for _, parameter in pairs], None, SLOTS)
     weighed = [
         ShardedParameter(
@@ -90,19 +90,18 @@ def shared_out(pairs: Pairs, by_rows: set[int], updated: set[int], ranks: int) -
 
 
 def has_rows(parameter: Tensor) -> bool:
-    """Whether its rows lie one behind the other in the flat buffer, in which it keeps its strides."""
+    """Whether its rows are consecutive in the flat buffer, where it keeps its strides."""
     inner = math.prod(parameter.shape[1:])
     return parameter.ndim > 0 and torch.empty_like(parameter, device="meta").stride(0) == inner > 0
 
 
 class OwnGradients:
-    """What reducers of sharded parameters have in common: ``grad`` of this rank's parts is the sum, and that of whole
-    parameters None.
+    """Base of reducers for sharded parameters: ``grad`` of this rank's parts is the sum; whole parameters have None.
 
     Args:
         sharded: the parameters.
         own: the sums of this rank's range of the flat buffer.
-        optimizers: of the task.
+        optimizers: all optimizers of the task.
     """
 
     def __init__(self, sharded: Sharded, own: Tensor, optimizers: Sequence[Optimizer]) -> None:
@@ -120,7 +119,7 @@ class OwnGradients:
         self.places = self._places()
 
     def gradients(self) -> list[Tensor]:
-        """Of this rank's parts."""
+        """Gradients of this rank's parts."""
         if any(part.dtype != self.own.dtype for part in self.mine):  # then ``grad`` is not a view of the buffer
             return [part.grad for part in self.mine if part.grad is not None]
         return [self.own]
@@ -132,17 +131,17 @@ class OwnGradients:
         return [(self.sharded.pairs[part.piece.parameter][0], part.parameter) for part in self.sharded.parts]
 
     def _give(self) -> None:
-        """Sums to the optimizer, but for frozen parameters."""
+        """Sets ``grad`` of this rank's parts to the sums, or to None for frozen parameters."""
         for part, mine, summed in zip(self.sharded.parts, self.mine, self.sums_of_mine, strict=True):
             grad = summed if mine.dtype == summed.dtype else summed.to(mine.dtype)
             mine.grad = grad if self.parameters[part.piece.parameter].requires_grad else None
 
     def _require_parts(self) -> None:
-        """Raises UserError if an optimizer has got a whole parameter, which has no gradient here."""
+        """Raises UserError if an optimizer was given a whole parameter, which has no gradient here."""
         refuse_late(self.optimizers, lambda one: id(one) in self.names, self.names)
 
     def _follow(self) -> bool:
-        """Whether the task has given a parameter other memory: ``parameter.data = parameter.data.clamp(-1, 1)``."""
+        """Follows parameters that the task has moved (``parameter.data = ...``); returns whether there were any."""
         if (places := self._places()) == self.places:
             return False
         self.places = places
@@ -151,12 +150,12 @@ class OwnGradients:
         return True
 
     def _places(self) -> list[int]:
-        """Addresses of the memory of parameters."""
+        """Memory addresses of the parameters."""
         return [parameter.data_ptr() for parameter in self.parameters]
 
 
 class ShardedReducer(OwnGradients, ByFlatGradients):
-    """See backends.torch.reduce.reducer.Reducer."""
+    """A reducer that sums gradients where they are needed, and sends updated rows; see reduce.reducer.Reducer."""
 
     def __init__(
         self,
@@ -179,15 +178,15 @@ class ShardedReducer(OwnGradients, ByFlatGradients):
         self.on_host = self.flat.device.type == "cpu"
         self.slots = self.host[sharded.layout.gradients :]
         self.copies = [torch.from_numpy(one) for one in exchange.leaving]
-        """Where this rank leaves what it has updated."""
+        """Buffers that receive what this rank has updated."""
         leaving = self.copies if self.on_host else [self.flat]
         self.leaving = [[part.piece.of(self._view(part.piece, one)) for part in sharded.parts] for one in leaving]
-        """The same by parts; on a GPU on its way there."""
+        """Views of them, one per part; on a GPU, views of ``flat``, which is then copied."""
         self.foreign = [piece for piece in sharded.shares.pieces if piece.owner != sharded.rank]
         self.theirs = self._theirs()
         """What other ranks update of the parameters here."""
         self.arriving = [piece.of(self._view(piece, self.flat)) for piece in self.foreign]
-        """Where that comes from."""
+        """Where the values of ``theirs`` arrive."""
         if not self.on_host:
             pin(self.host)
         gradients.attach()
@@ -242,22 +241,22 @@ class ShardedReducer(OwnGradients, ByFlatGradients):
         return [piece.of(self.parameters[piece.parameter].data) for piece in self.foreign]
 
     def _view(self, piece: RowRange, flat: Tensor) -> Tensor:
-        """A whole parameter, laid out in a buffer as its gradient is."""
+        """A view with the parameter's shape of its place in a flat buffer."""
         return view_like(self.parameters[piece.parameter], flat, self.sharded.layout.offsets[piece.parameter])
 
 
 @dataclass(frozen=True)
 class ShardedReducers:
-    """The one reducer of sharded parameters; see reducer_choice.Reducers."""
+    """The only reducer of sharded parameters; see reducer_choice.Reducers."""
 
     sharded: Sharded
     config: ReduceConfig
     needs_norm: bool = True
-    """Whether an update has to know the norm of the gradient."""
+    """Whether updates need the gradient norm."""
     optimizers: Sequence[Optimizer] = ()
-    """All of the task, which have this rank's parts."""
+    """All optimizers of the task, which have this rank's parts."""
     sparse: Sequence[Parameter] = ()
-    """No gradient stays sparse."""
+    """Always empty: no gradient stays sparse."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         return [Candidate("mpi", "sharded")]
@@ -274,7 +273,7 @@ class ShardedReducers:
 
 
 def planned(opening: Opening) -> Strategy | None:
-    """Raises UserError if an optimizer cannot be sharded."""
+    """The strategy, if the run shards optimizers. Raises UserError if an optimizer cannot be sharded."""
     return functools.partial(shard_rows, opening, opening.traits) if opening.divides(Feature.SHARD) else None
 
 
@@ -287,20 +286,20 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
 
 
 def needs_norm(opening: Opening, partition: Partition) -> bool:
-    """Whether an exchange has to give the norm of the gradient; slices of layers count each element once themselves."""
+    """Whether an exchange must compute the gradient norm; a partition with slices computes it itself."""
     return rule_of(opening.config.train).needs_norm and not partition.slices
 
 
 def shard_optimizers(
     opening: Opening, traits: ParameterTraits, prepared: Prepared, source: Callable[[Sharded], ReducerSource]
 ) -> Prepared:
-    """Shards the parameters of all optimizers, which then hold this rank's parts alone. Collective.
+    """Shards the parameters of all optimizers, which then hold only this rank's parts. Collective.
 
     Args:
-        opening: the run; ranks that have the same parts of the model shard its parameters.
-        traits: of the parameters.
-        prepared: what this rank has of them.
-        source: of the reducer of an optimizer's parameters.
+        opening: the run; ranks that have the same part of the model shard its parameters.
+        traits: traits of the parameters.
+        prepared: the part of the model that this rank has.
+        source: makes the reducer source of one optimizer's sharded parameters.
     """
     partition, names, shares = prepared.partition, opening.names(), opening.shares()
     world = opening.world
@@ -332,7 +331,7 @@ def estimate(model: Estimated) -> MemoryEstimate:
 
 
 def largest_share(model: Estimated) -> float:
-    """Of the bytes that are updated, what the rank with most updates."""
+    """The largest fraction of updated bytes that a rank updates."""
     held, traits = [0.0] * model.data, model.traits.traits
     by_rows = {one for one, each in traits.items() if each.by_rows}
     for share in model.shares.values():

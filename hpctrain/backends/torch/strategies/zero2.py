@@ -1,6 +1,6 @@
-"""``parallel.shard: gradients``: as with ``optimizer``, and a rank keeps the summed gradients of its rows only.
+"""``parallel.shard: gradients``: like ``optimizer``, but each rank also keeps only the summed gradients of its rows.
 
-Its reducer sums each window of the flat buffer as soon as a backward pass has its gradients, which then are freed.
+Its reducer sums each window of the flat buffer as soon as a backward pass has its gradients, and then frees them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from hpctrain.reduce.shm_allreduce import chunks
 from hpctrain.train.clock import Neighbours, Waiting
 
 MORE = 0
-"""Of what ranks tell each other after each pass: whether they have another one. Then come a square and the slots."""
+"""Index of the flag for another pass in the values that ranks sum after each; then come a square and the slots."""
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor, in the order of its memory."""
+    """All elements of a dense tensor as a flat view, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class SlicedReducer(OwnGradients):
-    """See reduce.reducer.Reducer.
+    """Sums gradients in windows; see reduce.reducer.Reducer.
 
-    Ranks sum after each backward pass. One that has fewer passes than others adds zeros to theirs.
+    Ranks sum after each backward pass. A rank that has fewer passes than others adds zeros to theirs.
     """
 
     def __init__(self, name: str, source: SlicedReducers, windows: Windows, group: Group) -> None:
@@ -63,10 +63,10 @@ class SlicedReducer(OwnGradients):
         self.steps = windows_of(sharded.layout, 0, sharded.layout.gradients, size)
         """Windows in which gradients are summed."""
         self.spread_in = [windows_of(sharded.layout, one.start, one.stop, size) for one in ranges]
-        """Windows in which each rank passes its range on."""
+        """Windows in which each rank sends its range."""
         self.passes, self.under_way, self.sent = 0, False, 0
         self.ready: dict[int, Tensor] = {}
-        """Gradients of this pass that are not summed, by index of the parameter."""
+        """Gradients of this pass that are not yet summed, by parameter index."""
         self.handles = [
             one.register_post_accumulate_grad_hook(partial(self._take, index))
             for index, one in enumerate(self.parameters)
@@ -75,12 +75,12 @@ class SlicedReducer(OwnGradients):
 
     @property
     def last_backward(self) -> bool:
-        """Whether the next pass completes the gradients: they travel after each."""
+        """Always True: gradients are summed after each pass."""
         return True
 
     @last_backward.setter
     def last_backward(self, value: bool) -> None:
-        if self.ready or self.sent:  # who sets it once more before a pass ends none
+        if self.ready or self.sent:  # setting it twice before a pass does not end one
             self._end_pass([1.0])
         self.under_way = True
 
@@ -124,8 +124,8 @@ class SlicedReducer(OwnGradients):
         self.windows.close()
 
     def _take(self, index: int, parameter: Tensor) -> None:
-        """A gradient is ready."""
-        if not self.under_way:  # of no update; ``begin`` forgets it
+        """Takes a gradient when it is ready."""
+        if not self.under_way:  # of no update; ``begin`` drops it
             return
         if self.sharded.layout.offsets[index] // len(self.windows.own) < self.sent:
             raise UserError(
@@ -143,7 +143,7 @@ class SlicedReducer(OwnGradients):
             self._send()
 
     def _end_pass(self, told: list[float]) -> NDArray[np.float64]:
-        """Sums what has no gradient as zeros, and all that ranks tell, with the square of the sum. Collective."""
+        """Sums remaining windows, then loss, weights and the squared norm; missing gradients are zeros. Collective."""
         while self.sent < len(self.steps):
             self._send()
         self.passes, self.sent = self.passes + 1, 0
@@ -156,7 +156,7 @@ class SlicedReducer(OwnGradients):
             return np.asarray(self.group.gather(own, "add up their losses").sum(0))
 
     def _send(self) -> None:
-        """Sums the next window, and frees its gradients. Collective."""
+        """Sums the next window, and frees gradients that end in it. Collective."""
         window = self.steps[self.sent]
         self._fill(window, self.ready)
         parts = window.parts(self.sharded.shares.ranges)
@@ -170,11 +170,11 @@ class SlicedReducer(OwnGradients):
         self.sent += 1
 
     def _fill(self, window: Window, given: Mapping[int, Tensor]) -> None:
-        """Puts values into this rank's buffer, and zeros where there are none."""
+        """Copies values into this rank's window, with zeros where there are none."""
         host, end = torch.from_numpy(self.windows.own[: window.end - window.begin]), 0
         values = host if self.stage is None else self.stage[: len(host)]
         for one in window.spans:
-            values[end : one.place.start].zero_()  # the end of the one before, up to a cache line
+            values[end : one.place.start].zero_()  # padding after the previous one
             if one.index in given:
                 values[one.place].copy_(given[one.index][one.part])
             else:
@@ -187,7 +187,7 @@ class SlicedReducer(OwnGradients):
 
 @dataclass(frozen=True)
 class SlicedReducers:
-    """The one reducer of an optimizer's parameters; see ReducerSource."""
+    """The only reducer of an optimizer's parameters; see ReducerSource."""
 
     sharded: Sharded
     config: ReduceConfig
@@ -195,9 +195,9 @@ class SlicedReducers:
     optimizers: Sequence[Optimizer]
     waiting: Waiting
     eager: bool = True
-    """Whether windows are summed within backward passes; not if ranks meet there for something else."""
+    """Whether windows are summed during backward passes; False if ranks exchange something else there."""
     sparse: Sequence[Parameter] = ()
-    """No gradient stays sparse."""
+    """Always empty: no gradient stays sparse."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         return [Candidate("mpi", "sliced")]
@@ -209,12 +209,12 @@ class SlicedReducers:
 
 
 def planned(opening: Opening) -> Strategy | None:
-    """Raises UserError if an optimizer cannot be sharded."""
+    """The strategy, if the run shards gradients. Raises UserError if an optimizer cannot be sharded."""
     return functools.partial(shard_rows, opening, opening.traits) if opening.divides(Feature.SHARD_GRADIENTS) else None
 
 
 def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
-    """Gives each optimizer the rows that this rank updates, and closes gaps in the memory of parameters."""
+    """Gives each optimizer the rows that this rank updates, and makes parameters dense in memory."""
     reduce = opening.config.reduce
     for parameter in opening.model.parameters():
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():  # it has gaps

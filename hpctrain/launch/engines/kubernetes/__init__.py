@@ -1,1 +1,1 @@
-"""Runs on Kubernetes: ``manifest`` is what the cluster is given, ``cluster`` asks it by kubectl."""
+"""Runs on Kubernetes: ``manifest`` makes the objects for the cluster, ``cluster`` calls kubectl."""

@@ -1,4 +1,4 @@
-"""A Kubernetes cluster as one of the schedulers, asked by kubectl: see ``launch.engines.scheduler``."""
+"""A Kubernetes cluster as a scheduler, through kubectl; see ``launch.engines.scheduler``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hpctrain.system import safe_read
 CREATE = ("create", "--validate=strict", "-f", "-")
 MANIFEST = "job.yaml"
 TRAIN_JOB = ".trainjob"
-"""No name of an object ends with it."""
+"""Suffix of jobs that are TrainJobs; no object's name can end with it."""
 
 
 class Kubernetes:
-    """Fulfils ``Scheduler``. A job is NAME or NAMESPACE/NAME; after NAME, ".trainjob" for one."""
+    """Kubernetes; implements ``Scheduler``. A job is [NAMESPACE/]NAME, with TRAIN_JOB appended for a TrainJob."""
 
     name = "kubernetes"
     title = "Kubernetes"
     ends_gently = True
 
     def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
-        """A manifest; that of the run folder has no key."""
+        """Returns a plan with a manifest; the one written to the run folder does not contain the key."""
         wish.refuse(self.title)
-        name = f"{config.name}-{secrets.token_hex(3)}"  # no other object has that name, nor had
+        name = f"{config.name}-{secrets.token_hex(3)}"  # unique, also among deleted objects
         key = os.environ.get(KEY) or secrets.token_hex(KEY_BYTES)
         shown, sent = (manifest.text(manifest.objects(config, name, str(run.path), each)) for each in ("", key))
         return Plan(
@@ -45,11 +45,11 @@ class Kubernetes:
         )
 
     def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
-        """kubectl, which gets the manifest with its key."""
+        """Returns the kubectl command, which reads the manifest with the key from standard input."""
         return ["kubectl", *CREATE]
 
     def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
-        """By kubectl create: nothing that is there is changed."""
+        """Submits with kubectl create, which does not change existing objects."""
         given = planned.config.launch.kubernetes.namespace
         suffix = TRAIN_JOB if planned.config.launch.kubernetes.kind == "TrainJob" else ""
         job = f"{given}/{planned.job}{suffix}" if given else planned.job + suffix
@@ -66,12 +66,12 @@ class Kubernetes:
         return [job], []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
-        """One question about the newest job of each run."""
+        """Queries the newest job of each run."""
         found = described([each[-1] for each in jobs if each], timeout_s)
         return {job: entry(job, answer) for job, answer in found.items()}
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
-        """Deletes a run's objects: its pods get SIGTERM, and their grace period for a checkpoint."""
+        """Deletes a run's objects: its pods get SIGTERM and their grace period to save a checkpoint."""
 
         def is_of(run: RunDir, job: str) -> bool:
             about = described([job], TIMEOUT_S).get(job, {}).get("metadata", {})
@@ -80,19 +80,19 @@ class Kubernetes:
         return end_each(jobs, is_of, remove)
 
     def log(self, run: RunDir, job: str) -> str:
-        """What pod 0 has printed."""
+        """Returns the output of pod 0."""
         kind, name, where = parts(job)
         selected = f"{kind.label}={name},batch.kubernetes.io/job-completion-index=0"
         return kubectl(["logs", *where, f"--selector={selected}", "--tail=-1"])
 
 
 def kubectl(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> str:
-    """What it prints. Raises UserError, RunFailed: see ``ask``."""
+    """Runs kubectl; returns what it prints. Raises as ``ask`` does."""
     return ask(["kubectl", *words], given, timeout_s)
 
 
 def described(jobs: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
-    """Jobs and TrainJobs as the cluster has them, without those that it does not know; asked once a namespace."""
+    """Returns the cluster's descriptions of known jobs, by job; makes one query per kind and namespace."""
     asked: dict[tuple[str, ...], dict[str, str]] = {}
     found: dict[str, dict[str, Any]] = {}
     for job in jobs:
@@ -113,18 +113,18 @@ def remove(job: str) -> None:
 
 
 def parts(job: str) -> tuple[Kind, str, list[str]]:
-    """Kind and name of a job, and the option of kubectl for its namespace, if it names one."""
+    """Splits a job into kind, name, and kubectl's option for its namespace if it has one."""
     given, _, name = job.rpartition("/")
     kind = KINDS["TrainJob" if name.endswith(TRAIN_JOB) else "Job"]
     return kind, name.removesuffix(TRAIN_JOB), [f"--namespace={given}"] if given else []
 
 
 def entry(job: str, found: Mapping[str, Any]) -> QueueEntry:
-    """How a Job or TrainJob stands, in Slurm's words, and who ended it; pure.
+    """Returns the state of a Job or TrainJob in Slurm's words, with Kubernetes' reason; pure.
 
     Args:
-        job: its name for us.
-        found: as kubectl describes it.
+        job: the job, as hpctrain names it.
+        found: kubectl's description of it.
     """
     status, about = found.get("status", {}), found.get("metadata", {})
     true = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}

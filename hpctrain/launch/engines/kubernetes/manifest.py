@@ -1,8 +1,9 @@
-"""The objects of a run on Kubernetes, pure: an Indexed Job, the headless Service of its pods, and a Secret.
+"""The Kubernetes objects of a run: an Indexed Job, the headless Service of its pods, and a Secret. Pure.
 
-Kubeflow's TrainJob makes such a Job and Service of a TrainingRuntime.
+With Kubeflow, a TrainJob creates such a Job and Service from a TrainingRuntime.
 
-Pod 0 supervises; every pod, pod 0 too, is a node that dials home. The Secret holds the nodes' key and the run file.
+Pod 0 runs the supervisor; every pod, including pod 0, is a node that connects to it. The Secret holds the nodes' key
+and the run file.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ PATTERNS = {
     "gpu_resource": rf"{SUBDOMAIN}/[A-Za-z0-9]([\w.-]{{0,61}}[A-Za-z0-9])?",
     "queue": LABEL,
 }
-"""What values must be, by their keys."""
+"""Patterns of valid values, by key."""
 NAME = r"[a-z]([a-z0-9-]*[a-z0-9])?"
-"""Of a run."""
+"""Pattern of a valid run name."""
 FOLDER = re.compile(r"(/[\w.@+-]+)+", re.ASCII)
 OWN_FOLDERS = ("/dev", "/proc", "/sys", "/etc", "/scratch")
 OURS = ("containers", "volumes", "subdomain", "restartPolicy", "terminationGracePeriodSeconds", "securityContext")
-"""Fields of a pod's spec that are written here."""
+"""Fields of a pod's spec that hpctrain sets itself."""
 RUN_FILE = "/etc/hpctrain/config.yaml"
 RUN_FOLDER = "hpctrain/run-folder"
-"""Annotation with the folder that the run was submitted from."""
+"""Annotation with the run folder on the submitting machine."""
 COMMAND = f"""\
 trap 'exit 143' TERM
 serve() {{
@@ -66,26 +67,26 @@ serve &
 export {START}=$(date +%s)
 exec hpctrain run {RUN_FILE}
 """
-"""Of each pod. A node that has lost its supervisor waits for the next one. One whose pod is to end tells the
-supervisor, and stays until the ranks have saved: a container ends with its first process, which is the shell."""
+"""Shell script of each pod. A node that has lost its supervisor waits for the next one. When a pod is to end, its node
+informs the supervisor, and the shell, with which the container would end, stays until the ranks have saved."""
 SPARE_S = 15.0
-"""Of a pod's grace period, beyond that of the ranks: to tell them, and to end after them."""
+"""Seconds by which a pod's grace period must exceed the ranks': to inform them, and to end after them."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a run's main object."""
+    """Kind of a run's main object."""
 
     resource: str
-    """For kubectl."""
+    """Name of the resource for kubectl."""
     others: tuple[str, ...]
-    """Further objects of that name."""
+    """Resources of the run's other objects, which have the same name."""
     label: str
-    """Of its pods, with its name."""
+    """Label of its pods whose value is the object's name."""
     pod_0: str
-    """Host name of pod 0."""
+    """Template of pod 0's host name."""
     longest: int
-    """Most characters of a run's name: Kubernetes adds numbers for pods, and takes 63 in all."""
+    """Maximum length of a run's name: Kubernetes appends numbers for pods and allows 63 characters in all."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -101,7 +102,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def check(config: Config) -> None:
-    """Raises UserError: a value that Kubernetes cannot take, by its key."""
+    """Raises UserError, naming the key, if Kubernetes cannot take a value."""
     given = config.launch.kubernetes
 
     def refuse(key: str, value: object, fix: str) -> None:
@@ -138,13 +139,13 @@ def check(config: Config) -> None:
 
 
 def objects(config: Config, job: str, folder: str, key: str) -> list[dict[str, Any]]:
-    """What the cluster is given, in order.
+    """Returns the objects to create, in order.
 
     Args:
         config: the run.
         job: name of the objects.
-        folder: that the run is submitted from.
-        key: of the nodes, in hexadecimal digits; empty leaves it out.
+        folder: run folder on the submitting machine.
+        key: the nodes' key in hexadecimal digits; empty leaves it out.
 
     Raises:
         UserError: see ``check``.
@@ -179,7 +180,10 @@ def objects(config: Config, job: str, folder: str, key: str) -> list[dict[str, A
 
 
 def train_job(about: Mapping[str, Any], own: Mapping[str, Any], spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A runtime with a Job of that spec, and the TrainJob; Kubeflow looks for the label and the container's name."""
+    """Returns a TrainingRuntime with a Job of that spec, and the TrainJob.
+
+    Kubeflow requires the label, and the container's name ``node``.
+    """
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     jobs = [{"name": "node", "replicas": 1, "template": {"metadata": {"labels": labels}, "spec": spec}}]
     runtime = {"mlPolicy": {"numNodes": spec["completions"]}, "template": {"spec": {"replicatedJobs": jobs}}}
@@ -192,7 +196,7 @@ def train_job(about: Mapping[str, Any], own: Mapping[str, Any], spec: Mapping[st
 
 
 def failure_rules() -> list[dict[str, Any]]:
-    """Evictions do not count; what would fail again, and what a person has stopped, ends the job."""
+    """Returns the failure rules: evictions do not count; failures that would repeat and a person's stop end the Job."""
     final = [int(ExitCode.USER_ERROR), int(ExitCode.DO_NOT_REQUEUE)]
     return [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -201,7 +205,7 @@ def failure_rules() -> list[dict[str, Any]]:
 
 
 def pod(config: Config, job: str) -> dict[str, Any]:
-    """A pod's spec."""
+    """Returns the spec of a pod."""
     given, launch = config.launch.kubernetes, config.launch
     threads = (launch.ranks_per_node or given.gpus or 1) * (config.train.threads or 1)
     limits = {"cpu": given.cpus or str(threads)}
@@ -252,13 +256,13 @@ def pod(config: Config, job: str) -> dict[str, Any]:
 
 
 def security(given: KubernetesConfig) -> dict[str, Any]:
-    """That of Kubernetes' restricted profile, unless root is asked for."""
+    """Returns the pod's security context: Kubernetes' restricted profile, unless the user asks for root."""
     user = {"runAsUser": given.user, "runAsGroup": given.user, "fsGroup": given.user}
     return {"runAsNonRoot": given.user != 0, **user, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def in_pods(config: Config) -> Config:
-    """The run as its pods read it: nodes dial home, and the run folder is on the first volume."""
+    """Returns the run as its pods read it: with ``runners``, and a run folder on a volume (by default the first)."""
     launch = dataclasses.replace(config.launch, engine="runners", ticket=None)
     folder = PurePosixPath(config.run_dir or "runs")
     held = any(folder.is_relative_to(each) for each in launch.kubernetes.volumes)
@@ -267,5 +271,5 @@ def in_pods(config: Config) -> Config:
 
 
 def text(objects: Sequence[dict[str, Any]]) -> str:
-    """As YAML, in ASCII."""
+    """Returns the objects as YAML, in ASCII."""
     return yaml.safe_dump_all(objects, sort_keys=False)

@@ -1,11 +1,12 @@
-"""Slurm: job scripts as pure text, the commands around them, and what a job does before its ranks start.
+"""Slurm: renders job scripts, submits them, and supervises runs inside jobs.
 
-``submission`` brings a run file into the queue, ``supervise`` runs inside the job, and ``status`` says where a run
-stands. ``client`` alone runs Slurm's commands; ``directives`` is what a job asks for, as data;
-``leave_out`` are the nodes that it does not want.
+``submission`` plans and submits jobs; ``render`` makes scripts from ``directives``, with site defaults from
+``profile``. Inside a job, ``supervise`` runs attempts on the ``allocation``, which is prepared by ``stage_on_node`` and
+checked by ``preflight`` with ``probe``; ``launcher`` chooses srun or mpirun; ``requeue`` continues the run;
+``leave_out`` excludes bad nodes. Only ``client`` runs Slurm's commands. ``scheduler`` is the interface for commands.
 """
 
 from pathlib import Path
 
 FILES = Path(__file__).parent / "files"
-"""Templates, profiles and examples: in a checkout a link to the top-level ``slurm/``, whose files a wheel carries."""
+"""Templates, profiles and examples; in a checkout a link to the top-level ``slurm/``, in a wheel a copy of it."""

@@ -1,7 +1,7 @@
-"""What the supervisor does in a Slurm job before the ranks start: stage in, find a launcher that works.
+"""Prepares a Slurm job before the ranks start: stages files in, and finds a launcher that works.
 
-Staging has every node copy what the run file names to its own disk, by ``stage_on_node``, and waits for all. What was
-prepared for the first attempt in a job holds for all, which its ``Place`` sees to.
+For staging, every node copies the sources named in the run file to its own disk (``stage_on_node``). ``Place`` reuses
+what was prepared for the job's first attempt in all later ones.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from hpctrain.system import python
 from hpctrain.system.output import say, tell
 
 EMPTY_STEP_S = 30.0
-"""Longest time that a step which does nothing may take."""
+"""Timeout in seconds for a step that does nothing."""
 PMIX_STEPS = 2
-"""Steps of an attempt that have a PMIx server: preflight and launch."""
+"""Number of an attempt's steps with a PMIx server: preflight and launch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """How the ranks of this attempt are started."""
+    """How to start the ranks of an attempt."""
 
     launcher: Launcher
     python: str
-    """Interpreter of the ranks: node-local if the environment was staged."""
+    """The ranks' Python interpreter; node-local if the environment was staged."""
     copies: Mapping[str, str]
-    """Node-local copies by source, as the run file writes it."""
+    """Node-local copies by source, with sources as the run file writes them."""
     hosts: Mapping[int, str]
-    """Hosts of ranks, if srun starts them and the preflight has seen them."""
+    """Host by rank; empty unless srun starts the ranks and the preflight has seen their hosts."""
 
 
 def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> Prepared:
-    """Stages in and finds a launcher whose preflight passes.
+    """Stages files in and finds a launcher whose preflight passes.
 
     Args:
-        config: with the site profile applied.
-        run: the run folder, which exists.
+        config: configuration with the site profile applied.
+        run: the run folder, which must exist.
         job: the allocation, or the part of it that ranks run on.
-        whole: the allocation, spare nodes included, which get copies, too.
+        whole: the allocation including spare nodes, which get copies too.
 
     Raises:
-        UserError: a launcher, MPI type or file that does not exist, ranks that do not find each other.
-        NoRequeue: a host that cannot take part; it is named.
-        RunFailed: Slurm's controller stays away.
+        UserError: a launcher, MPI type or file does not exist, or ranks do not find each other.
+        NoRequeue: a host is unusable (it is named), or staging failed.
+        RunFailed: Slurm's controller stays down.
         Stopped: a person stopped the run meanwhile.
     """
     found = launchers(config, job)
@@ -87,13 +87,13 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
 
 
 def of_nodes(problems: Sequence[preflight.Fault], hosts: Mapping[int, str]) -> list[preflight.Fault]:
-    """Those that only single nodes have; what all nodes have is left out. Pure."""
+    """Returns the fatal faults of single nodes; none if every node has one, which points to another cause. Pure."""
     own = [problem for problem in problems if problem.fatal and problem.host and not problem.launcher]
     return own if set(hosts.values()) - {problem.host for problem in own} else []
 
 
 def launchers(config: Config, job: Job) -> list[Launcher]:
-    """What may start the ranks here, best first."""
+    """Returns the launchers that may start the ranks here, best first."""
     offered = client.mpi_types() if shutil.which("srun") else []
     flavour, mpirun = None, None
     try:
@@ -111,7 +111,7 @@ def launchers(config: Config, job: Job) -> list[Launcher]:
 
 
 def unclean(attempts: Sequence[Attempt], job: str) -> int:
-    """Earlier attempts of this job after which something of its steps may lie around on a node."""
+    """Counts the earlier attempts of this job whose steps may have left something on a node."""
     verdicts = [attempt.verdict for attempt in attempts if attempt.job == job]
     return sum(
         verdict is None
@@ -122,10 +122,10 @@ def unclean(attempts: Sequence[Attempt], job: str) -> int:
 
 
 def skip_steps(run: RunDir, number: int) -> None:
-    """Uses up step numbers with empty steps.
+    """Runs empty steps to skip step numbers.
 
     A slurmstepd that dies leaves the socket of its PMIx server on its node, named after job and step. Slurm numbers the
-    steps of a requeued job from 0 again, so a step of the same number would find the address in use.
+    steps of a requeued job from 0 again, so a step with the same number would find the address in use.
     """
     for _ in range(number):
         client.heard(run, empty_step(), {}, EMPTY_STEP_S)
@@ -134,7 +134,7 @@ def skip_steps(run: RunDir, number: int) -> None:
 def check(
     config: Config, run: RunDir, job: Job, launcher: Launcher, interpreter: str
 ) -> tuple[list[preflight.Fault], dict[int, str]]:
-    """Problems that the ranks' reports show under one launcher, and the hosts of Slurm's tasks."""
+    """Runs the preflight under one launcher; returns the problems it finds, and the hosts of Slurm's tasks."""
     slurm = config.launch.slurm
     needs_mpi = bool(config.task) and job.ranks > 1
     gpus, cpus, tensor = slurm.gpus_per_node or 0, slurm.cpus_per_rank or 1, config.parallel.tensor
@@ -152,40 +152,40 @@ def check(
 
 
 STAGE_IN_S = 3600.0
-"""Longest time that stage-in may take."""
+"""Timeout in seconds for stage-in."""
 STAGE_FROM_NODES = 32
-"""Nodes from which on the environment is staged by default.
+"""Number of nodes from which the Python environment is staged by default.
 
-A rank makes some 41,000 file calls at its start, nearly all of them to import, and the first one on each node makes
-them to the file server: 1.3 million on 32 nodes, more than a minute for a server that answers 20,000 a second.
+A rank makes some 41,000 file system calls at start-up, nearly all for imports. The first rank on each node sends them
+to the file server: 1.3 million on 32 nodes, over a minute for a server that answers 20,000 a second.
 """
 
 
 def stage_in(config: Config, run: RunDir, job: Job) -> tuple[str, dict[str, str]]:
-    """Copies what launch.stage_in names to every node; the ranks' interpreter and the copies.
+    """Copies the sources in launch.stage_in to every node; returns the ranks' interpreter, and the copies by source.
 
     Raises:
-        NoRequeue: it did not end well on every node.
+        NoRequeue: staging failed on a node.
     """
     launch = config.launch
     if launch.stage_environment is None and stages_by_default(config, job):
         try:
             return copies_of(config, run, job, environment=True)
-        except HpctrainError as error:  # no one asked for it
+        except HpctrainError as error:  # not requested by the user, so not fatal
             say(f"the ranks import from {sys.prefix}, which is slow on many nodes: {error.what}")
     return copies_of(config, run, job, environment=bool(launch.stage_environment))
 
 
 def stages_by_default(config: Config, job: Job) -> bool:
-    """Whether the Python environment goes to many nodes: not an image, nor Python of the system, which nodes have."""
+    """Whether to stage the environment by default: on many nodes, unless it is an image or the system's Python."""
     is_own = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists()
     return job.nodes >= STAGE_FROM_NODES and is_own and bool(config.task) and not config.launch.slurm.wrap
 
 
 def copies_of(config: Config, run: RunDir, job: Job, environment: bool) -> tuple[str, dict[str, str]]:
-    """See ``stage_in``."""
+    """See ``stage_in``; ``environment``: stage the Python environment too."""
     launch = config.launch
-    own = "python3" if config.task and config.launch.slurm.wrap else sys.executable  # inside an image the image's
+    own = "python3" if config.task and config.launch.slurm.wrap else sys.executable  # with wrap, the image's Python
     if not launch.stage_in and not environment:
         return own, {}
     folder = scratch_dir(launch.slurm.scratch or "") / f"hpctrain-{job.id}"
@@ -213,35 +213,35 @@ def _absolute(name: str) -> str:
 
 @dataclasses.dataclass
 class Place:
-    """The allocation of one job."""
+    """The allocation of one job, from which each attempt uses some nodes."""
 
     config: Config
-    """As allocated: ``launch.nodes`` are those that ranks run on, ``launch.spare_nodes`` wait."""
+    """Configuration as allocated: ranks run on ``launch.nodes`` nodes, and ``launch.spare_nodes`` wait."""
     run_dir: RunDir
     whole: Job
-    """With all its nodes."""
+    """The job with all its nodes."""
     job: Job
-    """With those that the ranks of the attempt at hand run on."""
+    """The job with the nodes of the current attempt."""
     prepared: Prepared | None = None
-    """From the first attempt on: copies, interpreter, and the launcher whose preflight passed."""
+    """Copies, interpreter, and the launcher whose preflight passed; None before the first attempt."""
     lost: set[str] = dataclasses.field(default_factory=set)
-    """Nodes that an attempt has lost."""
+    """Nodes that attempts have lost."""
 
     @classmethod
     def of(cls, config: Config, run_dir: RunDir, job: Job) -> Place:
-        """For the first attempt; spare nodes, the last ones, wait."""
+        """Returns the place for the first attempt; the last nodes wait as spares."""
         if not config.launch.spare_nodes:
             return cls(config, run_dir, job, job)
         return cls(config, run_dir, job, job.on(client.hosts(job.nodelist)[: config.launch.nodes]))
 
     @property
     def facts(self) -> Attempt:
-        """Of the attempt at hand, for run.json."""
+        """Facts about the current attempt, for run.json."""
         job = self.job
         return Attempt(job=job.id, restarts=job.restarts, nodes=job.nodes, ranks=job.ranks).under(self.config.parallel)
 
     def prepare(self) -> Prepared:
-        """What starts the ranks; nothing is staged or checked twice. See ``allocation.prepare``."""
+        """Returns how to start the ranks; stages and checks only the first time. See ``allocation.prepare``."""
         if self.prepared is None:
             self.prepared = prepare(self.config, self.run_dir, self.job, self.whole)
         else:
@@ -250,11 +250,14 @@ class Place:
         return self.prepared
 
     def choose(self, hosts: Sequence[str], more: Collection[str] = ()) -> list[str] | None:
-        """Of these, the nodes for another attempt without ``more``; None if too few are left. Raises HpctrainError."""
+        """Chooses nodes for the next attempt from ``hosts``, without lost or avoided ones and ``more``.
+
+        None if too few are left. Raises HpctrainError.
+        """
         return choose(hosts, {*self.lost, *leave_out.avoided(self.config, self.run_dir), *more}, self.config)
 
     def can_lose(self, host: str) -> bool:
-        """Whether enough nodes are left without one that Slurm does not reach either."""
+        """Whether enough nodes remain without ``host``, and Slurm cannot reach it either."""
         name = host.partition(".")[0]
         try:
             return self.choose(client.hosts(self.whole.nodelist), [name]) is not None and bool(client.unreached([name]))
@@ -262,9 +265,10 @@ class Place:
             return False
 
     def serves(self, verdict: RunVerdict) -> bool:
-        """Whether another attempt can start here after a failed one, perhaps on other nodes; else requeueing is next.
+        """Whether another attempt can start in this job after a failed one, perhaps on other nodes.
 
-        Not if Slurm or a person ends the job, or too few nodes are left.
+        Not if Slurm or a person is ending the job, or too few nodes are left; then the job is requeued. Chooses the
+        nodes for the next attempt.
         """
         if self.prepared is None or (verdict.code is Code.NODE and verdict.host is None):
             return False
@@ -275,7 +279,7 @@ class Place:
                 return False
             leave_out.note_culprit(self.config, self.run_dir)
             hosts = client.hosts(self.whole.nodelist)
-            # A switch or a power supply takes several nodes; the next attempt would find them one by one.
+            # A broken switch or power supply takes down several nodes; attempts would find them one by one.
             others = client.unreached(set(hosts) - self.lost) if verdict.code is Code.NODE else set()
             self.lost |= others if self.choose(hosts, others) else set()
             chosen = self.choose(hosts)
@@ -286,6 +290,6 @@ class Place:
             return False
         if chosen != list(self.job.part or hosts):
             self.job = self.whole.on(chosen)
-            self.prepared = dataclasses.replace(self.prepared, hosts={})  # which node has which rank is not known
+            self.prepared = dataclasses.replace(self.prepared, hosts={})  # the ranks' hosts are not known any more
             say(f"continuing on {', '.join(chosen)} with {self.job.ranks} rank{'s' if self.job.ranks != 1 else ''}")
         return True

@@ -1,4 +1,4 @@
-"""Slurm's commands: the only place that runs them, and short steps on a job's nodes, such as the preflight."""
+"""The only place that runs Slurm's commands, and short steps on a job's nodes, such as the preflight."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hpctrain.run.run_status import QueueEntry
 from hpctrain.system import foreign_text
 
 TIMEOUT_S = 60
-"""A controller under load answers within a minute or not at all."""
+"""Default timeout: a controller under load answers within a minute or not at all."""
 
 SOON_S = 10
-"""For questions whose answer is of use only now: a job that Slurm ends has half a minute left."""
+"""Timeout for answers that are needed soon: a job that Slurm is ending has half a minute left."""
 
 DAEMON_S = 2
-"""Longest time until a daemon takes a connection, or its node counts as gone."""
+"""Seconds a node's daemon gets to accept a connection before the node counts as lost."""
 CONNECTIONS = 64
-"""To daemons at a time."""
+"""Maximum number of simultaneous connections to daemons."""
 COMMENT_CHARACTERS = 500
-"""Of a verdict in a job's comment, which is one line."""
+"""Maximum length of a job's comment, which is one line."""
 ANSWER_S = 5
-"""For questions of people who look on: what the run folder knows is shown without Slurm's answer, too."""
+"""Timeout for commands that show a run's status, which work without Slurm's answer too."""
 
 SEPARATOR = "|"
 QUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%M", "%L", "%l", "%N", "%S", "%r")
@@ -41,20 +41,20 @@ ACCOUNT_FIELDS = ("JobID", "JobIDRaw", "State", "ExitCode", "Elapsed", "Timelimi
 
 
 UNHEARD = re.compile(r"unable to contact slurm controller|connection refused", re.IGNORECASE)
-"""How Slurm's commands say that no controller answered."""
+"""Matches messages of Slurm's commands when no controller could be reached."""
 UNANSWERED = re.compile(
     r"timed out|zero bytes were transmitted|standby mode|unexpected message received", re.IGNORECASE
 )
-"""How they say that a controller under load has not answered: it may have heard them all the same.
+"""Matches messages when the controller did not answer, though it may have received the request.
 
-scontrol requeue says the last of these if there is no controller.
+The last one is what scontrol requeue prints if there is no controller.
 """
 
 NO_STEP = re.compile(r"srun: error: Unable to (confirm allocation|create step|allocate resources)")
-"""How srun begins to say why it starts nothing."""
+"""Matches the start of srun's message when it cannot start a step."""
 
 DISABLED = re.compile(r"operation is presently disabled", re.IGNORECASE)
-"""How scontrol says that a job, or the site, does not requeue."""
+"""Matches scontrol's message when the job or the site does not requeue."""
 
 UNKNOWN_JOB = re.compile(r"invalid job id", re.IGNORECASE)
 
@@ -64,15 +64,15 @@ class NoSuchJob(RunFailed):
 
 
 class Disabled(RunFailed):
-    """Slurm does not do that for this job."""
+    """The operation is disabled for this job or site."""
 
 
 class Unanswered(RunFailed):
-    """It is unknown whether it happened: what does no harm twice may be tried again."""
+    """The controller did not answer and may have acted; repeat only requests that do no harm twice."""
 
 
 class Unheard(Unanswered):
-    """The controller is down, for a restart perhaps: nothing has happened, and the same may be tried again."""
+    """The controller could not be reached, so nothing has happened; the request may be repeated."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ class Origin:
 
     name: str
     command: str
-    """Path of its script, and the script's arguments."""
+    """Path of its script, followed by the script's arguments."""
     folder: str
-    """That it was submitted from, or starts in."""
+    """Working folder: where it was submitted, or --chdir."""
     output: str
     """Path of its log."""
 
 
 def find(program: str) -> str:
-    """Path of one of Slurm's commands; raises UserError if there is none."""
+    """Returns the path of one of Slurm's commands; raises UserError if it is not on PATH."""
     path = shutil.which(program)
     if path is None:
         raise UserError(
@@ -100,7 +100,7 @@ def find(program: str) -> str:
 
 
 def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None) -> str:
-    """Runs one command and returns what it prints; raises RunFailed with Slurm's own words, or Unheard."""
+    """Runs a command and returns what it prints; raises RunFailed, or a subclass, with Slurm's message."""
     command = [find(words[0]), *words[1:]]
     env = {**(os.environ if env is None else env), "SLURM_TIME_FORMAT": "standard"}  # times are compared (who_ends)
     try:
@@ -121,17 +121,17 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, st
 
 def submit(script: Path, options: Sequence[str] = ()) -> str:
     """Submits a script and returns the job id."""
-    # From inside a job: what describes this one (its restarts, its ranks) is not the next one's.
+    # Inside a job, SLURM_* variables describe that job (its restarts, its ranks); the new one must not inherit them.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     said = run(["sbatch", "--parsable", *options, str(script)], env=env)
-    # Sites print welcomes and checks before it.
+    # Sites print greetings and checks before the number.
     if not (numbers := re.findall(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?$", said, re.MULTILINE)):
         raise RunFailed(f"sbatch names no job: {' '.join(said.split())[-300:]}", "squeue --me tells whether it waits")
     return str(numbers[-1])
 
 
 def queue(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEntry]:
-    """What the queue knows of these jobs; those it has forgotten are missing. An array's number gives its elements."""
+    """Queries the queue; jobs that it has forgotten are missing. An array's number gives its elements."""
     if not ids:
         return []
     words = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}"]
@@ -143,7 +143,7 @@ def queue(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEntry]:
 
 
 def parse_queue(line: str) -> QueueEntry:
-    """One line of squeue in our format."""
+    """Parses one line of squeue's output with QUEUE_FIELDS."""
     # The reason comes last: it is free text.
     job, array, task, state, elapsed, left, limit, nodes, start, reason = line.strip().split(SEPARATOR, 9)
     name = f"{array}_{task}" if task not in ("N/A", "") else job
@@ -151,14 +151,14 @@ def parse_queue(line: str) -> QueueEntry:
 
 
 def own_scripts() -> dict[str, str]:
-    """Number and script, with its arguments, of each job of this user that the queue knows, ended ones included."""
+    """Returns the script and its arguments, by job, for this user's jobs in the queue, including ended ones."""
     words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.geteuid()}", "--format=%i|%o"]
     found = (line.strip().partition(SEPARATOR) for line in run(words, ANSWER_S).splitlines())
     return {job: command for job, separator, command in found if separator}
 
 
 def accounted(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEntry]:
-    """What accounting remembers of these jobs; nothing if the site has none."""
+    """Queries accounting (sacct) about jobs; empty if the site has none or it does not answer."""
     if not ids or shutil.which("sacct") is None:
         return []
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(ids)}"]
@@ -175,12 +175,12 @@ def accounted(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEnt
 
 
 def cancel(ids: Sequence[str], pending_only: bool = False) -> None:
-    """Ends jobs; those that are over already are no error."""
+    """Cancels jobs; jobs that have already ended are not an error."""
     run(["scancel", *(["--state=PENDING"] if pending_only else []), *ids])
 
 
 def requeue(job: str) -> None:
-    """Puts a running job back into the queue, which ends it here."""
+    """Puts a running job back into the queue; Slurm then ends its processes."""
     run(["scontrol", "requeue", job])
 
 
@@ -190,12 +190,12 @@ def comment(job: str, text: str) -> None:
 
 
 def hosts(nodelist: str) -> list[str]:
-    """Host names of Slurm's compact notation: n[1-2] -> n1, n2."""
+    """Expands Slurm's compact notation into host names: n[1-2] -> n1, n2."""
     return run(["scontrol", "show", "hostnames", nodelist]).split()
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """Fields of ``scontrol show job``; empty when the job is purged, or Slurm does not answer soon."""
+    """Returns the fields of ``scontrol show job``; empty if Slurm has forgotten the job or does not answer soon."""
     try:
         text = run(["scontrol", "--oneliner", "show", "job", job], timeout_s=SOON_S)
     except HpctrainError:
@@ -204,7 +204,7 @@ def job_fields(job: str) -> dict[str, str]:
 
 
 def unreached(hosts: Collection[str]) -> set[str]:
-    """Nodes whose Slurm daemon cannot be reached from here; none if nothing says where they listen."""
+    """Returns the nodes whose Slurm daemon cannot be reached; none if the daemons' addresses are unknown."""
     if not hosts:
         return set()
     try:
@@ -219,7 +219,7 @@ def unreached(hosts: Collection[str]) -> set[str]:
 
 
 def _listens(place: tuple[str, int]) -> bool:
-    """Whether something does at this address and port, or the address is not known here."""
+    """Whether something listens at this address and port; true if the name cannot be resolved here."""
     try:
         socket.create_connection(place, DAEMON_S).close()
     except OSError as error:
@@ -228,19 +228,19 @@ def _listens(place: tuple[str, int]) -> bool:
 
 
 def parse_port(text: str) -> str:
-    """Where all daemons listen, of ``scontrol show config``; empty if it does not say."""
+    """Returns the daemons' port from ``scontrol show config``; empty if it is not given."""
     found = re.search(r"^SlurmdPort\s*=\s*(\d+)", text, re.MULTILINE)
     return found[1] if found else ""
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """Fields of one line of scontrol; if a name occurs twice the first counts: comments come last."""
+    """Parses a line of scontrol. If a name occurs twice the first one counts, as free text (comments) comes last."""
     return dict(reversed(re.findall(r"(?:^|\s)(\w+(?::\w+)?)=(\S*)", text)))
 
 
 @functools.cache
 def origin(job: str) -> Origin | None:
-    """Where a job, or all elements of an array, come from; None if Slurm has forgotten it."""
+    """Returns the origin of a job, or of all elements of an array; None if Slurm has forgotten it."""
     try:
         return parse_origin(run(["scontrol", "show", "job", job]))
     except NoSuchJob:
@@ -248,22 +248,22 @@ def origin(job: str) -> Origin | None:
 
 
 def parse_origin(text: str) -> Origin:
-    """The first job in the lines of scontrol; these fields end their lines, and come before any free text."""
+    """Parses the first job in scontrol's output. These fields end their lines and come before any free text."""
     found = [re.search(rf"{name}=(.*)$", text, re.MULTILINE) for name in ("JobName", "Command", "WorkDir", "StdOut")]
     return Origin(*(match[1] if match else "" for match in found))
 
 
 def unheard(text: str) -> str | None:
-    """What srun says if it could not start a step because the controller did not answer; None if it could.
+    """Returns srun's message if it could not start a step because the controller did not answer; else None.
 
-    Text of mpirun is understood too: it starts its daemons by srun.
+    Also works on mpirun's output, as mpirun starts its daemons by srun.
     """
     lines = (line.strip() for line in text.splitlines() if NO_STEP.search(line))
     return next((line for line in lines if UNHEARD.search(line) or UNANSWERED.search(line)), None)
 
 
 def mpi_types() -> list[str]:
-    """What ``srun --mpi`` takes here."""
+    """Returns the MPI types that ``srun --mpi`` accepts here."""
     words = [find("srun"), "--mpi=list"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -273,14 +273,14 @@ def mpi_types() -> list[str]:
 
 
 def parse_mpi_types(text: str) -> list[str]:
-    """Names in ``srun --mpi=list``: one a line, and versions of PMIx after a colon."""
+    """Parses ``srun --mpi=list``: one name per line, and versions of PMIx after a colon."""
     names = re.findall(r"^\s*(?:srun:\s+)?(\w+)$", text, re.MULTILINE)
     versions = re.findall(r"available:\s*(.+)$", text, re.MULTILINE)
     return names + [name for found in versions for name in re.findall(r"\w+", found)]
 
 
 def _advice(message: str) -> str:
-    """What to do about the refusals that people meet first."""
+    """Returns advice on common refusals."""
     table = {
         "invalid account": "set launch.slurm.account to one that sacctmgr show assoc user=$USER lists",
         "invalid partition": "set launch.slurm.partition to one that sinfo lists",
@@ -300,10 +300,10 @@ def _advice(message: str) -> str:
 
 
 def heard(run: RunDir, words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output of a helper on the nodes, which is started again while Slurm's controller is away.
+    """Runs a helper on the nodes, retrying while Slurm's controller is down; returns its exit code and output.
 
     Raises:
-        RunFailed: the controller stays away.
+        RunFailed: the controller stays down.
         Stopped: a person stopped the run meanwhile.
     """
 
@@ -317,7 +317,7 @@ def heard(run: RunDir, words: Sequence[str], env: Mapping[str, str], timeout_s: 
 
 
 def run_step(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output of a helper on the nodes; what hangs is ended, with its output until then."""
+    """Runs a helper on the nodes; returns its exit code and output. Ends it after ``timeout_s``."""
     with tempfile.TemporaryFile() as output:
         with subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}

@@ -1,4 +1,4 @@
-"""What a job asks of Slurm, as ordered data: from the configuration, changed by the user's own lines, checked.
+"""A job's ``#SBATCH`` directives as ordered data: built from the configuration, changed by the user's lines, checked.
 
 Text that a script cannot hold is refused; all other text reaches its command unchanged.
 """
@@ -23,7 +23,7 @@ EXCLUSIVE = (
     {"--hint", "--threads-per-core"},
     {"--ntasks-per-node", "--ntasks-per-gpu"},
 )
-"""Sets of directives of which Slurm takes at most one."""
+"""Sets of directives of which Slurm accepts at most one."""
 
 OURS = {
     "--array",
@@ -36,7 +36,7 @@ OURS = {
     "--wrap",
     "--test-only",
 }
-"""Directives that the command line or the supervisor decides about."""
+"""Directives that are reserved for hpctrain's command line and supervisor."""
 
 SHORT = {
     "-A": "--account", "-C": "--constraint", "-G": "--gpus", "-J": "--job-name", "-L": "--licenses", "-M": "--clusters",
@@ -59,7 +59,7 @@ PATTERNS = {
     "time_min": r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}",
     "gpu_type": r"[A-Za-z0-9][\w.-]*",
 }
-"""What Slurm can take as each field."""
+"""Patterns of the values that Slurm accepts, by field."""
 
 EXAMPLES = {
     "time": "30 (minutes), 01:30:00 or 2-12:00:00",
@@ -82,12 +82,12 @@ class Directive:
 
     @property
     def kind(self) -> str:
-        """The name under which it excludes others: GPUs by --gres count as such."""
+        """The name used to detect conflicts: ``--gres=gpu`` if it requests GPUs by --gres."""
         return "--gres=gpu" if self.name == "--gres" and (self.value or "").startswith("gpu") else self.name
 
 
 def seconds(limit: str) -> int | None:
-    """A Slurm time limit in seconds (minutes, minutes:seconds, hours:m:s, days-hours[:m[:s]]); None if unlimited."""
+    """Converts a Slurm time limit (min, min:s, h:min:s, days-h[:min[:s]]) to seconds; None if unlimited."""
     if not re.fullmatch(PATTERNS["time"], limit):
         raise UserError(f"launch.slurm.time is {limit!r}", f"write {EXAMPLES['time']}")
     if not limit[0].isdigit():
@@ -104,12 +104,12 @@ def seconds(limit: str) -> int | None:
 
 
 def ranks_per_node(launch: LaunchConfig) -> int:
-    """As given; else one a GPU; else one."""
+    """Returns the number of ranks per node: as given, else one per GPU, else one."""
     return launch.ranks_per_node or launch.slurm.gpus_per_node or 1
 
 
 def require_whole_groups(config: Config) -> None:
-    """Raises UserError if a tensor group of ``parallel`` would lie on two nodes."""
+    """Raises UserError if a tensor group would extend over two nodes."""
     tensor, ranks = config.parallel.tensor, ranks_per_node(config.launch)
     if ranks % tensor:
         raise UserError(
@@ -122,18 +122,18 @@ def require_whole_groups(config: Config) -> None:
 def build(
     name: str, launch: LaunchConfig, output: str, signal_s: int, array: str | None = None, in_order: bool = False
 ) -> tuple[Directive, ...]:
-    """The directives of a job, in the order in which its script shows them.
+    """Returns the directives of a job, in the script's order.
 
     Args:
         name: job name.
-        launch: with the site profile applied.
+        launch: section with the site profile applied.
         output: path of the job's log; Slurm fills in %j, %A, %a.
         signal_s: seconds before the time limit at which Slurm signals the supervisor.
         array: indices of a job array, such as 0-7%4.
-        in_order: ranks fill one node after the other, whatever the site does by default.
+        in_order: have ranks fill one node after the other, whatever the site's default is.
 
     Raises:
-        UserError: a value that Slurm cannot take, or directives that exclude each other.
+        UserError: a value that Slurm does not accept, or directives that exclude each other.
     """
     slurm = launch.slurm
     for field, pattern in PATTERNS.items():
@@ -158,12 +158,12 @@ def build(
         *_gpus(launch),
         *_memory(slurm),
         *_given(slurm, "time", "time_min", "begin"),
-        # A lost node would end the job, and with it the ranks' other nodes.
+        # Without --no-kill, a lost node would end the whole job.
         *([Directive("--no-kill")] if launch.spare_nodes or (launch.min_nodes or launch.nodes) < launch.nodes else []),
         *([Directive("--exclusive")] if slurm.exclusive else []),
         *([Directive("--exclude", ",".join(_hosts(slurm.exclude)))] if slurm.exclude else []),
         *([Directive("--array", array)] if array else []),
-        # B: the signal goes to the supervisor only; ranks would die of it.
+        # B: only the supervisor gets the signal, which would kill the ranks.
         Directive("--signal", f"B:USR1@{signal_s}"),
         Directive("--requeue" if slurm.requeue is not False else "--no-requeue"),
         Directive("--open-mode", "append"),
@@ -174,7 +174,7 @@ def build(
 
 
 def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
-    """Leaves out, replaces and adds what the user says."""
+    """Skips, replaces and adds directives as the user asks."""
     names = {directive.name for directive in made}
     skipped = {_long(name) for name in slurm.skip}
     replaced = {_long(name): parse(line, "launch.slurm.replace") for name, line in slurm.replace.items()}
@@ -193,7 +193,7 @@ def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
 
 
 def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
-    """Raises UserError if a directive stands twice or excludes another."""
+    """Raises UserError if a directive occurs twice or excludes another."""
     directives = tuple(directives)
     kinds = [directive.kind for directive in directives]
     for kind in kinds:
@@ -212,7 +212,7 @@ def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
 
 
 def parse(line: str, key: str) -> Directive:
-    """A directive as users write it: ``--mem=4G``, ``--mem 4G``, ``-p long``, ``#SBATCH --exclusive``."""
+    """Parses a directive as users write it: ``--mem=4G``, ``--mem 4G``, ``-p long``, ``#SBATCH --exclusive``."""
     words = text(line, key).strip().removeprefix("#SBATCH").strip()
     match = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:(?:=|\s+|(?<=^-[A-Za-z]))(.+))?", words)
     if not match:
@@ -239,7 +239,7 @@ def _long(name: str) -> str:
 
 
 def _given(slurm: SlurmConfig, *fields: str, rename: str | None = None) -> list[Directive]:
-    """One directive for each field that has a value; comment and such are free text."""
+    """Returns a directive for each field that has a value."""
     names = {"mail_user": "--mail-user", "mail_type": "--mail-type", "time_min": "--time-min"}
     return [
         Directive(rename or names.get(field, f"--{field}"), text(str(value), f"launch.slurm.{field}"))
@@ -285,13 +285,13 @@ def _hosts(exclude: Iterable[str]) -> list[str]:
 
 
 LONGEST = 4096
-"""sbatch reads a directive into a buffer of 8192 bytes; the kernel limits file paths to 4096."""
+"""Maximum bytes of a value: sbatch reads a directive into 8192 bytes, and the kernel limits paths to 4096."""
 
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def text(value: str, key: str) -> str:
-    """The value, if a script can hold it: no control characters (newlines, NUL, escapes), not endless."""
+    """Returns the value; raises UserError if it has control characters (newline, NUL, escape) or is too long."""
     bad = next((character for character in value if not character.isprintable() and character != "\u00a0"), None)
     if bad is not None:
         raise UserError(f"{key} contains {bad!r}", "remove the control character")
@@ -301,24 +301,24 @@ def text(value: str, key: str) -> str:
 
 
 def shell_word(value: str) -> str:
-    """One word for bash, whatever the value holds; newlines included."""
+    """Quotes a value as one word for bash, even with newlines. Raises UserError if it contains NUL."""
     if "\0" in value:
         raise UserError(f"{value!r} contains a NUL character", "remove it")
     return shlex.quote(value)
 
 
 def variable(name: str) -> str:
-    """The name, if a shell variable can have it."""
+    """Returns the name; raises UserError if it is not valid for a shell variable."""
     if not VARIABLE.fullmatch(name):
         raise UserError(f"launch.env has the name {name!r}", "use letters, digits and '_', not beginning with a digit")
     return name
 
 
 def directive_value(value: str) -> str:
-    """A value as sbatch's own parser of ``#SBATCH`` lines reads it: not bash's.
+    """Quotes a value for sbatch's own parser of ``#SBATCH`` lines, which differs from bash's.
 
-    Between double quotes it takes everything but quotes and backslashes as it stands, and a backslash before any
-    character makes that one plain.
+    Between double quotes it takes everything literally except quotes and backslashes; a backslash makes the next
+    character literal.
     """
     if re.fullmatch(r"[\w.,:;/@%+=*&|()\[\]-]+", value, re.ASCII):
         return value

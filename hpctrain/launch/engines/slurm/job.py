@@ -1,4 +1,4 @@
-"""The Slurm job that this process runs in, from its environment, and who ends it, from what Slurm says of it."""
+"""The Slurm job that this process runs in, from its environment; and who is ending it, from Slurm's description."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from enum import StrEnum
 
 GOING_ON = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING")
 NOBODYS_WISH = ("TimeLimit", "NodeFail", "NodeDown")
-"""Reasons for which Slurm ends a job that no one cancelled."""
+"""Slurm's reasons for ending a job that no one cancelled."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """An allocation."""
+    """An allocation, or the part of it that ranks run on."""
 
     id: str
-    """What scontrol takes: 123, or 120_4 for an element of an array."""
+    """Job as scontrol takes it: 123, or 120_4 for an array element."""
     nodes: int
     ranks: int
     restarts: int
-    """Times that Slurm requeued the job."""
+    """How often Slurm has requeued the job."""
     nodelist: str
-    """Slurm's compact notation: n[1-2]."""
+    """Nodes in Slurm's compact notation: n[1-2]."""
     part: tuple[str, ...] = ()
-    """Names of the nodes, if the allocation has more: spare, lost or broken ones."""
+    """Names of the nodes, if they are a part of the allocation, without spare, lost or broken ones; else empty."""
 
     def on(self, hosts: Sequence[str]) -> Job:
-        """The same on some of its nodes."""
+        """Returns the job restricted to some of its nodes."""
         ranks = self.ranks // self.nodes * len(hosts)
         return replace(self, nodes=len(hosts), ranks=ranks, nodelist=",".join(hosts), part=tuple(hosts))
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Job | None:
-    """The job of a batch script, or None outside one."""
+    """Returns the job that this process runs in; None outside a job."""
     number = environ.get("SLURM_JOB_ID")
     if not number or "SLURM_JOB_NODELIST" not in environ:
         return None
@@ -51,7 +51,7 @@ def current(environ: Mapping[str, str] = os.environ) -> Job | None:
 
 
 def tasks(environ: Mapping[str, str], nodes: int) -> int:
-    """Ranks of the allocation: SLURM_NTASKS, else SLURM_TASKS_PER_NODE (``2(x3),1``), else one a node."""
+    """Returns the allocation's ranks: SLURM_NTASKS, else from SLURM_TASKS_PER_NODE (``2(x3),1``), else one per node."""
     if total := environ.get("SLURM_NTASKS"):
         return int(total)
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -59,36 +59,36 @@ def tasks(environ: Mapping[str, str], nodes: int) -> int:
 
 
 class Who(StrEnum):
-    """Who ends a job."""
+    """Who is ending a job."""
 
     NOBODY = "nobody"
     """It continues, as far as Slurm knows."""
     PERSON = "person"
-    """Cancelled, or ended in a way that looks the same: no one else may start it again."""
+    """It was cancelled, or ended in a way that looks the same; it must not be restarted automatically."""
     LIMIT = "limit"
-    """Its time is over, or a node lost: resuming is for us."""
+    """It reached its time limit or lost a node; hpctrain must requeue it."""
     PREEMPTION = "preemption"
-    """Its nodes are wanted, after a grace time: resuming is for us."""
+    """It is being preempted, with a grace time; hpctrain must requeue it."""
     REQUEUE = "requeue"
-    """Slurm has put it back into the queue already: scontrol requeue, preemption without a grace time."""
+    """Slurm has already requeued it: scontrol requeue, or preemption without a grace time."""
 
 
 def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
-    """Who ends the job that this process runs in.
+    """Returns who is ending the job that this process runs in.
 
     Args:
-        fields: of ``scontrol show job``; empty if Slurm does not say.
-        restarts: times that the job had been requeued when this process started.
+        fields: fields of ``scontrol show job``; empty if Slurm does not answer.
+        restarts: how often the job had been requeued when this process started.
     """
     state = fields.get("JobState", "RUNNING")
     if int(fields.get("Restarts") or 0) > restarts:
         return Who.REQUEUE
     if state in GOING_ON:
-        # The job runs on until the grace time is over; only the ranks are informed, by SIGTERM.
+        # A preempted job keeps running until the grace time is over; only the ranks are informed, by SIGTERM.
         preempted = fields.get("PreemptTime", "None")
         since_start = preempted >= fields.get("StartTime", "")
         return Who.PREEMPTION if preempted != "None" and since_start else Who.NOBODY
-    # A job whose processes still end is COMPLETING, whatever ends it; of a cancelled one the reason is None.
+    # Any job is COMPLETING while its processes end, whatever the cause; a cancelled job has the reason None.
     if state in ("COMPLETING", "TIMEOUT", "NODE_FAIL") and fields.get("Reason") in NOBODYS_WISH:
         return Who.LIMIT
     return Who.PERSON

@@ -1,4 +1,4 @@
-"""What starts the ranks inside a job: command lines of srun and mpirun, and which of them to try. Pure."""
+"""Launchers inside a Slurm job: command lines of srun and mpirun, and which of them to try. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hpctrain.launch.mpi_library import Flavour, MpiRun, launcher_environment
 PREFERRED_MPI = ("pmix", "cray_shasta", "pmi2")
 """MPI types of srun, best first."""
 ONE_FENCE = {"OMPI_MCA_pmix_base_async_modex": "1"}
-"""Open MPI 5 meets twice in MPI_Init, by Slurm's PMIx, and prepares MPI_COMM_WORLD for messages in between: on busy
-nodes a rank was seen to leave early, and its first message to end one that had not prepared (SIGSEGV in
-mca_pml_ob1_recv_frag_callback_match). So it prepares first, and meets once."""
+"""Avoids a crash in MPI_Init. Open MPI 5 synchronizes twice through Slurm's PMIx and prepares MPI_COMM_WORLD for
+messages in between. On busy nodes a rank was seen to leave early, and its first message crashed a rank that was not
+prepared yet (SIGSEGV in mca_pml_ob1_recv_frag_callback_match). With this setting ranks prepare first and synchronize
+once."""
 
 
 @dataclass(frozen=True)
@@ -24,43 +25,43 @@ class Launcher(abc.ABC):
     """A way to start the ranks of a job."""
 
     job: Job
-    """With the nodes that the ranks run on."""
+    """The job with the nodes that the ranks run on."""
     slurm: SlurmConfig
     again: bool = field(default=False, kw_only=True)
-    """A step of this job has failed before: if its node is gone it never ends, and holds the job's cores and memory."""
+    """Whether a step of this job has failed. If its node is lost, that step never ends and holds cores and memory."""
 
     @abc.abstractmethod
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """The command line that starts a program with its arguments on every rank; variables named reach the ranks."""
+        """Returns the command line that runs ``command`` on every rank, with the variables named in ``env``."""
 
     @abc.abstractmethod
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Variables that the launcher itself needs, if the user has not set them."""
+        """Returns variables that the launcher itself needs, apart from those in ``given``."""
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """For people."""
+        """Returns a name for people."""
 
     def after_failure(self, job: Job) -> Launcher:
-        """The same for another attempt in the job, or on what is left of it, after a failed one."""
+        """Returns the launcher for the attempt after a failed one, on ``job`` (perhaps with fewer nodes)."""
         return replace(self, job=job, again=True)
 
 
 @dataclass(frozen=True)
 class Srun(Launcher):
-    """Slurm's own."""
+    """Slurm's launcher, srun."""
 
     mpi: str | None
-    """Value of --mpi; None leaves it to the site."""
+    """Value of --mpi; None for the site's default."""
     in_order: bool = False
-    """Whether ranks fill one node after the other, whatever the site does by default."""
+    """Whether ranks must fill one node after the other, whatever the site's default is."""
     flavour: Flavour | None = None
     """Family of the MPI library, if there is one."""
 
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """See Launcher. Its environment reaches the ranks as it is."""
+        """See Launcher. srun passes its whole environment to the ranks."""
         slurm, shape = self.slurm, [f"--nodes={self.job.nodes}", f"--ntasks={self.job.ranks}"]
-        # Without --kill-on-bad-exit the ranks of a dead one run on to the time limit.
+        # Without --kill-on-bad-exit, the others run until the time limit when a rank dies.
         words = ["srun", *shape, "--kill-on-bad-exit=1", "--input=none"]
         words += [f"--mpi={self.mpi}"] if self.mpi else []
         words += ["--distribution=block"] if self.in_order else []
@@ -73,8 +74,8 @@ class Srun(Launcher):
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
         wanted = ONE_FENCE if self.flavour is Flavour.OPEN_MPI_5 else {}
-        # Slurm's PMIx server takes the nodes' numbers in the step for places in this list, and writes to other nodes
-        # for ever if the step's are not the first ones of the list.
+        # Slurm's PMIx server uses a node's index in the step as an index into this list. If the step's nodes are not
+        # the first ones in the list, it sends to the wrong nodes forever.
         nodes = {"SLURM_JOB_NODELIST": ",".join(self.job.part)} if self.job.part else {}
         return {name: value for name, value in wanted.items() if name not in given} | nodes
 
@@ -85,7 +86,7 @@ class Srun(Launcher):
 
 @dataclass(frozen=True)
 class Mpirun(Launcher):
-    """The MPI library's own, which finds the job's nodes in Slurm's variables, and starts its daemons by srun."""
+    """The MPI library's mpirun, which finds the job's nodes in Slurm's variables and starts its daemons by srun."""
 
     program: MpiRun
 
@@ -111,13 +112,13 @@ def _on(job: Job) -> list[str]:
 
 
 def once_a_node(job: Job, command: Sequence[str]) -> list[str]:
-    """The command line that starts a program once on every node, without MPI."""
+    """Returns the command line that runs a program once on every node, without MPI."""
     options = [f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *_on(job)]
     return ["srun", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *options, *command]
 
 
 def empty_step() -> list[str]:
-    """The command line of a job step that does nothing, on one node."""
+    """Returns the command line of a step that does nothing, on one node."""
     return ["srun", "--mpi=none", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--input=none", "true"]
 
 
@@ -129,18 +130,18 @@ def candidates(
     flavour: Flavour | None,
     in_order: bool = False,
 ) -> list[Launcher]:
-    """Launchers worth trying, best first; the first one whose preflight passes is taken.
+    """Returns the launchers to try, best first; the first one whose preflight passes is used.
 
     Args:
-        launch: with the site profile applied.
+        launch: section with the site profile applied.
         job: the allocation, or the part of it that ranks run on.
-        offered: what ``srun --mpi=list`` prints; empty without srun.
+        offered: MPI types from ``srun --mpi=list``; empty without srun.
         mpirun: the MPI library's mpirun, if there is one.
         flavour: family of the MPI library, if there is one.
-        in_order: ranks fill one node after the other.
+        in_order: have ranks fill one node after the other.
 
     Raises:
-        UserError: what the configuration asks for is not there.
+        UserError: a launcher or MPI type that the configuration asks for does not exist.
     """
     slurm = launch.slurm
     found: list[Launcher] = []
@@ -160,7 +161,7 @@ def candidates(
 
 
 def best_mpi(offered: Sequence[str], flavour: Flavour | None) -> str | None:
-    """The MPI type that fits the library: Open MPI 5 takes PMIx only, MPICH's family PMI-2 as well."""
+    """Returns the MPI type that fits the library: PMIx for Open MPI; for MPICH's family PMI-2 works as well."""
     if flavour is None:
         return None
     wanted = PREFERRED_MPI if flavour is Flavour.HYDRA else ("pmix",)

@@ -1,4 +1,4 @@
-"""Nodes that the run's next job does without."""
+"""Nodes to leave out of the run's next job or attempt."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hpctrain.system.output import say
 
 
 def avoided(config: Config, run: RunDir) -> list[str]:
-    """Slurm's names of nodes that are on the run's list, or on that of all runs of this user."""
+    """Returns Slurm's names of the nodes on the run's list, and on the list shared by the user's runs if it is used."""
     found = [entry.node for nodes in _lists(config, run) for entry in nodes.entries(time.time())]
     return list(dict.fromkeys(found))
 
 
 def option(config: Config, run: RunDir) -> list[str]:
-    """The option of sbatch, none if no node is left out. It replaces that of the script, and holds its hosts too."""
+    """Returns sbatch's --exclude option, or none. It overrides the script's own, so it includes those hosts too."""
     nodes = avoided(config, run)
     return [f"--exclude={','.join([*config.launch.slurm.exclude, *nodes])}"] if nodes else []
 
 
 def note_culprit(config: Config, run: RunDir) -> None:
-    """Puts the node that alone broke the last two attempts on the list, and shares what the monitor has put there."""
+    """Lists the node that alone broke the last two attempts, if any; copies new entries to the shared list if used."""
     attempts = Attempts(run).all()
     if not attempts or config.launch.slurm.bad_nodes == "off":
         return
@@ -40,7 +40,7 @@ def note_culprit(config: Config, run: RunDir) -> None:
 
 
 def note(config: Config, run: RunDir, host: str, reason: str, attempt: int) -> None:
-    """Puts a node on the run's list; what cannot be written is reported, and changes nothing else."""
+    """Puts a node on the run's list; if that fails, only reports it."""
     hours = config.monitor.exclude_hours
     entry = bad_nodes.BadNode(host, time.time() + 3600 * hours, attempt, reason, str(run.path))
     if config.launch.slurm.bad_nodes != "off" and _add(bad_nodes.of_run(run), entry):

@@ -1,4 +1,4 @@
-"""Checks before the ranks start, in seconds: what every rank reports is judged, and what is wrong names its host."""
+"""Quick checks before the ranks start: judges what each rank reports, and names the host of each problem."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpctrain.launch.engines.slurm.probe import MARK
 Reports = Sequence[dict[str, Any]]
 
 CLOCK_S = 5.0
-"""Clocks of nodes that differ by more break the order of events and file times."""
+"""Largest tolerated clock difference; beyond it, the order of events and file times is wrong."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the job asked for."""
+    """What the job requested."""
 
     nodes: int
     ranks: int
@@ -29,7 +29,7 @@ class Expected:
     cpus_per_rank: int = 1
     mpi: bool = True
     tensor: int = 1
-    """Ranks that hold parts of a layer, and so must be on one node."""
+    """Size of the tensor groups; each group must be on one node."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Fault:
     fix: str
     host: str | None = None
     launcher: bool = False
-    """Another launcher may cure it."""
+    """Whether another launcher may fix it."""
     fatal: bool = True
     code: Code = Code.PREFLIGHT
 
 
 def reports(lines: Iterable[str], mark: str = MARK) -> list[dict[str, Any]]:
-    """The probes' reports, or those of other programs of ours, among whatever else the ranks printed."""
+    """Extracts the JSON reports after ``mark`` (by default the probes') from the ranks' output."""
     found = []
     for line in lines:
         _, is_ours, rest = line.partition(mark)
@@ -59,17 +59,17 @@ def reports(lines: Iterable[str], mark: str = MARK) -> list[dict[str, Any]]:
 
 
 def hosts_of_tasks(found: Reports) -> dict[int, str]:
-    """Hosts of Slurm's tasks; meaningless if srun did not start the ranks."""
+    """Returns hosts by Slurm task; meaningful only if srun started the ranks."""
     return {int(report["task"]): report["host"] for report in found if report["stage"] == "host" and report.get("task")}
 
 
 def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list[Fault]:
-    """All problems, the fundamental ones first.
+    """Returns all problems, fatal ones first.
 
     Args:
-        found: reports of all ranks that spoke.
-        expected: what the job asked for.
-        hosts: names of the job's nodes, to name one that never spoke.
+        found: reports of the ranks.
+        expected: what the job requested.
+        hosts: names of the job's nodes, to name those that did not report.
     """
     first = [report for report in found if report["stage"] == "host"]
     joined = [report for report in found if report["stage"] == "mpi"]
@@ -112,7 +112,7 @@ def _folders(first: Reports) -> list[Fault]:
 
 
 def _code(report: Mapping[str, Any], folder: str) -> Code:
-    """Why a folder cannot be written, if that has a code."""
+    """Returns the code for why a folder cannot be written; PREFLIGHT if there is no specific one."""
     code = Code.read(report.get(f"{folder}_code"))
     return Code.PREFLIGHT if code in (Code.EXCEPTION, Code.UNKNOWN) else code
 
@@ -123,7 +123,7 @@ def _devices(first: Reports, expected: Expected) -> list[Fault]:
     problems = []
     for host, ranks in _by_host(first).items():
         visible = {device for report in ranks for device in report["devices"]}
-        # With --gpus-per-task each rank sees one device, which may be numbered 0 on each; UUIDs distinguish them.
+        # With --gpus-per-task each rank sees one device, perhaps numbered 0 on every rank, unless UUIDs are reported.
         share = expected.gpus_per_node // max(1, len(ranks))
         private = all(name.isdigit() for name in visible) and all(len(report["devices"]) == share for report in ranks)
         if len(visible) < expected.gpus_per_node and not (private and visible):
@@ -133,7 +133,7 @@ def _devices(first: Reports, expected: Expected) -> list[Fault]:
 
 
 def _cores(first: Reports, expected: Expected) -> list[Fault]:
-    """Ranks that share a core: a launcher that bound them all to the same one, often."""
+    """Finds hosts where ranks share cores, often because the launcher bound them all to the same one."""
     problems = []
     for host, ranks in _by_host(first).items():
         cores = functools.reduce(operator.or_, (int(report["cpus"], 16) for report in ranks)).bit_count()
@@ -145,7 +145,7 @@ def _cores(first: Reports, expected: Expected) -> list[Fault]:
 
 
 def _mpi(first: Reports, joined: Reports, expected: Expected) -> list[Fault]:
-    """The most fundamental thing that is wrong with MPI; what follows from it is not reported."""
+    """Returns only the most fundamental problem with MPI, since others follow from it."""
     for report in joined:
         if "mpi_error" in report:
             what = f"{report['host']}: {report['mpi_error']}"
@@ -226,7 +226,7 @@ def _torn_groups(first: Reports, joined: Reports, expected: Expected) -> Fault |
 
 
 def _clocks(joined: Reports) -> list[Fault]:
-    """Clocks read right after a barrier; the median is taken for right."""
+    """Compares clocks read right after a barrier with their median."""
     times = sorted(report["after"] for report in joined if "after" in report)
     if not times:
         return []

@@ -1,6 +1,6 @@
-"""What every rank reports before the run starts: ``python -m hpctrain.launch.engines.slurm.probe``.
+"""The preflight's program, run on every rank: ``python -m hpctrain.launch.engines.slurm.probe``.
 
-Prints one JSON line before MPI is touched, so that a host whose MPI hangs is known, and one after a small allreduce.
+Prints one JSON line before MPI starts, so that a host on which MPI hangs is known, and one after a small allreduce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARK = "hpctrain-probe "
 
 
 def main() -> int:
-    """Looks around, says what it found, then joins the others."""
+    """Reports on this rank's host, then on MPI."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--scratch", default="")
@@ -47,12 +47,12 @@ def main() -> int:
 
 
 def say(report: dict[str, Any]) -> None:
-    """One write of one line, so that ranks do not mix; srun keeps lines of up to 1024 bytes together."""
+    """Prints a report as one line in one write, so that ranks' lines do not mix; srun keeps 1024 bytes together."""
     os.write(sys.stdout.fileno(), (MARK + json.dumps(report) + "\n").encode())
 
 
 def scratch_dir(named: str) -> Path:
-    """The node-local folder: $NAME is read here, on the node; the system's temporary folder if there is none."""
+    """Returns the node-local folder. A leading $NAME is expanded here, on the node; default: the temporary folder."""
     if named.startswith("$"):
         variable, _, rest = named[1:].partition("/")
         base = os.environ.get(variable.strip("{}"))
@@ -61,7 +61,7 @@ def scratch_dir(named: str) -> Path:
 
 
 def write_problem(name: str, folder: Path) -> dict[str, str | None]:
-    """Why a file cannot be written there, and the code for that; None if it can."""
+    """Tries to write a file in a folder; returns NAME_error, the reason or None, and NAME_code if it failed."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hpctrain-probe-") as file:
             file.write(b"x" * 4096)
@@ -71,7 +71,7 @@ def write_problem(name: str, folder: Path) -> dict[str, str | None]:
 
 
 def devices() -> list[str]:
-    """GPUs that this process can use: their UUIDs if the driver gives them, else what the launcher names."""
+    """Returns the GPUs that this process can use: UUIDs if nvidia-smi lists them, else the launcher's names."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES"))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -90,7 +90,7 @@ def devices() -> list[str]:
 
 
 def join() -> dict[str, Any]:
-    """Rank and size as MPI sees them, after one allreduce over all ranks."""
+    """Runs an allreduce over all ranks; returns its sum, and the rank's place as MPI sees it."""
     import numpy as np
 
     try:

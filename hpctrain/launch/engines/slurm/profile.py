@@ -1,6 +1,6 @@
-"""Site profiles: what a centre wants of every job, in TOML with the keys of the run file's ``launch`` section.
+"""Site profiles: a centre's settings for all jobs, in TOML with the keys of the run file's ``launch`` section.
 
-Layers, each over the one before: built-in ``generic``; the profile that the run file names; the site's own
+Layers, each overriding the one before: the built-in ``generic``; the profile that the run file names; the site's
 ``~/.config/hpctrain/site.toml``; the run file; the command line. Single values replace, lists add up, mappings merge.
 """
 
@@ -21,35 +21,35 @@ from hpctrain.launch.engines.slurm import FILES
 from hpctrain.system import safe_read
 
 MOST_BYTES = 256 << 10
-"""Of a profile."""
+"""Maximum size of a profile."""
 APPLIED = "none"
-"""Name of the profile of a configuration that profiles have been applied to, or that wants none."""
+"""Profile name for no profile, also set once profiles have been applied."""
 
 REPLACED = {"wrap", "stage_in"}
-"""Lists that are one value: a later layer replaces them."""
+"""Lists that are a single value: a later layer replaces them."""
 
 ABOUT = ("description", "verified")
-"""Keys of a profile that say something of it."""
+"""Keys that describe a profile."""
 Layer = Mapping[str, typing.Any]
 """Values of ``launch``, with those of ``launch.slurm`` under ``slurm``; lists as tuples."""
 
 
 def site_dir() -> Path:
-    """The site's or user's own folder: ``$HPCTRAIN_SITE``, else ``~/.config/hpctrain``."""
+    """Returns the site's or user's folder: $HPCTRAIN_SITE, else hpctrain in $XDG_CONFIG_HOME or ~/.config."""
     if named := os.environ.get("HPCTRAIN_SITE"):
         return Path(named)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "hpctrain"
 
 
 def resolve(launch: LaunchConfig, site: Path | None = None) -> LaunchConfig:
-    """The configuration over all profiles that apply to it."""
+    """Applies all profiles that the configuration uses."""
     if launch.slurm.profile == APPLIED:
         return launch
     return apply(launch, layers(launch.slurm.profile, site or site_dir()))
 
 
 def layers(name: str, site: Path) -> list[Layer]:
-    """The profiles under a run file that names this one, lowest first."""
+    """Returns the profiles below a run file that names this one, lowest first."""
     found = [read(FILES / "profiles" / "generic.toml")]
     if name != "generic":
         found.append(read(find(name, site)))
@@ -59,7 +59,7 @@ def layers(name: str, site: Path) -> list[Layer]:
 
 
 def find(name: str, site: Path) -> Path:
-    """The file of a named profile: a path, one of the site's, or a built-in one."""
+    """Returns the file of a profile given by path or name; the site's come before built-in ones. Raises UserError."""
     if name.endswith(".toml"):
         return Path(name)
     folders = [site / "profiles", FILES / "profiles"]
@@ -73,7 +73,7 @@ def find(name: str, site: Path) -> Path:
 
 
 def read(path: Path) -> Layer:
-    """Reads and checks one file."""
+    """Reads and checks a profile. Raises UserError."""
     try:
         raw = tomllib.loads(safe_read.read(path, MOST_BYTES).decode())
     except OSError as error:
@@ -84,7 +84,7 @@ def read(path: Path) -> Layer:
 
 
 def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
-    """The configuration with its empty fields filled from layers, the last one strongest."""
+    """Returns the configuration on top of the layers, of which later ones override earlier ones."""
     outer: dict[str, typing.Any] = {}
     inner: dict[str, typing.Any] = {}
     for layer in profiles:
@@ -95,13 +95,13 @@ def apply(launch: LaunchConfig, profiles: Sequence[Layer]) -> LaunchConfig:
 
 
 def _given(section: LaunchConfig | SlurmConfig) -> dict[str, typing.Any]:
-    """Fields that the user gave: neither empty nor ``auto``."""
+    """Returns the fields that the user set: those neither empty nor ``auto``."""
     fields = {name: getattr(section, name) for name in _allowed(type(section))}
     return {name: value for name, value in fields.items() if value not in (None, (), {}, "auto")}
 
 
 def _over(below: Mapping[str, typing.Any], above: Mapping[str, typing.Any]) -> dict[str, typing.Any]:
-    """Both, the one above winning."""
+    """Merges two layers; ``above`` overrides ``below``."""
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, tuple) and key not in REPLACED:
@@ -113,7 +113,7 @@ def _over(below: Mapping[str, typing.Any], above: Mapping[str, typing.Any]) -> d
 
 
 def _allowed(section: type) -> dict[str, typing.Any]:
-    """Fields that a profile may give, with their types: those that are empty by default."""
+    """Returns the fields that a profile may set, with their types: those that are empty or ``auto`` by default."""
     hints = typing.get_type_hints(section)
     return {
         entry.name: hints[entry.name]
@@ -148,7 +148,7 @@ def _section(section: type, values: typing.Any, place: str) -> dict[str, typing.
 
 
 def _value(value: typing.Any, kind: typing.Any, place: str) -> typing.Any:
-    """The value as the configuration holds it, if its type is right."""
+    """Converts a value to the configuration's type. Raises UserError if it does not fit."""
     try:
         return converted(value, kind)
     except Misfit as misfit:

@@ -1,4 +1,4 @@
-"""Job scripts as text: pure functions from a configuration to what sbatch reads."""
+"""Renders job scripts: pure functions from a configuration to the text that sbatch reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.launch.engines.slurm import FILES
 from hpctrain.launch.engines.slurm.directives import Directive, build, seconds, shell_word, text, variable
 
 EARLY_S = 60
-"""Slurm may send the signal this many seconds early (sbatch --signal)."""
+"""Seconds by which Slurm may send the signal early (see sbatch --signal)."""
 
 
 def job_script(
@@ -27,21 +27,21 @@ def job_script(
     array: str | None = None,
     in_order: bool = False,
 ) -> str:
-    """The script of a run.
+    """Returns the job script of a run.
 
     Args:
-        config: with the site profile applied (``profile.resolve``).
+        config: configuration with the site profile applied (``profile.resolve``).
         run_file: run file that the job supervises; for an array the folder that holds ``<index>/run.yaml``.
-        logs: existing folder for the job's own log.
-        bin_dir: folder of ``hpctrain``, if the job's environment does not have it on PATH.
+        logs: existing folder for the job's log.
+        bin_dir: folder of ``hpctrain``, if it is not on PATH in the job.
         signal_s: seconds before the time limit at which the supervisor is asked to stop.
-        array: indices of an array job.
-        in_order: ranks fill one node after the other.
+        array: indices of a job array.
+        in_order: have ranks fill one node after the other.
 
     Raises:
-        UserError: a value that Slurm or the shell cannot take.
+        UserError: a value that Slurm or the shell does not accept.
     """
-    # Slurm fills in what follows a percent sign.
+    # Slurm expands patterns such as %j in the path.
     folder = text(str(logs), "run_dir").replace("%", "%%")
     output = f"{folder}/slurm-{'%A_%a' if array else '%j'}.out"
     directives = build(config.name, config.launch, output, signal_s, array, in_order)
@@ -57,17 +57,17 @@ def job_script(
 
 
 def portable_script(config: Config, signal_s: int) -> str:
-    """A script for any run file: ``sbatch script.sbatch run.yaml``, with hpctrain on PATH."""
+    """Returns a script for any run file: ``sbatch script.sbatch run.yaml``, with hpctrain on PATH."""
     directives = build(config.name, config.launch, "%x-%j.out", signal_s)
     origin = "Usage: sbatch THIS_SCRIPT run.yaml"
     return _rendered(config.launch, directives, origin=origin, run_file=None, bin=None, signal_s=signal_s)
 
 
 def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: float | None = None) -> int:
-    """Seconds before the time limit at which a job is asked to stop.
+    """Returns the seconds before the time limit at which a job is asked to stop.
 
-    As given; else twice the longest step and save that an earlier attempt measured, plus what Slurm may be early; else
-    a tenth of the time limit, between 30 s and 5 minutes.
+    As given; else twice the longest step plus save that earlier attempts measured, plus EARLY_S; else a tenth of the
+    time limit, between 30 s and 5 minutes. The last two are at most half the time limit.
     """
     if launch.slurm.signal_s:
         return launch.slurm.signal_s
@@ -79,7 +79,7 @@ def signal_seconds(launch: LaunchConfig, step_s: float | None = None, save_s: fl
 
 
 def _rendered(launch: LaunchConfig, directives: Sequence[Directive], **about: Any) -> str:
-    """A script, ending in a newline; ``about``: what its template names besides."""
+    """Renders a script, which ends in a newline; ``about``: further variables of the template."""
     return (
         templates()
         .get_template("job.sh.j2")
@@ -95,7 +95,7 @@ def _rendered(launch: LaunchConfig, directives: Sequence[Directive], **about: An
 
 @functools.cache
 def templates() -> jinja2.Environment:
-    """Those of job scripts."""
+    """Returns the environment with the templates of job scripts."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FILES / "templates"),
         undefined=jinja2.StrictUndefined,

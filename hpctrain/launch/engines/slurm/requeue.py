@@ -1,4 +1,4 @@
-"""What follows an attempt in a Slurm job: the same job again, a new one elsewhere, or nothing more."""
+"""Continues a run after its attempts in a Slurm job: requeues the job, submits a new one, or ends the chain."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ BY_HAND = "hpctrain resume continues from the last checkpoint; hpctrain submit -
 
 
 class Ended(UserError):
-    """Somebody has cancelled the job."""
+    """The job was cancelled."""
 
 
 def requeue(config: Config, run: RunDir, job: Job) -> bool:
-    """Has Slurm run the job again; whether Slurm will end this process for it.
+    """Has Slurm run the job again; returns whether it was requeued, so that Slurm will end this process.
 
-    Slurm cannot exclude hosts from a job that runs, so if one is to be left out, the script is
-    submitted again; likewise if Slurm does not requeue the job (``JobRequeue=0``).
+    Slurm cannot exclude hosts from a job that is requeued, so if one must be left out, the script is submitted as a new
+    job; likewise if Slurm does not requeue the job (``JobRequeue=0``).
 
     Raises:
-        Ended: somebody has cancelled the job.
-        Stopped: a person stopped the run while the controller was away.
+        Ended: the job was cancelled.
+        Stopped: a person stopped the run while the controller was down.
         UserError: launch.slurm.requeue is false.
-        NoRequeue: the cap is reached.
+        NoRequeue: launch.slurm.max_requeues is reached.
         RunFailed: Slurm refused.
     """
     slurm = config.launch.slurm
@@ -51,7 +51,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
         try:
             succeed(run, job, option)
             return False
-        except RunFailed as error:  # too few nodes remain, or Slurm calls the host otherwise: rather slow than ended
+        except RunFailed as error:  # too few nodes, or Slurm does not know the name: better a bad node than no run
             say(f"the job continues without leaving out any node ({option[0]}): {error.what}")
     try:
         patiently(lambda: put_back(job), client.Unanswered, run)
@@ -65,7 +65,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
 
 
 def has_script(config: Config, run: RunDir, job: Job) -> bool:
-    """Whether the run can be submitted again. An element of an array, whose script is that of all, gets one for it.
+    """Whether the run has a script to submit again. Writes one for an array element, which shares the array's script.
 
     Raises:
         RunFailed: it cannot be written.
@@ -76,25 +76,25 @@ def has_script(config: Config, run: RunDir, job: Job) -> bool:
 
 
 def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:
-    """Submits the run's script as a new job in this one's place. Raises RunFailed if Slurm refuses, and Stopped."""
+    """Submits the run's script as a new job that replaces this one. Raises RunFailed if Slurm refuses, or Stopped."""
     words = [*options, f"--chdir={os.getcwd()}"]
     number = patiently(lambda: client.submit(run.path / SCRIPT, words), client.Unheard, run)
     note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
 
 
 def put_back(job: Job) -> None:
-    """Has Slurm requeue the job, unless an earlier question that it has not answered did."""
+    """Has Slurm requeue the job, unless an earlier unanswered request already did."""
     if who_ends(client.job_fields(job.id), job.restarts) is not Who.REQUEUE:
         client.requeue(job.id)
 
 
 def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -> int:
-    """Times that the job, or one that it replaces, has started again: by us, by Slurm or by a person."""
+    """Counts the restarts of a job and of the jobs that it replaces, by hpctrain, Slurm or a person."""
     replaced = {each.job: each.replaces for each in jobs}
     line = [job]
     while (before := replaced.get(line[-1])) is not None and before not in line:  # a damaged file may hold a cycle
         line.append(before)
-    # A start may have made several attempts in place; where the record lacks its number, each attempt counts.
+    # One start of a job may make several attempts in place; if its number is not recorded, each attempt counts.
     starts = {
         (attempt.job, attempt.number if attempt.restarts is None else -1 - attempt.restarts)
         for attempt in attempts
@@ -104,7 +104,7 @@ def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -
 
 
 def end_chain(run: RunDir, job: Job) -> None:
-    """Takes the jobs that were to follow out of the queue: there is nothing left to do, or it would fail again."""
+    """Cancels the later jobs of a chain: there is nothing left to do, or they would fail too."""
     jobs = [each.job for each in submissions(run, "slurm")]
     later = jobs[jobs.index(job.id) + 1 :] if job.id in jobs else []
     if later:
@@ -120,7 +120,7 @@ def end_chain(run: RunDir, job: Job) -> None:
 
 
 def take_out(jobs: Sequence[str], pending_only: bool = False) -> None:
-    """Cancels jobs that have nothing left to do; the outcome of the run does not change if Slurm is silent."""
+    """Cancels jobs that have nothing left to do; if that fails, only reports it."""
     try:
         client.cancel(jobs, pending_only=pending_only)
     except HpctrainError as error:

@@ -1,4 +1,4 @@
-"""Slurm as one of the schedulers: see ``launch.engines.schedulers``."""
+"""Slurm as a scheduler; see ``launch.engines.scheduler``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hpctrain.run.run_status import QueueEntry
 
 
 class Slurm:
-    """Fulfils ``Scheduler``."""
+    """Slurm; implements ``Scheduler``."""
 
     name = "slurm"
     title = "Slurm"
     ends_gently = False
 
     def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
-        """An sbatch script."""
+        """Returns a plan with an sbatch script."""
         if wish.portable:
             return Plan(config, run, submission.portable(config))
         slurm = dataclasses.replace(config.launch.slurm, exclude=(*config.launch.slurm.exclude, *wish.exclude))
@@ -29,11 +29,11 @@ class Slurm:
         return submission.plan(config, run, wish.elements, wish.at_once, wish.chain)
 
     def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
-        """By sbatch."""
+        """Returns the sbatch command."""
         return ["sbatch", *leave_out.option(planned.config, planned.run), *after(wish), str(planned.script_file)]
 
     def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
-        """By sbatch."""
+        """Submits with sbatch."""
         client.find("sbatch")
         if wish.after:
             submission.check_after(wish.after)
@@ -46,7 +46,7 @@ class Slurm:
         return ids, [f"{without[0]} (hpctrain nodes tells why)"] if without else []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
-        """One question to Slurm about all jobs, and one to accounting about those that it has forgotten."""
+        """Queries the queue once for all jobs, and with ``ended`` accounting for those that the queue has forgotten."""
         if not ended:
             return {entry.id: entry for entry in client.queue([job for each in jobs for job in each], timeout_s)}
         arrays = dict.fromkeys(job.partition("_")[0] for each in jobs for job in each)  # one word for many elements
@@ -55,7 +55,7 @@ class Slurm:
         return found | {entry.id: entry for entry in client.accounted(forgotten, timeout_s)}
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
-        """By scancel."""
+        """Ends jobs with scancel."""
         client.find("scancel")
         ids, left = [], []
         for run, given in jobs:
@@ -67,12 +67,12 @@ class Slurm:
         return ids, left
 
     def log(self, run: RunDir, job: str) -> str:
-        """It is in the run folder."""
+        """Returns an empty text, since the job's log is in the run folder."""
         return ""
 
 
 def after(wish: Wish) -> list[str]:
-    """Options of sbatch."""
+    """Returns sbatch's options for the jobs that must end first."""
     return [f"--dependency=afterok:{':'.join(wish.after)}", "--kill-on-invalid-dep=yes"] if wish.after else []
 
 

@@ -1,7 +1,7 @@
-"""Copies to a node's scratch: ``python -m hpctrain.launch.engines.slurm.stage_on_node FOLDER SOURCE...``.
+"""Copies sources to a node's scratch: ``python -m hpctrain.launch.engines.slurm.stage_on_node FOLDER SOURCE...``.
 
-Each file is hashed while it is read and again from its copy. A copy that an earlier attempt of the job left is used
-again if its record still matches the source.
+Each file is hashed while it is read, and again from its copy. A copy left by an earlier attempt of the job is reused
+if its recorded size and time still match the source.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hpctrain.system.files import Diverted, make_private, replacement
 
 BLOCK_BYTES = 8 * 2**20
 MARK = "hpctrain-stage "
-"""Before the JSON of what went wrong on a node."""
+"""Prefix of the JSON line that reports an error on a node."""
 RECORD = ".hpctrain-staged.json"
 ROOM = "name a folder with room in launch.slurm.scratch"
 
 
 def main() -> int:
-    """Stages on this node."""
+    """Stages the sources on this node."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("sources", type=Path, nargs="*")
@@ -46,12 +46,12 @@ def main() -> int:
 
 
 def target(folder: Path, source: Path) -> Path:
-    """Where a source goes; sources of the same name get different folders."""
+    """Returns the path of a source's copy; sources of the same name get different folders."""
     return folder / hashlib.sha256(str(source).encode()).hexdigest()[:8] / source.name
 
 
 def stage(folder: Path, targets: Mapping[Path, Path]) -> None:
-    """Copies sources that are not there yet.
+    """Copies sources that have no valid copy yet.
 
     Raises:
         UserError: a source is missing, cannot be read, or does not fit.
@@ -74,10 +74,10 @@ def stage(folder: Path, targets: Mapping[Path, Path]) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a Python environment, unless this very one is there.
+    """Unpacks a Python environment, unless the same archive has been unpacked already.
 
     Raises:
-        UserError: it cannot be read, is damaged, or does not fit.
+        UserError: the archive cannot be read, is damaged, or does not fit.
     """
     with _explained(str(archive), f"{ROOM}, or remove {archive}: it is then made again"):
         record = folder / RECORD
@@ -87,19 +87,19 @@ def unpack(archive: Path, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         _check_room(folder.parent, archive.stat().st_size)
         with tarfile.open(archive) as tar:
-            # Python before 3.11.4 has no filters and trusts every archive; this one is our own.
+            # Python before 3.11.4 has no filters and trusts every archive; this one was made by ``pack``.
             tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
             tar.extractall(folder)
         record.write_text(stamp)
 
 
 def pack(prefix: Path, archive: Path) -> None:
-    """One file of a Python environment: nodes then read one large file, not very many small ones.
+    """Packs a Python environment into one archive, so that nodes read one large file instead of many small ones.
 
-    Made once, and again if packages have been installed since.
+    Does nothing if the archive is newer than the last change of installed packages.
 
     Raises:
-        UserError: it cannot be written, or something in the environment cannot be read.
+        UserError: the archive cannot be written, or a file of the environment cannot be read.
     """
     tells = (prefix / "pyvenv.cfg", prefix / "conda-meta", *prefix.glob("lib*/python*/site-packages"))
     changed = max((path.stat().st_mtime for path in tells if path.exists()), default=float("inf"))
@@ -111,7 +111,7 @@ def pack(prefix: Path, archive: Path) -> None:
 
 
 def _make_own(folder: Path) -> None:
-    """Makes the folder for this user alone: its name can be guessed, and ranks run what lies in it."""
+    """Makes the folder private to this user: its name can be guessed, and ranks run code from it."""
     try:
         make_private(folder)
     except Diverted as error:
@@ -149,7 +149,7 @@ def _copy(source: Path, copy: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(what: str, fix: str) -> Iterator[None]:
-    """Turns what the system refuses, and a damaged archive, into an error for the user."""
+    """Turns OSError and errors of a damaged archive into a UserError."""
     try:
         yield
     except (OSError, tarfile.TarError) as error:

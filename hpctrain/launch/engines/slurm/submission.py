@@ -1,4 +1,4 @@
-"""From a run file to a job in the queue: the run folder, the script in it, and a record of what was submitted."""
+"""Submits runs to Slurm: plans the run folder and its script, submits jobs, and tells a run's jobs from others."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from hpctrain.system.quantities import ranges
 def plan(
     config: Config, run: RunDir, elements: Sequence[Config] = (), at_once: int | None = None, chain: int = 1
 ) -> Plan:
-    """Everything that a submission needs, checked; pure but for reading profiles, the run file and old events.
+    """Returns a checked plan for a submission. Writes nothing; reads only profiles, the run file and old events.
 
     Args:
-        config: as loaded.
-        run: its folder.
-        elements: the runs of a job array, whose folders below ``run`` have their numbers.
-        at_once: elements that may run at the same time.
-        chain: jobs that follow each other; more than one does not requeue.
+        config: configuration as loaded.
+        run: its run folder.
+        elements: runs of a job array; their folders below ``run`` are named by number.
+        at_once: maximum number of elements that run at the same time.
+        chain: number of jobs that follow each other; jobs of a chain are not requeued.
 
     Raises:
-        UserError: a value that Slurm cannot take, elements that ask for different jobs, or ranks that hold parts of a
-            layer on several nodes.
+        UserError: a value that Slurm does not accept, elements with different resources, or tensor groups that extend
+            over several nodes.
     """
     config = settle(config, run)
     if chain > 1:
@@ -59,29 +59,29 @@ def plan(
 
 
 def number_of(element: Config) -> int:
-    """Of an element of an array, which its folder has."""
+    """Returns the number of an array element, which is the name of its folder."""
     return int(RunDir.of(element.name, element.run_dir).path.name)
 
 
 def shape_of(element: Config) -> LaunchConfig:
-    """What a job is asked for; the program and its variables are each element's own."""
+    """Returns the launch settings that elements of an array must share: all but the command and its variables."""
     return dataclasses.replace(element.launch, command=(), env={})
 
 
 def settle(config: Config, run: RunDir) -> Config:
-    """The configuration that the job reads: profiles applied, paths absolute, so that it means the same anywhere."""
+    """Returns the configuration for the job, valid anywhere: profiles are applied, and paths are absolute."""
     task = absolute_task(config.task)
     return dataclasses.replace(config, task=task, run_dir=str(run.path), launch=profile.resolve(config.launch))
 
 
 def portable(config: Config) -> str:
-    """A script for any run file with the same resources."""
+    """Returns a script for any run file that needs the same resources."""
     launch = profile.resolve(config.launch)
     return portable_script(dataclasses.replace(config, launch=launch), signal_seconds(launch))
 
 
 def signal_s(config: Config, run: RunDir) -> int:
-    """The stop signal's lead, from what earlier attempts of this run measured."""
+    """Returns ``signal_seconds`` with the longest step and save that this run's earlier attempts measured."""
     events = RunView(run.path).events()
     steps = [sum(event.seconds_per_step().values()) for event in events if isinstance(event, Train) and event.steps]
     saved = [event for event in events if isinstance(event, CheckpointSaved)]
@@ -90,24 +90,24 @@ def signal_s(config: Config, run: RunDir) -> int:
 
 
 def own_bin() -> Path:
-    """Folder of the running Python environment's programs."""
+    """Returns the folder of this Python environment's programs."""
     return Path(sys.executable).parent.absolute()
 
 
 def submit(
     planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None, always: Sequence[str] = ()
 ) -> list[str]:
-    """Submits a written plan; the job ids. Reports jobs that cannot be noted in the run folder.
+    """Submits a written plan; returns the job IDs. Warns about jobs that cannot be recorded in the run folder.
 
     Args:
-        planned: what ``write`` has put into the run folder.
-        options: more options of sbatch, such as a dependency.
-        always: those that later jobs of a chain get too.
-        chain: jobs that follow each other, each resuming where the last one stopped.
-        cwd: folder that the job starts in; by default this one.
+        planned: a plan that ``write`` has written to the run folder.
+        options: further options of sbatch, such as a dependency, for the first job.
+        chain: number of jobs that follow each other, each resuming where the last one stopped.
+        cwd: folder in which the jobs start; by default the current one.
+        always: further options for every job of a chain.
 
     Raises:
-        RunFailed: Slurm refused; of a chain, its first jobs may wait all the same, and are named.
+        RunFailed: Slurm refused. If the first jobs of a chain are already in the queue, the message names them.
     """
     cwd = cwd or os.getcwd()
     ids: list[str] = []
@@ -131,10 +131,10 @@ def submit(
 
 
 def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of these jobs those that are the run's, and a sentence about each of the others: no command may end these.
+    """Returns the jobs that belong to the run, and a sentence about each of the others, which must not be ended.
 
-    Anyone who can write to the run folder may have written jobs.jsonl: Slurm itself must know a job as one that was
-    submitted with this folder's script, or logs to it, or was given a run file that names it.
+    Does not trust jobs.jsonl, since anyone with write access to the run folder may have written it: according to Slurm,
+    the job must have this folder's script, a log in it, or a run file that names it.
     """
     own, others = [], []
     for job in ids:
@@ -148,14 +148,14 @@ def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_element(run: RunDir, job: str) -> bool:
-    """Whether a job is the element of an array that trains in this folder."""
+    """Whether a job is the array element that trains in this folder."""
     return run.path.name.isdigit() and job.endswith(f"_{run.path.name}")
 
 
 def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
-    """Whether a job was submitted for a run folder. Follows no link that lies in the folder."""
+    """Whether a job was submitted for a run folder. Does not follow links inside the folder."""
     folders = [run.path]
-    if is_element(run, job):  # the script of an array lies above its elements
+    if is_element(run, job):  # an array's script is in the folder above its elements
         folders.append(run.path.parent)
     script = Path(origin.command)
     if script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders):
@@ -163,13 +163,13 @@ def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     log = Path(origin.output)
     if log.parent.name == LOGS and any(_shown_as(folder, log.parent.parent) for folder in folders):
         return True
-    words = origin.command.split(" ")  # paths may hold blanks
+    words = origin.command.split(" ")  # paths may contain blanks
     files = [Path(origin.folder, " ".join(words[begin:])) for begin in range(1, len(words))]
     return any(_same(_run_folder(file, origin.folder), run.path) for file in files if file.is_file())
 
 
 def _run_folder(run_file: Path, cwd: str) -> Path | None:
-    """The folder that a run file names, for a process that was started in ``cwd``."""
+    """Returns the folder that a run file names, for a process started in ``cwd``; None if it cannot be loaded."""
     try:
         config = load(run_file)
     except UserError:
@@ -178,7 +178,7 @@ def _run_folder(run_file: Path, cwd: str) -> Path | None:
 
 
 def _shown_as(folder: Path, shown: Path) -> bool:
-    """Whether scontrol shows a folder in this way: it fills numbers of jobs even into names with a percent sign."""
+    """Whether ``shown`` is ``folder`` as scontrol shows it: it expands patterns such as %j even in folder names."""
     filled = re.sub(r"%[AaJjs]", lambda found: rf"(?:{found[0]}|%\d+)", re.escape(str(folder)))
     return _same(shown, folder) or ("%" in str(folder) and re.fullmatch(filled, str(shown)) is not None)
 
@@ -191,11 +191,11 @@ def _same(one: Path | None, other: Path) -> bool:
 
 
 def check_after(jobs: Sequence[str]) -> None:
-    """Slurm itself begins a job at once whose dependency it does not know: it takes it for one that ended well.
+    """Checks the jobs of ``--after``. Slurm takes an unknown dependency as fulfilled and would start at once.
 
     Raises:
-        UserError: a job that Slurm does not know, or that has not ended well.
-        RunFailed: Slurm does not tell.
+        UserError: a job is unknown to Slurm, or has failed.
+        RunFailed: Slurm does not answer.
     """
     if wrong := [job for job in jobs if not JOB.fullmatch(job)]:
         raise UserError(

@@ -1,4 +1,4 @@
-"""``hpctrain supervise`` inside a Slurm job: its attempts, and what follows from the verdict on the last one."""
+"""``hpctrain supervise`` inside a Slurm job: runs attempts, then requeues the job or ends it by the last verdict."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from hpctrain.system.cgroups import threads_per_rank
 from hpctrain.system.output import say
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
-"""Those after whom the run continues, however its ranks ended."""
+"""Ways in which Slurm ends a job that do not end the run, however its ranks ended; with the reason to report."""
 
 SIGNAL_S = "HPCTRAIN_SIGNAL_S"
-"""Variable in which the job script, which a requeue leaves as it is, names the lead of its stop signal."""
+"""Environment variable set by the job script: how many seconds early Slurm sends its stop signal."""
 LEAVE_S = 60.0
-"""Seconds that Slurm has to end this process after a requeue."""
+"""Seconds to wait for Slurm to end this process after a requeue."""
 LOOK_S = 0.2
 
 
 def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = False) -> int:
-    """Attempts at a run in the Slurm job that this process is the batch script of; the job's exit code.
+    """Supervises a run in the current Slurm job; returns the job's exit code.
 
     Raises:
-        UserError: not in a Slurm job, a wrong run file, or a run folder that is in use.
+        UserError: this is not a Slurm job, the run file is not valid, or the run folder is in use.
     """
     job, parent = current(), os.getppid()
     if job is None:
@@ -54,13 +54,13 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     config = load(run_file, overrides)
     try:
         return attempt(config, RunDir.of(config.name, config.run_dir), job, parent, verbose)
-    except HpctrainError as error:  # only this process's output reports it, which may be on a full disk too
+    except HpctrainError as error:  # also put it into the job's comment, as the log may be on a full disk
         comment(job, f"{error.what}; fix: {error.fix}", config)
         raise
 
 
 def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: bool) -> int:
-    """The same, given a run file that can be read. ``parent`` is Slurm's daemon of the batch script."""
+    """See ``supervise_job``. ``parent`` is the process ID of Slurm's daemon for the batch script."""
     config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
     allowed = limits(config, run_dir)
@@ -77,10 +77,10 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
         by_person=lambda number: by_person(number, job),
         again=lambda verdict: place.facts if place.serves(verdict) else None,
     )
-    if verdict.code is Code.IN_USE:  # the run's jobs, this one's next start among them, are the newer attempt's
+    if verdict.code is Code.IN_USE:  # the run, and this job's next start, now belong to the newer attempt
         report(verdict, run_dir)
         return verdict.exit_code
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # that time is nearly over does not speak against a requeue
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the time limit's warning must not interrupt requeueing
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
     final = in_view_of(who, verdict, asked=requested_stop(run_dir))
     if final is not verdict:
@@ -90,15 +90,15 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
         await_end(parent)
         return final.exit_code
-    if who is Who.REQUEUE:  # the run is not to continue, but its job is in the queue again
+    if who is Who.REQUEUE:  # the run must not continue, but Slurm has put its job back into the queue
         requeue.take_out([job.id])
     return follow(final, config, run_dir, job, parent)
 
 
 def by_person(number: int, job: Job) -> bool:
-    """Whether a signal says that the run is to stay stopped.
+    """Whether a signal means that the run must stay stopped.
 
-    Our own signal never does. SIGTERM comes with scancel, but also if Slurm itself wants the nodes.
+    SIGUSR1, which the job script requests, never does. SIGTERM comes from scancel, but also when Slurm needs the nodes.
     """
     if number == signal.SIGUSR1:
         return False
@@ -106,24 +106,24 @@ def by_person(number: int, job: Job) -> bool:
 
 
 def in_view_of(who: Who, verdict: RunVerdict, asked: StopRequest | None) -> RunVerdict:
-    """The verdict, knowing who ends the job; pure.
+    """Returns the verdict, corrected for who is ending the job; pure.
 
     Args:
-        who: who ends it.
-        verdict: from the ranks' last words.
-        asked: who made the STOP file, none if no one did.
+        who: who is ending the job.
+        verdict: the verdict from the ranks' last words.
+        asked: the stop request in the STOP file, if there is one.
     """
     person = asked if asked is not None and asked.signal is None else None
-    if person and verdict.action is Action.REQUEUE:  # asked while the ranks stopped for another reason
+    if person and verdict.action is Action.REQUEUE:  # a person asked while the ranks were stopping for another reason
         reason = f"{verdict.reason}; {person.by} had asked it to stop"
         return dataclasses.replace(verdict, action=Action.STOP, reason=reason)
-    # Before the ranks start, what fails may have been ended by Slurm.
+    # A failure before the ranks started may be Slurm's doing, so it is not final.
     final = verdict.action in (Action.DONE, Action.FAIL) and not verdict.before_ranks
     if person or final or who not in PAST_QUESTION:
         return verdict
-    # No failure of the run: whatever became of the ranks was Slurm's doing.
+    # Not a failure of the run: Slurm ended the ranks.
     what, fix = f"{PAST_QUESTION[who]} ({verdict.reason})", "nothing to do: it resumes from the last checkpoint"
-    # The code stays: ranks that did not end in order may have left something of their steps (allocation.unclean).
+    # Keep the code: ranks that did not end in order may have left something on their nodes (allocation.unclean).
     host = verdict.host if verdict.code is Code.NODE else None
     return dataclasses.replace(
         verdict, action=Action.REQUEUE, exit_code=ExitCode.STOPPED, reason=what, fix=fix, rank=None, host=host
@@ -131,7 +131,7 @@ def in_view_of(who: Who, verdict: RunVerdict, asked: StopRequest | None) -> RunV
 
 
 def as_allocated(config: Config, job: Job) -> Config:
-    """The run on the nodes that it has got: a script for any run file may bring others than the run file names."""
+    """Returns the configuration for the allocated nodes; a portable script's job may differ from the run file."""
     spare = min(config.launch.spare_nodes, job.nodes - 1)
     ranks = max(1, job.ranks // job.nodes)
     launch = dataclasses.replace(config.launch, nodes=job.nodes - spare, spare_nodes=spare, ranks_per_node=ranks)
@@ -139,7 +139,7 @@ def as_allocated(config: Config, job: Job) -> Config:
 
 
 def limits(config: Config, run_dir: RunDir) -> Limits:
-    """Ranks that were promised a time between the signal and the end of the job get nearly all of it."""
+    """Returns the limits for attempts; to stop, ranks get at least 90% of the time between signal and time limit."""
     lead_s = int(os.environ.get(SIGNAL_S) or signal_s(config, run_dir))
     grace_s = max(config.launch.stop_grace_s, 0.9 * lead_s)
     return Limits(stop_grace_s=grace_s, max_failures=config.launch.failures_allowed(in_job=True))
@@ -153,12 +153,12 @@ def make_launch(
     verbose: bool,
     prepare: Callable[[], allocation.Prepared] | None = None,
 ) -> Launch:
-    """What starts the ranks, with what ``prepare`` gives; by default ``allocation.prepare``.
+    """Returns what starts the ranks; ``prepare`` finds the launcher, by default ``allocation.prepare``.
 
     Raises:
-        HpctrainError: what prevents it (see ``allocation.prepare``).
+        HpctrainError: the ranks cannot be started; see ``allocation.prepare``.
     """
-    if job.id not in [each.job for each in submissions(run_dir, "slurm")]:  # by sbatch itself
+    if job.id not in [each.job for each in submissions(run_dir, "slurm")]:  # submitted with sbatch directly
         try:
             record(run_dir, Submitted(job.id, time.time(), os.getcwd()))
         except HpctrainError as error:
@@ -178,7 +178,7 @@ def make_launch(
     env |= prepared.launcher.environment({**os.environ, **env})
     env |= {STAGED: json.dumps(prepared.copies)} if prepared.copies else {}
     say(f"attempt {number}: {job.ranks} ranks on {job.nodelist} with {prepared.launcher.describe()}")
-    # mpirun passes on only what is named; the supervisor adds the last two.
+    # mpirun exports only named variables; the supervisor sets the last two.
     named = {**env, ATTEMPT: "", RUN_DIR: ""}
     words = prepared.launcher.words(command, named)
     heard = (lambda text: bool(client.unheard(text)), client.unreached)
@@ -186,7 +186,7 @@ def make_launch(
 
 
 def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
-    """Requeues if the verdict says so and the site allows it; the exit code of the job."""
+    """Requeues the job if the verdict says so and the site allows it, else ends its chain; returns the exit code."""
     if verdict.action is not Action.REQUEUE:
         requeue.end_chain(run_dir, job)
         return verdict.exit_code
@@ -194,7 +194,7 @@ def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, paren
         restarts = requeue.requeue(config, run_dir, job)
     except (NoRequeue, requeue.Ended, Stopped, RunFailed) as error:
         is_final, is_refused = isinstance(error, NoRequeue), isinstance(error, RunFailed)
-        failed = is_refused and verdict.exit_code is not ExitCode.STOPPED  # no one else starts the run again
+        failed = is_refused and verdict.exit_code is not ExitCode.STOPPED  # nothing else restarts the run
         action = Action.DO_NOT_REQUEUE if is_final else Action.FAIL if failed else Action.STOP
         code = error.exit_code if is_final else verdict.exit_code
         why, fix = (f"not requeued: {error.what}", requeue.BY_HAND) if is_refused else (error.what, error.fix)
@@ -214,7 +214,7 @@ def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, paren
 
 
 def publish(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job) -> None:
-    """Says a verdict; what could not be said, or is in no file, goes into the job's comment."""
+    """Prints a verdict; also puts it into the job's comment if it could not be printed or stored in the run folder."""
     said = report(verdict, run_dir)
     _, stored = of_job(run_dir, job)
     if not said or stored is None or stored.to_json() != verdict.to_json():
@@ -222,7 +222,7 @@ def publish(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job) -> N
 
 
 def comment(job: Job, text: str, config: Config) -> None:
-    """Tells through Slurm, after the comment that the user gave; if Slurm takes none, only the exit code is left."""
+    """Appends a text to the job's comment, after the user's own; if Slurm refuses, only reports that."""
     given = f"{config.launch.slurm.comment}; " if config.launch.slurm.comment else ""
     try:
         client.comment(job.id, f"{given}hpctrain: {text}")
@@ -231,7 +231,7 @@ def comment(job: Job, text: str, config: Config) -> None:
 
 
 def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, RunVerdict | None]:
-    """Number of this job's attempt and the verdict on it, as far as the run folder holds them."""
+    """Returns the number of this job's newest attempt and its verdict, as far as the run folder has them."""
     try:
         attempts = Attempts(run_dir).all()
     except (HpctrainError, OSError):
@@ -243,9 +243,9 @@ def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, RunVerdict | None]:
 
 
 def await_end(parent: int) -> None:
-    """Waits for Slurm to end this process after a requeue: leaving before would have the job counted as ended.
+    """Waits for Slurm to end this process after a requeue: if it exited first, the job would count as ended.
 
-    ``parent`` is Slurm's daemon of the batch script; if that has died, no one ends us.
+    ``parent`` is Slurm's daemon for the batch script; if it has died, nothing will end this process.
     """
     end = time.monotonic() + LEAVE_S
     while os.getppid() == parent and time.monotonic() < end:
@@ -253,7 +253,7 @@ def await_end(parent: int) -> None:
 
 
 def amend(run_dir: RunDir, job: Job, verdict: RunVerdict) -> None:
-    """Writes another verdict on this job's attempt; if the disk is full, the job's end still follows from it."""
+    """Replaces the stored verdict on this job's attempt; if that fails, only reports it."""
     number, _ = of_job(run_dir, job)
     try:
         if number is not None:
@@ -263,7 +263,7 @@ def amend(run_dir: RunDir, job: Job, verdict: RunVerdict) -> None:
 
 
 def forget_dead_holder(run_dir: RunDir) -> None:
-    """Removes the lock of a job that Slurm knows to be over: no need to wait until it counts as dead."""
+    """Releases the run's lock if Slurm says that its holder's job is over, without waiting until it is stale."""
     holder = live_lock.read(run_dir.lock_file)
     here = holder is not None and holder.cluster == os.environ.get("SLURM_CLUSTER_NAME")
     if holder is None or not here or holder.job is None or holder.job == os.environ.get("SLURM_JOB_ID"):

@@ -1,4 +1,4 @@
-"""Layers in stages, as ``strategy`` assigns them: ``stages`` finds and keeps them, ``stage`` talks to its neighbours.
+"""Pipeline parallelism: ``strategy`` is the strategy, ``stages`` divides a model, ``stage`` sends between stages.
 
-``pipelined`` runs the passes of an update. ``layer_times`` measures layers, so that stages take equally long.
+``pipelined`` runs the passes of an update. ``layer_times`` times layers, so that stages can be balanced.
 """

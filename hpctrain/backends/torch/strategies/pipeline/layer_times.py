@@ -1,4 +1,4 @@
-"""How long each layer of a model takes, forward and backward, before its stages are on different ranks."""
+"""Times each layer of a model, forward and backward, before it is divided into stages."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from hpctrain.tasks.definition import TorchTask, kept_objects
 from hpctrain.train.framework import HostBatch, copied, samples_of
 
 WITH_NEXT = 0.0
-"""In place of the seconds of a layer that cannot be in another stage than the next one, and is timed with it."""
+"""Recorded for a layer that must be in the same stage as the next one, and is timed together with it."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A task's model before stages keep their parts of it."""
+    """A task's model before ranks keep only their stages."""
 
     task: TorchTask
     model: Module
-    """Whole, or as a tensor group shares it out."""
+    """The whole model, or this rank's part of it with tensor parallelism."""
     holdings: Holdings
     partition: Partition
-    """What of it this rank has."""
+    """The part of the model that this rank has."""
     compute: Compute
 
     def chosen(self, stages: Stages, choice: StageChoice, world: World) -> Stages:
-        """The stages that the task gives, those of an earlier attempt, or such as take equally long. Collective.
+        """The stages to use: those that the task gives, those of an earlier attempt, or balanced ones. Collective.
 
-        The model is as before, and so are random states.
+        Leaves the model and random states as they were.
 
         Args:
-            stages: as the task gives them, or by the layers' parameters.
-            choice: says what is known of an earlier attempt, and on what layers are timed.
+            stages: as given by the task, or balanced by the number of parameters.
+            choice: knows an earlier attempt's stage sizes, and the batch to time layers with.
             world: all ranks.
 
         Raises:
-            UserError: as ``dry_call`` does, or as ``staged`` does.
+            UserError: the errors of ``dry_call`` and ``staged``.
         """
         if stages.are_given or choice.batch is None:
             return stages
@@ -69,8 +69,8 @@ class Whole:
         return stages
 
     def _one_pass(self, layers: Sequence[Layer], host: HostBatch) -> list[float] | None:
-        """Seconds of each layer, WITH_NEXT for one that passes on what stages could not; None without samples or
-        values."""
+        """Seconds of each layer, WITH_NEXT for one whose output cannot be sent between stages; None on a rank without
+        samples, or if the model has no values."""
         if not host or not samples_of(host) or any(one.is_meta for one in self.model.parameters()):
             return None
         batch = self.compute.tensors(copied(host))
@@ -85,14 +85,14 @@ class Whole:
 
 
 class Timed:
-    """Stands for a model, and times its layers one by one: of each, only its own activations and gradients are held.
+    """Replaces a model and times its layers one by one, holding activations and gradients of one layer at a time.
 
-    What ``forward`` does with outputs, and the loss, count for the last layer.
+    What ``forward`` does with the outputs, and the loss, count towards the last layer.
 
     Args:
-        layers: of the model, in order.
+        layers: layers of the model, in order.
         model: has their parameters.
-        compute: of the model.
+        compute: the model's device and precision.
     """
 
     training = True
@@ -103,10 +103,10 @@ class Timed:
         self.seconds: list[float] = []
         self.began = 0.0
         self.wanted: list[Tensor] = []
-        """What gradients the backward pass of the layer at work computes."""
+        """Tensors whose gradients the current layer's backward pass computes."""
 
     def __call__(self, *inputs: Any, **more: Any) -> Any:
-        """The outputs of the last layer, which is still at work."""
+        """Runs all layers; returns the outputs of the last one, whose timing has not ended yet."""
         value = only_value(inputs, more, again=bool(self.began))
         going_on = False
         for number, layer in enumerate(self.layers):
@@ -126,17 +126,17 @@ class Timed:
         return value
 
     def _begin_layer(self, own: Sequence[Tensor], value: Any) -> Any:
-        """What goes into a layer with these parameters, cut off from what computed it."""
+        """Starts timing a layer with these parameters; returns its input, detached from the layers before."""
         tensors = tensors_in(value)
         self.wanted = [*own]
-        if tensors is not None:  # else of the first layer, in whose stage it stays
+        if tensors is not None:  # else it is the first layer's input, which is not sent between stages
             value = rebuilt(described(value, []), self._cut_off(tensors))
         self.compute.synchronize()
         self.began = time.perf_counter()
         return value
 
     def _cut_off(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors as if another rank had computed them."""
+        """Tensors as if they had been received from another rank."""
         anchor = torch.empty(0, requires_grad=True)
         cut_off = [one.detach() for one in tensors]
         entering = [number for number, one in enumerate(tensors) if one.requires_grad]
@@ -148,7 +148,7 @@ class Timed:
         return cut_off
 
     def end_layer(self, outputs: Sequence[Tensor]) -> None:
-        """Passes back through the layer at work."""
+        """Runs the current layer's backward pass and records its time."""
         back = [one for one in outputs if one.requires_grad]
         if back and self.wanted:
             torch.autograd.grad(back, self.wanted, [torch.ones_like(one) for one in back], allow_unused=True)
@@ -157,7 +157,7 @@ class Timed:
 
 
 def tensors_in(value: Any) -> list[Tensor] | None:
-    """All tensors that a layer passes on, each once; None if stages could not pass them on."""
+    """All tensors that a layer returns, each once; None if its output cannot be sent between stages."""
     tensors: list[Tensor] = []
     try:
         described(value, tensors)
@@ -167,5 +167,5 @@ def tensors_in(value: Any) -> list[Tensor] | None:
 
 
 def together(seconds: Sequence[float]) -> list[bool]:
-    """Whether each layer has to be in the stage of the one before it."""
+    """Whether each layer must be in the same stage as the previous one."""
     return [False, *(each == WITH_NEXT for each in seconds[:-1])]

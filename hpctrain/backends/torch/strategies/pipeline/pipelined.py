@@ -1,4 +1,4 @@
-"""One stage of a task's model: its passes in an update, its part of the state, and the outputs of all stages."""
+"""One stage of a task's model: its passes in an update, its part of the state, and outputs on all stages."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 from hpctrain.train.stateful import PerRank
 
 PASS_ON = "pass activations on"
-"""What a stage waits for."""
+"""Completes "waited for the other ranks to ..." in errors."""
 ONCE = "let forward call the model once, on one value, such as a tuple: each layer gets what the one before returned"
 
 
 class HandedOn(BaseException):
-    """No error: what a task does with outputs is left to the last stage. No ``except`` of the task is meant."""
+    """Ends a task's ``forward`` on all but the last stage. Not an Exception, so the task's code does not catch it."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One on its way through this stage."""
+    """A micro-batch on its way through this stage."""
 
     received: Received | None = None
-    """From the stage before."""
+    """What came from the previous stage."""
     sent: Sequence[Tensor] = ()
-    """To the stage behind: those that get gradients back."""
+    """Tensors sent to the next stage that will get gradients."""
     score: Any = None
     """The loss, on the last stage."""
     samples: int = 0
@@ -60,23 +60,23 @@ class MicroBatch:
 
 @dataclass(eq=False)
 class Pipelined:
-    """Stands for the whole model on one of its stages; see PassRunner."""
+    """Acts as the whole model on one of its stages; see PassRunner."""
 
     task: TorchTask
     layers: Sequence[Layer]
-    """Of this stage."""
+    """Layers of this stage."""
     stage: Stage
-    """Speaks with the others."""
+    """Sends to and receives from other stages."""
     compute: Compute
     partition: Partition
-    """What of the layers this rank has."""
+    """The part of the layers that this rank has."""
     world: World
     names: Collection[str]
-    """Of this stage's parameters."""
+    """Names of this stage's parameters."""
     elsewhere: Sequence[Tensor]
-    """Parameters of other stages: as long as they live, nothing else has their ids."""
+    """Parameters of other stages, kept so that their ids are not reused."""
     calls: list[MicroBatch] | None = None
-    """What came of the calls in this forward pass of an update; None in an evaluation."""
+    """Calls in the current forward pass of an update; None in an evaluation."""
     meets = True
 
     def __post_init__(self) -> None:
@@ -86,11 +86,11 @@ class Pipelined:
 
     @property
     def training(self) -> bool:
-        """As that of a module: whether this is a forward pass of an update."""
+        """Like ``training`` of a module: whether this is a forward pass of an update."""
         return self.calls is not None
 
     def __call__(self, *inputs: Any, **more: Any) -> Any:
-        """What a task's ``forward`` calls in place of the model: the outputs, in an update on the last stage alone."""
+        """Called by a task's ``forward`` as the model; returns the outputs (in an update, only on the last stage)."""
         stage, received = self.stage, None
         value = only_value(inputs, more, again=bool(self.calls))
         if not stage.is_first:
@@ -113,10 +113,9 @@ class Pipelined:
         return value
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
-        """Raises UserError, on all ranks, if ranks of one model have not got the same. Collective.
+        """Raises UserError, on all ranks, if ranks of one model got different samples. Collective.
 
-        Inputs count on the first stage and targets on the last one: nothing else would tell that they do not belong
-        together.
+        The first stage uses the inputs and the last one the targets, so a mismatch would go unnoticed.
         """
         found = self.world.everyone.allgather(list(map(checksum, micro_batches)), "compare the samples of stages")
         stage = len(found) // self.world.pipeline.size
@@ -128,8 +127,7 @@ class Pipelined:
             )
 
     def run(self, passes: Passes, micro_batches: Sequence[HostBatch], clock: StepClock) -> None:
-        """See PassRunner. Micro-batches are the same on all stages, and so is the loss; waiting for other stages counts
-        as exchange."""
+        """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
         under_way: dict[int, MicroBatch] = {}
         with self._own_streams():
             order = self.stage.order(len(micro_batches))
@@ -158,7 +156,7 @@ class Pipelined:
         return dataclasses.replace(called[0], score=score, samples=samples)
 
     def _backward(self, micro_batch: MicroBatch, passes: Passes, goes_on: bool) -> None:
-        """``goes_on``: whether the next pass is one forward."""
+        """Runs one backward pass; ``goes_on`` says whether the next pass is a forward pass."""
         if self.stage.is_last:
             passes.add(micro_batch.score, micro_batch.samples)
         elif micro_batch.sent:
@@ -169,17 +167,17 @@ class Pipelined:
             self.stage.send_gradients(micro_batch.received)
 
     def dry_call(self, batch: dict[str, Tensor]) -> None:
-        """A forward pass as in an update, on all stages, with errors that name the field of the task."""
+        """A forward pass as in an update, on all stages, whose errors name the task's field."""
         with self._update([]), contextlib.suppress(HandedOn):
             try_loss(self.task, self, batch, self.partition.hint)
         self.stage.settle()
 
     def try_loss(self, loss: Any) -> None:
-        """Nothing: gradients come from the next stage."""
+        """Does nothing: gradients come from the next stage."""
 
     @contextlib.contextmanager
     def _update(self, called: list[MicroBatch]) -> Iterator[None]:
-        """A forward pass of one."""
+        """A context for a forward pass of an update."""
         self.calls = called
         try:
             yield
@@ -189,7 +187,7 @@ class Pipelined:
 
     @contextlib.contextmanager
     def _own_streams(self) -> Iterator[None]:
-        """Other random numbers on each stage, derived from one stream of all stages: there is nothing more to save."""
+        """Uses different random numbers on each stage, derived from the common stream, without more state to save."""
         host = host_random_state()
         self.streams.enter(self.stage.device)
         seed_python(torch.initial_seed())
@@ -200,8 +198,8 @@ class Pipelined:
             restore_host_random_state(host)
 
     def placed(self, tensors: Iterable[StateTensor]) -> list[StateTensor]:
-        """What of this rank's state it saves: state of a parameter is that of this stage's ranks alone, random states
-        are equal on all stages, and what the loss holds is the last one's."""
+        """Selects the state that this rank saves: parameters' state is saved by ranks of their stage, random states by
+        the first stage, and what the loss holds by the last one."""
         found: list[StateTensor] = []
         data, own = self.world.data, self.world.tensor
         for tensor in tensors:
@@ -221,7 +219,7 @@ class Pipelined:
 
 
 def only_value(inputs: Sequence[Any], more: Mapping[str, Any], again: bool) -> Any:
-    """What ``forward`` calls its model on. Raises UserError if that is not one value, or not the first call."""
+    """The input that ``forward`` calls its model with. Raises UserError unless it is one value, in one call."""
     if len(inputs) != 1 or more:
         told = "arguments by name" if more else f"{len(inputs)} arguments"
         raise UserError(f"forward calls the model with {told}", ONCE)
@@ -231,7 +229,7 @@ def only_value(inputs: Sequence[Any], more: Mapping[str, Any], again: bool) -> A
 
 
 def checksum(batch: HostBatch) -> int:
-    """Of all values of a batch."""
+    """Checksum of a batch's names, dtypes, shapes and values."""
     found = 0
     for name, array in sorted(batch.items()):
         found = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), found)
@@ -240,7 +238,7 @@ def checksum(batch: HostBatch) -> int:
 
 
 def grasped(task: TorchTask, model: Module) -> str | None:
-    """What of a task holds the model, a layer or a parameter of it, besides its arguments; None if nothing does."""
+    """Name of a task's function that holds the model or a part of it (as a closure or attribute), if any."""
     parts = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
 
     def is_end(value: Any) -> bool:
@@ -255,7 +253,7 @@ def grasped(task: TorchTask, model: Module) -> str | None:
 
 
 def pipeline_features(task: TorchTask, holdings: Holdings) -> dict[Feature, Any]:
-    """What of a task a pipeline has to know."""
+    """Features of a task that matter to pipelines."""
     is_known = task.layers is not None or (isinstance(task.model, Module) and is_chain(task.model))
     of_ranks = [name for name, one in task.state.items() if isinstance(one, PerRank)]
     given = {

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline hands to its neighbours: activations forward, gradients back."""
+"""Messages between neighbouring pipeline stages: activations forward, gradients back."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-"""Of tensors that are passed on."""
+"""Dtypes of tensors that can be sent, by name."""
 PLAIN = (bool, int, float, str, type(None))
-"""Values that are passed on as they are."""
+"""Types of other values that can be sent."""
 ACTIVATION, GRADIENT, OUTPUT, LOSS = range(4)
 """Tags of messages."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """What came from the stage before, of one micro-batch."""
+    """A micro-batch's value from the previous stage."""
 
     value: Any
     entered: Sequence[Tensor]
-    """Those of its tensors whose gradients go back."""
+    """Its tensors whose gradients are sent back."""
     gradients: Sequence[Tensor]
-    """Of these, once the backward pass has reached them."""
+    """Their gradients, once the backward pass has computed them."""
 
 
 @dataclass(frozen=True)
 class Coming:
-    """A value whose tensors are on their way."""
+    """A value whose tensors are being received."""
 
     made_up: Any
     tensors: Sequence[Tensor]
-    """To be filled."""
+    """The tensors being filled."""
     wanting: Sequence[int]
-    """Numbers of those whose gradients go back."""
+    """Indices of the tensors whose gradients are sent back."""
     finish: Sequence[Callable[[str], None]]
-    """Waits for each."""
+    """One function per tensor that waits for it."""
 
 
 class Entered(torch.autograd.Function):
-    """Tensors that another rank has computed, as if they had been computed here; their gradients are kept."""
+    """Enters tensors from another rank into this rank's graph; collects their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensors: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
@@ -70,14 +70,14 @@ class Entered(torch.autograd.Function):
 
 
 class Stage:
-    """The messages of a rank with the other stages of its model.
+    """A rank's messages with the other stages of its model.
 
     Args:
         group: the stages, in order.
-        device: of the model.
+        device: device of the model.
         clock: records the time in which this rank waits for other stages.
-        exchange: of tensors among the stages; by default through memory of the host. How a value is made up, and the
-            loss, go there in any case.
+        exchange: exchanges tensors between the stages; by default through host memory, as descriptions of values and
+            the loss always are.
     """
 
     def __init__(
@@ -88,39 +88,39 @@ class Stage:
         self.host = HostExchange(group, Waiting(clock, Neighbours.PIPELINE))
         self.exchange: Exchange = exchange or self.host
         self.said: dict[tuple[int, int], bytes] = {}
-        """How the last value that was sent to a rank, by tag, was made up; the same is not said twice."""
+        """Description of the last value sent, by rank and tag; an unchanged one is not sent again."""
         self.heard: dict[tuple[int, int], bytes] = {}
         self.coming: dict[tuple[int, int], Coming] = {}
-        """Values that this rank has begun to receive, by rank and tag."""
+        """Values that are already being received, by rank and tag."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it gets the inputs."""
+        """Whether this stage gets the inputs."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the outputs, and so the loss."""
+        """Whether this stage computes the outputs, and so the loss."""
         return self.rank == self.last
 
     def order(self, micro_batches: int) -> list[Pass]:
-        """Of this stage's passes in an update."""
+        """The order of this stage's passes in an update."""
         return one_forward_one_backward(self.rank, self.group.size, micro_batches)
 
     def send(self, value: Any, rank: int, tag: int) -> list[Tensor]:
-        """Sends a value, with what it is made up of; returns those of its tensors whose gradients will come back."""
+        """Sends a value and its description; returns those of its tensors whose gradients will come back."""
         tensors: list[Tensor] = []
         made_up = json.dumps(described(value, tensors)).encode()
         told = b"" if self.said.get((rank, tag)) == made_up else made_up
         self.said[rank, tag] = made_up
         self.host.post(torch.tensor([len(told)]), rank, tag)
         self.host.post(torch.tensor(list(told), dtype=torch.uint8), rank, tag)
-        for tensor in tensors:  # what has no gradient may be changed in place by the task while it is under way
+        for tensor in tensors:  # the task may change one without gradient in place while it is being sent
             self.exchange.post(tensor if wants_gradient(tensor) else tensor.clone(), rank, tag)
         return [tensor for tensor in tensors if wants_gradient(tensor)]
 
     def receive(self, rank: int, tag: int, what: str) -> Received:
-        """What ``send`` sent; ``what`` completes "waited for the other ranks to ..."."""
+        """Receives what ``send`` sent; ``what`` completes "waited for the other ranks to ..." in errors."""
         coming = self.coming.pop((rank, tag), None) or self._begin(rank, tag, what)
         tensors, wanting = list(coming.tensors), coming.wanting
         for finish in coming.finish:
@@ -134,35 +134,35 @@ class Stage:
         return Received(rebuilt(coming.made_up, tensors), entered, gradients)
 
     def receive_early(self, rank: int, tag: int, what: str) -> None:
-        """Begins to receive what ``receive`` will return, if messages have to be begun in the same order on both sides.
+        """Begins to receive for ``receive``, if both sides must start their messages in the same order.
 
-        In 1F1B a stage sends a micro-batch on before it takes gradients of an earlier one; the stage behind, which has
-        its own order of passes, would send these gradients first. It calls this before it does: then each stage
-        begins the messages with the one behind in its own order, and no two wait for each other, even if each message
-        ended only when the other side has come to it, and a rank worked on one message at a time.
+        In 1F1B, a stage sends the next micro-batch's activations before it receives gradients of an earlier one, but
+        the stage after it would send these gradients first. By calling this before sending them, each stage starts its
+        messages with the next one in the order of its passes, and no two wait for each other, even if each rank handles
+        one message at a time and a message ends only when the other side reaches it.
         """
         if self.exchange.in_order:
             self.coming[rank, tag] = self._begin(rank, tag, what)
 
     def settle(self) -> None:
-        """Waits until all tensors that were sent are through."""
+        """Waits until all sent tensors have been received."""
         self.exchange.settle("take what was passed to them")
 
     def send_gradients(self, received: Received) -> None:
-        """To the stage before; those that no loss depends on are zero."""
+        """Sends gradients to the previous stage; zeros if the loss does not depend on its tensors."""
         found = received.gradients or [torch.zeros_like(tensor) for tensor in received.entered]
         for gradient in found:
             self.exchange.post(gradient, self.rank - 1, GRADIENT)
 
     def receive_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Of what was handed to the stage behind."""
+        """Receives the gradients of what was sent to the next stage."""
         found = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in outputs]
         for finish in [self.exchange.expect(one, self.rank + 1, GRADIENT) for one in found]:
             finish("pass gradients back")
         return found
 
     def tell(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The last stage's values, on all stages."""
+        """Broadcasts the last stage's values to all stages."""
         if not self.is_last:
             self.host.expect(torch.from_numpy(values), self.last, LOSS)("tell the loss")
             return values
@@ -171,7 +171,7 @@ class Stage:
         return values
 
     def _begin(self, rank: int, tag: int, what: str) -> Coming:
-        """Hears what a value is made up of, and begins to receive its tensors."""
+        """Receives a value's description, and begins to receive its tensors."""
         length = torch.empty(1, dtype=torch.int64)
         self.host.expect(length, rank, tag)(what)
         if int(length):
@@ -186,12 +186,12 @@ class Stage:
 
 
 def wants_gradient(tensor: Tensor) -> bool:
-    """Whether it is part of a graph that may be passed back."""
+    """Whether a tensor is part of a graph that backward may go through."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def described(value: Any, tensors: list[Tensor]) -> Any:
-    """What a value is made up of, JSON-able; its tensors are added to the list, each once. Raises UserError."""
+    """Describes a value, JSON-able; appends its tensors to the list, each once. Raises UserError for other types."""
     if isinstance(value, Tensor):
         known = next((number for number, one in enumerate(tensors) if one is value), None)
         if known is not None:
@@ -216,7 +216,7 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def told_tensors(made_up: Any) -> Iterator[tuple[str, list[int], bool]]:
-    """(dtype, shape, whether its gradient is wanted) of each tensor of a value that ``described`` described."""
+    """Yields (dtype, shape, whether its gradient is wanted) of each tensor in a description."""
     ((kind, inner),) = made_up.items()
     if kind == "tensor":
         yield inner
@@ -226,7 +226,7 @@ def told_tensors(made_up: Any) -> Iterator[tuple[str, list[int], bool]]:
 
 
 def rebuilt(made_up: Any, tensors: Sequence[Tensor]) -> Any:
-    """A value that ``described`` described, of these tensors."""
+    """Rebuilds a value from its description and its tensors."""
     left = iter(tensors)
 
     def of(part: Any) -> Any:

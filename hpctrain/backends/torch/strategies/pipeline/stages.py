@@ -1,5 +1,5 @@
-"""The layers of a PyTorch model divided into the stages of a pipeline: each rank keeps its stage's
-parameters, in place, so that names, optimizers and reducers stay what they are."""
+"""Divides the layers of a PyTorch model into pipeline stages. Each rank keeps its stage's parameters in place, so that
+names, optimizers and reducers stay the same."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ class Layer:
     held: frozenset[int]
     """Ids of the parameters and buffers that it uses."""
     cost: float
-    """Its time relative to other layers: its parameters that are multiplied with something."""
+    """Cost relative to other layers: the number of its parameters, except embedding tables."""
     is_trained: bool
-    """Whether some of its parameters want gradients."""
+    """Whether any of its parameters require gradients."""
     stage: int | None = None
-    """That the task gives it to; None if it leaves that open."""
+    """Stage that the task assigns it to; None if the task does not."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Which layers each stage has."""
+    """The layers of each stage."""
 
     layers: Sequence[Layer]
     ranges: Sequence[range]
-    """The numbers of each stage's layers."""
+    """Layer numbers of each stage."""
 
     @property
     def are_given(self) -> bool:
-        """Whether the task says which layers each stage has."""
+        """Whether the task assigns layers to stages."""
         return self.layers[0].stage is not None
 
     @property
     def counts(self) -> list[int]:
-        """How many layers each stage has."""
+        """Number of layers in each stage."""
         return [len(own) for own in self.ranges]
 
     def of(self, stage: int) -> list[Layer]:
@@ -61,7 +61,7 @@ class Stages:
 
 
 def is_chain(model: Module) -> bool:
-    """Whether a model does nothing but call its children one after the other."""
+    """Whether a model only calls its children one after the other."""
     hooks = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
     is_plain = type(model).forward is Sequential.forward and "forward" not in vars(model)
     return isinstance(model, Sequential) and is_plain and not any(hooks)
@@ -71,11 +71,11 @@ def layers_of(model: Module, given: Callable[[Any], Sequence[Any]] | None) -> li
     """The layers of a model, in order.
 
     Args:
-        model: any, if it is said what its layers are.
+        model: any model, or a chain if ``given`` is None.
         given: ``layers`` of the task; None for a chain.
 
     Raises:
-        UserError: they are none, or parameters of the model are in none of them.
+        UserError: they are not layers, or some parameter of the model is in none of them.
     """
     if given is None:
         assert isinstance(model, Sequential) and is_chain(model), "others are refused"
@@ -108,9 +108,9 @@ def layers_of(model: Module, given: Callable[[Any], Sequence[Any]] | None) -> li
 
 
 def stages_given(calls: Any) -> Sequence[Sequence[Any]] | None:
-    """The layers of each stage, if ``layers`` of a task has returned a list of them for each.
+    """The layers of each stage, if a task's ``layers`` returned a list per stage; None if it returned one flat list.
 
-    Raises UserError unless it has, or has returned one list of all layers.
+    Raises UserError if it returned neither.
     """
     if isinstance(calls, (list, tuple)) and calls:
         if all(map(callable, calls)):
@@ -128,9 +128,9 @@ def stages_given(calls: Any) -> Sequence[Sequence[Any]] | None:
 
 
 def used_by(call: Any, model: Module, what: str) -> Iterator[Tensor]:
-    """Parameters and buffers of a layer: of a module, or of what a function holds.
+    """Yields parameters and buffers that a layer uses: those of a module, or of what a function holds.
 
-    Raises UserError if that is the whole model.
+    Raises UserError if it uses the whole model.
     """
     for _, value in reached(call, lambda one: isinstance(one, (Module, Tensor))):
         if value is model:
@@ -151,18 +151,18 @@ def staged(
     costs: Sequence[float] | None = None,
     together: Sequence[bool] = (),
 ) -> Stages:
-    """Shares the layers out, as the task gives them, else evenly. Changes nothing.
+    """Divides the layers into stages as the task assigns them, or evenly. Changes nothing.
 
     Args:
-        model: whose layers they are.
-        layers: in order.
-        stages: to make.
-        costs: of each layer; by default what is known of them by their parameters.
-        together: whether a layer gets what only the rank of the one before it could use; none by default.
+        model: the model.
+        layers: its layers, in order.
+        stages: number of stages.
+        costs: cost of each layer; by default, based on numbers of parameters.
+        together: whether each layer must be in the same stage as the previous one; none by default.
 
     Raises:
-        UserError: the task gives another number of stages, or one that trains nothing; there are too few layers that
-            can be apart; or two stages would have the same parameter or buffer.
+        UserError: the task assigns layers to another number of stages, or a stage trains nothing; there are too few
+            layers that can be separated; or two stages would have the same parameter or buffer.
     """
     users = users_of(model, layers)
     trained = [layer.is_trained for layer in layers]
@@ -198,7 +198,7 @@ def staged(
 
 
 def given_ranges(layers: Sequence[Layer], stages: int) -> list[range] | None:
-    """The numbers of each stage's layers, as the task gives them; None if it leaves that open. Raises UserError."""
+    """Layer numbers of each stage as the task assigns them, if it does. Raises UserError if they do not fit."""
     given = [layer.stage for layer in layers if layer.stage is not None]
     if not given:
         return None
@@ -216,7 +216,7 @@ def given_ranges(layers: Sequence[Layer], stages: int) -> list[range] | None:
 
 
 def users_of(model: Module, layers: Sequence[Layer]) -> dict[str, list[int]]:
-    """The numbers of the layers that use each parameter, and each buffer that is saved, by its name."""
+    """Numbers of the layers that use each parameter and each saved buffer, by name."""
     kept = model.state_dict(keep_vars=True)
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
@@ -227,7 +227,7 @@ def users_of(model: Module, layers: Sequence[Layer]) -> dict[str, list[int]]:
 
 
 def joined(layers: Sequence[Layer], users: Mapping[str, Sequence[int]]) -> list[bool]:
-    """Whether layers before each one use what it, or one behind it, uses."""
+    """Whether each layer must be in the previous one's stage: it or a later one shares a tensor with an earlier one."""
     found = [False] * len(layers)
     for own in users.values():
         for number in range(min(own, default=0) + 1, max(own, default=0) + 1):
@@ -236,8 +236,7 @@ def joined(layers: Sequence[Layer], users: Mapping[str, Sequence[int]]) -> list[
 
 
 def as_before(model: Module, layers: Sequence[Layer], counts: Sequence[int], stages: int) -> Stages | None:
-    """The stages of an earlier attempt, which had this number of layers; None if they no longer fit the model, or
-    their number is wrong."""
+    """The stages of an earlier attempt with these layer counts; None if they do not fit the model or the run."""
     if len(counts) != stages or min(counts) < 1 or sum(counts) != len(layers):
         return None
     ranges = [range(end - own, end) for own, end in zip(counts, itertools.accumulate(counts), strict=True)]
@@ -247,16 +246,16 @@ def as_before(model: Module, layers: Sequence[Layer], counts: Sequence[int], sta
 
 
 def keep_stage(model: Module, stages: Stages, stage: int, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Takes the parameters and buffers of other stages out of a model and its optimizers, in place.
+    """Removes the parameters and buffers of other stages from a model and its optimizers, in place.
 
     Args:
         model: whole.
-        stages: its layers.
-        stage: that is kept.
-        optimizers: which update parameters themselves.
+        stages: the division of its layers.
+        stage: the stage to keep.
+        optimizers: optimizers that update parameters themselves.
 
     Returns:
-        What was taken out, without its memory.
+        The removed tensors, with their memory freed.
     """
     mine = frozenset[int]().union(*(layer.held for layer in stages.of(stage)))
     every = frozenset[int]().union(*(layer.held for layer in stages.layers))

@@ -1,4 +1,4 @@
-"""``parallel.pipeline``: consecutive layers on each rank of a pipeline group, which passes micro-batches on."""
+"""``parallel.pipeline``: each rank of a pipeline group has consecutive layers, and passes micro-batches to the next."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hpctrain.train.clock import Neighbours, Waiting
 
 
 def planned(opening: Opening) -> Strategy | None:
-    """Raises UserError if the model has no layers that stages could have, or optimizers need all parameters."""
+    """The strategy, if the run has a pipeline. Raises UserError if the model or its optimizers cannot be divided."""
     if Feature.PIPELINE in opening.features:
-        opening.traits  # noqa: B018  refuses coupled ones
+        opening.traits  # noqa: B018  raises if an optimizer couples parameters
     stages = stages_of(opening.task, opening.model, opening.config.parallel.pipeline)
     if stages is None or opening.world.pipeline.size == 1:
         return None
@@ -35,7 +35,7 @@ def planned(opening: Opening) -> Strategy | None:
 
 
 def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
-    """Of a model that is on its device; None if there is one stage. Raises UserError if it cannot be divided so."""
+    """Divides a model into stages; None if there is only one. Raises UserError if that is impossible."""
     if stages == 1:
         return None
 
@@ -78,8 +78,8 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
 
 
 def estimate(model: Estimated) -> MemoryEstimate:
-    """See estimated.Estimate: of the stage with the largest state. The first stage keeps the activations of as many
-    micro-batches as there are stages; layers are taken to keep equally much."""
+    """See estimated.Estimate. Estimates the stage with the largest state. The first stage keeps activations of one
+    micro-batch per stage; all layers are assumed to keep equally much."""
     framework, whole = model.framework, model.whole
     stages = stages_of(framework.task, framework.model, model.pipeline)
     assert stages is not None, "there are several"
