@@ -1,10 +1,10 @@
-"""Samples a second of two hosts that train apart (``sync.kind: local``), compared with an exchange in each step.
+"""Samples per second of two hosts with ``sync.kind: local``, compared with an exchange in each step.
 
     python -m benchmarks.apart [--rate 100mbit] [--model gpt] [--json]
 
-Two network namespaces stand for the hosts (root, iproute2), with one rank each. Rows: over a slow link; and over a fast
-one where the last rank takes twice as long for each update. Contenders take turns; samples that a slow rank leaves out
-are not counted.
+Two network namespaces (root, iproute2) act as hosts, with one rank each. Rows: over a slow link; and over a fast link
+with a last rank that takes twice as long per update. Contenders take turns; samples that a slow rank skips are not
+counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAST = "10gbit"
 
 
 def main() -> None:
-    """Prints the rows."""
+    """Measures and prints the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="100mbit", help="of the slow link in each direction, as tc writes it")
     parser.add_argument("--model", default="gpt", help="of hpctrain bench step (default: gpt)")

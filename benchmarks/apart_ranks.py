@@ -1,4 +1,4 @@
-"""Program of ``benchmarks.apart`` for all ranks."""
+"""Program of ``benchmarks.apart`` on the ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hpctrain.train.state import TrainState
 
 ROUND = 32
 WARMUP, STEPS = 2, 8
-"""Of training with an exchange in each step."""
+"""Steps when there is an exchange in each step."""
 
 
 class Run:
-    """A model that a contender trains.
+    """A model trained by a contender.
 
     Args:
-        contender: local, by-speed, or a way of kind mpi.
-        model: of the step benchmark.
+        contender: local, by-speed, or a variant of reducer mpi.
+        model: name of a model of the step benchmark.
         world: the ranks.
-        pause_s: that this rank sleeps in each forward pass.
+        pause_s: seconds that this rank sleeps in each forward pass.
     """
 
     def __init__(self, contender: str, model: str, world: World, pause_s: float) -> None:
@@ -55,7 +55,7 @@ class Run:
             self.framework = local
 
     def steps(self, number: int, samples: int) -> int:
-        """Samples of this rank that were trained on."""
+        """Makes steps; returns the number of this rank's samples that were trained on."""
         made = 0
         for _ in range(number):
             self.framework.set_learning_rate(1.0)
@@ -66,7 +66,7 @@ class Run:
 
 
 def samples_per_s(contender: str, model: str, world: World, pause_s: float) -> float:
-    """Of all ranks, until the slowest is done."""
+    """Samples per second of all ranks, until the slowest is done."""
     run = Run(contender, model, world, pause_s)
     samples = run.samples * world.size
     run.steps(ROUND if run.apart else WARMUP, samples)
@@ -79,7 +79,7 @@ def samples_per_s(contender: str, model: str, world: World, pause_s: float) -> f
 
 
 def update_s(model: str, world: World) -> float:
-    """Seconds that an update takes without any exchange."""
+    """Median seconds of an update without any exchange."""
     run, seconds = Run("flat", model, alone(), 0.0), []
     for _ in range(WARMUP + STEPS):
         begin = time.perf_counter()
@@ -90,7 +90,7 @@ def update_s(model: str, world: World) -> float:
 
 
 def main() -> None:
-    """Rank 0 writes the rows."""
+    """Measures; rank 0 writes the rows."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("--model", "--contenders", "--out"):
         parser.add_argument(name, required=True)

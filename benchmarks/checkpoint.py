@@ -1,4 +1,4 @@
-"""Checkpoints compared with torch.save and PyTorch's DCP, and their memory: ``python -m benchmarks.checkpoint``."""
+"""Compares checkpoints with torch.save and PyTorch's DCP, and measures memory: ``python -m benchmarks.checkpoint``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hpctrain.system import foreign_text
 
 
 def others(arrays: Arrays) -> dict[str, Other]:
-    """Ways of saving these arrays, by name."""
+    """Other ways of saving these arrays, by name."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def torch_save(path: Path) -> None:
@@ -52,7 +52,7 @@ def others(arrays: Arrays) -> dict[str, Other]:
 
 
 def memory_growth(arrays: Arrays, folder: Path, saves: int) -> float:
-    """Peak resident memory over many saves, minus the memory before the first and the one staging copy; MB."""
+    """Growth of peak resident memory over many saves beyond the one staging copy, in MB."""
     os.sync()
     before = resident_bytes()
     store = CheckpointStore(folder / "memory", keep=Retention(last=1))
@@ -69,7 +69,7 @@ def memory_growth(arrays: Arrays, folder: Path, saves: int) -> float:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="bench-checkpoint-") as folder:
-        # first: what contenders free, the C library may keep
+        # first, since the C library may keep memory freed by contenders
         growth = {count: memory_growth(make_state(count, args.mb), Path(folder), args.saves) for count in COUNTS}
     rows = checkpoint.measured(args, others)
     if args.json:

@@ -1,4 +1,4 @@
-"""What methods that save bytes cost in loss: ``python -m benchmarks.convergence``."""
+"""Measures what methods that save bytes cost in loss: ``python -m benchmarks.convergence``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCAL = {"kind": "local", "after_steps": "warm_up"}
 DILOCO = {"every_steps": 32, "outer_lr": 0.7, "outer_momentum": 0.9}
 EVERY, APART, FROM_APART = "every step", "isolated", "isolated after warm-up"
 ACROSS = (0, 1, "updates"), (2, 1e-6, "MB sent by a rank"), (3, 1, "seconds on this machine")
-"""Panels of the picture: column of a curve, scale, label."""
+"""Panels of the picture: (column of a curve, scale, label)."""
 METHODS: dict[str, dict[str, Any]] = {
     EVERY: {},
     APART: {"isolated": True, "share": 0.0},
@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "DiLoCo 32": {"sync": {**LOCAL, **DILOCO}, "share": 1 / 32},
     "DiLoCo 32 cold": {"sync": {"kind": "local", **DILOCO}, "share": 1 / 32},
 }
-"""Sections of a run file, and the share of fp32's bytes that travels; ``warm_up`` stands for its number of steps."""
+"""Sections of a run file, and the fraction of fp32's bytes that is sent; ``warm_up`` is replaced by its steps."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Row:
     seed: int
     ranks: int
     loss: float
-    """At the end, of fixed validation data; of isolated replicas their mean."""
+    """Final loss on fixed validation data; the mean over isolated replicas."""
     bytes_sent: float
-    """By a rank."""
+    """Bytes sent by a rank."""
     seconds: float
-    """Of all steps, on this machine."""
+    """Seconds of all steps on this machine."""
     curve: Sequence[Sequence[float]]
     """(step, loss, bytes, seconds)."""
 
@@ -61,11 +61,11 @@ class Summary:
     method: str
     loss: float
     spread: float
-    """Standard deviation over the seeds of the loss less that of every step with the same seed."""
+    """Standard deviation over the seeds of the difference in loss from "every step" with the same seed."""
     lost: float
-    """Of the benefit of communicating: 0 as every step, 1 as isolated replicas."""
+    """Fraction of the benefit of communication that is lost: 0 as with every step, 1 as with isolated replicas."""
     lost_after: float
-    """The same of what communicating gives after the warm-up; for methods that begin with it."""
+    """The same for the benefit after the warm-up; for methods that start with a warm-up."""
     bytes_share: float
     seconds: float
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summaries(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
-    """One for each method; runs of the same seed are compared with each other."""
+    """Summarizes each method; runs are compared with those of the same seed."""
     by_method = {name: {row.seed: row for row in rows if row.method == name} for name in names}
     exact = by_method[EVERY]
 
@@ -133,7 +133,7 @@ def summaries(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
 
 
 def table(found: Sequence[Summary]) -> str:
-    """For people."""
+    """Formats summaries as a table."""
     head = f"{'method':<24}{'loss':>9}{'spread':>9}{'lost':>8}{'after':>8}{'bytes':>8}{'seconds':>9}"
     lines = [
         f"{one.method:<24}{one.loss:>9.4f}{one.spread:>9.4f}{one.lost:>8.1%}{one.lost_after:>8.1%}"
@@ -144,7 +144,7 @@ def table(found: Sequence[Summary]) -> str:
 
 
 def draw(rows: Sequence[Row], names: Sequence[str], path: Path) -> None:
-    """Mean curves over steps, bytes and seconds. Raises UserError without matplotlib."""
+    """Draws mean curves over steps, bytes and seconds. Raises UserError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

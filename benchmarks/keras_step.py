@@ -1,4 +1,4 @@
-"""More Keras models of ``benchmarks.step``, and contenders without hpctrain."""
+"""Further Keras models for ``benchmarks.step``, and contenders without hpctrain."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hpctrain.backends.tensorflow.bench import Problem, batch_of, cross_entropy,
 from hpctrain.comm.world import World
 
 ROWS = 500_000
-"""Rows of the table."""
+"""Rows of the embedding table."""
 
 
 def lstm() -> keras.Model:
-    """Two layers of 256 over 32 steps; 0.9 M parameters."""
+    """LSTM with two layers of 256 over 32 steps; 0.9 M parameters."""
     return keras.Sequential(
         [keras.Input((32, 64)), layers.LSTM(256, return_sequences=True), layers.LSTM(256), layers.Dense(10)]
     )
 
 
 def small() -> keras.Model:
-    """100 layers of width 32: 0.1 M parameters in 204 tensors."""
+    """100 layers of width 32; 0.1 M parameters in 204 tensors."""
     inputs = keras.Input((32,))
     hidden = inputs
     for _ in range(100):
@@ -39,7 +39,7 @@ def small() -> keras.Model:
 
 
 def wide() -> keras.Model:
-    """256-4096-4096-10: 17.9 M parameters."""
+    """MLP 256-4096-4096-10; 17.9 M parameters."""
     return keras.Sequential(
         [
             keras.Input((256,)),
@@ -51,7 +51,7 @@ def wide() -> keras.Model:
 
 
 def tables() -> keras.Model:
-    """A table of 500,000 x 16, eight rows of which make a sample, and two layers."""
+    """An embedding table of 500,000 x 16, eight rows per sample, and two layers."""
     return keras.Sequential(
         [
             keras.Input((8,), dtype="int64"),
@@ -78,7 +78,7 @@ TABLES: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 
 def problem(name: str, world: World, dense: bool = False) -> Problem:
-    """Keras' optimizers take dense gradients anyway."""
+    """Makes a model of MODELS or TABLES; ``dense`` is not needed, since Keras' optimizers accept dense gradients."""
     if name in TABLES:
         ids = np.random.default_rng(1 + world.rank).integers(0, ROWS, (512, 8))
         return Problem(seeded(tables), TABLES[name](), {**batch_of((512,), world), "input": ids})
@@ -87,7 +87,7 @@ def problem(name: str, world: World, dense: bool = False) -> Problem:
 
 
 class Plain:
-    """The whole step in one function, as Keras' documentation shows it, with another library's exchange."""
+    """A step in one function, as in Keras' documentation, with another library's exchange."""
 
     def __init__(
         self,
@@ -119,10 +119,10 @@ class Plain:
 
 
 def plain_horovod(problem: Problem) -> Plain:
-    """Horovod's DistributedGradientTape at its defaults."""
+    """Horovod's DistributedGradientTape with default settings."""
     import horovod.tensorflow as hvd
 
-    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # its default; an earlier start in this process may have set another
+    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # the default; an earlier start in this process may have set another value
     hvd.init()
 
     def close() -> None:
@@ -133,7 +133,7 @@ def plain_horovod(problem: Problem) -> Plain:
 
 
 def workers(world: World) -> tf.distribute.Strategy:
-    """TensorFlow's MultiWorkerMirroredStrategy over the ranks; it must exist before anything else uses TensorFlow."""
+    """TensorFlow's MultiWorkerMirroredStrategy over the ranks; make it before any other use of TensorFlow."""
     free = socket.create_server(("127.0.0.1", 0))
     ports = world.everyone.allgather(free.getsockname()[1], "find the workers")
     free.close()

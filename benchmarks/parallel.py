@@ -1,4 +1,4 @@
-"""Steps under each plan of ``parallel``, compared with one process and PyTorch: ``python -m benchmarks.parallel``."""
+"""Compares steps under each plan of ``parallel`` with one process and PyTorch: ``python -m benchmarks.parallel``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = "benchmarks.torch_parallel"
 OURS = ("one", "one-wide", "mpi", "sharded", "gradients", "tensor", "pipeline", "parameters")
 THEIRS = ("ddp", "zero", "dtensor", "torch-pipeline", "fsdp")
 MODELS = {"small": (256, 6), "large": (512, 12)}
-"""Width and number of blocks: 5 and 38 million parameters."""
+"""Width and number of blocks; 5 and 38 million parameters."""
 HEADS = 8
 """Attention heads of each block."""
 
@@ -27,15 +27,15 @@ class Row:
 
     contender: str
     median_ms: float
-    """Median step, of the slowest rank."""
+    """Median step of the slowest rank, in ms."""
     ratio_to_one: float | None
-    """To the step of one process with one thread, in the same run."""
+    """Ratio to the step of one process with one thread in the same run."""
     loss: float
-    """Of the last step; equal for all to rounding, since all train on the same samples."""
+    """Loss of the last step; equal for all up to rounding, since all train on the same samples."""
     peak_mib: float | None = None
     """Peak resident memory of a rank (VmHWM), measured in a separate run."""
     exchange: float | None = None
-    """Median share of a step, from 0 to 1, in which the rank that waits most exchanges or waits; of our plans only."""
+    """Median fraction of a step that the rank that waits most spends exchanging or waiting; only for our plans."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(args: argparse.Namespace) -> list[str]:
-    """The contenders. Raises UserError if they are unknown, or the problem cannot be divided."""
+    """Returns the contenders. Raises UserError if one is unknown or the problem cannot be divided."""
     names = list(dict.fromkeys(args.contenders.split(",")))
     unknown = [name for name in names if name not in (*OURS, *THEIRS)]
     if unknown:
@@ -103,7 +103,7 @@ def chosen(args: argparse.Namespace) -> list[str]:
 
 
 def table(found: list[Row]) -> str:
-    """Rows for people."""
+    """Formats rows as a table."""
     head = f"{'contender':<16}{'median ms':>10}{'to one':>8}{'exchange':>10}{'peak MiB':>10}{'loss':>12}"
     lines = [
         f"{row.contender:<16}{row.median_ms:>10.1f}"

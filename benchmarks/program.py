@@ -1,4 +1,4 @@
-"""How a benchmark starts from its command line."""
+"""Starts a benchmark from its command line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def start(
     add_arguments: Callable[[argparse.ArgumentParser], None],
     run: Callable[[argparse.Namespace], int],
 ) -> int:
-    """Parses the command line and runs the benchmark; its exit code.
+    """Parses the command line and runs the benchmark; returns its exit code.
 
     Args:
-        name: after ``python -m benchmarks.``.
+        name: name after ``python -m benchmarks.``.
         about: one sentence for ``--help``.
-        add_arguments: declares the options.
+        add_arguments: adds the options.
         run: measures and prints.
     """
     parser = Parser(prog=f"python -m benchmarks.{name}", description=about, allow_abbrev=False)

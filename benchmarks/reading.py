@@ -1,8 +1,8 @@
-"""Samples read from a packed file and from an object store, in turn: ``python -m benchmarks.reading``.
+"""Compares reading samples from a packed file and from an object store: ``python -m benchmarks.reading``.
 
-The same rows lie in a packed HDF5 file, and in a local S3 server as Parquet, as HDF5, as tar shards, which WebDataset
-reads, and as MosaicML's shards (``pip install webdataset mosaicml-streaming``). The first epoch is cold: no page of the
-files and no block of the store is on the node.
+The same rows are in a packed HDF5 file, and on a local S3 server as Parquet, HDF5, tar shards (read by WebDataset) and
+MosaicML shards (``pip install webdataset mosaicml-streaming``). The first epoch is cold: neither pages of the files nor
+blocks of the store are cached on the node.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from hpctrain.system.object_store import opened
 from tests.support.object_store import serving
 
 WIDTH, GROUP, SHARD, FILE = 192, 10_000, 10_000, 100_000
-"""Values of a row, rows of a row group, samples of a tar shard, rows of a Parquet or HDF5 file."""
+"""Values per row, rows per row group, samples per tar shard, rows per Parquet or HDF5 file."""
 PEERS = {"webdataset": "webdataset", "streaming": "streaming"}
-"""Contenders that need a package, and its module."""
+"""Contenders that need a package, with its module."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,27 +49,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rows_of(begin: int, end: int) -> dict[str, NDArray[np.float32] | NDArray[np.int64]]:
-    """The same at each call."""
+    """Makes a range of rows, reproducibly."""
     rng = np.random.default_rng(begin)
     return {"x": rng.random((end - begin, WIDTH), np.float32), "y": np.arange(begin, end)}
 
 
 def parts(begin: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges of this number of rows."""
+    """Splits a range into ranges of at most ``rows`` rows."""
     return ((at, min(at + rows, end)) for at in range(begin, end, rows))
 
 
 def fill_packed(num_rows: int, folder: Path) -> str:
     path = folder / "packed.h5"
     pack(path, 0, num_rows)
-    with open(path, "rb") as file:  # no page of it stays in memory
+    with open(path, "rb") as file:  # drop it from the page cache
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return str(path)
 
 
 def pack(path: Path, first: int, last: int) -> None:
-    """A file as ``hpctrain data pack`` makes it."""
+    """Writes a file as ``hpctrain data pack`` does."""
     with h5py.File(path, "w") as file:
         x = file.create_dataset("x", (last - first, WIDTH), np.float32)
         file.create_dataset("y", data=np.arange(first, last))
@@ -137,7 +137,7 @@ FILLING: dict[str, Callable[[int, Path], str]] = {
     "streaming": fill_streaming,
     "webdataset": fill_webdataset,
 }
-"""Writes the rows; returns where they are."""
+"""Functions that write the rows and return their address, by contender."""
 
 
 def run(args: argparse.Namespace) -> int:

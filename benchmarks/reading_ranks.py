@@ -1,4 +1,4 @@
-"""A rank of ``benchmarks.reading``: epochs of its samples, as training reads them."""
+"""Program of ``benchmarks.reading`` on the ranks: reads epochs of samples as training does."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 
 BATCH = 256
-"""Samples of a rank."""
+"""Samples per batch of a rank."""
 BUFFER = 10_000
-"""Samples among which WebDataset shuffles: the number that a row group has."""
+"""Size of WebDataset's shuffle buffer in samples, equal to a row group."""
 
 
 def ours(address: str, world: World, epochs: int) -> Iterator[int]:
-    """Numbers of samples of the batches, in blocks as large as row groups; 0 at the end of an epoch."""
+    """Yields the number of samples of each batch, shuffled in blocks of a row group; 0 at the end of an epoch."""
     dataset = open_dataset(address, ["x", "y"])
     order = Order(len(dataset), BATCH * world.size, seed=0, shuffle="block", block_samples=BUFFER)
     data = TrainingData(dataset, order, world.rank, world.size, prefetch=2)
@@ -41,7 +41,7 @@ def ours(address: str, world: World, epochs: int) -> Iterator[int]:
 
 
 def webdataset(address: str, world: World, epochs: int) -> Iterator[int]:
-    """The same from WebDataset; each rank has other shards, and keeps them on the disk."""
+    """Like ``ours``, from WebDataset; each rank reads different shards and caches them on disk."""
     import webdataset
 
     def decoded(sample: dict[str, Any]) -> tuple[Any, int]:
@@ -63,7 +63,7 @@ def webdataset(address: str, world: World, epochs: int) -> Iterator[int]:
 
 
 def streaming(address: str, world: World, epochs: int) -> Iterator[int]:
-    """The same from MosaicML Streaming, whose ranks are those of torch.distributed."""
+    """Like ``ours``, from MosaicML Streaming, which uses the ranks of torch.distributed."""
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         port = world.everyone.allgather(door.getsockname()[1])[0]
@@ -83,11 +83,11 @@ def streaming(address: str, world: World, epochs: int) -> Iterator[int]:
 
 
 READERS = {"webdataset": webdataset, "streaming": streaming}
-"""Of contenders that are not this package."""
+"""Readers of contenders other than hpctrain."""
 
 
 def main() -> None:
-    """Rank 0 writes the row."""
+    """Measures; rank 0 writes the row."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("--kind", "--address", "--out"):
         parser.add_argument(name, required=True)

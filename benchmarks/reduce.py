@@ -1,4 +1,4 @@
-"""How long the exchange of gradients takes alone: ``python -m benchmarks.reduce``."""
+"""Times the exchange of gradients by itself: ``python -m benchmarks.reduce``."""
 
 from __future__ import annotations
 

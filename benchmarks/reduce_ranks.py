@@ -1,4 +1,4 @@
-"""Program of ``benchmarks.reduce`` for all ranks."""
+"""Program of ``benchmarks.reduce`` on the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Exchange:
         self.reducer.exchange()
 
     def weights_hash(self) -> str:
-        """There are no weights."""
+        """See Contender; there are no weights."""
         return ""
 
     def close(self) -> None:
@@ -34,14 +34,14 @@ class Exchange:
 
 
 def make(way: str, mib: float, world: World) -> Exchange:
-    """An exchange of this many MiB of fp32."""
+    """Makes an exchange of ``mib`` MiB of fp32."""
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(max(1, int(mib * MIB) // 4)))
     return Exchange(make_reducer(Candidate.parse(way), world.data, model, ReduceConfig()))
 
 
 def main() -> None:
-    """Rank 0 writes the rows."""
+    """Measures; rank 0 writes the rows."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("--sizes", "--ways", "--out"):
         parser.add_argument(name, required=True)

@@ -1,7 +1,7 @@
-"""What many ranks cost the few processes that handle all of them: ``python -m benchmarks.simulate``.
+"""Measures what many ranks cost the few processes that handle all of them: ``python -m benchmarks.simulate``.
 
-Their functions run on synthetic input. Each part runs at a tenth of the ranks and at all of them, which shows how it
-grows. Memory is measured in a separate run, since tracing slows the code.
+Their functions run on synthetic input, with a tenth of the ranks and with all of them, which shows how the cost grows.
+Memory is measured in a separate run, since tracing slows the code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from hpctrain.train.clock import Phase
 RANKS_PER_NODE = 8
 WINDOW_STEPS = 32
 SLOW = 0.3
-"""Share of the ranks that become slow, just below the share that is too large to name ranks."""
+"""Fraction of the ranks that become slow, just below the fraction at which ranks are no longer named."""
 HEALTHY_WINDOWS = 6
 SAMPLES_PER_RANK = 1000
 BATCH_PER_RANK = 8
@@ -64,7 +64,7 @@ class Cost:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many ranks."""
+    """Adds the options."""
     parser.add_argument("--ranks", type=int, default=10_000, help="ranks to simulate (default 10000)")
     parser.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)} (default: all)")
     parser.add_argument("--folder", type=existing_folder, help="folder for the files, on the disk to measure")
@@ -90,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def growth(small: Cost, large: Cost) -> float:
-    """The power of the number of ranks with which a part's seconds grow."""
+    """Exponent of the growth of a part's seconds with the number of ranks."""
     return math.log(max(large.seconds, 1e-6) / max(small.seconds, 1e-6)) / math.log(large.ranks / small.ranks)
 
 
 def measure(name: str, ranks: int, folder: Path | None) -> Cost:
-    """Runs a part twice: once for time, once for memory."""
+    """Runs a part twice, for time and for memory."""
     prepare = PARTS[name][1]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         action = prepare(ranks, Path(place))
@@ -111,12 +111,12 @@ def measure(name: str, ranks: int, folder: Path | None) -> Cost:
 
 
 def hosts_of(ranks: int) -> list[str]:
-    """Eight ranks per host."""
+    """Hosts of eight ranks each."""
     return [f"n{rank // RANKS_PER_NODE}" for rank in range(ranks)]
 
 
 def window(index: int, ranks: int) -> Window:
-    """A window of healthy ranks, or of ranks of which 30% are slow."""
+    """Makes a window of healthy ranks or, from HEALTHY_WINDOWS on, with 30% slow ranks."""
     rng = np.random.default_rng(index)
     busy = rng.normal(0.02, 0.0002, (ranks, WINDOW_STEPS)).astype(np.float32)
     if index >= HEALTHY_WINDOWS:
@@ -128,12 +128,12 @@ def window(index: int, ranks: int) -> Window:
 
 
 def slow_ranks(ranks: int) -> NDArray[np.int64]:
-    """The same ranks in every window."""
+    """The slow ranks, the same in every window."""
     return np.random.default_rng(0).permutation(ranks)[: int(SLOW * ranks)]
 
 
 def verdict(ranks: int, folder: Path) -> Action:
-    """The window that confirms 30% of the ranks."""
+    """Judges the window that confirms 30% of the ranks as slow."""
     judge = Judge(hosts_of(ranks))
     for index in range(HEALTHY_WINDOWS + 1):
         judge.judge(window(index, ranks))
@@ -142,7 +142,7 @@ def verdict(ranks: int, folder: Path) -> Action:
 
 
 def chief(ranks: int, folder: Path) -> Action:
-    """One window and one heartbeat of all nodes: messages are read, judged and reported, and hangs are checked."""
+    """Handles one window and heartbeat of all nodes: decodes, judges and reports, and checks for hangs."""
     run_dir = RunDir(folder)
     run_dir.monitor.mkdir(parents=True)
     nodes = [rank // RANKS_PER_NODE for rank in range(ranks)]
@@ -161,7 +161,7 @@ def chief(ranks: int, folder: Path) -> Action:
 
 
 def reports(whole: Window) -> Iterator[Message]:
-    """A window and a heartbeat of each node."""
+    """Messages with a window and a heartbeat of each node."""
     names = ("busy", "wait", "work", "typical", "mean")
     for first in range(0, len(whole.ranks), RANKS_PER_NODE):
         part = slice(first, first + RANKS_PER_NODE)
@@ -173,7 +173,7 @@ def reports(whole: Window) -> Iterator[Message]:
 
 
 def words(ranks: int, folder: Path) -> WordReader:
-    """A reader of unread last words."""
+    """Writes last words of all ranks; returns a reader that has not read them."""
     long_ago = (time.time() - 3600,) * 2
     for rank in range(ranks):
         word = LastWord(rank, f"n{rank // RANKS_PER_NODE}", 1000 + rank, 5.0, 6.0)
@@ -184,12 +184,12 @@ def words(ranks: int, folder: Path) -> WordReader:
 
 
 def first_look(ranks: int, folder: Path) -> Action:
-    """When the ranks have just started."""
+    """The first look, when the ranks have just started."""
     return words(ranks, folder).look
 
 
 def next_look(ranks: int, folder: Path) -> Action:
-    """Every later look, while nothing changes."""
+    """A later look when nothing has changed."""
     reader = words(ranks, folder)
     while len(reader.look()) < ranks:
         pass
@@ -197,19 +197,19 @@ def next_look(ranks: int, folder: Path) -> Action:
 
 
 def full_order(ranks: int, folder: Path) -> Action:
-    """What each rank does when an epoch begins."""
+    """The sample order at the start of an epoch, on each rank."""
     order = Order(SAMPLES_PER_RANK * ranks, BATCH_PER_RANK * ranks)
     return lambda: order.batch_indices(0, 0)
 
 
 def block_order(ranks: int, folder: Path) -> Action:
-    """The same with block shuffle."""
+    """The sample order with block shuffle."""
     order = Order(SAMPLES_PER_RANK * ranks, BATCH_PER_RANK * ranks, shuffle="block")
     return lambda: order.batch_indices(0, 0)
 
 
 def commit(ranks: int, folder: Path) -> Action:
-    """Rank 0's part once all shards are written: their indexes become the manifest."""
+    """Rank 0's commit after all shards are written: builds the manifest from their indexes."""
     checkpoints = CheckpointFolder(folder)
     partial = checkpoints.partial(1, "bench")
     checkpoints.prepare_folder(partial)
@@ -222,7 +222,7 @@ def commit(ranks: int, folder: Path) -> Action:
 
 
 def report(ranks: int, folder: Path) -> Action:
-    """The heat map, written by the monitor and drawn by the report."""
+    """Writes the heat map as the monitor does, and reads it as the report does."""
     run_dir = RunDir(folder)
     run_dir.monitor.mkdir(parents=True)
     heat = Heat(ranks, WINDOW_STEPS)
@@ -247,7 +247,7 @@ PARTS: dict[str, tuple[str, Callable[[int, Path], Action]]] = {
     "commit": ("commit of a checkpoint", commit),
     "report": ("heat map of the report", report),
 }
-"""Name on the command line, name in the table, and how it is prepared."""
+"""Name in the table, and function that prepares the action, by name on the command line."""
 
 
 if __name__ == "__main__":

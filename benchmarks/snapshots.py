@@ -1,10 +1,10 @@
-"""What snapshots in node memory cost, or copies of checkpoints in a store: steps with and without them, in turns.
+"""Cost of snapshots in node memory, or of copies of checkpoints in a store: steps with and without them, in turns.
 
     mpirun -n 2 python -m benchmarks.snapshots [--copies 1] [--params 10000000] [--every 50] [--step-ms 20] [--pairs 20]
     mpirun -n 2 python -m benchmarks.snapshots --store file:///somewhere
 
-Each rank stands for a node with a separate folder in /dev/shm. A step multiplies matrices on one thread, so time that
-writers take from the step's core counts, too; set OMP_NUM_THREADS=1. A turn is ``--every`` steps and one snapshot.
+Each rank acts as a node with its own folder in /dev/shm. A step multiplies matrices on one thread, so that CPU time
+taken by writers on its core counts; set OMP_NUM_THREADS=1. A turn is ``--every`` steps and one snapshot.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from hpctrain.train.tree import HostLeaves
 
 IDENTITY = {"config": {"seed": 0, "train": {}}, "global_batch": 1, "data": ""}
 TENSORS = 60
-"""Of parameters and of each of Adam's moments."""
+"""Number of tensors of parameters, and of each of Adam's moments."""
 
 
 class Numbers:
-    """Parameters and the moments of Adam, fp32, as a framework shows them."""
+    """Parameters and Adam's moments in fp32, with a framework's interface."""
 
     facts = Facts("numpy", HostLeaves(), 0)
 
@@ -56,19 +56,19 @@ class Numbers:
         self.host = self
 
     def state(self) -> list[ArrayTensor]:
-        """All of it."""
+        """All tensors."""
         return self.tensors
 
     def staging(self, num_bytes: int, given: Any = None) -> Any:
-        """Touched memory."""
+        """Allocates memory and touches it."""
         return np.ones(num_bytes, np.uint8) if given is None else given
 
     def synchronize(self) -> None:
-        """Copies are done."""
+        """Does nothing: copies are synchronous."""
 
 
 def hook(world: World, folder: Path, config: CheckpointConfig, events: list[Event], training: Any) -> CheckpointHook:
-    """Of a run that has begun."""
+    """Makes the checkpoint hook of a started run."""
     run = RunDir(Path(world.everyone.broadcast(str(folder))))
     run.create()
     attempts = Attempts(run)
@@ -85,7 +85,7 @@ def hook(world: World, folder: Path, config: CheckpointConfig, events: list[Even
 
 
 def main() -> None:
-    """Prints shares of the time of a step."""
+    """Measures and prints the costs as fractions of the step time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=0)
     parser.add_argument("--params", type=int, default=10_000_000)

@@ -1,4 +1,4 @@
-"""Steps of hpctrain compared with those of other libraries: ``python -m benchmarks.step``."""
+"""Compares hpctrain's steps with those of other libraries: ``python -m benchmarks.step``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODELS = {
     "torch": (*step.MODELS, "mlp-adam", "tables-sgd", "tables-adagrad", "tables-adam"),
     "tensorflow": (*step.MODELS, "lstm", "small", "wide", "tables-sgd", "tables-adagrad", "tables-adam"),
 }
-"""mlp-adam is the mlp with an optimizer that has more state, tables-* a table of 500,000 x 16 by optimizer."""
+"""mlp-adam is mlp with an optimizer with more state; tables-* is a table of 500,000 x 16 with the named optimizer."""
 OTHERS = {
     "torch": ("plain", "sharded", "tables", "densify", "ddp", "ddp-fp16", "zero", "horovod-plain"),
     "tensorflow": ("plain", "sharded", "tables", "densify", "mwms", "horovod-plain"),

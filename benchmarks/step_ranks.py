@@ -1,4 +1,4 @@
-"""Program of ``benchmarks.step`` for all ranks: hpctrain's contenders, other settings of it, and other libraries."""
+"""Program of ``benchmarks.step`` on the ranks: hpctrain's contenders, further settings of it, and other libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SETTINGS = {
     "tables": (ReduceConfig(kind="mpi"), ParallelConfig(shard="tables")),
     "densify": (ReduceConfig(kind="mpi", sparse="densify"), ParallelConfig()),
 }
-"""What some contenders set in a run file."""
+"""Run file settings of some contenders."""
 
 
 def all_contenders(args: argparse.Namespace, world: World) -> Contenders:
-    """Those of ``hpctrain bench step`` and more. Collective."""
+    """Contenders of ``hpctrain bench step`` and further ones. Collective."""
     ours = our_contenders(args, world)
     names = args.contenders.split(",")
     if args.framework == "torch":
@@ -36,7 +36,7 @@ def all_contenders(args: argparse.Namespace, world: World) -> Contenders:
 
 
 def configured(name: str, world: World, problem: Callable[..., Any]) -> Callable[[str], Contender]:
-    """A contender that is hpctrain with settings of a run file."""
+    """Makes a contender: hpctrain with settings from SETTINGS."""
     return lambda model: Ours(problem(model, world, name == "densify"), world, *SETTINGS[name], None)
 
 

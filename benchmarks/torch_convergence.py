@@ -1,4 +1,4 @@
-"""Trains one small GPT by each method on equal samples, on the ranks that run this program."""
+"""Program of ``benchmarks.convergence`` on the ranks: trains a small GPT with each method on the same samples."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hpctrain.train.framework import Framework, HostBatch
 from hpctrain.train.state import TrainState
 
 EVALUATED = 128
-"""Samples of validation data, the same at each evaluation."""
+"""Number of validation samples, the same at each evaluation."""
 POINTS = 20
-"""Evaluations of a curve."""
+"""Evaluations per curve."""
 NEVER = 10**9
 
 
 def train(world: World, method: str, args: argparse.Namespace, seed: int) -> Row:
-    """One run. Collective."""
+    """Makes one run. Collective."""
     after = round(args.warm_up * args.steps)
     settings = METHODS[method]
     sync = {key: after if value == "warm_up" else value for key, value in settings.get("sync", {}).items()}
@@ -79,13 +79,13 @@ def train(world: World, method: str, args: argparse.Namespace, seed: int) -> Row
 
 
 def factor(step: int, steps: int, decay: str) -> float:
-    """Of the learning rate: a short warm-up, then half a cosine, or nothing."""
+    """Learning-rate factor: a short warm-up, then half a cosine or constant."""
     left = 0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2 if decay == "cosine" else 1.0
     return min(1.0, (step + 1) / 20) * left
 
 
 def bytes_sent(values: int, ranks: int, steps: int, after: int, settings: dict[str, Any]) -> float:
-    """By a rank, in a whole run: what a ring of that many values takes."""
+    """Bytes that a rank sends in a whole run with ring exchanges of ``values`` values."""
     exchange = 2 * (ranks - 1) / ranks * 4 * values
     exact = after if "warm_up" in {*settings.get("reduce", {}).values(), *settings.get("sync", {}).values()} else 0
     share: float = settings.get("share", 1.0)
@@ -93,7 +93,7 @@ def bytes_sent(values: int, ranks: int, steps: int, after: int, settings: dict[s
 
 
 def main() -> None:
-    """Each ``method:seed``, one after the other."""
+    """Makes the runs ``method:seed`` one after another; rank 0 writes the rows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", required=True)
     for name in ("--steps", "--batch", "--width"):

@@ -1,4 +1,4 @@
-"""Steps of a GPT under each plan, in turns, on the ranks that run this program; the same samples for all."""
+"""Program of ``benchmarks.parallel`` on the ranks: steps of a GPT under each plan, in turns, on the same samples."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def gpt(size: str) -> Gpt:
-    """Always the same weights."""
+    """Makes a GPT with fixed weights."""
     torch.manual_seed(0)
     width, count = MODELS[size]
     blocks = [Block(width, HEADS, HEADS, 4 * width, gated=False, norm=nn.LayerNorm) for _ in range(count)]
@@ -57,17 +57,17 @@ def gpt(size: str) -> Gpt:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """The same for all; DTensors refuse fused and foreach optimizers that also hold plain tensors."""
+    """The optimizer of all contenders; DTensors do not allow fused or foreach optimizers with plain tensors."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
 def loss_of(logits: Any, batch: Any) -> Tensor:
-    """Mean over the tokens."""
+    """Cross-entropy, mean over the tokens."""
     return cross_entropy(logits, batch["targets"])
 
 
 class Ours:
-    """hpctrain's step under a plan; on a single rank, as one process."""
+    """hpctrain's step under a plan, or in one process on a single rank."""
 
     def __init__(self, size: str, batch: int, micro_batches: int, world: World, plan: dict[str, Any]) -> None:
         keys: dict[str, Any] = {key: world.size if value is True else value for key, value in plan.items()}
@@ -87,7 +87,7 @@ class Ours:
         self.mine = cut(samples(batch), self.world.data.rank, self.world.data.size, self.accumulate)
         self.loss = 0.0
         self.exchange: list[float] = []
-        """Share of each step."""
+        """Fraction of each step spent in the exchange."""
         self.close = self.framework.close
 
     def step(self) -> None:
@@ -107,7 +107,7 @@ class Ours:
 
 
 class Theirs:
-    """A loop as PyTorch's documentation shows it, on this rank's samples."""
+    """A loop as in PyTorch's documentation, on this rank's samples."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], ranks: int) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
@@ -132,7 +132,7 @@ class Theirs:
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining, 1F1B."""
+    """torch.distributed.pipelining with schedule 1F1B."""
 
     def __init__(self, size: str, batch: int, micro_batches: int, world: World) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -168,20 +168,20 @@ class TorchPipeline:
 
 
 def samples(batch: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Always the same: int64[batch, LENGTH] inputs and targets."""
+    """Fixed samples: int64[batch, LENGTH] inputs and targets."""
     tokens = np.random.default_rng(0).integers(0, WORDS, (batch, LENGTH + 1))
     return {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:])}
 
 
 def cut(whole: dict[str, Any], rank: int, size: int, pieces: int = 1) -> list[dict[str, Any]]:
-    """A rank's micro-batches."""
+    """Cuts out a rank's micro-batches."""
     mine = {name: array[part_of(len(array), rank, size)] for name, array in whole.items()}
     count = len(mine["inputs"])
     return [{name: array[part_of(count, piece, pieces)] for name, array in mine.items()} for piece in range(pieces)]
 
 
 def tensor_parallel(model: Gpt, ranks: int) -> Gpt:
-    """With DTensors, cut as in PyTorch's tutorial on transformers."""
+    """Applies tensor parallelism with DTensor, as in PyTorch's tutorial on transformers."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -195,7 +195,7 @@ def tensor_parallel(model: Gpt, ranks: int) -> Gpt:
 
 
 def fully_sharded(model: Gpt) -> Gpt:
-    """FSDP2 as its documentation shows it."""
+    """Applies FSDP2 as in its documentation."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:
@@ -205,7 +205,7 @@ def fully_sharded(model: Gpt) -> Gpt:
 
 
 def of_torch(name: str, size: str, batch: int, micro_batches: int, world: World) -> Theirs | TorchPipeline:
-    """PyTorch's own, over gloo."""
+    """Makes a contender of PyTorch's own, over gloo."""
     if name == "torch-pipeline":
         return TorchPipeline(size, batch, micro_batches, world)
     model: nn.Module = gpt(size)
@@ -226,7 +226,7 @@ def of_torch(name: str, size: str, batch: int, micro_batches: int, world: World)
 
 
 def measure(names: Sequence[str], args: argparse.Namespace, world: World) -> list[Row]:
-    """All contenders in turns. One process is rank 0, while the others wait without using a core."""
+    """Runs contenders in turns. Single-process ones run on rank 0 while the others wait without using a core."""
     times: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
     exchange: dict[str, list[float]] = {name: [] for name in PLANS}
@@ -272,7 +272,7 @@ ALONE = ("one", "one-wide")
 
 
 def maker(name: str, args: argparse.Namespace, world: World) -> Callable[[], Any] | None:
-    """What makes a contender; None on a rank that takes no part."""
+    """Returns a function that makes the contender; None on a rank that takes no part."""
     problem = args.model, args.batch, args.micro_batches
     if name in ALONE:
         return (lambda: Ours(*problem, alone(), {})) if world.rank == 0 else None
@@ -282,13 +282,13 @@ def maker(name: str, args: argparse.Namespace, world: World) -> Callable[[], Any
 
 
 def peak_mib() -> float:
-    """Peak resident memory of this process."""
+    """Peak resident memory of this process in MiB."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def main() -> None:
-    """Rank 0 writes the rows."""
+    """Measures; rank 0 writes the rows."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("--model", "--contenders", "--out"):
         parser.add_argument(name, required=True)

@@ -1,4 +1,4 @@
-"""More PyTorch models of ``benchmarks.step``, and contenders without hpctrain."""
+"""Further PyTorch models for ``benchmarks.step``, and contenders without hpctrain."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hpctrain.comm.world import World
 from hpctrain.parallel.tensor_words import vocabulary
 
 ROWS = 500_000
-"""Rows of the table."""
+"""Rows of the embedding table."""
 
 
 class Tables(nn.Module):
-    """A table of 500,000 x 16, eight rows of which make a sample, and two layers."""
+    """An embedding table of 500,000 x 16, eight rows per sample, and two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,18 +31,18 @@ class Tables(nn.Module):
         self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Classes."""
+        """Returns the logits."""
         logits: Tensor = self.layers(self.table(ids).mean(1))
         return logits
 
 
 def tables() -> tuple[nn.Module, Tensor, Tensor]:
-    """512 samples."""
+    """The model with 512 samples."""
     return Tables(), torch.randint(ROWS, (512, 8)), torch.randint(10, (512,))
 
 
 def optimizer_of(name: str, model: nn.Module, dense: bool) -> torch.optim.Optimizer:
-    """The optimizer of a model; Adam replaces SparseAdam, which takes no dense gradients, if they are dense."""
+    """The optimizer of a model; for dense gradients Adam replaces SparseAdam, which does not accept them."""
     if name == "tables-sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-3)
     if name == "tables-adagrad":
@@ -58,7 +58,7 @@ def optimizer_of(name: str, model: nn.Module, dense: bool) -> torch.optim.Optimi
 
 
 def problem(name: str, world: World, dense: bool = False) -> Problem:
-    """A model of the package, or one with another optimizer or a large table."""
+    """Makes a model of the package, or one with another optimizer or a large table."""
     if name in bench.MODELS:
         return bench.problem(name, world)
     model, inputs, targets = seeded(bench.mlp if name == "mlp-adam" else tables, world)
@@ -67,7 +67,7 @@ def problem(name: str, world: World, dense: bool = False) -> Problem:
 
 
 class Plain:
-    """A loop as PyTorch's documentation shows it."""
+    """A loop as in PyTorch's documentation."""
 
     def __init__(self, problem: Problem, model: Any, optimizer: Any, close: Callable[[], None] = lambda: None) -> None:
         self.problem, self.model, self.optimizer, self.close = problem, model, optimizer, close
@@ -82,12 +82,12 @@ class Plain:
 
 
 def plain(problem: Problem) -> Plain:
-    """Without any exchange."""
+    """A loop without any exchange."""
     return Plain(problem, problem.model, problem.optimizer)
 
 
 def distributed_data_parallel(problem: Problem, fp16: bool = False) -> Plain:
-    """PyTorch's own, over gloo; with its hook that sends 16 bits a value, if that is wanted."""
+    """DistributedDataParallel over gloo, optionally with its hook for fp16 compression."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model = nn.parallel.DistributedDataParallel(problem.model)
@@ -97,7 +97,7 @@ def distributed_data_parallel(problem: Problem, fp16: bool = False) -> Plain:
 
 
 def zero_redundancy(problem: Problem) -> Plain:
-    """The same with PyTorch's own sharded optimizer."""
+    """DistributedDataParallel with PyTorch's ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     settings = {key: value for key, value in problem.optimizer.param_groups[0].items() if key in ("lr", "momentum")}
@@ -106,10 +106,10 @@ def zero_redundancy(problem: Problem) -> Plain:
 
 
 def plain_horovod(problem: Problem) -> Plain:
-    """Horovod's DistributedOptimizer at its defaults."""
+    """Horovod's DistributedOptimizer with default settings."""
     import horovod.torch as hvd
 
-    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # its default; an earlier start in this process may have set another
+    os.environ["HOROVOD_CYCLE_TIME"] = "1"  # the default; an earlier start in this process may have set another value
     hvd.init()
 
     def close() -> None:
@@ -121,7 +121,7 @@ def plain_horovod(problem: Problem) -> Plain:
 
 
 def join_gloo(world: World) -> None:
-    """A torch process group for DistributedDataParallel; MASTER_ADDR names rank 0 if its host name does not."""
+    """Opens a gloo process group for DistributedDataParallel; MASTER_ADDR overrides rank 0's host name."""
     free = socket.create_server(("", 0))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1" if world.nodes == 1 else world.host)
     where = world.everyone.broadcast([address, free.getsockname()[1]], "find rank 0")

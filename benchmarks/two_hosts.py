@@ -1,11 +1,11 @@
-"""A training step where the network is the limit: two hosts, joined by a shaped link.
+"""Training steps limited by the network: two hosts joined by a link of limited rate.
 
     python -m benchmarks.two_hosts [--rate 1gbit] [--ranks-per-host 1] [--models gpt,mlp,conv] [--json]
 
-Two network namespaces stand for the hosts (root, iproute2); all ranks compute on this machine's cores. Contenders as of
-``benchmarks.step``. The bound of a row is what no exchange of its precision can beat: forward, then backward or the
-time of the gradients on the link, whichever is longer, then the update; each of these as in ``none``, the loop that
-exchanges nothing, in the same run. Bytes are those that the first host's link sent in a step.
+Two network namespaces (root, iproute2) act as hosts; all ranks compute on this machine's cores. Contenders are those of
+``benchmarks.step``. The bound of a row is a limit for any exchange of its precision: forward, then backward or the time
+of the gradients on the link, whichever is longer, then the update, each measured with ``none``, the loop without an
+exchange, in the same run. Bytes are those that the first host's link sent in a step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.support.netns import network
 CONTENDERS = "none,auto,mpi-ring,mpi-flat-fp16,mpi-overlap,mpi-overlap-fp16,ddp,ddp-fp16"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 BYTES = {"fp16": 2, "bf16": 2}
-"""Of a value on the wire, by the end of a way's name; otherwise 4."""
+"""Bytes of a value on the wire, by suffix of the contender's name; 4 for others."""
 PEER = "ddp-fp16"
 
 
 def main() -> None:
-    """Prints the rows."""
+    """Measures and prints the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="of the link in each direction, as tc writes it")
     parser.add_argument("--ranks-per-host", type=int, default=1)
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="two-hosts-") as folder, network(2, args.rate, Path(folder)) as hosts:
-        for model in args.models.split(","):  # a program each, so that one that fails costs no other's rows
+        for model in args.models.split(","):  # one program per model
             out = Path(folder, f"{model}.json")
             options = [
                 "--model",
@@ -66,18 +66,18 @@ def main() -> None:
 
 
 def bits_per_s(rate: str) -> float:
-    """Of a rate as tc writes it."""
+    """Converts a rate in tc's notation to bits per second."""
     number, unit = re.sub("[a-z]", "", rate), re.sub(r"[\d.]", "", rate)
     return float(number) * UNITS[unit]
 
 
 def judged(model: str, measured: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Rows with their bounds, in seconds.
+    """Adds bounds in seconds to the rows.
 
     Args:
-        model: its name.
-        measured: what the ranks wrote.
-        rate: of the link, bits a second.
+        model: name of the model.
+        measured: the ranks' results.
+        rate: rate of the link in bits per second.
     """
     forward, backward, update = measured["phases_s"]
     found = {row["contender"]: row["seconds"] for row in measured["rows"]}
@@ -92,7 +92,7 @@ def judged(model: str, measured: dict[str, Any], rate: float) -> list[dict[str, 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows for people."""
+    """Formats rows as a table."""
     lines = [f"{'model':<6}{'contender':<22}{'ms':>8}{'bound':>8}{'to it':>7}{'to ' + PEER:>13}{'MB sent':>9}  weights"]
     for row in rows:
         bound = f"{1e3 * row['bound_s']:>8.1f}{row['to_bound']:>7.2f}" if row["bound_s"] else f"{'-':>8}{'-':>7}"

@@ -1,4 +1,4 @@
-"""Program of ``benchmarks.two_hosts`` for all ranks: one model."""
+"""Program of ``benchmarks.two_hosts`` on the ranks, for one model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpctrain.bench.step import Contenders
 from hpctrain.comm.world import connect
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-"""Of this host's link."""
+"""Counter of bytes sent on this host's link."""
 
 
 class Phases(Plain):
-    """A loop without any exchange that records the seconds of forward, backward and update."""
+    """A loop without an exchange that records the seconds of forward, backward and update."""
 
     def __init__(self, problem: Problem, seconds: list[tuple[float, float, float]]) -> None:
         super().__init__(problem, problem.model, problem.optimizer)
@@ -41,8 +41,8 @@ class Counted:
     """A contender whose bytes on the link are counted.
 
     Args:
-        contender: that makes the steps.
-        sent: gets the bytes of each step.
+        contender: makes the steps.
+        sent: receives the bytes of each step.
     """
 
     def __init__(self, contender: Contender, sent: list[int]) -> None:
@@ -56,7 +56,7 @@ class Counted:
 
 
 def main() -> None:
-    """Rank 0 writes what was measured."""
+    """Measures; rank 0 writes the results."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("--model", "--contenders", "--out"):
         parser.add_argument(name, required=True)

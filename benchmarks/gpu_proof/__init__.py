@@ -1,6 +1,6 @@
-"""One command that shows whether hpctrain is right on a GPU, and how fast: ``env/gpu-proof``.
+"""One command that checks hpctrain's correctness and speed on a GPU: ``env/gpu-proof``.
 
-``rows`` is the table of what is tried. Each row runs in separate processes (``launch`` starts them, ``one_row`` is
-inside them), compares numbers, and fails if they are wrong. ``page`` writes what came out, ``wheels`` brings along what
-a machine without a network lacks.
+``rows`` is the table of trials. Each row runs in separate processes (``launch`` starts them, ``one_row`` runs in them),
+compares numbers, and fails if they are wrong. ``page`` formats the results; ``wheels`` provides packages for a machine
+without a network.
 """

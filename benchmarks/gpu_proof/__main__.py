@@ -10,19 +10,19 @@ from benchmarks.gpu_proof import wheels
 
 
 def main() -> int:
-    """An exit code: 1 if a row failed."""
+    """Runs the command; returns an exit code, 1 if a row failed."""
     args = arguments()
     if args.pack:
         return wheels.pack(args.pack, args.python_version, args.platform)
     if args.wheels:
         wheels.enter(args.wheels, args.output / "venv", sys.argv[1:])
-    from benchmarks.gpu_proof.proof import prove  # needs what may have been lacking
+    from benchmarks.gpu_proof.proof import prove  # imports packages that ``enter`` may have to install
 
     return prove(args.rows, args.output, args.minutes)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="env/gpu-proof", description="Is hpctrain right on this GPU, and how fast?")
     parser.add_argument("rows", nargs="*", default=["*"], metavar="ROW", help="patterns of rows (default: all)")
     parser.add_argument("--output", type=Path, default=Path("build/gpu-proof"), help="folder (default: %(default)s)")

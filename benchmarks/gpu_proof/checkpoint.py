@@ -17,27 +17,27 @@ STEPS = 6
 SMALL = {"width": 128, "blocks": 4, "heads": 4}
 LARGE = {"width": 768, "blocks": 6, "heads": 12, "length": 128}
 STEP_S = 0.2
-"""Of a step at least, so that a save is over before the next one begins."""
+"""Minimum seconds of a step, so that a save is over before the next one begins."""
 
 
 class Weights(BaseHook):
-    """What is in device memory after the last step."""
+    """Keeps the weights in device memory after the last step."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
 
     def after_step(self, training: Any, result: Any) -> None:
-        """Makes steps long."""
+        """Lengthens the step."""
         time.sleep(STEP_S)
 
     def after_fit(self, training: Any, reason: Any) -> None:
-        """Copies it."""
+        """Copies the weights."""
         model = training.framework.model
         self.found = {OF_WEIGHTS + name: value.detach().cpu().numpy() for name, value in model.named_parameters()}
 
 
 def stall(setting: Setting) -> Figures:
-    """How long a save stops training, compared with a bare copy to the host and torch.save of the same bytes."""
+    """Compares the stall of a save with a bare copy to the host and torch.save of the same bytes."""
     sizes = LARGE if setting.on_gpu else SMALL
     weights = Weights()
     config = run_file(setting.folder / "run", "gpt", sizes, 3 * STEPS, 8, checkpoint={"every_steps": STEPS})
@@ -47,7 +47,7 @@ def stall(setting: Setting) -> Figures:
     unequal = [name for name, value in weights.found.items() if found[name].tobytes() != value.tobytes()]
     require(bool(weights.found) and not unequal, f"the checkpoint has other bits than the device: {unequal[:3]}")
     require(len(saves) == 3, f"{len(saves)} checkpoints were announced, not 3")
-    last = saves[1]  # the first one allocates, and training ends with the third
+    last = saves[1]  # the first one allocates, and the third is at the end of training
     assert last.bytes and last.stall_s is not None and last.write_s is not None, "each says it"
     tensor = torch.ones(last.bytes, dtype=torch.uint8, device=device_of(setting.on_gpu))
     host = torch.empty(last.bytes, dtype=torch.uint8, pin_memory=setting.on_gpu)
@@ -63,7 +63,7 @@ def stall(setting: Setting) -> Figures:
 
 
 def timed(work: Any, on_gpu: bool) -> float:
-    """Seconds of the fastest of three."""
+    """Seconds of the fastest of three calls."""
     seconds = []
     for _ in range(3):
         finish(on_gpu)
@@ -75,7 +75,7 @@ def timed(work: Any, on_gpu: bool) -> float:
 
 
 def resume(setting: Setting) -> Figures:
-    """With autocast to bf16 and random numbers of the device."""
+    """Checks that a resume is bitwise identical, with autocast to bf16 and random numbers of the device."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     made = {
         name: run_file(setting.folder / name, "gpt", {"dropout": True}, STEPS, 8, train={"precision": "bf16"})

@@ -1,4 +1,4 @@
-"""What ranks send each other from device to device: NCCL on a GPU, gloo on a CPU."""
+"""Exchanges between the ranks' devices: NCCL on a GPU, gloo on a CPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hpctrain.backends.torch.strategies.exchange import over_torch
 from hpctrain.train.clock import NO_CLOCK, Waiting
 
 LARGE = 2**22
-"""Numbers of a timed sum: 16 MiB."""
+"""Elements of a timed sum: 16 MiB."""
 
 
 def row(setting: Setting) -> Figures:
-    """Every value is known beforehand."""
+    """Checks exchanges whose results are known, and times a sum."""
     world, device = connect(), device_of(setting.on_gpu)
     rank, size = world.rank, world.size
     require(size == setting.row.ranks, f"{size} ranks see each other, not {setting.row.ranks}")
@@ -29,13 +29,13 @@ def row(setting: Setting) -> Figures:
         require(torch.equal(total.to(torch.int64), wanted), f"a sum in {dtype} is wrong")
     for other, part in enumerate(opened.gather(torch.full((3, 5), rank, device=device), "gather")):
         require(bool((part == other).all()), f"what rank {other} gave to a gather is wrong")
-    going = [other + 1 for other in range(size)]  # rows for each rank, which say from whom and to whom
+    going = [other + 1 for other in range(size)]  # rows for each rank, holding source and destination
     ends = torch.tensor([[rank, other] for other in range(size) for _ in range(other + 1)], device=device)
     swapped = opened.swap(ends, going, [rank + 1] * size, "swap").cpu().tolist()
     require(swapped == [[other, rank] for other in range(size) for _ in range(rank + 1)], "a swap is wrong")
     into = torch.empty(100, device=device)
     previous, following = (rank - 1) % size, (rank + 1) % size
-    for first in (rank % 2 == 0, rank % 2 == 1):  # one queue: who sends first, and who receives
+    for first in (rank % 2 == 0, rank % 2 == 1):  # one queue per rank: even ranks send first, odd ones receive first
         if first:
             opened.post(torch.full((100,), float(rank), device=device), following, 0)
         else:

@@ -1,4 +1,4 @@
-"""How samples come to the device."""
+"""Transfer of samples to the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpctrain import BaseHook
 
 STEPS, BATCH = 12, 4
 READ_S = 0.03
-"""Of a sample: long enough that the step itself, on a busy machine, is little."""
+"""Seconds to read a sample: long enough that the step itself is short in comparison, even on a busy machine."""
 
 
 def pinned(setting: Setting) -> Figures:
-    """Both kinds of copies bring the same bytes; without a GPU both are copies within memory."""
+    """Checks copies from pageable and pinned memory; without a GPU both are copies within host memory."""
     device = device_of(setting.on_gpu)
     pageable = torch.arange(2**25 if setting.on_gpu else 2**22, dtype=torch.float32)
     locked = pageable.pin_memory() if setting.on_gpu else pageable.clone()
@@ -42,14 +42,14 @@ def pinned(setting: Setting) -> Figures:
 
 
 class Works(BaseHook):
-    """The device is busy for some time after each step; when steps ended."""
+    """Keeps the device busy for some time after each step, and records when steps ended."""
 
     def __init__(self, seconds: float, on_gpu: bool) -> None:
         self.seconds, self.on_gpu = seconds, on_gpu
         self.ends: list[float] = []
 
     def after_step(self, training: Any, result: Any) -> None:
-        """Waits as a step that takes long does."""
+        """Simulates a long step."""
         if self.on_gpu:
             torch.cuda._sleep(int(self.seconds * 1.5e9))
         else:
@@ -59,7 +59,7 @@ class Works(BaseHook):
 
 
 def prefetch(setting: Setting) -> Figures:
-    """Reading takes as long as working: side by side they take half of what they take in turns."""
+    """Reading takes as long as computing, so overlapping them should halve the step."""
     steps, losses = {}, {}
     for batches in (0, 2):
         works = Works(BATCH * READ_S, setting.on_gpu)

@@ -1,4 +1,4 @@
-"""Sums by Horovod: with NCCL where it can be built, else as it is installed."""
+"""Sums by Horovod: built with NCCL where possible, otherwise as installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(json.dumps({"NCCL": int(hvd.nccl_built()), "MPI": bool(hvd.mpi_built())}))
 
 
 def build(setting: Setting) -> Figures:
-    """On a GPU with a compiler and the sources: builds it. Otherwise what is installed has to load."""
+    """Builds Horovod on a GPU with a compiler and the sources; otherwise the installed one must load."""
     sdist = Path(os.environ.get(WHEELS, "."), HOROVOD)
     if setting.on_gpu and sdist.exists():
         lacks = [name for name in ("nvcc", "g++", "mpicc") if shutil.which(name) is None]
@@ -40,7 +40,7 @@ def build(setting: Setting) -> Figures:
 
 
 def loaded() -> dict[str, Any]:
-    """What an installed Horovod is built for. Raises Skipped if there is none."""
+    """Features of the installed Horovod. Raises Skipped if there is none."""
     done = subprocess.run(python.code(SEEN), capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
@@ -49,7 +49,7 @@ def loaded() -> dict[str, Any]:
 
 
 def train(setting: Setting) -> Figures:
-    """The losses are those of one process."""
+    """Checks that the losses are those of one process."""
     loaded()
     reduce = {"kind": "horovod", "verify_every_steps": 1}
     losses = trained(run_file(setting.folder / "run", "gpt", IN_FLOAT64, STEPS, BATCH, reduce=reduce)).of_step

@@ -1,4 +1,4 @@
-"""Starts the processes of a row, and says what became of it."""
+"""Starts the processes of a row and returns its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDING_S = 10.0
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a row."""
+    """Result of a row."""
 
     name: str
     what: str
@@ -38,7 +38,7 @@ class Found:
 
 
 def run_row(row: Row, folder: Path, timeout_s: float) -> Found:
-    """Runs it in separate processes, which end with it."""
+    """Runs a row in separate processes, which are ended with it."""
     folder.mkdir(parents=True)
     cores = usable_cores()
     environment = {**os.environ, **thread_environment(threads_per_rank(cores, row.ranks), os.environ)}
@@ -76,7 +76,7 @@ def run_row(row: Row, folder: Path, timeout_s: float) -> Found:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """All processes of a row; mpirun takes its ranks with it on TERM."""
+    """Ends all processes of a row; mpirun ends its ranks on SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -86,7 +86,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def first_problem(folder: Path) -> dict[str, Any] | None:
-    """What the rank says that failed first; one that only waited for it fails later."""
+    """Report of the rank that failed first; ranks that only waited for it fail later."""
     told = sorted(folder.glob("problem-*.json"), key=lambda path: path.stat().st_mtime_ns)
     said = [json.loads(path.read_text()) for path in told]
     return next((one for one in said if one["status"] == "failed"), said[0] if said else None)

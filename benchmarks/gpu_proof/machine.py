@@ -1,4 +1,4 @@
-"""The device: what it is, how fast it could be, and waiting for it."""
+"""The device: facts, peak speed, and synchronization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DENSE_BF16 = {
     **{"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
     **{"A100": 312e12, "L40S": 362e12},
 }
-"""Peak floating-point operations a second of data sheets, without sparsity; the first name that fits counts."""
+"""Peak FLOP/s from data sheets, without sparsity; the first matching name applies."""
 
 ASK = """
 import json, torch
@@ -27,7 +27,7 @@ print(json.dumps([torch.__version__, torch.version.cuda, nccl, gpus]))
 
 
 def facts() -> dict[str, Any]:
-    """Of this machine; torch is asked in a separate process, so that no context stays open on a GPU."""
+    """Facts about this machine; torch is queried in a separate process, so that no GPU context stays open."""
     import json
 
     done = subprocess.run(python.code(ASK), capture_output=True, text=True, timeout=120, check=True)
@@ -61,7 +61,7 @@ def finish(on_gpu: bool) -> None:
 
 
 def peak_per_s(on_gpu: bool) -> tuple[float, str]:
-    """Operations a second in bf16, and where that is from: the data sheet, or a product of matrices on this device."""
+    """Peak bf16 FLOP/s and its source: the data sheet, or a matrix product on this device."""
     import torch
 
     if on_gpu:

@@ -1,4 +1,4 @@
-"""The monitor's clock of phases."""
+"""The monitor's phase clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STEPS = 8
 
 
 def row(setting: Setting) -> Figures:
-    """A backward phase of four times the forward one is measured as that, though the host only queues the work."""
+    """Checks that a backward phase four times as long as forward is measured so, although the host only queues work."""
     clock = MonitorClock()
     if setting.on_gpu:
         from hpctrain.backends.torch.device import follow_cuda
 
         follow_cuda(clock)
     finish(setting.on_gpu)
-    clock.mark(Phase.DATA)  # all that was before
+    clock.mark(Phase.DATA)  # everything before
     began = time.perf_counter()
     asked = [0.0, 0.0]
     for _ in range(STEPS):
@@ -47,7 +47,7 @@ def row(setting: Setting) -> Figures:
 
 
 def work(milliseconds: float, on_gpu: bool) -> float:
-    """On the device, or asleep; the milliseconds that it takes."""
+    """Keeps the device busy, or sleeps without a GPU; returns the milliseconds taken."""
     if on_gpu:
         import torch
 

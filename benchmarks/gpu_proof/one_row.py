@@ -1,6 +1,6 @@
 """One rank of one row: ``python -m benchmarks.gpu_proof.one_row NAME FOLDER``.
 
-Rank 0 leaves ``figures.json`` in the folder; a rank that fails leaves ``problem-<rank>.json``.
+Rank 0 writes ``figures.json`` to the folder; a rank that fails writes ``problem-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from benchmarks.gpu_proof.rows import PACKAGE, ROWS, Setting, Skipped, Wrong
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 SEVERAL_ON_ONE_GPU = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""cuBLAS gives the same bits in each run."""
+"""Makes cuBLAS deterministic."""
 
 
 def rank_of_environment() -> int:
-    """This process's rank, as its launcher says."""
+    """This process's rank according to its launcher."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def main(name: str, folder: Path) -> int:
-    """An exit code: 0 passed, 3 skipped, 1 failed."""
+    """Runs the row; returns an exit code: 0 passed, 3 skipped, 1 failed."""
     row, rank = ROWS[name], rank_of_environment()
-    if row.ranks > 1:  # NCCL takes ranks of different hosts for ranks on different GPUs
+    if row.ranks > 1:  # make NCCL treat ranks as on different hosts, so that they can share a GPU
         os.environ.update({"NCCL_HOSTID": f"rank-{rank}", **SEVERAL_ON_ONE_GPU})
     os.environ.update(REPEATABLE)
     import torch

@@ -1,4 +1,4 @@
-"""What came out, as Markdown."""
+"""Formats the results as Markdown."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from benchmarks.gpu_proof.launch import Found
 
 
 def line(found: Found) -> str:
-    """A row as it ends."""
+    """Formats a row's result for the terminal."""
     said = found.reason or figures(found.figures)
     return f"{found.status:<8}{found.name:<22}{found.seconds:>6.1f} s  {said}"
 
 
 def figures(named: dict[str, Any]) -> str:
-    """On one line."""
+    """Formats figures on one line."""
     return ", ".join(f"{name.replace('_', ' ')} {short(value)}" for name, value in named.items())
 
 
 def short(value: Any) -> str:
-    """A figure in up to four digits."""
+    """Formats a figure with up to four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def summary(result: dict[str, Any]) -> str:
-    """How many rows, by status."""
+    """Numbers of rows by status."""
     counts = Counter(row["status"] for row in result["rows"])
     told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
     return f"{told}, in {result['seconds']:.0f} s"
 
 
 def page(result: dict[str, Any]) -> str:
-    """All of it."""
+    """Makes the whole page."""
     machine = "\n".join(f"- {name}: {value}" for name, value in result["machine"].items())
     rows = "\n".join(
         f"| {row['name']} | {row['what']} | {row['status']} | {row['seconds']:.1f} | "
@@ -47,5 +47,5 @@ def page(result: dict[str, Any]) -> str:
 
 
 def cell(text: str) -> str:
-    """Fit for a table."""
+    """Escapes text for a table cell."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Each plan on several ranks: as one process to rounding, and resumed bit for bit."""
+"""Each plan on several ranks: equal to one process up to rounding, and bitwise identical after a resume."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hpctrain.backends.torch.strategies.fully_sharded import REDUCES_UNUSED
 STEPS, BATCH, STOP_AT = 6, 8, 3
 IN_FLOAT64: dict[str, Any] = {"dtype": "float64"}
 CLOSE = 1e-9
-"""In float64: sums of other orders."""
+"""Tolerance in float64 for sums in a different order."""
 
 
 def parallel(word: str, ranks: int) -> dict[str, Any]:
-    """The section of the run file."""
+    """Section ``parallel`` of the run file."""
     if word in ("tensor", "pipeline"):
         return {word: ranks}
     if word == "grid":
@@ -30,7 +30,7 @@ def parallel(word: str, ranks: int) -> dict[str, Any]:
 
 
 def row(setting: Setting) -> Figures:
-    """See the module."""
+    """Checks one plan; see the module."""
     if setting.word == "parameters" and not REDUCES_UNUSED:
         raise Skipped(f"parallel.shard: parameters needs PyTorch 2.13, and this is {torch.__version__}")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -47,7 +47,7 @@ def row(setting: Setting) -> Figures:
 
 
 def compared(folder: Path, losses: dict[int, float], later: dict[int, float], on_gpu: bool) -> Figures:
-    """Rank 0 trains the same as one process, by a bare loop on its device."""
+    """Compares with the same training in one process, by a bare loop on rank 0's device."""
     task, device = tasks.gpt(**IN_FLOAT64), device_of(on_gpu)
     task.model.to(device)
     wanted = tasks.bare_loop(task, tasks.batches(task, BATCH, STEPS, device))
@@ -66,5 +66,5 @@ def compared(folder: Path, losses: dict[int, float], later: dict[int, float], on
 
 
 def is_time(name: str) -> bool:
-    """Whether an array of a checkpoint holds seconds, which no two runs share."""
+    """Whether an array of a checkpoint holds times, which differ between runs."""
     return name.startswith("hook/")

@@ -10,11 +10,11 @@ from benchmarks.gpu_proof.runs import furthest, run_file, trained
 
 STEPS, BATCH = 20, 8
 LARGEST = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
-"""Differences of losses, of about 5 at the begin: rounding by 2^-24, 2^-11 and 2^-8 in each layer."""
+"""Largest differences of losses, which start at about 5: each layer rounds by 2^-24, 2^-11 and 2^-8."""
 
 
 def row(setting: Setting) -> Figures:
-    """The curves lie together, and fall."""
+    """Checks that the loss curves agree and decrease."""
     task = tasks.gpt()
     wanted = tasks.bare_loop(task, tasks.batches(task, BATCH, STEPS, torch.device("cpu")))
     config = run_file(setting.folder / "run", "gpt", {}, STEPS, BATCH, train={"precision": setting.word})

@@ -1,4 +1,4 @@
-"""All rows, one after another, and what came out."""
+"""Runs all rows and writes the results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from benchmarks.gpu_proof.rows import ROWS, Row
 from hpctrain.system.cgroups import usable_cores
 
 LEAST_S = 15.0
-"""A row is not begun with less time left."""
+"""Rows are not started with less time left."""
 CORES_OF_A_ROW = 4
-"""Rows that measure no times run at once, one for each of these."""
+"""Cores per row: rows that measure no times run in parallel, one for each of this number of cores."""
 
 
 def prove(patterns: Sequence[str], output: Path, minutes: float) -> int:
-    """Runs the rows that match; an exit code: 1 if one failed.
+    """Runs the matching rows; returns an exit code, 1 if one failed.
 
     Args:
-        patterns: of their names.
-        output: folder of gpu-proof.json, gpu-proof.md, and what rows leave.
-        minutes: after which no row is begun, and those that run end.
+        patterns: patterns of row names.
+        output: folder for gpu-proof.json, gpu-proof.md and the rows' files.
+        minutes: time limit, after which no row is started and running ones are ended.
     """
     chosen = [row for row in ROWS.values() if any(fnmatch.fnmatch(row.name, one) for one in patterns)]
     if not chosen:

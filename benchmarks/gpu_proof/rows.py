@@ -1,4 +1,4 @@
-"""The table of rows: what is tried, on how many ranks, and how long it may take."""
+"""The table of rows: trials, their numbers of ranks and time limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 PACKAGE = "benchmarks.gpu_proof"
 HOROVOD = "horovod-0.28.1.tar.gz"
-"""Its sources."""
+"""Horovod's sources."""
 WHEELS = "HPCTRAIN_PROOF_WHEELS"
 """Environment variable: the folder of --wheels."""
 PLANS = ("replicated", "tensor", "pipeline", "optimizer", "gradients", "parameters", "tables")
@@ -20,33 +20,33 @@ class Row:
 
     name: str
     what: str
-    """It shows, for people."""
+    """What it shows, for people."""
     function: str
-    """file:function, which gets a Setting and returns figures."""
+    """file:function; called with a Setting, returns figures."""
     ranks: int = 1
     timeout_s: float = 90
     alone: bool = False
-    """It measures times: nothing else may run at the same time."""
+    """Whether it measures times, so that nothing else may run at the same time."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row's function is given."""
+    """Argument of a row's function."""
 
     row: Row
     folder: Path
-    """The row's own."""
+    """Folder of this row."""
     rank: int
     on_gpu: bool
 
     @property
     def word(self) -> str:
-        """What the row's name says besides its group and ranks: ``tensor`` in ``plan-tensor-2``."""
+        """Middle part of the row's name: ``tensor`` in ``plan-tensor-2``."""
         return self.row.name.split("-")[1]
 
 
 class Wrong(Exception):
-    """A number is not what it has to be."""
+    """A number is wrong."""
 
 
 class Skipped(Exception):
@@ -54,7 +54,7 @@ class Skipped(Exception):
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raises Wrong."""
+    """Raises Wrong unless ``holds``."""
     if not holds:
         raise Wrong(otherwise)
 

@@ -1,4 +1,4 @@
-"""Runs of hpctrain inside a row: a run file of a few keys, the losses it reports, and its last checkpoint."""
+"""Runs of hpctrain inside a row: run files, reported losses and last checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Losses:
         self.of_step: dict[int, float] = {}
 
     def event(self, event: Event) -> None:
-        """Keeps it."""
+        """Keeps the loss of a ``train`` event."""
         if isinstance(event, Train) and event.step is not None and event.loss is not None:
             self.of_step[event.step] = event.loss
 
@@ -40,12 +40,12 @@ class StopAfter(BaseHook):
         self.step = step
 
     def after_step(self, training: Any, result: Any) -> StopReason | None:
-        """The reason, at that step."""
+        """Returns the stop reason at that step."""
         return StopReason.REQUESTED if training.state.step == self.step else None
 
 
 def run_file(folder: Path, task: str, task_args: dict[str, Any], steps: int, batch: int, **sections: Any) -> Config:
-    """A run that reports each step, takes samples in order and saves its last step."""
+    """Makes a run that reports each step, reads samples in order and saves its last step."""
     train = {"steps": steps, "global_batch": batch, **sections.pop("train", {})}
     words = {
         "name": folder.name,
@@ -56,30 +56,30 @@ def run_file(folder: Path, task: str, task_args: dict[str, Any], steps: int, bat
         "data": {"shuffle": "none", **sections.pop("data", {})},
         "checkpoint": {"interval": "none", **sections.pop("checkpoint", {})},
         "track": {"every_steps": 1, **sections.pop("track", {})},
-        "monitor": {"enabled": False},  # has a separate row
+        "monitor": {"enabled": False},  # tested in its own row
         **sections,
     }
-    path = folder.with_suffix(f".{os.getpid()}.yaml")  # each rank its own
+    path = folder.with_suffix(f".{os.getpid()}.yaml")  # one file per rank
     path.write_text(yaml.safe_dump(words))
     return load_config(path)
 
 
 def trained(config: Config, hooks: Sequence[Hook] = ()) -> Losses:
-    """Runs or resumes it; what was reported, on rank 0."""
+    """Runs or resumes a run; returns the reported losses, on rank 0."""
     losses = Losses()
     fit(config, hooks=hooks, sinks=[losses], verbose=True)
     return losses
 
 
 def saved(folder: Path) -> dict[str, NDArray[Any]]:
-    """All arrays of the newest checkpoint of a run, each whole."""
+    """All arrays of a run's newest checkpoint, each whole."""
     loaded = CheckpointStore(folder / "checkpoints").load()
     assert loaded is not None, "each run saves its last step"
     return {name: np.asarray(array) for name, array in loaded.arrays.items()}
 
 
 def different(one: dict[str, NDArray[Any]], other: dict[str, NDArray[Any]]) -> list[str]:
-    """Names of arrays that are not equal bit for bit."""
+    """Names of arrays that are not bitwise identical."""
     return [
         name
         for name in sorted(one.keys() | other.keys())
@@ -88,7 +88,7 @@ def different(one: dict[str, NDArray[Any]], other: dict[str, NDArray[Any]]) -> l
 
 
 def furthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
-    """Largest difference, relative to the larger of 1 and the number."""
+    """Largest difference, relative to the larger of 1 and the absolute value."""
     return max(
         float(np.max(np.abs(np.asarray(one) - other) / np.maximum(1, np.abs(other)), initial=0))
         for one, other in zip(ones, others, strict=True)

@@ -1,7 +1,7 @@
-"""Steps in bf16 with torch.compile: hpctrain, DistributedDataParallel and a bare loop, and device utilisation.
+"""Step times in bf16 with torch.compile of hpctrain, DistributedDataParallel and a bare loop, and device utilisation.
 
-The same weights and samples for all. The bare loops have their batches on the device already; hpctrain brings each one
-there from the data set.
+All use the same weights and samples. The bare loops have their batches on the device already; hpctrain transfers each
+one from the data set.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ from benchmarks.gpu_proof.runs import furthest, run_file, trained
 from hpctrain import BaseHook, TorchTask
 
 WARM = 8
-"""Steps before time is taken. The mean of their losses is compared: later ones drift apart by rounding."""
+"""Steps before timing starts. The mean of their losses is compared: later losses diverge by rounding."""
 COMPILE = "HPCTRAIN_PROOF_COMPILE"
-"""Environment variable: compile on a CPU, too."""
+"""Environment variable: compile on a CPU too."""
 LARGEST = 0.05
-"""Relative difference of losses in bf16."""
+"""Largest relative difference of losses in bf16."""
 
 
 def gpt(setting: Setting) -> Figures:
-    """On a GPU of 170 million parameters."""
+    """Measures a GPT, on a GPU with 170 million parameters."""
     sizes = {"width": 1024, "blocks": 12, "heads": 16, "length": 1024} if setting.on_gpu else {"length": 32}
     return measured(setting, "gpt", tasks.gpt, sizes, 8)
 
 
 def resnet(setting: Setting) -> Figures:
-    """On a GPU ResNet-50."""
+    """Measures a ResNet, on a GPU ResNet-50."""
     sizes = {} if setting.on_gpu else {"blocks": "1,1", "width": 8, "size": 32, "samples": 64}
     return measured(setting, "resnet", tasks.resnet, sizes, 128 if setting.on_gpu else 8)
 
 
 class Clocked(BaseHook):
-    """When each step had ended on the device, from the last warm one on: a wait at both ends, none between."""
+    """Times the steps after the warm-up: waits for the device at both ends, but not in between."""
 
     def __init__(self, first: int, last: int, on_gpu: bool) -> None:
         self.first, self.last, self.on_gpu = first, last, on_gpu
         self.at: list[float] = []
 
     def mark(self, step: int) -> None:
-        """Notes the time at the two ends."""
+        """Records the time at the two ends."""
         if step in (self.first, self.last):
             finish(self.on_gpu)
             self.at.append(time.perf_counter())
 
     def after_step(self, training: Any, result: Any) -> None:
-        """The same for hpctrain's loop."""
+        """Calls ``mark`` in hpctrain's loop."""
         self.mark(training.state.step)
 
     @property
     def step_s(self) -> float:
-        """Mean of the steps between."""
+        """Mean seconds of the steps in between."""
         return (self.at[1] - self.at[0]) / (self.last - self.first)
 
 
 def measured(setting: Setting, name: str, make: Callable[..., TorchTask], sizes: Any, batch: int) -> Figures:
-    """Three loops in turns; twice, unless each takes a while to compile."""
+    """Runs the three loops in turns, twice unless they are compiled."""
     compiles = can_compile(setting.on_gpu)
     steps = WARM + (20 if setting.on_gpu else 8)
     seconds: dict[str, list[float]] = {"hpctrain": [], "ddp": [], "bare": []}
@@ -100,14 +100,14 @@ def measured(setting: Setting, name: str, make: Callable[..., TorchTask], sizes:
 
 
 def can_compile(on_gpu: bool) -> bool:
-    """Whether torch.compile has what it needs. On CPUs it takes minutes: not unless it is asked for."""
+    """Whether torch.compile can be used. On CPUs it takes minutes, so it must be requested."""
     if not on_gpu and not os.environ.get(COMPILE):
         return False
     return bool(shutil.which("g++") or shutil.which("gcc")) and (not on_gpu or bool(importlib.util.find_spec("triton")))
 
 
 def ours(folder: Path, name: str, sizes: Any, batch: int, steps: int, compiles: bool, clocked: Clocked) -> list[float]:
-    """hpctrain as it is run; mean losses of its intervals, the first of which is the warm one."""
+    """Runs hpctrain; returns the mean losses of its intervals, of which the first is the warm-up."""
     sections = {"train": {"precision": "bf16", "compile": compiles}, "track": {"every_steps": WARM}}
     config = run_file(folder, name, sizes, steps, batch, checkpoint={"enabled": False}, **sections)
     return list(trained(config, [clocked]).of_step.values())
@@ -116,7 +116,7 @@ def ours(folder: Path, name: str, sizes: Any, batch: int, steps: int, compiles: 
 def theirs(
     setting: Setting, task: TorchTask, batch: int, steps: int, compiles: bool, clocked: Clocked, ddp: bool
 ) -> list[float]:
-    """A loop of torch, with DistributedDataParallel or without; the mean loss of the warm steps, and the last."""
+    """Runs a torch loop, optionally with DistributedDataParallel; returns the mean warm-up loss and the last loss."""
     device = device_of(setting.on_gpu)
     task.model.to(device)
     call: Any = task.model
@@ -131,7 +131,7 @@ def theirs(
 
 
 def operations_of(task: TorchTask, batch: int, on_gpu: bool) -> float:
-    """Of a step: forward, and twice that backward."""
+    """Operations of a step: forward, and twice that for backward."""
     device = device_of(on_gpu)
     task.model.to(device)
     (given,) = tasks.batches(task, batch, 1, device)

@@ -1,4 +1,4 @@
-"""Models and data of the rows, and the bare loops that hpctrain has to agree with."""
+"""Models and data of the rows, and the bare loop with which hpctrain must agree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "benchmarks.gpu_proof.tasks"
 
 
 class WithDropout(Gpt):
-    """Drops some of what enters the first block, so that a resumed run needs the device's random numbers."""
+    """Adds dropout before the first block, so that a resumed run depends on the device's random state."""
 
     def layers(self) -> list[nn.Module]:
         words, *others = super().layers()
@@ -37,7 +37,7 @@ def gpt(
     dropout: bool = False,
     wait_s: float = 0.0,
 ) -> TorchTask:
-    """Always the same weights and tokens; ``wait_s`` is what reading a sample takes."""
+    """GPT with fixed weights and tokens; ``wait_s`` is the time to read a sample."""
     torch.manual_seed(0)
     layers = [Block(width, heads, heads, 4 * width, gated=False, norm=nn.LayerNorm) for _ in range(blocks)]
     model = (WithDropout if dropout else Gpt)(WORDS, width, layers, nn.LayerNorm, tied=False)
@@ -63,12 +63,12 @@ def gpt(
 
 
 def token_loss(logits: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over the tokens."""
+    """Cross-entropy, mean over the tokens."""
     return cross_entropy(logits, batch["targets"])
 
 
 def slow(seconds: float) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
-    """A transform that takes its time."""
+    """Makes a transform that sleeps."""
     import time
 
     def transform(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def slow(seconds: float) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
 
 
 class Bottleneck(nn.Module):
-    """Of ResNet-50 (He et al. 2016), with the stride in the 3 x 3 convolution."""
+    """Bottleneck of ResNet-50 (He et al. 2016), with the stride in the 3 x 3 convolution."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Bottleneck(nn.Module):
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    """With its BatchNorm."""
+    """A convolution and its BatchNorm."""
     return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
 
 
@@ -114,7 +114,7 @@ class ResNet(nn.Sequential):
         super().__init__(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Brings bytes to about -1 to 1."""
+        """Scales bytes to [-1, 1] and applies the layers."""
         x = images.to(torch.float32) / 127.5 - 1
         for part in self:
             x = part(x)
@@ -122,7 +122,7 @@ class ResNet(nn.Sequential):
 
 
 def resnet(blocks: str = "3,4,6,3", width: int = 64, size: int = 224, samples: int = 512) -> TorchTask:
-    """Always the same weights and images."""
+    """ResNet with fixed weights and images."""
     torch.manual_seed(0)
     model = ResNet(tuple(map(int, blocks.split(","))), width)
     random = np.random.default_rng(0)
@@ -136,12 +136,12 @@ def resnet(blocks: str = "3,4,6,3", width: int = 64, size: int = 224, samples: i
 
 
 def class_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over the images."""
+    """Cross-entropy, mean over the images."""
     return functional.cross_entropy(logits, batch["targets"])
 
 
 def batches(task: TorchTask, batch: int, steps: int, device: Any) -> list[dict[str, Tensor]]:
-    """What ``data.shuffle: none`` gives, on the device."""
+    """Batches in the order of ``data.shuffle: none``, on the device."""
     of_epoch = len(task.train["inputs"]) // batch
     firsts = [step % of_epoch * batch for step in range(steps)]
     return [
@@ -157,14 +157,14 @@ def bare_loop(
     call: Any = None,
     after_step: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
-    """A loop as torch's documentation shows it, on the model's device; the loss of each step.
+    """Trains with a loop as in torch's documentation, on the model's device; returns the loss of each step.
 
     Args:
-        task: its model and optimizer are trained.
-        given: the batches, one a step.
-        precision: of autocast; None: that of the parameters.
-        call: what is called in place of the model, such as a compiled one.
-        after_step: called with the number of steps that are done.
+        task: the task, for its model and optimizer.
+        given: the batches, one per step.
+        precision: dtype of autocast; None for that of the parameters.
+        call: called instead of the model, such as a compiled one.
+        after_step: called with the number of completed steps.
     """
     losses, model = [], task.model if call is None else call
     device = given[0]["inputs"].device.type
@@ -180,5 +180,5 @@ def bare_loop(
 
 
 def functional_loss(task: TorchTask, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """By torch alone: no function of hpctrain takes part in a bare loop."""
+    """Cross-entropy by torch: bare loops use no function of hpctrain."""
     return functional.cross_entropy(outputs.flatten(0, -2), batch["targets"].flatten())

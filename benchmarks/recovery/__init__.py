@@ -1,1 +1,1 @@
-"""What a killed rank costs: ``python -m benchmarks.recovery``; its programs are in files of their framework."""
+"""Measures the cost of a killed rank: ``python -m benchmarks.recovery``. Each framework has its own program."""

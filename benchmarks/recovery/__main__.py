@@ -1,9 +1,9 @@
-"""How long a run stands still when a rank is killed: ``hpctrain run`` compared with ``torchrun --max-restarts``.
+"""Recovery time after a rank is killed: ``hpctrain run`` compared with ``torchrun --max-restarts``.
 
     python -m benchmarks.recovery [-n 2] [--rounds 5] [--kills 1] [--contenders hpctrain,torchrun,hpctrain-keras]
 
-All train one model (``torch_program``, ``keras_program``), in turns. Measured are the first start, from the command
-to the first step, and recoveries, from SIGKILL of a random rank to the first step that had not been done before.
+All train the same network (``torch_program``, ``keras_program``), in turns. Measured are the first start, from the
+command to the first step, and recoveries, from SIGKILL of a random rank to the first step not done before.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hpctrain.launch.forks.forking import STAND_IN
 
 STEPS, BATCH = 10_000, 64
 KILL_AT = 35
-"""Steps taken before the rank is killed: between two checkpoints."""
+"""Steps before the rank is killed, which is between two checkpoints."""
 PATIENCE_S = 60.0
 """Seconds for a start or a recovery; one that takes longer has failed."""
 
 
 def ours(framework: str, ranks: int, folder: Path, kills: int) -> list[str]:
-    """The command of ``hpctrain run``."""
+    """Command of ``hpctrain run``."""
     keys = {
         "name": "recovery", "run_dir": folder / "run", "task": f"benchmarks.recovery.{framework}_program:task",
         "task_args.log": folder / "log",
@@ -52,7 +52,7 @@ def ours(framework: str, ranks: int, folder: Path, kills: int) -> list[str]:
 
 
 def torchrun(ranks: int, folder: Path, kills: int) -> list[str]:
-    """The command of torchrun on one machine."""
+    """Command of torchrun on one machine."""
     program = ["-m", "benchmarks.recovery.torch_program", "--notes", str(folder / "log")]
     options = ["--checkpoint", str(folder / "state.pt"), "--steps", str(STEPS), "--batch", str(BATCH)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(kills + 1)]
@@ -67,7 +67,7 @@ CONTENDERS: dict[str, Callable[[int, Path, int], list[str]]] = {
 
 
 def ranks_below(pid: int) -> list[psutil.Process]:
-    """Processes that train."""
+    """The rank processes below a process."""
     words = {"train", "benchmarks.recovery.torch_program"}
     below = [each for each in psutil.Process(pid).children(recursive=True) if words & set(each.cmdline())]
     below = [each for each in below if str(STAND_IN) not in each.cmdline()]
@@ -86,13 +86,13 @@ class Step:
 
 
 def noted(log: Path) -> list[Step]:
-    """All steps so far."""
+    """Reads all steps so far."""
     lines = log.read_text().split("\n")[:-1] if log.exists() else []
     return [Step(float(at), int(attempt), int(number)) for at, attempt, number in map(str.split, lines)]
 
 
 def awaited(log: Path, child: subprocess.Popen[bytes], attempt: int = 0, number: int = 0) -> Step:
-    """The first step with this number or a higher one, in this attempt or a later one. Raises RunFailed: none comes."""
+    """Waits for the first step with at least this number, in at least this attempt. Raises RunFailed on timeout."""
     end = time.time() + PATIENCE_S
     while time.time() < end and child.poll() is None:
         for step in noted(log):
@@ -104,7 +104,7 @@ def awaited(log: Path, child: subprocess.Popen[bytes], attempt: int = 0, number:
 
 @contextlib.contextmanager
 def started(words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that is ended with all its ranks."""
+    """Context manager that runs a command and ends it with all its ranks."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -119,7 +119,7 @@ def started(words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def turn(name: str, ranks: int, kills: int, chance: random.Random) -> dict[str, list[float]]:
-    """Seconds of one start, and of each recovery; NaN for the one that failed."""
+    """Measures seconds of one start and of each recovery; NaN if it failed."""
     seconds: dict[str, list[float]] = {"start": [], "recovery": []}
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         log, begin = Path(folder, "log"), time.time()
@@ -134,7 +134,7 @@ def turn(name: str, ranks: int, kills: int, chance: random.Random) -> dict[str, 
                     what, moment = "recovery", time.time()
                     victim.kill()
                     again = awaited(log, child, step.attempt + 1)
-                    # A step that had begun may still be noted by the ranks that are left.
+                    # The remaining ranks may still note a step in progress.
                     done = max(each.number for each in noted(log) if each.attempt == step.attempt)
                     step = awaited(log, child, again.attempt, done + 1)
                 seconds[what].append(step.at - moment)
@@ -144,7 +144,7 @@ def turn(name: str, ranks: int, kills: int, chance: random.Random) -> dict[str, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options."""
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--kills", type=int, default=1, help="of each turn, one after the other")

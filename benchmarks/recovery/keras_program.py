@@ -1,4 +1,4 @@
-"""Keras: the same network as a task for ``hpctrain run``."""
+"""The network in Keras, as a task for ``hpctrain run``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOSS = "sparse_categorical_crossentropy"
 
 
 def task(log: str) -> KerasTask:
-    """The task."""
+    """Makes the task."""
     hidden = [keras.layers.Dense(HIDDEN, activation="relu") for _ in range(2)]
     net = keras.Sequential([keras.Input((FEATURES,)), *hidden, keras.layers.Dense(CLASSES, activation="softmax")])
     return KerasTask(net, LOSS, keras.optimizers.AdamW(), train=samples(), hooks=[Notes(log)])

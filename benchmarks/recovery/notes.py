@@ -1,4 +1,4 @@
-"""The data, and the notes of steps, of every program."""
+"""Data and step notes shared by the programs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FEATURES, HIDDEN, CLASSES, SAMPLES = 64, 512, 10, 4096
 SAVE_EVERY = 10
 """Steps between two checkpoints."""
 PAUSE_S = 0.02
-"""Seconds that each step takes longer, as if the model were larger."""
+"""Seconds added to each step, to simulate a larger model."""
 
 
 def note(log: Path, step: int) -> None:
-    """Notes the time of a step, Unix seconds, its attempt and its number, and pauses."""
+    """Appends Unix time, attempt and number of a step to the log, then pauses."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get(ATTEMPT, "0")
     with log.open("a") as file:
         file.write(f"{time.time()} {attempt} {step}\n")
@@ -29,7 +29,7 @@ def note(log: Path, step: int) -> None:
 
 
 class Notes(BaseHook):
-    """Rank 0 notes each step."""
+    """Notes each step on rank 0."""
 
     def __init__(self, log: str) -> None:
         self.log = Path(log)

@@ -1,6 +1,6 @@
-"""PyTorch: the task for ``hpctrain run``, and the program for torchrun.
+"""The network in PyTorch: the task for ``hpctrain run``, and the program for torchrun.
 
-The program is what people write: DDP, and ``torch.save`` on rank 0 under a temporary name, loaded by all at a start.
+The program is typical user code: DDP, and ``torch.save`` on rank 0 under a temporary name, loaded by all at the start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpctrain import TorchTask
 
 
 def network() -> torch.nn.Module:
-    """Equal on all ranks."""
+    """Makes the network, equal on all ranks."""
     torch.manual_seed(0)
     linear, relu = torch.nn.Linear, torch.nn.ReLU
     return torch.nn.Sequential(
@@ -24,13 +24,13 @@ def network() -> torch.nn.Module:
 
 
 def task(log: str) -> TorchTask:
-    """For ``hpctrain run``."""
+    """Makes the task for ``hpctrain run``."""
     net = network()
     return TorchTask(net, "cross_entropy", torch.optim.AdamW(net.parameters()), train=samples(), hooks=[Notes(log)])
 
 
 def main() -> None:
-    """For torchrun."""
+    """The program for torchrun."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--notes", type=Path, required=True, help="file for the times of steps")
     parser.add_argument("--checkpoint", type=Path, required=True)

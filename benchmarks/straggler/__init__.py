@@ -1,5 +1,5 @@
-"""Slowdowns put into recorded healthy traces, and how often the monitor names the right rank and cause.
+"""Injects slowdowns into recorded healthy traces, and counts how often the monitor names the right rank and cause.
 
-``__main__`` is the way in. ``record`` runs on the ranks, ``traces`` holds what they took, and ``trials`` counts how
-often the monitor is right.
+Start with ``__main__``. ``record`` runs on the ranks, ``traces`` handles the recorded times, and ``trials`` counts the
+results.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.straggler``: does the monitor find slowdowns that are put into recorded healthy traces?"""
+"""``python -m benchmarks.straggler``: tests the monitor on slowdowns injected into recorded healthy traces."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 RECORDED_STEPS = 1000
 COMPARED_SHARES = (0.2, 0.5, 1.5)
-"""Slowdowns that other rules are also tried on; most of them detect only large ones."""
+"""Slowdowns on which other detectors are tried too; most of them detect only large ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is replayed, and how often."""
+    """Adds the options."""
     parser.add_argument("--trials", type=int, default=200, help="trials of each kind of slowdown (default: 200)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks (default: 2 4 8)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.2], help="slowdowns (default: 0.1 0.2)")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def source_of(args: argparse.Namespace) -> tuple[Source, dict[str, Any]]:
-    """What makes healthy traces, and a description of them for the result."""
+    """Returns a source of healthy traces, and its description for the result."""
     import numpy as np
 
     from benchmarks.straggler import traces, trials
@@ -94,7 +94,7 @@ def source_of(args: argparse.Namespace) -> tuple[Source, dict[str, Any]]:
 
 
 def record() -> Any:
-    """[2, steps, phases] seconds of two computing ranks on this machine.
+    """Records [2, steps, phases] seconds of two computing ranks on this machine.
 
     Raises:
         UserError: there is no mpirun, or the run fails.
@@ -116,7 +116,7 @@ def record() -> Any:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people."""
+    """Formats the result as text."""
     origin = ", ".join(
         f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in result["origin"].items()

@@ -1,6 +1,6 @@
 """One rank of a healthy run whose phases are recorded: ``python -m benchmarks.straggler.record FOLDER STEPS``.
 
-The work is computed, the exchange real. Run it under mpirun, with no more ranks than idle cores.
+Computation and exchange are real. Run it under mpirun, with no more ranks than idle cores.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ WARM_UP = 16
 
 
 def main() -> None:
-    """Records and saves ``rank-<r>.npy``: [STEPS, phases] seconds as the clock saw them, waiting included."""
+    """Records and saves ``rank-<r>.npy``: [STEPS, phases] seconds from the clock, including waiting."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     world = connect()
-    layout = Layout(ranks=1, rows=steps + WARM_UP + 1)  # a reader leaves the oldest row of a full ring alone
+    layout = Layout(ranks=1, rows=steps + WARM_UP + 1)  # a reader skips the oldest row of a full ring
     handle, path = shared.create(layout)
     Path(path).unlink()
     clock = RingClock(Slot(shared.map_memory(handle, layout), layout, 0))
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def products_per_second(matrix: np.ndarray) -> float:
-    """Speed of this processor when idle."""
+    """Matrix products per second on an idle core."""
     best = 0.0
     for _ in range(10):
         begin = time.perf_counter()
@@ -69,7 +69,7 @@ def products_per_second(matrix: np.ndarray) -> float:
 
 
 def multiply(matrix: np.ndarray, times: int) -> None:
-    """Computes a number of products."""
+    """Computes ``times`` products."""
     for _ in range(times):
         matrix @ matrix
 

@@ -1,4 +1,4 @@
-"""Traces of the ranks' phases, slowdowns put into them, and the waiting times of a synchronous exchange."""
+"""Traces of the ranks' phases, slowdowns injected into them, and the resulting waits in a synchronous exchange."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SHARES = {
     Phase.CALLBACKS: 0.04,
     Phase.CHECKPOINT: 0.01,
 }
-"""A typical step, for simulated traces."""
+"""Fractions of a typical step by phase, for simulated traces."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What each rank did on its own, without waiting. Seconds.
+    """Seconds that each rank spends by itself, without waiting.
 
     Args:
         spent: [N, K, len(CAUSES)] seconds of N ranks in K steps; the exchange column is ignored.
@@ -39,12 +39,12 @@ class Trace:
 
     @property
     def ranks(self) -> int:
-        """N."""
+        """Number of ranks, N."""
         return int(self.spent.shape[0])
 
     @property
     def steps(self) -> int:
-        """K."""
+        """Number of steps, K."""
         return int(self.spent.shape[1])
 
     def busy(self) -> NDArray[np.float64]:
@@ -53,14 +53,14 @@ class Trace:
         return np.asarray(self.spent[:, :, columns].sum(axis=2))
 
     def synchronised(self) -> NDArray[np.float64]:
-        """``spent`` with the exchange that results if all ranks wait for the last one."""
+        """``spent`` with exchange times that result when all ranks wait for the last one."""
         busy = self.busy()
         spent = self.spent.copy()
         spent[:, :, Phase.EXCHANGE] = busy.max(axis=0) - busy + self.transfer
         return spent
 
     def windows(self, steps: int = 32) -> Iterator[Window]:
-        """The trace as the monitor sees it."""
+        """Yields the trace as windows of the monitor."""
         spent = self.synchronised()
         for index in range(self.steps // steps):
             part = slice(index * steps, (index + 1) * steps)
@@ -70,7 +70,7 @@ class Trace:
 def simulated(
     ranks: int, steps: int, rng: np.random.Generator, noise: float = 0.05, blips: float = 0.01, step_s: float = 0.1
 ) -> Trace:
-    """Healthy ranks: lognormal noise, and occasional steps that take twice as long."""
+    """Simulates healthy ranks: lognormal noise, and occasional steps that take twice as long."""
     spent = np.zeros((ranks, steps, len(CAUSES)))
     factor = np.exp(rng.normal(0, noise, (ranks, steps)))
     factor *= np.where(rng.random((ranks, steps)) < blips, 2.0, 1.0)
@@ -80,7 +80,7 @@ def simulated(
 
 
 def resampled(recorded: Trace, ranks: int, steps: int, rng: np.random.Generator, block: int = 32) -> Trace:
-    """A healthy trace made of blocks of a recorded one: each rank draws its own blocks of one recorded rank.
+    """Makes a healthy trace from blocks of a recorded one: each rank draws its own blocks of one recorded rank.
 
     Recorded ranks are first scaled to the same median: a trial needs equally fast ranks.
     """
@@ -99,7 +99,7 @@ def resampled(recorded: Trace, ranks: int, steps: int, rng: np.random.Generator,
 def slowed(
     trace: Trace, rank: int, phase: int, share: float, onset: int, every: int = 1, end: int | None = None
 ) -> Trace:
-    """From ``onset`` on, a rank loses ``share`` of its typical busy time in a phase: N times that in every Nth step."""
+    """Slows a phase of a rank from ``onset`` on by ``share`` of its typical busy time; N times that every N steps."""
     typical = float(np.median(trace.busy()[rank]))
     spent = trace.spent.copy()
     spent[rank, onset:end:every, phase] += share * typical * every
@@ -107,7 +107,7 @@ def slowed(
 
 
 def slowed_processor(trace: Trace, rank: int, share: float, onset: int, end: int | None = None) -> Trace:
-    """All phases of a rank take longer by a factor."""
+    """Slows all phases of a rank by a factor."""
     spent = trace.spent.copy()
     spent[rank, onset:end] *= 1 + share
     return replace(trace, spent=spent)

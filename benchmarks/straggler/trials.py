@@ -1,4 +1,4 @@
-"""Many trials of slowdowns put into healthy traces, and how often the monitor is right."""
+"""Runs trials with slowdowns injected into healthy traces, and counts how often the monitor is right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpctrain.train.clock import Phase
 
 WINDOW = 32
 HORIZON = 256
-"""Steps after the onset within which a verdict counts."""
+"""Steps after the onset within which a finding counts."""
 CALM = 8 * WINDOW
 """Healthy steps before the earliest onset."""
 ACCUSING = (Kind.RANK, Kind.HOST, Kind.PAUSES)
@@ -59,18 +59,18 @@ class Cell:
     share: float
     trials: int
     right_rank: float
-    """Share of trials in which the slow rank, and no other one, was named within the horizon."""
+    """Fraction of trials in which only the slow rank was named, within the horizon."""
     right_cause: float
-    """Share of trials in which its cause was also right."""
+    """Fraction of trials in which its cause was right, within the horizon."""
     innocents: int
-    """Healthy ranks that were named."""
+    """Number of healthy ranks that were named."""
     latency_p50: float
-    """Steps from the onset to the end of the window that confirmed it."""
+    """Median steps from the onset to the end of the confirming window."""
     latency_p95: float
 
 
 def monitor(windows: Iterator[Window], ranks: int) -> list[Accusation]:
-    """The monitor's own rule."""
+    """The monitor's rule."""
     judge = Judge([f"n{rank}" for rank in range(ranks)])
     return [
         Accusation(rank, verdict.cause, window.index)
@@ -82,12 +82,12 @@ def monitor(windows: Iterator[Window], ranks: int) -> list[Accusation]:
 
 
 def on_step_times(windows: Iterator[Window], ranks: int) -> list[Accusation]:
-    """The same rule on step times, which cannot work: all ranks wait for the slowest one."""
+    """The monitor's rule on step times, which cannot work since all ranks wait for the slowest one."""
     return monitor((replace(window, busy=window.busy + window.wait) for window in windows), ranks)
 
 
 def by_rule(slow: Callable[[NDArray[np.floating]], NDArray[np.bool_]]) -> Detector:
-    """A rule on a window's medians of busy time; two windows in a row confirm it, as in the monitor."""
+    """Makes a detector from a rule on median busy times; two windows in a row confirm, as in the monitor."""
 
     def detect(windows: Iterator[Window], ranks: int) -> list[Accusation]:
         found, before, named = [], np.zeros(ranks, dtype=bool), set()
@@ -125,7 +125,7 @@ def from_simulation(ranks: int, steps: int, rng: np.random.Generator) -> Trace:
 def run_cell(
     source: Source, ranks: int, where: Phase | None, share: float, trials: int, seed: int, detector: Detector = monitor
 ) -> Cell:
-    """Many trials of one kind: a random rank becomes slow at a random step and stays slow."""
+    """Runs trials of one kind: a random rank becomes slow at a random step and stays slow."""
     rng = np.random.default_rng([seed, ranks, len(Phase) if where is None else int(where), round(1000 * share)])
     right_rank = right_cause = innocents = 0
     latencies = []
@@ -159,7 +159,7 @@ def run_cell(
 
 
 def healthy(source: Source, ranks: int, rank_windows: int, seed: int) -> dict[str, Any]:
-    """False confirmations over many healthy windows."""
+    """Counts false confirmations over many healthy windows."""
     rng = np.random.default_rng([seed, ranks])
     windows = named = done = 0
     while done < rank_windows:
@@ -171,7 +171,7 @@ def healthy(source: Source, ranks: int, rank_windows: int, seed: int) -> dict[st
 
 
 def compare(source: Source, ranks: int, share: float, trials: int, seed: int) -> list[dict[str, Any]]:
-    """All detectors on the same trials, over all phases."""
+    """Runs all detectors on the same trials, over all phases."""
     rows = []
     for name, detector in DETECTORS.items():
         cells = [run_cell(source, ranks, where, share, trials, seed, detector) for where in WHERE]
@@ -200,7 +200,7 @@ def blames_for_a_fast_rank(source: Source, ranks: int, trials: int, seed: int, d
 
 
 def cost(ranks: int, windows: int = 10) -> dict[str, Any]:
-    """Seconds and memory that one window takes on the first node: the messages of all nodes, read and judged."""
+    """Measures seconds and memory of a window on the first node: decoding all nodes' messages and judging."""
     pair = list(simulated(ranks, 2 * WINDOW, np.random.default_rng(0)).windows(WINDOW))
     seconds, sent = first_node(pair, windows)
     tracemalloc.start()
@@ -211,7 +211,7 @@ def cost(ranks: int, windows: int = 10) -> dict[str, Any]:
 
 
 def first_node(pair: list[Window], windows: int, ranks_per_node: int = 8) -> tuple[float, int]:
-    """Median seconds that the first node spends on a window, and the bytes of its messages."""
+    """Median seconds of the first node per window, and the bytes of its messages."""
     nodes = [rank // ranks_per_node for rank in range(len(pair[0].ranks))]
     seconds, sent = [], 0
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +228,7 @@ def first_node(pair: list[Window], windows: int, ranks_per_node: int = 8) -> tup
 
 
 def reports(window: Window, ranks_per_node: int) -> Iterator[Message]:
-    """A window as the nodes send it."""
+    """Messages with a window, as the nodes send them."""
     for first in range(0, len(window.ranks), ranks_per_node):
         part = slice(first, first + ranks_per_node)
         names = ("busy", "wait", "work", "typical", "mean")
@@ -237,5 +237,5 @@ def reports(window: Window, ranks_per_node: int) -> Iterator[Message]:
 
 
 def as_json(cells: list[Cell]) -> list[dict[str, Any]]:
-    """For --json."""
+    """Converts cells for --json."""
     return [asdict(cell) for cell in cells]

@@ -1,6 +1,5 @@
-"""Measurements on this machine: ``hpctrain bench``.
+"""Benchmarks of ``hpctrain bench``, run on this machine.
 
-Each of ``step``, ``data``, ``checkpoint`` and ``scaling`` is a benchmark with
-``add_arguments(parser)`` and ``run(args)``; ``hpctrain.commands.bench`` finds them by name. The other files are the
-programs that run on the ranks, and what the benchmarks share.
+Each of ``step``, ``data``, ``checkpoint`` and ``scaling`` defines ``add_arguments(parser)`` and ``run(args)``;
+``hpctrain.commands.bench`` finds them by name. ``ranks`` is shared by the benchmarks.
 """

@@ -1,8 +1,8 @@
-"""How long a checkpoint stops training, and how fast it is written and read, compared with copies and raw writes.
+"""Measures how long a checkpoint stalls training and how fast it is written and read, against copies and raw writes.
 
-All contenders save the same tensors to the same folder and take turns within each round, because the speed of a disk
-changes more from minute to minute than they differ. Each ends with an fsync: what is not on the disk is not saved. A
-ratio says little without the speed of the disk, which is that of the raw write: it is printed next to each.
+All contenders save the same tensors to the same folder and take turns within each round, because a disk's speed varies
+more from minute to minute than the contenders differ. Each save ends with an fsync. The baseline's own speed is
+printed next to each ratio, which means little without it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from hpctrain.system.quantities import positive
 
 Arrays = Mapping[str, NDArray[np.float32]]
 Other = Callable[[Path], float | None]
-"""Saves to a path and syncs it; the seconds of the stall, if shorter than the save."""
+"""Saves to a path and syncs it; returns the seconds of the stall, or None if it is the whole save."""
 COUNTS = (160, 5000)
-"""Numbers of tensors in the state: a few large ones, and many small ones."""
+"""Numbers of tensors in the state: a few large ones, or many small ones."""
 COLUMNS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and for how long."""
+    """Adds the options."""
     parser.add_argument("--mb", type=positive, default=400, help="state in MB (default 400)")
     parser.add_argument("--rounds", type=positive, default=9, help="turns of all contenders (default 9)")
     where = "a folder on the disk in question (default: here)"
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured(args: argparse.Namespace, others: Callable[[Arrays], Mapping[str, Other]]) -> list[dict[str, Any]]:
-    """Rows of all states; ``others`` are more ways of saving, of ``benchmarks.checkpoint``."""
+    """Measures all states; ``others`` makes further contenders, used by ``benchmarks.checkpoint``."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="bench-checkpoint-") as folder:
         for count in COUNTS:
@@ -70,14 +70,14 @@ def measured(args: argparse.Namespace, others: Callable[[Arrays], Mapping[str, O
 
 
 def make_state(count: int, megabytes: int) -> Arrays:
-    """Random float32 tensors of equal shape."""
+    """Makes random float32 tensors of equal shape."""
     rng = np.random.default_rng(0)
     shape = (max(1, megabytes * 1_000_000 // (4 * COLUMNS * count)), COLUMNS)
     return {f"model/layer{index}/kernel": rng.random(shape, dtype=np.float32) for index in range(count)}
 
 
 def measure(arrays: Arrays, folder: Path, rounds: int, others: Mapping[str, Other]) -> list[dict[str, Any]]:
-    """Median seconds of each contender and the median over the rounds of the ratios that matter."""
+    """Measures median seconds of each contender, and medians over the rounds of ratios to the baselines."""
     buffers = {name: np.zeros_like(array) for name, array in arrays.items()}
     block = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays.values()])
     store = CheckpointStore(folder / "store")
@@ -114,11 +114,11 @@ def measure(arrays: Arrays, folder: Path, rounds: int, others: Mapping[str, Othe
 
 
 BASELINES = {"stall": "stall: memcpy", "write": "write: raw + fsync", "read": "read: raw + checksum"}
-"""By the first word of what is compared with it."""
+"""Baseline by first word of the measurement."""
 
 
 def row(name: str, seconds: list[float], times: Mapping[str, list[float]], num_bytes: int) -> dict[str, Any]:
-    """One line of the table."""
+    """Makes one row of the table."""
     result: dict[str, Any] = {
         "what": name,
         "seconds": statistics.median(seconds),
@@ -134,7 +134,7 @@ def row(name: str, seconds: list[float], times: Mapping[str, list[float]], num_b
 
 
 def save(saver: Saver, tensors: list[Any], step: int) -> tuple[float, float]:
-    """Seconds of the stall, and seconds until the checkpoint was durable."""
+    """Saves; returns the seconds of the stall, and the seconds until the checkpoint was durable."""
     begin = time.perf_counter()
     saver.begin(tensors, step, {})
     stall = time.perf_counter() - begin
@@ -143,13 +143,13 @@ def save(saver: Saver, tensors: list[Any], step: int) -> tuple[float, float]:
 
 
 def copy(arrays: Arrays, buffers: Arrays) -> None:
-    """What any snapshot must do: copy each tensor's bytes to existing memory."""
+    """Copies each tensor to existing memory, the minimum of any snapshot."""
     for name, array in arrays.items():
         np.copyto(buffers[name], array)
 
 
 def write_raw(path: Path, data: NDArray[np.uint8]) -> None:
-    """Only the bytes and an fsync, with the number of threads a checkpoint uses."""
+    """Writes the bytes and syncs, with as many threads as a checkpoint uses."""
     with created(path) as descriptor, ThreadPoolExecutor(threads(data.size)) as workers:
         begins = range(0, data.size, BLOCK_BYTES)
         for done in [workers.submit(write_at, descriptor, data.data[at : at + BLOCK_BYTES], at) for at in begins]:
@@ -158,7 +158,7 @@ def write_raw(path: Path, data: NDArray[np.uint8]) -> None:
 
 
 def read_raw(path: Path) -> int:
-    """All bytes into memory, and their checksum."""
+    """Reads all bytes into memory; returns their checksum."""
     buffer = np.empty(path.stat().st_size, np.uint8)
     view, crc = buffer.data, 0
     with open(path, "rb", buffering=0) as file:
@@ -169,7 +169,7 @@ def read_raw(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """A file or folder, if it is there."""
+    """Removes a file or folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -177,7 +177,7 @@ def remove(path: Path) -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """For people."""
+    """Prints the rows as a table."""
     state = ""
     for one in rows:
         if one["state"] != state:

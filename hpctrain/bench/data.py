@@ -1,7 +1,7 @@
-"""How fast random samples are read, and whether prefetching hides it.
+"""Measures how fast random samples are read, and whether prefetching hides it.
 
-All readers read the same samples of the same file, in turns within each round, from the page cache: what is compared is
-the work of reading, not the disk.
+All readers read the same samples of the same data, in turns within each round, from the page cache: this compares the
+CPU work of reading, not the disk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Read = Callable[[NDArray[np.int64]], object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and for how long."""
+    """Adds the options."""
     parser.add_argument("--samples", type=positive, default=32768, help="samples in the file (default 32768)")
     parser.add_argument("--sample-bytes", type=positive, default=3072, help="size of a sample (default 3072)")
     parser.add_argument("--batch", type=positive, default=256, help="samples read at a time (default 256)")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_file(folder: Path, samples: int, sample_bytes: int) -> Path:
-    """The same random bytes twice: contiguous as ``x``, and in compressed chunks of 64 samples next to it."""
+    """Writes random bytes to two files: contiguous, and in compressed chunks of 64 samples. Returns the first path."""
     values = np.random.default_rng(0).integers(0, 256, (samples, sample_bytes), dtype=np.uint8)
     path = folder / "contiguous.h5"
     write_hdf5(path, from_dataset(open_dataset({"x": values})))
@@ -73,7 +73,7 @@ def make_file(folder: Path, samples: int, sample_bytes: int) -> Path:
 
 
 def reading(path: Path, samples: int, batch: int, rounds: int, seconds: float) -> dict[str, float]:
-    """Median samples per second of each reader, in random order."""
+    """Median samples per second of each reader, for samples in random order."""
     with h5py.File(path) as file, h5py.File(path.with_name("gzip.h5")) as packed:
         stored = file["x"]
         readers: Mapping[str, Read] = {
@@ -92,7 +92,7 @@ def reading(path: Path, samples: int, batch: int, rounds: int, seconds: float) -
 
 
 def rate(read: Read, order: Order, seconds: float) -> float:
-    """Samples per second, over at least one batch."""
+    """Samples per second of a reader, over at least one batch."""
     begin = time.perf_counter()
     count = 0
     for batch in range(10**9):
@@ -105,7 +105,7 @@ def rate(read: Read, order: Order, seconds: float) -> float:
 
 
 def waiting(path: Path, batch: int, prefetch: int, step_ms: float, steps: int) -> dict[str, float]:
-    """How long steps with this much compute wait for batches: share of the time, and median."""
+    """How long steps with this much compute wait for batches: fraction of the time, and median."""
     dataset = open_dataset(path)
     data = TrainingData(dataset, Order(len(dataset), batch), rank=0, size=1, prefetch=prefetch)
     batches = data.starting_at(0, 0)
@@ -124,7 +124,7 @@ def waiting(path: Path, batch: int, prefetch: int, step_ms: float, steps: int) -
 
 
 def compute(seconds: float) -> None:
-    """Multiplies matrices, as a model does: other threads run meanwhile, but not unhindered."""
+    """Multiplies matrices, as a model does: other threads can run, but compete for the CPU."""
     matrix = np.ones((128, 128), dtype=np.float32)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -132,7 +132,7 @@ def compute(seconds: float) -> None:
 
 
 def print_tables(rows: list[dict[str, Any]], waits: list[dict[str, Any]]) -> None:
-    """For people."""
+    """Prints the results as tables."""
     speeds = ([one["reader"], f"{one['samples_per_s']:,.0f}", f"{one['ratio_to_h5py']:.1f}x"] for one in rows)
     foreign_text.table("reading", ["random samples", "samples/s", "to h5py one by one"], speeds)
     hidden = ([str(one["prefetch"]), f"{one['wait_ms']:.3f} ms", f"{one['wait_share']:.2%}"] for one in waits)

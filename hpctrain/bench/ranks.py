@@ -1,4 +1,4 @@
-"""What benchmarks share: their programs on ranks of this machine, contenders that take turns, options."""
+"""Shared by benchmarks: programs on ranks of this machine, contenders that take turns, options."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TIMEOUT_S = 1800
 
 
 def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[str, Any]]:
-    """The rows that rank 0 of ``python -m module`` writes to the file that it is given as ``--out``. One thread a rank.
+    """Runs ``python -m module`` on ranks with one thread each; returns the rows that rank 0 wrote to ``--out``.
 
     Raises:
-        RunFailed: the program failed; its last lines are in the message.
+        RunFailed: the program failed (its last lines are in the message) or did not end within TIMEOUT_S.
     """
     from hpctrain.launch import mpi_library
     from hpctrain.system.cgroups import thread_environment
@@ -56,22 +56,22 @@ WARMUP_STEPS = 3
 
 
 class Contender(Protocol):
-    """One way of training; the models of all start with the same weights."""
+    """One way of training; all contenders start with the same weights."""
 
     def step(self) -> None:
-        """One update."""
+        """Makes one update."""
 
     def weights_hash(self) -> str:
-        """Of the model's weights, to compare between ranks."""
+        """Hash of the model's weights, to compare between ranks."""
 
     def close(self) -> None:
-        """Leaves nothing running that could slow the next."""
+        """Stops everything that could slow the next contender."""
 
 
 def take_turns(
     contenders: Sequence[str], make: Callable[[str], Contender], rounds: int, steps: int, group: Group
 ) -> tuple[dict[str, float], dict[str, bool]]:
-    """Median seconds of a step on the slowest rank, and whether all ranks ended with the same weights, by contender."""
+    """Runs contenders in turns. Returns, by name, median step seconds on the slowest rank and whether weights agree."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     equal = dict.fromkeys(contenders, True)
     for _ in range(rounds):
@@ -86,7 +86,7 @@ def take_turns(
 
 
 def timed(contender: Contender, steps: int, group: Group) -> list[float]:
-    """Seconds of each step, after some that are not counted."""
+    """Seconds of each step, after a warm-up."""
     for _ in range(WARMUP_STEPS):
         contender.step()
     group.barrier("begin together")
@@ -99,7 +99,7 @@ def timed(contender: Contender, steps: int, group: Group) -> list[float]:
 
 
 def existing_folder(text: str) -> Path:
-    """The folder that an option names. Raises UserError if it does not exist."""
+    """Parses an option that names an existing folder. Raises UserError if it does not exist."""
     if not Path(text).is_dir():
         raise UserError(f"--folder {text} is not a folder", "name one that is there, on the disk to measure")
     return Path(text)

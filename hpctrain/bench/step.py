@@ -1,4 +1,4 @@
-"""How long a training step takes with each way of exchanging gradients: ``hpctrain bench step``, and its program."""
+"""Measures training steps with each way of exchanging gradients: ``hpctrain bench step``, and its program."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Row:
     model: str
     contender: str
     median_ms: float
-    """Median step, of the slowest rank."""
+    """Median step of the slowest rank, in ms."""
     ratio_to_none: float | None
-    """To the step without any exchange, in the same run."""
+    """Ratio to the step without any exchange in the same run."""
     weights_equal: bool
-    """Whether all ranks held the same weights after each timed run, bitwise; without an exchange they do not."""
+    """Whether weights were bitwise identical on all ranks after each timed run; without an exchange they are not."""
     choice: str | None = None
-    """What ``auto`` chose."""
+    """The reducer that ``auto`` chose."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_options(
     parser: argparse.ArgumentParser, frameworks: Sequence[str], models: Sequence[str], contenders: Sequence[str]
 ) -> None:
-    """Those of this benchmark and of ``benchmarks.step``, which has more models and contenders."""
+    """Adds options of this benchmark and of ``benchmarks.step``, which has more models and contenders."""
     parser.add_argument("--framework", choices=frameworks, default="torch", help="whose step (default: torch)")
     parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated among {', '.join(models)}")
     parser.add_argument(
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     program: str, args: argparse.Namespace, frameworks: Sequence[str], models: Sequence[str], contenders: Sequence[str]
 ) -> int:
-    """Contenders in turns on ranks of this machine, by a module whose ``main`` is ``time_contenders``; an exit code.
+    """Runs contenders in turns on ranks of this machine and prints the rows; returns an exit code.
 
     Raises:
-        UserError: a name or a number is wrong.
+        UserError: a model or contender is unknown.
         RunFailed: the program failed.
     """
     for kind, given, known in (("model", args.models, models), ("contender", args.contenders, contenders)):
@@ -97,11 +97,11 @@ def measure(
 
 
 OPTIONS = ("models", "contenders", "rounds", "steps", "compression")
-"""Passed on to the program."""
+"""Options passed to the program."""
 
 
 def table(found: Sequence[Row]) -> str:
-    """Rows for people."""
+    """Formats rows as a table."""
     head = f"{'framework':<11}{'model':<15}{'contender':<16}{'median ms':>10}{'to none':>9}  weights"
     lines = [
         f"{row.framework:<11}{row.model:<15}{row.contender:<16}{row.median_ms:>10.2f}"
@@ -114,14 +114,14 @@ def table(found: Sequence[Row]) -> str:
 
 
 class Problem(Protocol):
-    """A model on this rank's samples; all ranks have the same weights."""
+    """A model and this rank's samples; all ranks have the same weights."""
 
     @property
     def batch(self) -> HostBatch:
         """This rank's samples."""
 
     def open(self, world: World, config: StepSettings, choice: ReducerChoice) -> Framework:
-        """hpctrain's framework that trains the model. Collective."""
+        """Opens hpctrain's framework for the model. Collective."""
 
 
 class Ours:
@@ -144,19 +144,19 @@ class Ours:
 
 @dataclass(frozen=True)
 class Contenders:
-    """Makes contenders by name; what ``auto`` chose for a model is kept for its later turns."""
+    """Makes contenders by name; the choice of ``auto`` for a model is kept for later turns."""
 
     problem: Callable[[str, World], Problem]
-    """A fresh model, by name."""
+    """Makes a new model by name."""
     world: World
     compression: Any
-    """What ``auto`` may choose from."""
+    """Compression that ``auto`` may choose."""
     others: Mapping[str, Callable[[str], Contender]] = field(default_factory=dict)
-    """Further ones, made from a model's name."""
+    """Further contenders, made from a model's name."""
     chosen: dict[str, str | None] = field(default_factory=dict)
 
     def make(self, contender: str, model: str) -> Contender:
-        """A contender with a fresh model."""
+        """Makes a contender with a new model."""
         if contender in self.others:
             return self.others[contender](model)
         world = alone() if contender == "none" else self.world
@@ -177,7 +177,7 @@ class Contenders:
 
 
 def our_contenders(args: argparse.Namespace, world: World) -> Contenders:
-    """Of ``torch`` or ``tensorflow``, with threads as OMP_NUM_THREADS says."""
+    """Contenders of ``torch`` or ``tensorflow``, with OMP_NUM_THREADS threads."""
     if args.framework == "torch":
         from hpctrain.backends.torch.bench import problem
 
@@ -191,7 +191,7 @@ def our_contenders(args: argparse.Namespace, world: World) -> Contenders:
 
 
 def time_contenders(make_contenders: Callable[[argparse.Namespace, World], Contenders]) -> None:
-    """The program on the ranks: the contenders take turns, and rank 0 writes the rows. Knows no framework."""
+    """The program on the ranks: contenders take turns, and rank 0 writes the rows. Independent of the framework."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("--framework", "--out", *(f"--{option}" for option in OPTIONS)):
         parser.add_argument(name, required=True)

@@ -1,5 +1,5 @@
-"""What is installed, what is wrong, how to fix it. Works without any framework and without MPI.
+"""Checks the installation and suggests fixes. Works without any framework and without MPI.
 
-``machine``, ``ranks``, ``slurm`` and ``software`` each look at one thing and return lists of findings;
-``probe`` says what one is; it and ``ranks`` use separate processes.
+``machine``, ``ranks``, ``slurm`` and ``software`` each check one area and return findings, which ``probe`` defines.
+``probe`` and ``ranks`` run their checks in separate processes.
 """

@@ -1,4 +1,4 @@
-"""What the machine offers: cores, GPUs, shared memory, and the file system of the run folder."""
+"""Checks the machine: cores, GPUs, shared memory, and the file system of the run folder."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hpctrain.system.files import create_exclusively
 LITTLE_DISK_BYTES = 2 * 2**30
 LITTLE_SHM_BYTES = 256 * 2**20
 SLOW_FILE_S = 0.05
-"""Time to create, rename and remove a file above which a file system is worth a word."""
+"""Time to create, lock, rename and remove a small file above which a file system is reported as slow."""
 
 
 def findings(folder: Path) -> list[Check]:
-    """Of this machine, and of the file system on which a folder lies or would lie."""
+    """Findings about this machine, and about the file system of a folder that may not exist yet."""
     return [*cores(), *gpus(), *shared_memory(Path("/dev/shm")), *file_system(existing(folder))]
 
 
 def cores() -> Iterator[Check]:
-    """Cores that may be used, and memory."""
+    """Reports usable cores and memory."""
     quota = cpu_quota()
     limit = f", limited to {quota:g} by the container" if quota is not None else ""
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory"
@@ -40,7 +40,7 @@ def cores() -> Iterator[Check]:
 
 
 def gpus() -> Iterator[Check]:
-    """GPUs by their driver, whatever the frameworks see."""
+    """Reports GPUs according to the driver, independent of the frameworks."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield note("GPUs", "none (no nvidia-smi)")
@@ -60,7 +60,7 @@ def gpus() -> Iterator[Check]:
 
 
 def shared_memory(path: Path) -> Iterator[Check]:
-    """Room for MPI's and the monitor's shared memory: containers often have 64 MB."""
+    """Checks the space for shared memory of MPI and the monitor: containers often have only 64 MB."""
     try:
         free = shutil.disk_usage(path).free
     except OSError:
@@ -74,7 +74,7 @@ def shared_memory(path: Path) -> Iterator[Check]:
 
 
 def file_system(folder: Path) -> Iterator[Check]:
-    """Space, permission, locking and speed of small files, where run folders are made."""
+    """Checks space, permissions, locking and small-file speed where run folders are made."""
     usage = shutil.disk_usage(folder)
     kind = file_system_type(folder)
     value = f"{folder}: {usage.free / 2**30:.1f} GiB free, {kind}"
@@ -89,7 +89,7 @@ def file_system(folder: Path) -> Iterator[Check]:
 
 
 def locking(folder: Path) -> Iterator[Check]:
-    """Whether exclusive creation works, which the run's lock needs, and flock, which HDF5 would like."""
+    """Checks exclusive creation, which the run's lock needs, and flock, which HDF5 uses."""
     path = folder / f".hpctrain-doctor-{secrets.token_hex(8)}"
     begin = time.perf_counter()
     try:
@@ -128,7 +128,7 @@ def works_with_flock(path: Path) -> bool:
 
 
 def file_system_type(folder: Path) -> str:
-    """ext4, nfs4, lustre ..., of the longest mount point above a folder."""
+    """File system of a folder (ext4, nfs4, lustre, ...), from the longest matching mount point."""
     best = ("", "unknown")
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
@@ -139,7 +139,7 @@ def file_system_type(folder: Path) -> str:
 
 
 def existing(folder: Path) -> Path:
-    """The folder itself or its nearest parent that exists."""
+    """The folder itself or its nearest existing parent."""
     while not folder.exists():
         folder = folder.parent
     return folder

@@ -1,4 +1,4 @@
-"""The doctor's findings, and probes of libraries in separate processes: a crash or hang there does not end it."""
+"""The doctor's findings, and probes of libraries in separate processes, whose crashes or hangs do not affect it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TELL = f"print({MARK!r} + json.dumps(facts), flush=True)\nos._exit(0)\n"
 
 @dataclass(frozen=True)
 class Probe:
-    """What a process found out, or why it could not."""
+    """What a probe process found, or why it failed."""
 
     facts: dict[str, Any]
     error: str = ""
 
 
 def probe(code: str) -> Probe:
-    """Runs Python statements that leave their findings in a dict named ``facts``."""
+    """Runs Python statements that put their findings into a dict named ``facts``."""
     words = python.code(f"import json, os\nfacts = {{}}\n{code}\n{TELL}")
     try:
         done = subprocess.run(
@@ -92,18 +92,18 @@ facts["h5py"], facts["hdf5"] = h5py.version.version, h5py.version.hdf5_version
 
 
 class Status(StrEnum):
-    """How good it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
-    """Works, or is not needed; could be better."""
+    """It works or is not needed, but could be better."""
     PROBLEM = "problem"
-    """Runs will fail or give wrong speed until it is fixed."""
+    """Runs will fail or be slow until it is fixed."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and what to do about it."""
+    """A finding: topic, result, and what to do about it."""
 
     topic: str
     value: str
@@ -112,10 +112,10 @@ class Check:
 
 
 def note(topic: str, value: str, fix: str = "") -> Check:
-    """Works, or is not needed."""
+    """Makes a finding of status NOTE."""
     return Check(topic, value, Status.NOTE, fix)
 
 
 def problem(topic: str, value: str, fix: str) -> Check:
-    """Has to be fixed."""
+    """Makes a finding of status PROBLEM."""
     return Check(topic, value, Status.PROBLEM, fix)

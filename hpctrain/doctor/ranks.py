@@ -1,4 +1,4 @@
-"""MPI between ranks as it really is: transport, latency, bandwidth, thread level, cores."""
+"""Measures MPI between ranks: transport, latency, bandwidth, thread level, cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.system.cgroups import usable_cores
 
 TIMEOUT_S = 120.0
 SLOW_LATENCY_US = 20.0
-"""Above this, ranks on one node go through the network stack or share a core."""
+"""Latency above which ranks on one node probably use the network stack or share a core."""
 
 SAY_TRANSPORT = {
     "OMPI_MCA_ompi_display_comm": "mpi_finalize",  # Open MPI 5
@@ -32,11 +32,11 @@ SAY_TRANSPORT = {
 
 
 def findings(ranks: int) -> list[Check]:
-    """Starts this number of ranks on this machine and measures.
+    """Starts ranks on this machine and measures.
 
     Raises:
-        UserError: no MPI, or no mpirun for it.
-        RunFailed: the ranks do not start, or do not find each other.
+        UserError: there is no MPI, or no mpirun for it.
+        RunFailed: the ranks do not start, do not find each other, or do not answer in time.
     """
     library = probe()
     ours = {EXPECTED_RANKS: str(ranks), "OMP_NUM_THREADS": "1", **SAY_TRANSPORT}
@@ -57,7 +57,7 @@ def findings(ranks: int) -> list[Check]:
 
 
 def transport(text: str, version: str) -> str:
-    """What carries messages between ranks, from what the library says at its end; Open MPI only."""
+    """Transport of messages between ranks, from the library's output at its end; Open MPI only."""
     on_host = re.search(r"on-host:\s+all connections are (\S+)", text)
     off_host = re.search(r"off-host:\s+all connections are (\S+)", text)
     places = ((on_host, "within a node"), (off_host, "between nodes"))
@@ -66,7 +66,7 @@ def transport(text: str, version: str) -> str:
 
 
 def judge(facts: dict[str, Any], carried_by: str) -> Iterator[Check]:
-    """What the measured numbers mean."""
+    """Turns measurements into findings."""
     if re.search(r"\btcp within", carried_by):
         fix = "let MPI use shared memory: more room in /dev/shm, and no OMPI_MCA_btl or UCX_TLS that leave it out"
         yield problem("transport", carried_by, fix)
@@ -93,7 +93,7 @@ BANDWIDTH_BYTES = 4 * 2**20
 
 
 def main() -> None:
-    """Measures between rank 0 and the last rank, which is on another node if there is one, and prints one JSON line."""
+    """Measures between rank 0 and the last rank (on another node if there are several); prints one JSON line."""
     from mpi4py import MPI
 
     from hpctrain.comm.world import connect
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def ping_pong(comm: Any, rank: int, peer: int, size: int, rounds: int) -> float:
-    """Median seconds of one way, after a warm-up; the other ranks wait."""
+    """Median one-way seconds between rank 0 and ``peer`` after a warm-up; other ranks wait."""
     buffer = np.zeros(size, dtype=np.uint8)
     times = []
     comm.Barrier()
@@ -135,7 +135,7 @@ def ping_pong(comm: Any, rank: int, peer: int, size: int, rounds: int) -> float:
 
 
 def allreduce(comm: Any, size: int, rounds: int) -> float:
-    """Median seconds of a float32 sum over all ranks."""
+    """Median seconds of a float32 allreduce over all ranks."""
     values, total = np.ones(size // 4, dtype=np.float32), np.empty(size // 4, dtype=np.float32)
     times = []
     for _ in range(rounds + 3):

@@ -1,4 +1,4 @@
-"""What Slurm says of itself: version, partitions, MPI types, requeue, accounting; and of a run's script."""
+"""Checks Slurm: version, partitions, MPI types, requeue, accounting; and a run's job script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.run import resolve_run
 
 
 def findings(run_file: str | None) -> list[Check]:
-    """Of the Slurm on PATH, and of what it would say to this run's script."""
+    """Findings about the Slurm on PATH, and about this run's job script."""
     if shutil.which("sbatch") is None:
         return [note("Slurm", "not installed here", "nothing to do if you do not submit jobs")]
     try:
@@ -27,13 +27,13 @@ def findings(run_file: str | None) -> list[Check]:
 
 
 def settings(text: str) -> dict[str, str]:
-    """``scontrol show config`` as a dict."""
+    """Parses ``scontrol show config``."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
 
 
 def site(config: dict[str, str]) -> Iterator[Check]:
-    """Version, requeue, accounting, signals at preemption."""
+    """Checks version, requeue, accounting and signals at preemption."""
     version, cluster = config.get("SLURM_VERSION", "unknown version"), config.get("ClusterName", "?")
     yield Check("Slurm", f"{version}, cluster {cluster}")
     if config.get("JobRequeue") == "0":
@@ -52,7 +52,7 @@ def site(config: dict[str, str]) -> Iterator[Check]:
 
 
 def partitions() -> Iterator[Check]:
-    """Names, limits, nodes, GPUs."""
+    """Reports partitions: names, limits, nodes, cores, GPUs."""
     try:
         lines = client.run(["sinfo", "--noheader", "--format=%P %l %D %c %G"]).splitlines()
     except HpctrainError as error:
@@ -66,7 +66,7 @@ def partitions() -> Iterator[Check]:
 
 
 def mpi_types() -> Iterator[Check]:
-    """What srun --mpi takes."""
+    """Reports the types that srun --mpi accepts."""
     try:
         types = client.mpi_types()
     except HpctrainError as error:
@@ -79,7 +79,7 @@ def mpi_types() -> Iterator[Check]:
 
 
 def script(run_file: str) -> Iterator[Check]:
-    """``sbatch --test-only`` on the rendered script."""
+    """Checks the rendered script with ``sbatch --test-only``."""
     from hpctrain.launch.engines.slurm import submission
 
     try:

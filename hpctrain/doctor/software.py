@@ -1,5 +1,7 @@
-"""What is installed: Python, MPI, the frameworks, Horovod, HDF5; whether they fit together, and whether a run file can
-be read and what it names is there. Runs none of the user's code."""
+"""Checks installed software (Python, MPI, frameworks, Horovod, HDF5), its compatibility, and a run file.
+
+Runs none of the user's code.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,20 @@ INSTALL_HOROVOD = "run: hpctrain install-horovod"
 
 
 def findings() -> list[Check]:
-    """Everything about installed software. Frameworks are looked at side by side: each takes seconds to import."""
+    """Findings about installed software. Checks run in parallel, since each framework takes seconds to import."""
     parts: list[Callable[[], Iterator[Check]]] = [python, mpi, torch, tensorflow, horovod, hdf5]
     with ThreadPoolExecutor(max_workers=3) as pool:
         return [finding for part in pool.map(lambda part: list(part()), parts) for finding in part]
 
 
 def python() -> Iterator[Check]:
-    """Interpreter and package."""
+    """Reports interpreter and package."""
     yield Check("Python", f"{platform.python_version()} ({sys.executable})")
     yield Check("hpctrain", f"{hpctrain.__version__} ({Path(hpctrain.__file__).parent})")
 
 
 def mpi() -> Iterator[Check]:
-    """mpi4py, its library, the mpirun that belongs to it, and the thread level."""
+    """Checks mpi4py, its library, the matching mpirun, and the thread level."""
     try:
         library = probe_mpi()
     except MissingExtra as error:
@@ -66,12 +68,12 @@ def mpi() -> Iterator[Check]:
 
 
 def torch() -> Iterator[Check]:
-    """PyTorch."""
+    """Checks PyTorch."""
     yield _framework("PyTorch", "torch", probe.TORCH, 'pip install "hpctrain[torch]"')
 
 
 def tensorflow() -> Iterator[Check]:
-    """TensorFlow and Keras."""
+    """Checks TensorFlow and Keras."""
     finding = _framework("TensorFlow", "tensorflow", probe.TENSORFLOW, 'pip install "hpctrain[tensorflow]"')
     if "backend" in finding.value and "backend tensorflow" not in finding.value:
         finding = problem("TensorFlow", finding.value, "set KERAS_BACKEND=tensorflow")
@@ -92,7 +94,7 @@ def _framework(topic: str, package: str, code: str, install: str) -> Check:
 
 
 def horovod() -> Iterator[Check]:
-    """Horovod: frameworks it was built for, its MPI library, NCCL."""
+    """Checks Horovod: frameworks it was built for, its MPI library, NCCL."""
     if not is_installed("horovod"):
         yield note("Horovod", "not installed: gradients go through mpi4py", INSTALL_HOROVOD)
         return
@@ -114,12 +116,12 @@ def horovod() -> Iterator[Check]:
 
 
 def horovod_for(framework: str, built: str, seen: Probe) -> Check:
-    """Whether Horovod works with a framework as it is installed now."""
+    """Checks whether Horovod works with the installed version of a framework."""
     topic, trains_on_gpu = f"Horovod {framework}", seen.facts.get("trains_on_gpu", False)
     gpu = " --gpu" if trains_on_gpu or seen.facts.get("nccl") else ""
     rebuild = f"{INSTALL_HOROVOD}{gpu} --force"
     installed = version_of(framework, f"{framework}-cpu") or "unknown"
-    fits = installed in (built, built.partition("+")[0])  # torch says 2.13.0+cu130, the name of PyPI's wheel 2.13.0
+    fits = installed in (built, built.partition("+")[0])  # torch reports 2.13.0+cu130, PyPI's wheel 2.13.0
     if seen.error:
         because = "" if fits else f"it was built against {framework} {built}, {installed} is installed: "
         return problem(topic, f"cannot be imported: {because}{seen.error}", rebuild)
@@ -139,7 +141,7 @@ def horovod_for(framework: str, built: str, seen: Probe) -> Check:
 
 
 def built_for() -> dict[str, str]:
-    """Version by framework that the installed Horovod was built against."""
+    """Framework versions against which the installed Horovod was built."""
     spec = importlib.util.find_spec("horovod")
     folder = Path(next(iter(spec.submodule_search_locations or []), "")) if spec else Path()
     try:
@@ -151,7 +153,7 @@ def built_for() -> dict[str, str]:
 
 
 def hdf5() -> Iterator[Check]:
-    """h5py and its library."""
+    """Checks h5py and its library."""
     seen = probe.probe(probe.HDF5)
     if seen.error:
         yield problem("HDF5", f"h5py cannot be imported: {seen.error}", "pip install --force-reinstall h5py")
@@ -168,7 +170,7 @@ def is_installed(package: str) -> bool:
 
 
 def of_run_file(path: str) -> tuple[Config | None, list[Check]]:
-    """The configuration, none if it cannot be read, and what is to be said of it."""
+    """Returns the configuration (None if it cannot be read) and findings about it."""
     try:
         config = load(path)
     except UserError as error:
@@ -177,12 +179,12 @@ def of_run_file(path: str) -> tuple[Config | None, list[Check]]:
 
 
 def sinks(track: TrackConfig) -> list[Check]:
-    """Packages of sinks that the run file names and that are not installed."""
+    """Reports packages that are missing for sinks named in the run file."""
     return [problem("track", error.what, error.fix) for error in missing_extras(track)]
 
 
 def task(name: str) -> Iterator[Check]:
-    """Whether the module or file of a task is there."""
+    """Checks whether the module or file of a task exists."""
     if not name:
         return
     module, _, _ = name.rpartition(":")

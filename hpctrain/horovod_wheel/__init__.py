@@ -1,5 +1,5 @@
-"""Builds a wheel of Horovod against the frameworks, MPI and CUDA that are installed.
+"""Builds a wheel of Horovod against the installed frameworks, MPI and CUDA.
 
-``toolchain`` finds those, ``patch`` edits the sources and identifies what is built, ``build`` makes the wheel, keeps
-it and says whose wheels are taken.
+``toolchain`` finds those, ``patch`` edits the sources and identifies a build, and ``build`` makes and caches the wheel
+and decides which existing wheels to trust.
 """

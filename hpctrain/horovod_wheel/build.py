@@ -1,7 +1,7 @@
-"""One build of the wheel: sources, edits, compilers, what to say when it breaks, and where it waits to be installed.
+"""Builds the wheel: sources, edits, compilers, explanations of failures, and the wheel's cache.
 
-A wheel runs with the rights of whoever installs it. From a folder that others can write to, one is taken only if no
-one but this user and root can have written the file.
+A wheel's code runs with the rights of the user who installs it. A wheel in a folder that others can write to is used
+only if the file cannot have been written by anyone except this user and root.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hpctrain.system.files import replacement
 Say = Callable[[str], None]
 
 _BUILD_BYTES = 1_000_000_000
-"""Room for the sources and objects of a build (measured: 0.4 GB for both frameworks)."""
+"""Disk space for the sources and objects of a build (measured: 0.4 GB for both frameworks)."""
 _BYTES_PER_JOB = 2_000_000_000
-"""Memory of one compiler process on torch's headers, rounded up."""
+"""Memory of one compiler process with torch's headers, rounded up."""
 _BUILD_TOOLS = {
     "setuptools": "setuptools<90",
     "wheel": "wheel",
@@ -46,13 +46,13 @@ _BUILD_TOOLS = {
     "yaml": "pyyaml",
     "cffi": "cffi",
 }
-"""Modules that Horovod's setup.py needs, and the packages that bring them."""
+"""Modules that Horovod's setup.py needs, and the packages that provide them."""
 
 PIP = tuple(python.module("pip", "--disable-pip-version-check", "--no-input"))
 
 
 class Build:
-    """One build in a separate folder, which survives an interruption and lets the next attempt resume."""
+    """One build in its own folder, which is kept after an interruption so that the next attempt resumes."""
 
     def __init__(self, cache: Path, recipe: patch.WheelRecipe, mpi: Mpi, cuda: Cuda | None, sdist: Path | None) -> None:
         self.cache = cache
@@ -65,7 +65,7 @@ class Build:
         self.tools = self.folder / "tools"
 
     def run(self, edits: Sequence[patch.Edit], say: Say) -> Path:
-        """The path of the finished wheel in the cache."""
+        """Builds; returns the path of the finished wheel in the cache."""
         self._check_room()
         self.folder.mkdir(exist_ok=True)
         self.log.write_text(json.dumps(asdict(self.recipe), indent=1) + "\n", encoding="utf-8")
@@ -80,7 +80,7 @@ class Build:
         if not made:
             raise self._failure()
         wheel = self.cache / made[0].name
-        made[0].replace(wheel)  # atomic: a wheel in the cache is whole
+        made[0].replace(wheel)  # atomic: wheels in the cache are complete
         shutil.rmtree(self.folder)
         return wheel
 
@@ -93,7 +93,7 @@ class Build:
             )
 
     def _get_tools(self) -> None:
-        """Installs what setup.py needs and this environment lacks next to the build, not into the environment."""
+        """Installs missing build dependencies next to the build, not into this environment."""
         missing = [name for module, name in _BUILD_TOOLS.items() if importlib.util.find_spec(module) is None]
         if cmake_version(shutil.which("cmake", path=self._path())) < (3, 18):
             missing.append("cmake>=3.18,<5")
@@ -151,12 +151,12 @@ class Build:
         env |= {f"HOROVOD_{name}": "1" for name, value in wanted.items() if value}
         env |= {"HOROVOD_LOCAL_VERSION": self.recipe.key, "HPCTRAIN_MPI_RPATH": self.mpi.rpath}
         flags = env.get("MAKEFLAGS", "").partition("-- ")[0]
-        if "--jobserver" in flags or not re.search(r"(^|\s)-*\w*j", flags):  # below make demo, they are make's own
+        if "--jobserver" in flags or not re.search(r"(^|\s)-*\w*j", flags):  # a jobserver belongs to an outer make
             env["MAKEFLAGS"] = f"-j{self._jobs()}"
         return env | (cuda_environment(self.cuda, self.folder / "cuda") if self.cuda else {})
 
     def _logged(self, command: Sequence[str], env: Mapping[str, str], say: Say | None = None) -> int:
-        """Runs a command, its output to the log, and says how far `make` is at every quarter."""
+        """Runs a command with its output in the log, and reports the progress of `make` at every quarter."""
         said = 0
         with self.log.open("a", encoding="utf-8") as log:
             child = subprocess.Popen(
@@ -180,10 +180,10 @@ class Build:
 
 
 def cuda_environment(cuda: Cuda, links: Path) -> dict[str, str]:
-    """The variables of a build for GPUs.
+    """Environment variables of a build for GPUs.
 
-    `links` becomes a folder with the names that linkers ask for and wheels lack: NCCL's has libnccl.so.2 only, CUDA's
-    have libcudart.so.13 only, and no folder lib64, where their nvcc looks.
+    `links` becomes a folder of links with the names that linkers need and wheels lack: NCCL's wheel has only
+    libnccl.so.2, CUDA's have only libcudart.so.13 and no folder lib64, where their nvcc looks.
     """
     shutil.rmtree(links, ignore_errors=True)
     libraries = links / "lib"
@@ -199,13 +199,13 @@ def cuda_environment(cuda: Cuda, links: Path) -> dict[str, str]:
     runtime = next(cuda.home.glob("lib/libcudart.so.*"), None)
     if runtime and not (cuda.home / "lib64").exists():
         (libraries / "libcudart.so").symlink_to(runtime)
-        for name in ("LIBRARY_PATH", "CMAKE_LIBRARY_PATH"):  # of the linker, of CMake
+        for name in ("LIBRARY_PATH", "CMAKE_LIBRARY_PATH"):  # for the linker, for CMake
             env[name] = os.pathsep.join(filter(None, [str(libraries), str(runtime.parent), os.environ.get(name)]))
     return env
 
 
 def explain_log(text: str) -> tuple[str, str]:
-    """What broke and what to do about it, from the log of a build that failed; the reason may be empty."""
+    """Reason and fix of a failed build, from its log; the reason may be empty."""
     known = (
         (r"No space left on device", "the disk is full", "free some space, or name another folder with --wheel-dir"),
         (r"Killed signal|out of memory allocating|virtual memory exhausted", "the compiler ran out of memory",
@@ -227,12 +227,12 @@ BUILD_OWN = "run hpctrain install-horovod without --wheel-dir: it builds your ow
 
 
 def own_folder() -> Path:
-    """This user's cache: builds, and their wheels unless another folder is named."""
+    """This user's cache folder for builds, and for their wheels unless another folder is named."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpctrain" / "horovod"
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that no other user can write to.
+    """Creates a folder, if needed, and takes away other users' write permission.
 
     Raises:
         UserError: it belongs to another user.
@@ -246,13 +246,13 @@ def make_private(folder: Path) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder is this user's, and no other user can write to it."""
+    """Whether a folder belongs to this user and no other user can write to it."""
     status = folder.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & BY_OTHERS
 
 
 def share(wheel: Path, folder: Path) -> Path:
-    """Copies a wheel into a folder that others use, too; its place there. Raises OSError."""
+    """Copies a wheel to a shared folder; returns its path there. Raises OSError."""
     with replacement(folder / wheel.name) as partial:
         partial.write_bytes(wheel.read_bytes())
         partial.chmod(0o644)
@@ -261,10 +261,10 @@ def share(wheel: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def checked(wheel: Path) -> Iterator[Path]:
-    """A private copy of a wheel, which no other user can change.
+    """Context manager that yields a private copy of a wheel, which no other user can change.
 
     Raises:
-        UserError: it is not of this user or root, or others can write to it.
+        UserError: it does not belong to this user or root, or others can write to it.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-wheel-") as room:
         copy = Path(room, wheel.name)

@@ -1,6 +1,6 @@
-"""Which Horovod is built: its last release, with text edits for today's compilers and frameworks; a wheel's identity.
+"""The Horovod that is built: its last release with text edits for current compilers and frameworks; wheel identity.
 
-Horovod 0.28.1 (June 2023) asks for C++14; the headers of PyTorch need C++20 and those of TensorFlow C++17.
+Horovod 0.28.1 (June 2023) sets C++14, but PyTorch's headers need C++20 and TensorFlow's C++17.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Edit:
 
 _FOR_EVERY_BUILD = (
     Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-    # The cached wheel serves other environments: name libraries relative to it, never by this environment's path.
+    # The cached wheel is used in other environments: refer to libraries relative to it, not by this one's path.
     Edit(
         "CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)",
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
         "set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\n"
         'set(CMAKE_INSTALL_RPATH "$ORIGIN/../../../.." $ENV{HPCTRAIN_MPI_RPATH})\n'
-        # Since g++ 13 the headers of the standard library no longer include these, which Horovod uses without asking.
+        # Since g++ 13 the standard headers no longer include these, and Horovod does not include them itself.
         'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -include cstdint -include string")',
     ),
     Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
@@ -49,19 +49,19 @@ _FOR_EVERY_BUILD = (
     ),
 )
 _FOR_CPUS = (
-    # All of its code is for GPUs, but it first includes XLA headers that need headers missing from TensorFlow's wheel.
+    # This file is only for GPUs, but includes XLA headers that need headers missing from TensorFlow's wheel.
     Edit(
         "horovod/tensorflow/CMakeLists.txt",
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         "",
     ),
-    # A CUDA build of torch with some nvcc on PATH must not turn a build for CPUs into half a build for GPUs.
+    # A CUDA build of torch with an nvcc on PATH must not turn a build for CPUs partly into one for GPUs.
     Edit(
         "cmake/Modules/FindPytorch.cmake",
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
         "print(False)",
     ),
-    # And an nvcc that does not take this C++ compiler must not end it.
+    # An nvcc that does not support this C++ compiler must not break the build.
     Edit("CMakeLists.txt", "    enable_language(CUDA)\n", ""),
 )
 _FOR_GPUS = (
@@ -75,12 +75,12 @@ def edits(gpu: bool) -> tuple[Edit, ...]:
 
 
 def digest(chosen: Iterable[Edit]) -> str:
-    """Names these edits: two builds with the same digest changed the same text in the same way."""
+    """Hash of edits: builds with equal digests made the same changes."""
     return hashlib.sha256(repr(tuple(chosen)).encode()).hexdigest()
 
 
 def verify(sdist: Path) -> bytes:
-    """The content of `sdist`. Raises UserError unless it is, byte for byte, the release that the edits are for."""
+    """Reads `sdist`. Raises UserError unless it is exactly the release for which the edits were written."""
     content = safe_read.read(sdist)
     if hashlib.sha256(content).hexdigest() != SDIST_SHA256:
         raise UserError(
@@ -91,10 +91,10 @@ def verify(sdist: Path) -> bytes:
 
 
 def apply(source: Path, chosen: Iterable[Edit]) -> None:
-    """Change the unpacked sdist in `source`.
+    """Applies edits to the unpacked sdist in `source`.
 
     Raises:
-        UserError: an edit does not fit, so this is not the release that the edits were written for.
+        UserError: an edit does not apply, so this is not the release for which the edits were written.
     """
     for edit in chosen:
         file = source / edit.path
@@ -110,7 +110,7 @@ def apply(source: Path, chosen: Iterable[Edit]) -> None:
 
 @dataclass(frozen=True)
 class WheelRecipe:
-    """All that a wheel depends on; equal recipes give equal wheels."""
+    """Everything that a wheel depends on; equal recipes give equal wheels."""
 
     horovod: str
     patch: str

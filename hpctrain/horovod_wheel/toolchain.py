@@ -1,4 +1,4 @@
-"""What a build of Horovod needs of this machine: found, tried, or named in one sentence when it is missing."""
+"""Finds and checks the tools that a build of Horovod needs; errors name what is missing."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Mpi:
     mpicc: Path
     library: Path
     version: str
-    """What MPI_Get_library_version says."""
+    """Result of MPI_Get_library_version."""
 
     @property
     def rpath(self) -> str:
-        """The library's folder, empty if it lies in this Python environment and is found relative to the wheel."""
+        """The library's folder; empty if it is in this Python environment and thus found relative to the wheel."""
         return "" if self.library.is_relative_to(Path(sys.prefix).resolve()) else str(self.library.parent)
 
     @property
     def name(self) -> str:
-        """For people: "Open MPI v5.0.11"."""
+        """Name for messages: "Open MPI v5.0.11"."""
         return self.version.partition(",")[0]
 
 
@@ -67,7 +67,7 @@ class Cuda:
 
     @property
     def identity(self) -> str:
-        """What distinguishes builds, without the folders: "CUDA 13.0 for 80,90, NCCL 2.29.7"."""
+        """Identity of a build, without folders: "CUDA 13.0 for 80,90, NCCL 2.29.7"."""
         header = (self.nccl_include / "nccl.h").read_text(encoding="utf-8", errors="replace")
         numbers = [re.search(rf"^#define NCCL_{part} +(\d+)", header, re.M) for part in ("MAJOR", "MINOR", "PATCH")]
         nccl = ".".join(number[1] if number else "?" for number in numbers)
@@ -85,7 +85,7 @@ def check_python() -> None:
 
 
 def check_compiler() -> str:
-    """The version of the C++ compiler, once it has compiled C++20."""
+    """Checks that the C++ compiler supports C++20; returns its version."""
     compiler = os.environ.get("CXX", "g++").split()
     for tool in (compiler[0], "make"):
         if shutil.which(tool) is None:
@@ -103,7 +103,7 @@ def check_compiler() -> str:
 
 
 def find_mpi() -> Mpi:
-    """The MPI of this Python environment, else the one whose mpicc is on PATH."""
+    """Finds the MPI of this Python environment, or else the one whose mpicc is on PATH."""
     mpicc = shutil.which("mpicc", path=str(Path(sys.executable).parent)) or shutil.which("mpicc")
     if mpicc is None:
         raise UserError(
@@ -132,7 +132,7 @@ def find_mpi() -> Mpi:
 
 
 def check_mpi4py(mpi: Mpi) -> None:
-    """mpi4py and Horovod share a process, so they must share one MPI library."""
+    """Checks that mpi4py uses this MPI library: it shares a process with Horovod, so both must use the same."""
     if importlib.util.find_spec("mpi4py") is None:
         return
     done = subprocess.run(python.code(_MPI_OF_MPI4PY), capture_output=True, text=True)
@@ -145,7 +145,7 @@ def check_mpi4py(mpi: Mpi) -> None:
 
 
 def find_cuda() -> Cuda:
-    """The first CUDA toolkit of torch's major version: of CUDA_HOME, this Python environment, or PATH."""
+    """Finds a CUDA toolkit of torch's major version: from CUDA_HOME, this Python environment, or PATH."""
     torch_cuda = _cuda_of_torch()
     if torch_cuda is None:
         raise UserError(
@@ -195,13 +195,13 @@ def _release(nvcc: str) -> str:
 
 
 def _wheel_folders(component: str) -> list[str]:
-    """Where NVIDIA's wheels keep a component in this Python environment: nvidia/nccl, nvidia/cu13."""
+    """Folders of a component of NVIDIA's wheels in this Python environment: nvidia/nccl, nvidia/cu13."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec(f"nvidia.{component}")
     return list(spec.submodule_search_locations or ()) if spec else []
 
 
 def _cuda_of_torch() -> str | None:
-    """The CUDA version of the installed torch, read from its files: importing it takes seconds."""
+    """CUDA version of the installed torch, read from its files because importing it takes seconds."""
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent if spec and spec.origin else Path(os.devnull)
     file = folder / "version.py"
@@ -210,7 +210,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _find_nccl() -> tuple[Path, Path]:
-    """Folder of nccl.h, and the library: of NCCL_HOME if that is set, else of torch's own NCCL wheel."""
+    """Folder of nccl.h, and the library: from NCCL_HOME if both are there, or else from torch's NCCL wheel."""
     for home in map(Path, filter(None, [os.environ.get("NCCL_HOME"), *_wheel_folders("nccl")])):
         libraries = sorted(home.glob("lib*/libnccl.so*"))
         if (home / "include" / "nccl.h").exists() and libraries:
@@ -221,5 +221,5 @@ def _find_nccl() -> tuple[Path, Path]:
 
 
 def _plain(version: str) -> str:
-    """One line of single spaces: MPI libraries and mpi4py pad what they say differently."""
+    """Normalizes whitespace, since MPI libraries and mpi4py pad version strings differently."""
     return " ".join(version.replace("\0", " ").split())

@@ -1,5 +1,6 @@
 """Finds slow and hung ranks.
 
-``rank`` is the monitor inside a rank, and ``rank.session`` the way in; ``node`` is the agent of a node, which reads its
-ranks' memory (``shared``) and condenses windows (``window``); ``chief`` decides; ``wire`` is how agents talk.
+``rank`` is the part inside a rank; start with ``rank.session``. ``node`` is the agent on each node, which reads its
+ranks' shared memory (``shared``) and summarizes windows of steps (``window``). ``chief`` decides who is slow or hung.
+``wire`` is the protocol between agents.
 """

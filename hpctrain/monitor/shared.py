@@ -1,7 +1,7 @@
-"""The memory that a node's ranks write and its agent reads: a heartbeat and a ring of rows for each rank.
+"""Shared memory that a node's ranks write and its agent reads: a heartbeat and a ring of rows for each rank.
 
-Each rank writes its own slot and nothing else; the agent only reads, so neither waits for the other. All numbers are
-float64. A reader takes rows up to the published count only, and checks afterwards that the ring has not caught up.
+Each rank writes only its own slot and the agent only reads, so neither waits for the other. All numbers are float64.
+A reader copies only published rows, then checks that the writer has not overwritten them in the meantime.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.monitor.window import COLUMNS
 from hpctrain.system import processes, shared_memory
 
-# Heartbeat: the first numbers of a slot.
+# Heartbeat: indexes of the first numbers of a slot.
 PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE, WAITS_FOR, LAYERS = range(11)
 HEADER = 16
 ROW = 16
@@ -26,37 +26,37 @@ assert COLUMNS <= ROW
 JOINING, RUNNING, FINISHED = 0.0, 1.0, 2.0
 """Values of STATE."""
 NO_PHASE = -1.0
-"""Value of MARKED_PHASE at the beginning of a step."""
+"""Value of MARKED_PHASE before the first mark of a step."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a node's memory."""
+    """Sizes of a node's shared memory."""
 
     ranks: int
     """Ranks on the node."""
     rows: int
-    """Steps that a ring holds."""
+    """Number of steps that a ring holds."""
 
     @property
     def slot(self) -> int:
-        """Numbers of one rank."""
+        """Number of float64 values per rank."""
         return HEADER + ROW * self.rows
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Total size in bytes."""
         return 8 * self.slot * self.ranks
 
 
 def create(layout: Layout) -> tuple[int, str]:
-    """Makes the memory; its descriptor and path, which the caller unlinks. Raises OSError."""
+    """Creates the memory. Returns its descriptor and path; the caller unlinks the path. Raises OSError."""
     folder = shared_memory.FOLDER if os.access(shared_memory.FOLDER, os.W_OK) else None
     return shared_memory.create([(0, layout.size)], folder)
 
 
 class Slot:
-    """One rank's part, for writing."""
+    """One rank's part of the memory, for writing."""
 
     def __init__(self, memory: mmap.mmap, layout: Layout, local_rank: int) -> None:
         self.rows = layout.rows
@@ -65,16 +65,16 @@ class Slot:
         self.ring = memoryview(memory)[begin + 8 * HEADER : begin + 8 * layout.slot]
 
     def join(self) -> None:
-        """Says who this process is."""
+        """Writes this process's identity and marks the rank as running."""
         self.head[PID] = os.getpid()
         self.head[STARTED] = processes.birth(os.getpid())
         self.head[MARKED_PHASE] = NO_PHASE
-        self.head[MARKED_AT] = time.monotonic()  # else the silence before the first mark is the host's uptime
+        self.head[MARKED_AT] = time.monotonic()  # otherwise silence would count from the host's boot
         self.head[STATE] = RUNNING
 
 
 def own_slot() -> Slot:
-    """A slot in private memory, for a clock without a reader."""
+    """Returns a slot in private memory, for a clock that no agent reads."""
     layout = Layout(ranks=1, rows=1)
     return Slot(mmap.mmap(-1, layout.size), layout, 0)
 
@@ -89,7 +89,7 @@ class SlotReader:
     """All slots of a node, for reading."""
 
     numbers: NDArray[np.float64]
-    """[ranks, numbers of a slot]"""
+    """[ranks, layout.slot]"""
     layout: Layout
 
     @classmethod
@@ -103,9 +103,9 @@ class SlotReader:
         return self.numbers[:, :HEADER].copy()
 
     def totals(self, first: int, count: int) -> NDArray[np.float64] | None:
-        """[ranks, count, COLUMNS] totals at the ends of steps first, first + 1, ...; None if they are overwritten.
+        """[ranks, count, COLUMNS] totals at the ends of steps first, first + 1, ...; None if some are overwritten.
 
-        Before the first step they are 0. The caller has seen that all ranks have published these steps.
+        Totals before the first step are 0. The caller must have checked that all ranks have published these steps.
         """
         rings = self.numbers[:, HEADER:].reshape(self.layout.ranks, self.layout.rows, ROW)
         steps = np.arange(first, first + count)

@@ -1,4 +1,4 @@
-"""From the rows that clocks leave to what each rank did in a window of steps. Pure functions over arrays."""
+"""Turns the rows that clocks write into per-rank times over a window of steps. Pure functions over arrays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ REST = len(Phase)
 GC = REST + 1
 """Column of Python's garbage collection; it lies inside the other columns and is not added to them."""
 WORK = GC + 1
-"""Column of the work done: samples or tokens."""
+"""Column of the amount of work: samples or tokens."""
 ENDED = WORK + 1
 """Column of the time at which the step ended."""
 COLUMNS = ENDED + 1
 
 CAUSES = (*(phase.name.lower() for phase in Phase), "rest", "gc")
-"""Names of the columns that say where time went, in order."""
+"""Names of the time columns, in order."""
 
 AFTER_EXIT = (Phase.OPTIMIZER, Phase.CALLBACKS, Phase.CHECKPOINT)
 """Phases that follow the exchange: their time delays the arrival at the NEXT exchange."""
@@ -32,12 +32,12 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Window:
-    """What R ranks did in S steps, all of them the same steps. Seconds, float32."""
+    """Times of R ranks over the same S steps. Seconds, float32."""
 
     index: int
-    """Number of the window: it starts at step ``index * S`` of the attempt."""
+    """Window number; the window starts at step ``index * S`` of the attempt."""
     ranks: NDArray[np.int64]
-    """[R] which ranks."""
+    """[R] rank numbers."""
     busy: Floats
     """[R, S] from leaving one exchange to arriving at the next."""
     wait: Floats
@@ -47,11 +47,11 @@ class Window:
     typical: Floats
     """[R, len(CAUSES)] median over the steps of the seconds in each phase."""
     mean: Floats
-    """[R, len(CAUSES)] mean over the steps of the same."""
+    """[R, len(CAUSES)] mean over the steps of the seconds in each phase."""
 
     @property
     def steps(self) -> int:
-        """S."""
+        """Number of steps, S."""
         return int(self.busy.shape[1])
 
 
@@ -61,7 +61,7 @@ def condense(index: int, ranks: NDArray[np.int64], rows: NDArray[np.float64]) ->
     Args:
         index: number of the window.
         ranks: [R] which ranks.
-        rows: [R, S + 2, COLUMNS] each rank's totals at the ends of the window's S steps and of the two before it.
+        rows: [R, S + 2, COLUMNS] each rank's totals at the ends of the window's S steps and of the two steps before.
     """
     steps = np.diff(rows, axis=1)
     spent = steps[:, 1:, :WORK].copy()
@@ -90,7 +90,7 @@ def from_phases(index: int, ranks: NDArray[np.int64], spent: NDArray[np.float64]
 
 
 def join(parts: list[Window]) -> Window:
-    """One window over the ranks of all parts, in rank order."""
+    """Joins parts of a window from several nodes into one, in rank order."""
     ranks = np.concatenate([part.ranks for part in parts])
     order = np.argsort(ranks)
 

@@ -1,4 +1,4 @@
-"""What a run hands over when it has ended: ``register`` fills MLflow's registry, and writes a model card.
+"""Registers trained models: ``register`` fills MLflow's registry and writes a model card.
 
-``served_model`` is what MLflow loads later.
+``served_model`` is the code that MLflow loads later.
 """

@@ -1,6 +1,6 @@
-"""A checkpoint's model into MLflow's registry: weights, code, signature and where it all comes from.
+"""Registers a checkpoint's model in MLflow: weights, code, signature and provenance.
 
-And a model card (Mitchell et al. 2019, in short) from what the run folder knows.
+Also writes a short model card (after Mitchell et al. 2019) from the run folder.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from hpctrain.track.mlflow import QUIET, experiment_of, tracking_uri
 EXAMPLE_SAMPLES = 2
 
 restore = with_weights
-"""Models that were registered by earlier versions call it by this name."""
+"""Name under which models registered by earlier versions call ``with_weights``."""
 
 
 def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str | None) -> dict[str, Any]:
-    """Logs and registers the model of a checkpoint; its name, version and URI.
+    """Logs and registers the model of a checkpoint; returns its name, version and URI.
 
-    The model is loaded with stock MLflow where hpctrain and the framework are installed.
+    The model can be loaded with stock MLflow wherever hpctrain and the framework are installed.
 
     Args:
         run_dir: the run.
-        step: of the checkpoint; by default the newest intact one.
+        step: step of the checkpoint; by default the newest intact one.
         uri: tracking server or folder; by default that of the run file.
-        name: in the registry; by default the run's.
+        name: name in the registry; by default the run's.
 
     Raises:
-        UserError: no tracking server is known, or there is no such checkpoint.
+        UserError: no tracking server is known, there is no such checkpoint, or the task has several models.
         MissingExtra: mlflow is not installed.
     """
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
@@ -97,7 +97,7 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
 
 
 def example(problem: Problem) -> Samples:
-    """A small batch of what the model takes as input."""
+    """A small batch of the model's input."""
     data = examples_of(problem.train)
     batch = data.read(np.arange(min(EXAMPLE_SAMPLES, len(data)), dtype=np.int64))
     if problem.task.forward is first_field:
@@ -107,7 +107,7 @@ def example(problem: Problem) -> Samples:
 
 
 def open_run(mlflow: Any, run_dir: RunDir, uri: str, experiment_name: str, run_name: str) -> str:
-    """The run that the training was tracked as; a new one if it was not tracked there."""
+    """Id of the MLflow run that tracked the training; creates one if it was not tracked there."""
     saved = position(run_dir, "mlflow")
     if saved.get("uri") == uri and saved.get("run_id"):
         return str(saved["run_id"])
@@ -116,24 +116,24 @@ def open_run(mlflow: Any, run_dir: RunDir, uri: str, experiment_name: str, run_n
 
 
 def code_of(task: str) -> list[str]:
-    """The file that a task lies in, so that it travels with the model; none for tasks of installed packages."""
+    """The task's file, to be stored with the model; empty for tasks of installed packages."""
     where = task.rpartition(":")[0]
     return [where] if where.endswith(".py") else []
 
 
 def requirements(versions: Mapping[str, str | None]) -> list[str]:
-    """What the serving environment needs, as it was when the model was trained."""
+    """Packages that the serving environment needs, in the versions used for training."""
     wanted = ("hpctrain", "torch", "keras", "tensorflow-cpu", "tensorflow", "numpy")
     found = [f"{name}=={version.partition('+')[0]}" for name in wanted if (version := versions.get(name))]
     return found or [f"python>={sys.version_info.major}.{sys.version_info.minor}"]
 
 
 def model_card(data: RunHistory, step: int | None = None) -> str:
-    """Markdown: task, data, configuration, metrics, environment, cost. What is unknown is said to be.
+    """Renders a model card in Markdown: task, data, configuration, metrics, environment, cost.
 
     Args:
         data: the run.
-        step: of the checkpoint that the card is for; by default the newest.
+        step: step of the card's checkpoint; by default the newest.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -167,7 +167,7 @@ def model_card(data: RunHistory, step: int | None = None) -> str:
 
 
 def trained_on(data: RunHistory, step: int | None) -> dict[str, Any]:
-    """``data`` (fingerprint) and ``data_sources`` (tables), as a checkpoint's manifest has them; empty if unknown."""
+    """``data`` (fingerprint) and ``data_sources`` (tables) from a checkpoint's manifest; empty if unknown."""
     try:
         meta = _store(data).manifest(step).meta if step is not None else {}
     except (DamagedCheckpoint, UnreadableCheckpoint, UserError):

@@ -1,7 +1,6 @@
-"""A trained model as MLflow loads and serves it: the task's own code, and weights that are numbers only, no pickle.
+"""A trained model for MLflow to load and serve: the task's code, and weights without pickle.
 
-MLflow runs this file when the model is loaded; the class below is then what ``mlflow.pyfunc`` and ``mlflow models
-serve`` talk to.
+MLflow runs this file when it loads the model; ``mlflow.pyfunc`` and ``mlflow models serve`` then use the class below.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from mlflow.models import set_model
 
 
 class ServedModel(mlflow.pyfunc.PythonModel):
-    """Outputs for inputs of the task's field names."""
+    """Predicts from inputs named like the task's fields."""
 
     framework: Any
     fields: Any
 
     def load_context(self, context: Any) -> None:
-        """Makes the model as the run file says, and gives it the saved weights."""
+        """Builds the model from the run file and loads the saved weights."""
         from hpctrain.config.loading import load
         from hpctrain.rank.trial import with_weights
 
@@ -28,11 +27,11 @@ class ServedModel(mlflow.pyfunc.PythonModel):
         self.fields = problem.train.fields
 
     def predict(self, context: Any, model_input: Any, params: Any = None) -> dict[str, Any]:
-        """Arrays by output name.
+        """Returns outputs as arrays by name.
 
         Args:
-            context: MLflow's.
-            model_input: arrays by field name with a leading sample axis; or one array, for the first field.
+            context: MLflow's context.
+            model_input: arrays by field name with a leading sample axis, or a single array for the first field.
             params: not used.
         """
         given = model_input if isinstance(model_input, dict) else {next(iter(self.fields)): model_input}

@@ -1,6 +1,6 @@
-"""What a run was: its report, what ended or slowed it, and several runs side by side.
+"""Reports on runs: the HTML report, what ended or slows a run, and comparisons of runs.
 
-``page`` is the report, ``explain`` and ``compare`` are the commands of these names, ``summary`` the numbers of a run.
-Sweeps are compared, too. ``plots`` chooses what is plotted, ``charts`` says how, and ``drawing`` makes SVG of it by
-matplotlib, if that is installed. All see a run through ``hpctrain.run`` alone.
+``page`` renders the report; ``explain`` and ``compare`` (also for sweeps) implement the commands of these names;
+``summary`` computes the numbers of a run. ``plots`` chooses what is plotted, ``charts`` defines the charts, and
+``drawing`` makes SVG with matplotlib, if that is installed. All of them read runs only through ``hpctrain.run``.
 """

@@ -1,4 +1,4 @@
-"""Charts of a report: functions from numbers to what is drawn."""
+"""Charts of a report: functions from numbers to charts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LARGEST = 1e150
-"""Values are cut here: matplotlib cannot lay out the range between the largest floats."""
+"""Values are clipped to this size: matplotlib cannot lay out the range between the largest floats."""
 FAINT = 10.0
-"""Full scale of a heat map of smaller values: noise must not look like a finding."""
+"""Smallest full scale of a heat map in percent, so that noise does not look like a finding."""
 MOST_NAMES = 30
-"""Names or numbers along an axis of cells."""
+"""Most names or numbers along an axis of cells."""
 MOST_COLUMNS, MOST_ROWS = 128, 64
-"""Of a grid of ranks that is drawn; the heat map shows the ranks of a larger one."""
+"""Largest grid of ranks that is drawn; the heat map shows the ranks of larger ones."""
 FAR = 3
-"""Multiple of the largest plan above which a rank's memory gets no line, which would leave no room for the bars."""
+"""Multiple of the largest plan above which the rank's memory is not drawn, since it would squeeze the bars."""
 UNITS = ((2**30, "GiB"), (2**20, "MiB"))
 Look = Literal["line", "dotted", "dashed", "points", "rings"]
 STYLES: dict[Look, dict[str, object]] = {
@@ -39,24 +39,24 @@ STYLES: dict[Look, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """A named line, or points."""
+    """A named line or set of points."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     look: Look = "line"
     colour: int | None = None
-    """0 to 7; by default by the place among the lines."""
+    """Index into the palette; by default the line's place."""
     band: tuple[Sequence[float], Sequence[float]] | None = None
-    """Smallest and largest y at each x, as a faint area."""
+    """Smallest and largest y at each x, drawn as a faint area."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar on a time line, in a separate row."""
+    """A bar on a time line, in its own row."""
 
     name: str
-    """Stands above it."""
+    """Text above the bar."""
     begin: float
     end: float
     is_good: bool
@@ -71,15 +71,15 @@ def line_chart(
     log_y: bool = False,
     sizes: Sequence[int] = (),
 ) -> Chart:
-    """Lines over each other.
+    """A chart of lines over the same axes.
 
     Args:
-        title: above it.
-        lines: at least one.
-        x_label: what x is, with its unit.
-        marks: names of vertical lines by their x; the legend shows the first.
-        from_zero: the y axis includes 0.
-        log_y: the y axis is logarithmic.
+        title: title of the chart.
+        lines: at least one line.
+        x_label: label of the x axis, with its unit.
+        marks: names of vertical lines by x; the legend shows only the first.
+        from_zero: whether the y axis includes 0.
+        log_y: whether the y axis is logarithmic.
         sizes: ticks of a logarithmic x axis, such as numbers of ranks; without them it is linear.
     """
 
@@ -117,7 +117,7 @@ def line_chart(
 
 
 def stack_chart(title: str, steps: Sequence[float], layers: Sequence[Line]) -> Chart:
-    """Layers on top of each other, over the same steps; each layer's ``y`` is its thickness."""
+    """A stacked area chart over steps; each layer's ``y`` is its thickness."""
 
     def draw(axes: Axes) -> None:
         colours = [_colour(place) for place in range(len(layers))]
@@ -130,11 +130,11 @@ def stack_chart(title: str, steps: Sequence[float], layers: Sequence[Line]) -> C
 
 
 def heat_chart(title: str, percent: NDArray[np.float64]) -> Chart:
-    """Cells of ranks by windows, orange above zero and blue below, stronger further away; NaN stays empty.
+    """A heat map of ranks by windows: orange above zero, blue below, more opaque further away; NaN is empty.
 
     Args:
-        title: above it.
-        percent: float64[ranks, windows], few enough to be seen (at most about 64 x 200).
+        title: title of the chart.
+        percent: float64[ranks, windows], few enough to be visible (at most about 64 x 200).
     """
 
     def draw(axes: Axes) -> None:
@@ -148,7 +148,7 @@ def heat_chart(title: str, percent: NDArray[np.float64]) -> Chart:
 
 
 def confusion_chart(title: str, labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
-    """Counts of true classes (rows) against predicted ones; stronger where they are a larger share of their row."""
+    """A confusion matrix of true classes (rows) and predicted ones, shaded by share of the row."""
     table = np.array(counts, dtype=np.float64)
 
     def draw(axes: Axes) -> None:
@@ -168,7 +168,7 @@ def confusion_chart(title: str, labels: Sequence[str], counts: Sequence[Sequence
 
 
 def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
-    """Bars below each other, each with its name above it."""
+    """A time line of bars, one per row, each with its name above it."""
 
     def draw(axes: Axes) -> None:
         whole = max(bar.end for bar in bars) - min(bar.begin for bar in bars)
@@ -185,11 +185,11 @@ def time_chart(title: str, bars: Sequence[Bar], x_label: str) -> Chart:
 
 
 def plan_chart(found: Plans, own: str | None = None) -> Chart:
-    """A row for each plan: stacked bytes.
+    """A stacked bar of bytes for each plan.
 
     Args:
-        found: all plans, and what a rank has, drawn as a line.
-        own: name of the plan that a run has, which is marked.
+        found: all plans, and the memory of a rank, drawn as a line.
+        own: name of the run's plan, which is marked.
     """
     plans, limit = found.plans, found.memory
     most = max(plan.total for plan in plans)
@@ -221,17 +221,17 @@ def plan_chart(found: Plans, own: str | None = None) -> Chart:
 
 
 def is_drawn(grid: Grid) -> bool:
-    """Whether ranks hold different parts of a model, and are few enough to be seen."""
+    """Whether ranks hold different parts of a model, and few enough to be drawn."""
     return not grid.is_plain and grid.data <= MOST_COLUMNS and grid.tensor * grid.pipeline <= MOST_ROWS
 
 
 def grid_chart(grid: Grid, hosts: Mapping[int, str], slowness: Sequence[float]) -> Chart:
-    """Ranks by place: columns are data indexes, rows are stages and parts of layers; colours as in the heat map.
+    """A grid of ranks: columns are data indexes, rows are stages and tensor indexes; colours as in the heat map.
 
     Args:
         grid: places of the ranks.
-        hosts: by rank, as far as they are known.
-        slowness: [ranks] percent beyond the peers; NaN leaves a cell empty.
+        hosts: known hosts by rank.
+        slowness: [ranks] percent above the peers; NaN leaves a cell empty.
     """
     count = grid.tensor * grid.pipeline
 
@@ -258,11 +258,11 @@ def grid_chart(grid: Grid, hosts: Mapping[int, str], slowness: Sequence[float]) 
 
 
 def typical(excess: NDArray[np.floating] | None, ranks: int) -> NDArray[np.float64]:
-    """[ranks] each rank's median excess over the windows of an attempt, in percent; NaN for what is not known.
+    """[ranks] each rank's median excess over the windows of an attempt, in percent; NaN if unknown.
 
     Args:
-        excess: [ranks, windows] shares, as the monitor leaves them.
-        ranks: of the run.
+        excess: [ranks, windows] fractions, as the monitor saves them.
+        ranks: number of ranks of the run.
     """
     found = np.full(ranks, np.nan)
     for rank, row in enumerate(excess[:ranks] if excess is not None else ()):
@@ -272,7 +272,7 @@ def typical(excess: NDArray[np.floating] | None, ranks: int) -> NDArray[np.float
 
 
 def strip(row: NDArray[np.float64], scale: float) -> str:
-    """A row of a heat map as text: higher blocks for larger values, a dot for what is not above 0, a space for NaN."""
+    """A heat map's row as text: higher blocks for larger values, a dot for values up to 0, a space for NaN."""
     heights = np.ceil(8 * np.clip(np.nan_to_num(row) / scale, 0, 1)).astype(int)
     return "".join(
         " " if not np.isfinite(value) else "·▁▂▃▄▅▆▇█"[height] for value, height in zip(row, heights, strict=True)
@@ -280,13 +280,13 @@ def strip(row: NDArray[np.float64], scale: float) -> str:
 
 
 def scale_of(values: NDArray[np.float64]) -> float:
-    """The value that has the full colour."""
+    """The value drawn at full opacity."""
     finite = values[np.isfinite(values)]
     return max(float(np.abs(finite).max()) if finite.size else 0.0, FAINT)
 
 
 def shades(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64[rows, columns, 4]: the colour of each cell by sign, its opacity by size; NaN is transparent."""
+    """float64[rows, columns, 4]: colour of each cell by sign, opacity by size; NaN is transparent."""
     known = np.isfinite(values)
     opacity = np.where(known, 0.05 + 0.95 * np.abs(np.where(known, values, 0)) / scale_of(values), 0)
     return _tinted(values, opacity)

@@ -1,4 +1,4 @@
-"""Several runs side by side: differences in their run files and results; those of a sweep ranked. Pure functions."""
+"""Compares runs: differences in run files and results, and a ranking of a sweep's points. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ RESULTS = (
 OWN = ("name", "run_dir")
 """Keys that differ between all runs of a sweep."""
 SHOWN = ("state", "steps", "final_loss", "seconds")
-"""Results besides the validation metrics."""
+"""Results shown besides the validation metrics."""
 
 
 def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """JSON-able: names, differing configuration keys, results, each as a list in the order of the runs."""
+    """Returns names, differing configuration keys and results, each a list in the order of the runs, for JSON."""
     summaries = [summarize(run) for run in runs]
     results: dict[str, list[Any]] = {key: [summary[key] for summary in summaries] for key in RESULTS}
     for name in sorted({name for summary in summaries for name in summary["metrics"]}):
@@ -44,7 +44,7 @@ def compare(runs: Sequence[RunHistory]) -> dict[str, Any]:
 
 
 def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[ReportSection]:
-    """Each curve of all runs in one plot."""
+    """Plots each curve of all runs in one chart."""
     kinds = [
         ("loss", "Loss", [run.train for run in runs]),
         ("samples_per_s", "Samples per second", [run.train for run in runs]),
@@ -60,19 +60,19 @@ def overlays(runs: Sequence[RunHistory], names: Sequence[str]) -> list[ReportSec
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys whose values are not the same in all, with the values."""
+    """Keys whose values differ between configurations, with the values."""
     keys = sorted({key for config in configs for key in config})
     rows = {key: [config.get(key) for config in configs] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
 def sweep_table(runs: Sequence[RunHistory], metric: str | None = None, mode: str = "min") -> dict[str, Any]:
-    """JSON-able: what the points are ranked by, and the points, the best first, those without a result last.
+    """Returns what the points are ranked by, and the points, best first and those without a result last, for JSON.
 
     Args:
         runs: the points.
-        metric: validation metric that ranks them; by default ``loss``, or the training loss where none is validated.
-        mode: ``min`` or ``max``: which of its values are better.
+        metric: validation metric that ranks them; by default ``loss``, or the training loss without validation.
+        mode: ``min`` or ``max``, whichever is better for ``metric``.
     """
     found = compare(runs)
     results, configuration = found["results"], found["configuration"]

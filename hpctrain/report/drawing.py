@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn by matplotlib, which is optional: in a page's own colours, or as a file."""
+"""Draws charts as SVG with matplotlib, if installed: inline in a page's colours, or as a file."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INSTALL = "pip install 'hpctrain[report]'"
-"""What installs matplotlib."""
+"""Command that installs matplotlib."""
 WIDTH = 7.2
-"""Inches of every chart."""
+"""Width of every chart in inches."""
 PALETTE = tuple(f"c{index}" for index in range(8))
 LIGHT = {
     "back": "#ffffff", "text": "#1c2026", "soft": "#667080", "rule": "#dde1e7", "card": "#f6f7f9",
     "c0": "#2563b8", "c1": "#c2571a", "c2": "#2b8a4b", "c3": "#9b3fb5",
     "c4": "#b3282d", "c5": "#0f8a94", "c6": "#8a6d1a", "c7": "#5b6472",
 }  # fmt: skip
-"""Colours by name; charts are drawn in these."""
+"""Colours by name, in which charts are drawn."""
 DARK = {
     "back": "#14171b", "text": "#e4e7eb", "soft": "#98a2b0", "rule": "#333a44", "card": "#1d2127",
     "c0": "#6ea8f5", "c1": "#f0965a", "c2": "#66c98a", "c3": "#cf8be4",
     "c4": "#f07f84", "c5": "#58cbd5", "c6": "#d6b85a", "c7": "#a9b2be",
 }  # fmt: skip
-"""The same on a dark page."""
+"""Colours on a dark page."""
 SETTINGS: Any = {
     "font.size": 8,
     "svg.fonttype": "none",
     "svg.hashsalt": "hpctrain",
-    "text.parse_math": False,  # a name with two $ is a name
+    "text.parse_math": False,  # a name with two $ is not a formula
     "text.color": LIGHT["text"],
     "axes.labelcolor": LIGHT["soft"],
     "axes.edgecolor": LIGHT["rule"],
@@ -58,20 +58,20 @@ SETTINGS: Any = {
     "lines.linewidth": 1.4,
     "legend.frameon": False,
 }
-"""Of matplotlib."""
+"""Settings of matplotlib."""
 REFERENCE = re.compile(r'(?:href="|url\()#([^")]+)')
-"""Where an SVG refers to one of its parts."""
+"""References within an SVG."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart that is not drawn yet."""
+    """A chart that can be drawn."""
 
     title: str
     draw: Callable[[Axes], None]
-    """Draws into empty axes; a legend shows the artists that have labels."""
+    """Draws into empty axes; the legend shows artists with labels."""
     height: float = 2.6
-    """Inches."""
+    """Height in inches."""
 
 
 def can_draw() -> bool:
@@ -86,7 +86,7 @@ def require() -> None:
 
 
 def inline(chart: Chart) -> str:
-    """An ``svg`` element for a page that defines the colours as CSS variables; empty without matplotlib."""
+    """Returns an ``svg`` element for a page that defines the colours as CSS variables; empty without matplotlib."""
     if not can_draw():
         return ""
     text = _svg([chart], titles=False)
@@ -101,20 +101,20 @@ def inline(chart: Chart) -> str:
 
 
 def picture(charts: Sequence[Chart]) -> str:
-    """An SVG file: charts below each other, each with its title, on white. Raises UserError without matplotlib."""
+    """Returns an SVG file with charts below each other, with titles, on white. Raises UserError without matplotlib."""
     require()
     return _svg(charts, titles=True)
 
 
 def said(text: str, most: int = 60) -> str:
-    """A name as a chart shows it: printable, and not too long. matplotlib hides names that begin with an underscore."""
+    """Makes a name printable and short. A leading underscore gets a space: matplotlib would hide the name."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
     shown = shown if len(shown) <= most else shown[: most - 1] + "…"
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def figure_of(charts: Sequence[Chart], titles: bool) -> Figure:
-    """A figure of charts below each other."""
+    """Draws charts below each other in one figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, sum(chart.height for chart in charts)), layout="constrained")
@@ -133,8 +133,8 @@ def figure_of(charts: Sequence[Chart], titles: bool) -> Figure:
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """matplotlib with ``SETTINGS`` in the body, whatever the user's matplotlibrc says, and quiet."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its caches, and fonts that lack a letter
+    """Context in which matplotlib uses ``SETTINGS`` instead of the user's matplotlibrc, and is quiet."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # messages about caches and missing glyphs
     import matplotlib as mpl
 
     with mpl.rc_context(), warnings.catch_warnings():
@@ -153,7 +153,7 @@ def _svg(charts: Sequence[Chart], titles: bool) -> str:
 
 
 def _renamed(text: str, prefix: str) -> str:
-    """An SVG whose parts that others refer to have names of this prefix: matplotlib's repeat from chart to chart."""
+    """Gives referenced parts of an SVG unique names with a prefix: matplotlib's repeat from chart to chart."""
     names = {name: f"{prefix}-{number}" for number, name in enumerate(dict.fromkeys(REFERENCE.findall(text)))}
     text = REFERENCE.sub(lambda found: found[0].replace(found[1], names[found[1]]), text)
     return re.sub(r' id="([^"]+)"', lambda found: f' id="{names[found[1]]}"' if found[1] in names else "", text)

@@ -1,7 +1,7 @@
-"""What ended a run, or what slows it: one paragraph from the evidence in its folder.
+"""Explains what ended a run, or what slows it, in one paragraph from the evidence in its folder.
 
-Rules are tried in order; the first that finds its evidence speaks. If none does, the answer is ``unknown``. They
-decide by codes; what people read is made here, last.
+Rules are tried in order, and the first that finds its evidence answers. If none does, the answer is ``unknown``. Rules
+decide by codes; the text for people is made here.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from hpctrain.run.run_status import Outcome, State, Word
 from hpctrain.run.verdict import RunVerdict
 
 DATA_BOUND = 0.2
-"""Share of the time that waits for data beyond which a run is called data-bound."""
+"""Fraction of the time spent waiting for data above which a run is data-bound."""
 MEASURED_S = 10.0
-"""Seconds of training below which shares say nothing."""
+"""Shortest training in seconds for which these fractions are meaningful."""
 EXCHANGE_BOUND = 0.3
-"""The same for the exchange of gradients."""
+"""Fraction of the time spent exchanging gradients above which a run is exchange-bound."""
 SHOWN = 4
-"""Recoveries that are shown one by one."""
+"""Most recoveries that are listed."""
 COSTLY = 0.05
-"""Share of the run's time that a straggler must cost to be named."""
+"""Fraction of the run's time that a straggler must cost to be named."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer."""
+    """What ended or slows a run."""
 
     cause: Code
-    """For scripts."""
+    """The cause as a code, for scripts."""
     title: str
     """What happened, in one sentence."""
     evidence: tuple[str, ...] = ()
-    """What the run folder holds that says so."""
+    """Evidence from the run folder."""
     advice: str = ""
     """What to do next."""
     findings: tuple[str, ...] = field(default=())
@@ -56,15 +56,15 @@ class Explanation:
 
 
 def explain(data: RunHistory, state: State | None = None) -> Explanation:
-    """The first rule that applies, with what slows the run as further findings.
+    """Applies the first matching rule, and adds what slows the run as further findings.
 
     Args:
         data: the run.
-        state: its state, from Slurm and living processes too; by default from its folder alone.
+        state: its state, including from Slurm and live processes; by default from its folder only.
     """
     found = next((answer for rule in RULES if (answer := rule(data)) is not None), None)
     if found is not None and found.cause is Code.COMPLETED:
-        state = None  # whatever has become of its job
+        state = None  # the state of its job no longer matters
     if found is None:
         found = (by_standing(state) if state else by_life(data)) or unknown(data, state)
     elif state is not None and state.word is Word.PENDING:
@@ -105,13 +105,13 @@ TITLES: Mapping[Code, str] = {
     Code.NO_PROGRESS: "Attempts made no progress",
     Code.EXCEPTION: "A rank failed with an error",
 }
-"""What each code of a failure says to people."""
+"""Titles of failure codes."""
 GENERAL = (Code.USER_ERROR, Code.EXCEPTION, Code.NO_PROGRESS, Code.UNKNOWN)
-"""Failure codes that are less specific than a hang seen by the monitor."""
+"""Failure codes that are less specific than a hang reported by the monitor."""
 
 
 def newest_failure(data: RunHistory) -> RunVerdict | None:
-    """The verdict on the newest attempt if it failed; none if it ended well or has not ended."""
+    """The verdict on the newest attempt if it failed; None if it succeeded or has not ended."""
     newest = data.run.newest
     if newest is None:
         return None
@@ -121,20 +121,20 @@ def newest_failure(data: RunHistory) -> RunVerdict | None:
 
 
 def _own_verdict(words: AttemptWords, grid: Grid) -> RunVerdict | None:
-    """What the first failed rank said, if no supervisor survived to write a verdict."""
+    """A verdict from the ranks' exit records, if no supervisor survived to write one."""
     failed = [word for word in words.ranks if word.error]
     return blame(failed, grid) if failed else None
 
 
 def newest_hang(data: RunHistory) -> events.Hang | None:
-    """The newest hang that the monitor saw in the newest attempt."""
+    """The last hang that the monitor reported in the newest attempt."""
     newest = data.run.newest
     seen = [event for event in data.all(events.Hang) if newest and event.attempt == newest.number]
     return seen[-1] if seen else None
 
 
 def by_cause(data: RunHistory) -> Explanation | None:
-    """A failure whose cause is known."""
+    """A failure with a specific cause."""
     failure = newest_failure(data)
     if failure is None or failure.code in GENERAL:
         return None
@@ -143,7 +143,7 @@ def by_cause(data: RunHistory) -> Explanation | None:
 
 
 def by_hang(data: RunHistory) -> Explanation | None:
-    """The monitor reported a hang in an attempt that did not end well, or has not ended."""
+    """A hang that the monitor reported, if the attempt failed or has not ended."""
     hang = newest_hang(data)
     if hang is None or data.run.outcome not in (Outcome.FAILED, Outcome.RUNNING, Outcome.UNKNOWN):
         return None
@@ -154,13 +154,13 @@ def by_hang(data: RunHistory) -> Explanation | None:
 
 
 def by_failure(data: RunHistory) -> Explanation | None:
-    """Any other failure: the user's mistake, an exception, or a cause without a code."""
+    """Any other failure: a user error, an exception, or a cause without a code."""
     failure = newest_failure(data)
     return _of_failure(data, failure) if failure else None
 
 
 def by_stop(data: RunHistory) -> Explanation | None:
-    """Stopped on request, by a person or by the time limit."""
+    """A stop on request, by a person or because of the time limit."""
     if data.run.outcome not in (Outcome.STOPPED_BY_RANKS, Outcome.STOPPED):
         return None
     newest = data.run.newest
@@ -172,7 +172,7 @@ def by_stop(data: RunHistory) -> Explanation | None:
     code = Code.TIME_LIMIT if timed else Code.STOPPED
     if request is not None:
         where = f"{request.by or 'a request'} was seen at step {request.step}"
-    else:  # before the first step, when no events are written
+    else:  # before the first step, no events are written
         where = (verdict.reason if verdict else "") or "a request was seen"
     saved = data.last(events.CheckpointSaved)
     kept = f"the newest checkpoint is from step {saved.step}" if saved else "no checkpoint was saved"
@@ -180,7 +180,7 @@ def by_stop(data: RunHistory) -> Explanation | None:
 
 
 def by_completion(data: RunHistory) -> Explanation | None:
-    """Ended as planned."""
+    """A run that ended as planned."""
     reached = data.run.outcome
     if reached not in (Outcome.COMPLETED, Outcome.EARLY, Outcome.DONE):
         return None
@@ -194,7 +194,7 @@ def by_completion(data: RunHistory) -> Explanation | None:
 
 
 def by_life(data: RunHistory) -> Explanation | None:
-    """Still running."""
+    """A run that is still running."""
     if data.run.outcome is not Outcome.RUNNING or not data.train:
         return None
     return Explanation(Code.RUNNING, "The run is under way")
@@ -207,7 +207,7 @@ STANDING = {
     Word.FAILED: "The run's job failed",
     Word.NOT_STARTED: "The run was not started",
 }
-"""Titles for runs about which more is known than their folders say."""
+"""Titles for runs whose state is known from their jobs."""
 FIXES = {
     Word.CANCELLED: "hpctrain resume submits it again",
     Word.FAILED: "look at the job's own log: hpctrain logs RUN --rank job",
@@ -216,7 +216,7 @@ FIXES = {
 
 
 def by_standing(state: State) -> Explanation | None:
-    """What its job says of a run that has not said how it ended, or has not begun."""
+    """The job's state, for a run that has no recorded end or has not begun."""
     if state.word not in STANDING:
         return None
     fix = state.fix or FIXES.get(state.word, "")
@@ -225,7 +225,7 @@ def by_standing(state: State) -> Explanation | None:
 
 
 def unknown(data: RunHistory, state: State | None = None) -> Explanation:
-    """No evidence, or none that has a code: then the verdict's own words are shown."""
+    """No evidence, or a verdict without a code, whose reason is then shown."""
     newest = data.run.newest
     if newest and newest.verdict and newest.verdict.reason:
         verdict = newest.verdict
@@ -247,7 +247,7 @@ def unknown(data: RunHistory, state: State | None = None) -> Explanation:
 
 
 def stragglers(data: RunHistory) -> list[Explanation]:
-    """Confirmed slow ranks that cost something: of the run what is over, of the time what is not."""
+    """The three costliest slow ranks or hosts, of at least COSTLY; a spell that is over counts for its steps only."""
     found: dict[tuple[object, ...], list[tuple[float, str]]] = defaultdict(list)
     for event, until in _spells(data):
         if event.rank is not None or event.host:
@@ -261,9 +261,9 @@ def stragglers(data: RunHistory) -> list[Explanation]:
 
 
 def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
-    """What was confirmed, and the step at which it was over; None if it held to the end of the newest attempt.
+    """Confirmed findings and the step at which each ended; None if it lasted to the end of the newest attempt.
 
-    Without those in steps that a later attempt did again.
+    Findings in steps that a later attempt repeated are left out.
     """
     held: dict[tuple[object, ...], events.Straggler] = {}
     spells: list[tuple[events.Straggler, int | None]] = []
@@ -279,7 +279,7 @@ def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
 
 
 def phases(data: RunHistory) -> list[Explanation]:
-    """Time not spent computing."""
+    """Findings about time not spent computing."""
     share = phase_share(data) or {}
     if sum(float(series.value.sum()) for series in data.phases.values()) < MEASURED_S:
         return []
@@ -318,7 +318,7 @@ SLOW = (stragglers, failed_checkpoints, phases)
 
 
 def recoveries(data: RunHistory) -> list[str]:
-    """Failures the run survived, the newest last, and where its time went; empty without any."""
+    """Describes failures that the run survived, newest last, and its goodput; empty if there were none."""
     recovered, account = data.all(events.Recovered), data.run.account
     if not recovered:
         return []

@@ -1,4 +1,4 @@
-"""The HTML report: one file, no network, charts inline, a table behind each; without matplotlib, tables only."""
+"""The HTML report: one self-contained file with inline charts and a table for each; without matplotlib, only tables."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def make_sections(
     excess: NDArray[np.float64] | None = None,
     plans: Plans | None = None,
 ) -> list[ReportSection]:
-    """All charts of one run.
+    """Makes all sections of one run's report.
 
     Args:
-        data: what the run folder holds.
-        heat: per-rank maps by title, float64[ranks, windows] in percent.
+        data: the run's history.
+        heat: heat maps by title, float64[ranks, windows] in percent.
         figures: curves and matrices of the newest evaluation.
-        excess: float64[ranks, windows] as the monitor left it, for the picture of the grid of ranks.
-        plans: what ``hpctrain plan`` found for the run.
+        excess: float64[ranks, windows] as the monitor saved it, for the grid of ranks.
+        plans: plans that ``hpctrain plan`` found for the run.
     """
     attempts = make_spans(data)
     sections = line_sections(data, attempts)
@@ -55,7 +55,7 @@ def make_sections(
 def render(
     data: RunHistory, explanation: Explanation, sections: Sequence[ReportSection], pictures: Sequence[Picture] = ()
 ) -> str:
-    """The page of one run, with what ended or slows it."""
+    """Renders the page of one run, with what ended or slows it."""
     return (
         _environment()
         .get_template("report.html.j2")
@@ -75,16 +75,16 @@ def render(
 
 
 def render_comparison(result: Mapping[str, Any], sections: Sequence[ReportSection]) -> str:
-    """The page of several runs: tables of differences and results, curves over each other."""
+    """Renders the page of several runs: tables of differences and results, and curves overlaid."""
     template = _environment().get_template("compare.html.j2")
     return template.render(result=result, sections=sections)
 
 
 def save_pictures(sections: Sequence[ReportSection], folder: Path) -> list[Path]:
-    """Writes each chart into a folder as an SVG file; their paths.
+    """Writes each chart to a folder as an SVG file; returns the paths.
 
     Raises:
-        UserError: matplotlib is missing, or the folder cannot be made or written.
+        UserError: matplotlib is missing, or the folder cannot be created or written.
     """
     require()
     paths = [folder / f"{section.key}.svg" for section in sections]
@@ -118,7 +118,7 @@ def _environment() -> jinja2.Environment:
 
 
 def number(value: Any, key: str = "") -> str:
-    """A value in a table: at most four significant digits, or with the unit that its key says; a dash for nothing."""
+    """Formats a value for a table: with its key's unit, or with four significant digits; a dash for None."""
     if value is None:
         return "–"
     if (told := quantities.quantity(key, value)) is not None:
@@ -129,12 +129,12 @@ def number(value: Any, key: str = "") -> str:
 
 
 def exact(value: Any) -> str:
-    """A plotted value, such that reading it back gives the same number."""
+    """Formats a plotted value without loss of precision."""
     return "–" if value is None else f"{value:.17g}" if isinstance(value, float) else str(value)
 
 
 def moment(seconds: float | None) -> str:
-    """Unix seconds as a date and time in UTC."""
+    """Formats Unix seconds as date and time in UTC."""
     if not seconds:
         return "–"
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -153,7 +153,7 @@ def _figure(name: str, figure: Figure, step: int) -> ReportSection:
 
 
 def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[ReportSection]:
-    """The grid of the newest attempt; nothing if each rank has the whole model."""
+    """The grid of the newest attempt's ranks; empty if each rank has the whole model or the grid is too large."""
     newest = data.run.newest
     if newest is None or not charts.is_drawn(newest.grid):
         return []
@@ -171,7 +171,7 @@ def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[Report
 
 
 def _plans(data: RunHistory, plans: Plans) -> ReportSection:
-    """All of them, that of the newest attempt marked."""
+    """All plans, with that of the newest attempt marked."""
     newest = data.run.newest
     own = (newest.plan or f"data {newest.grid.data}") if newest else None
     kinds = list(plans.plans[0].parts)

@@ -1,4 +1,4 @@
-"""What a report plots: lines and maps with few enough points to be seen."""
+"""Chooses what a report plots, and thins lines and maps to a visible number of points."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpctrain.report.summary import Span
 from hpctrain.run.history import RunHistory, Series
 
 POINTS = 400
-"""Most points of one curve."""
+"""Most points of a curve."""
 MOST_ROWS, MOST_COLUMNS = 64, 120
-"""Of a map."""
+"""Largest heat map."""
 STACK_COLUMNS = 200
-"""Intervals in the phase breakdown."""
+"""Most intervals in the phase breakdown."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ReportSection:
     """A chart and the table behind it."""
 
     key: str
-    """Anchor, and name of the picture's file."""
+    """Anchor in the page, and name of the SVG file."""
     chart: Chart
     header: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -42,14 +42,14 @@ def line_section(
     marks: Mapping[float, str] | None = None,
     from_zero: bool = False,
 ) -> ReportSection:
-    """One line chart; see ``charts.line_chart``."""
+    """A line chart and its table; see ``charts.line_chart``."""
     rows = [(line.name, x, y) for line in lines for x, y in zip(line.x, line.y, strict=True)]
     chart = charts.line_chart(title, lines, x_label, marks, from_zero)
     return ReportSection(key, chart, ("curve", x_label, "value"), rows)
 
 
 def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSection]:
-    """Loss and metrics against steps and against time, learning rate, throughput."""
+    """Loss and metrics by step and by time, learning rate, MFU and throughput."""
     begin = attempts[0].begin if attempts else 0.0
     unit, unit_name = time_unit(attempts[-1].end - begin if attempts else 0.0)
     resumes: dict[float, str] = dict.fromkeys((attempt.from_step for attempt in attempts[1:]), "resumed")
@@ -80,7 +80,7 @@ def line_sections(data: RunHistory, attempts: Sequence[Span]) -> list[ReportSect
 
 
 def phase_section(data: RunHistory) -> ReportSection | None:
-    """Each phase's share of the measured time, by interval; intervals are merged if there are too many to see."""
+    """Each phase's share of the measured time by interval; merges intervals if there are too many."""
     if not data.phases:
         return None
     steps = next(iter(data.phases.values())).step
@@ -101,12 +101,12 @@ def phase_section(data: RunHistory) -> ReportSection | None:
 
 
 def heat_maps(excess: NDArray[np.float64] | None) -> dict[str, NDArray[np.float64]]:
-    """Maps in percent by title, few enough cells to be seen; none if the monitor left none."""
+    """Heat maps in percent by title, reduced to a visible size; empty if the monitor saved none."""
     return {} if excess is None else {"Busy time beyond the peers', by rank": shrink(100 * excess)}
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds of a unit in which a span of time is a handy number, and the unit's name."""
+    """A unit that suits a span of time: its length in seconds and its name."""
     for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds > 2 * size:
             return size, name
@@ -114,16 +114,16 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def line_of(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> charts.Line:
-    """A series against its steps, or against the time since ``begin`` in units of ``unit`` seconds; thinned."""
+    """A thinned line of a series by step, or by time since ``begin`` in units of ``unit`` seconds."""
     chosen = thin(series.value)
     x = series.step if begin is None else (series.time - begin) / unit
     return charts.Line(name, x[chosen].tolist(), series.value[chosen].tolist())
 
 
 def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:
-    """Indices of at most ``points`` samples of a curve: each stretch's smallest and largest value, and the ends.
+    """Indices of at most ``points`` values of a curve: the smallest and largest of each stretch, and the ends.
 
-    Peaks and dips survive, unlike with averages or every n-th value. Values that are not finite are passed over.
+    Peaks and dips survive, unlike with averages or every n-th value. Non-finite values are skipped.
     """
     finite = np.flatnonzero(np.isfinite(y))
     if len(finite) <= points:
@@ -138,7 +138,7 @@ def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:
 
 
 def shrink(values: NDArray[np.float64], rows: int = MOST_ROWS, columns: int = MOST_COLUMNS) -> NDArray[np.float64]:
-    """The largest value of each block of neighbours; slow spots survive."""
+    """Reduces a map to the maximum of each block, so that slow spots survive."""
     for axis, most in ((0, rows), (1, columns)):
         if values.shape[axis] > most:
             edges = np.linspace(0, values.shape[axis], most, endpoint=False).astype(np.int64)

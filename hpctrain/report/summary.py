@@ -1,4 +1,4 @@
-"""The numbers of a run that fit into a table. Pure functions."""
+"""Computes a run's summary numbers. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Span:
     begin: float
     """Unix seconds."""
     end: float
-    """Unix seconds; of a live attempt the newest event's time."""
+    """Unix seconds; the newest event's time for a live attempt."""
     from_step: int
     to_step: int
     ending: str
     """The verdict's reason, ``running``, or ``unknown``."""
     orderly: bool
-    """Ended as planned or on request, or not yet."""
+    """Whether it ended as planned or on request, or has not ended."""
 
 
 def summarize(data: RunHistory) -> dict[str, Any]:
-    """Everything ``report --json`` prints; None for what the run folder does not say."""
+    """Everything that ``report --json`` prints; None for what is unknown."""
     started, finished = data.last(events.RunStarted), data.last(events.RunFinished)
     spans = make_spans(data)
     told = started.to_json() if started else {}
@@ -66,28 +66,28 @@ def summarize(data: RunHistory) -> dict[str, Any]:
 
 
 def last_step(data: RunHistory) -> int:
-    """The newest step of any event, without what a later attempt did again or, begun afresh, put aside."""
+    """The last step of any event, ignoring steps that a later attempt repeated or discarded."""
     steps = [series.step[-1] for series in data.curves if len(series.step)]
     newest = max((event.attempt for event in data.rare), default=0)
     return int(max([*steps, *(event.step for event in data.rare if event.attempt == newest)], default=0))
 
 
 def last_time(data: RunHistory, before: float = math.inf) -> float:
-    """Time of the newest event, or of the newest before a time; Unix seconds."""
+    """Time of the newest event, optionally before a given time; Unix seconds."""
     curves = [series.time for series in data.curves]
     found = [times[np.searchsorted(times, before) - 1] for times in curves if len(times) and times[0] < before]
     return float(max([*found, *(event.time for event in data.rare if event.time < before)], default=0.0))
 
 
 def make_spans(data: RunHistory) -> list[Span]:
-    """Attempts from run.json, else from the events."""
+    """Attempts from run.json, or else from the events."""
     attempts = data.run.attempts
     if not attempts:
         return [_span_of_events(data, started) for started in data.all(events.RunStarted)]
     spans = []
     for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
         verdict = attempt.verdict
-        lives = attempt.ended is None and later is None  # one without an end that another one follows was killed
+        lives = attempt.ended is None and later is None  # without an end but followed by another, it was killed
         begin = attempt.started or 0.0
         before = later.started if later and later.started else math.inf
         spans.append(
@@ -129,7 +129,7 @@ def rank_hours(data: RunHistory, spans: list[Span]) -> float | None:
 
 
 def checkpoints(data: RunHistory) -> dict[str, Any]:
-    """How many, how large, what they cost."""
+    """Number, size and cost of checkpoints."""
     saved = data.all(events.CheckpointSaved)
 
     def middle(values: Iterable[float | None]) -> float | None:
@@ -148,7 +148,7 @@ def checkpoints(data: RunHistory) -> dict[str, Any]:
 
 
 def extremes(series: Series) -> dict[str, float]:
-    """Last, smallest and largest value."""
+    """Last value, and smallest and largest finite values; empty if none is finite."""
     finite = series.value[np.isfinite(series.value)]
     if not finite.size:
         return {}

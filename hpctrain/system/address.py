@@ -1,4 +1,4 @@
-"""On which of its addresses a host is reached by the others of a job. Numbers only: no name is looked up."""
+"""Finds the address at which a job's other hosts reach this one. Uses numeric addresses only, no name lookups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 LOOPBACK = "127.0.0.1"
 BRIDGES = ("docker", "virbr", "cni", "veth", "br-")
-"""Interfaces that lead to containers of this host only."""
+"""Prefixes of interfaces that lead only to containers of this host."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Interface:
 
     address: str
     network: str
-    """Address and prefix length, as ipaddress reads it."""
+    """Network with prefix length, in the notation of ipaddress."""
     speed: int
-    """Mbit/s; 0 if the driver does not say."""
+    """Mbit/s; 0 if unknown."""
 
 
 def interfaces() -> list[Interface]:
-    """This host's addresses that others can reach."""
+    """Returns this host's addresses that others can reach."""
     speeds = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = []
     for name, entries in psutil.net_if_addrs().items():
@@ -46,11 +46,11 @@ def interfaces() -> list[Interface]:
 
 
 def listen(address: str | None, port: int = 0) -> socket.socket:
-    """A listening socket.
+    """Opens a listening socket.
 
     Args:
-        address: of this host, numeric; None listens on all of them, of both IP versions if there are two.
-        port: 0 for a free one.
+        address: numeric address of this host; None listens on all addresses, of both IP versions if available.
+        port: port number; 0 for a free one.
 
     Raises:
         OSError: the address or the port cannot be used.
@@ -62,15 +62,15 @@ def listen(address: str | None, port: int = 0) -> socket.socket:
 
 
 def prefix_of(netmask: str | None, whole: int) -> int:
-    """A netmask as psutil gives it (IPv6 masks are spelled out), as ipaddress takes it; ``whole`` if there is none."""
+    """Converts a netmask from psutil (which spells IPv6 masks out) to a prefix length; ``whole`` if there is none."""
     return int(ipaddress.ip_address(netmask)).bit_count() if netmask else whole
 
 
 def meeting_address(own: Sequence[Interface], others: Sequence[Sequence[str]]) -> str | None:
-    """The address of this host that every other host of the job reaches without a router, on the fastest network.
+    """Returns the address at which every other host of the job reaches this one directly, on the fastest network.
 
-    Hosts with the same addresses as this one are this one (several nodes of a test on one machine): they use loopback
-    if there are no others.
+    Hosts with the same addresses as this one are this host (tests run several nodes on one machine); if there are no
+    others, loopback is used.
 
     Args:
         own: this host's interfaces.
@@ -93,7 +93,7 @@ def meeting_address(own: Sequence[Interface], others: Sequence[Sequence[str]]) -
 
 
 def routed_address(others: Sequence[Sequence[str]]) -> str | None:
-    """The address from which this host's packets to another host of the job would leave; None if there is no route."""
+    """Returns the source address of packets from this host to another of the job; None if there is no route."""
     for address in (address for addresses in others for address in addresses):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

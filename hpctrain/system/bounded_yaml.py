@@ -1,4 +1,4 @@
-"""YAML whose aliases may not multiply what the text holds, and that makes plain values only."""
+"""A YAML parser that bounds alias expansion and yields plain values only."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 import yaml
 
 MOST_BYTES = 256 << 10
-"""Of a text; PyYAML takes 4 s for so much."""
+"""Largest text; PyYAML takes 4 s for it."""
 MOST_EXPANDED = 4 << 20
-"""Characters that a text may stand for once every alias is written out, with VALUE for each value."""
+"""Largest size in characters after all aliases are expanded, counting VALUE extra for each value."""
 VALUE = 8
 DEEPEST = 64
-"""Lists and mappings within each other, aliases followed."""
+"""Deepest nesting of lists and mappings, including through aliases."""
 MOST_DIGITS = 100
-"""Of a whole number."""
+"""Most digits of an integer."""
 NOT_PLAIN = ("binary", "timestamp", "omap", "pairs", "set")
-"""Tags of YAML for values that JSON does not have."""
+"""YAML tags of values that JSON does not have."""
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """SafeLoader that refuses, with a MarkedYAMLError, what would grow beyond bounds when it is walked or written."""
+    """SafeLoader that raises a MarkedYAMLError for texts whose values would exceed the bounds above."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = 0
         self._measured: dict[int, tuple[int, int]] = {}
-        """By node, which all live as long as this: characters that it stands for, and levels."""
+        """Expanded characters and levels by id of the node; nodes live as long as the loader."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
@@ -55,7 +55,7 @@ class BoundedLoader(yaml.SafeLoader):
         return VALUE + sum(size for size, _ in measured), 1 + max((levels for _, levels in measured), default=0)
 
     def construct_whole(self, node: yaml.Node) -> int:
-        """A whole number, except those that Python refuses to write out again."""
+        """Constructs an integer; refuses ones so long that Python would not convert them back to text."""
         if len(node.value) > MOST_DIGITS:
             what = f"the number has more than {MOST_DIGITS} digits"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
@@ -73,7 +73,7 @@ for _tag in NOT_PLAIN:
 
 
 def parse(text: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
-    """The plain values of a YAML text. Raises yaml.YAMLError, on a tag that does not fit its value, too."""
+    """Parses a YAML text to plain values. Raises yaml.YAMLError, also for a tag that does not fit its value."""
     try:
         return yaml.load(text, Loader=loader)  # noqa: S506 (derived from SafeLoader)
     except (ValueError, TypeError, KeyError) as error:

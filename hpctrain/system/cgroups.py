@@ -1,4 +1,4 @@
-"""Control groups (versions 1 and 2) and cores: what limits this process, and what the kernel has done to its group."""
+"""Control groups (versions 1 and 2) and cores: this process's limits, and throttling and OOM kills in its group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Cores that the quota at the mounted root allows, which is a container's own group; None if there is no quota."""
+    """CPU quota in cores at the mounted root, which in a container is its own group; None if there is no quota."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -24,7 +24,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def throttled_s(proc: Path = PROC, root: Path = ROOT) -> float | None:
-    """Seconds for which the CPU quota of this process's group has held it back; None if the kernel does not say."""
+    """Seconds for which this process's group was throttled by its CPU quota; None if unknown."""
     unified = _counter("cpu", "cpu.stat", "throttled_usec", proc, root)
     if unified is not None:
         return unified / 1e6
@@ -33,7 +33,7 @@ def throttled_s(proc: Path = PROC, root: Path = ROOT) -> float | None:
 
 
 def oom_kills(proc: Path = PROC, root: Path = ROOT) -> int | None:
-    """How many processes of this process's group the kernel has killed for memory; None if it does not say."""
+    """Number of OOM kills in this process's group; None if unknown."""
     for file in ("memory.events", "memory.oom_control"):
         if (kills := _counter("memory", file, "oom_kill", proc, root)) is not None:
             return kills
@@ -41,8 +41,10 @@ def oom_kills(proc: Path = PROC, root: Path = ROOT) -> int | None:
 
 
 def memory_left(proc: Path = PROC, root: Path = ROOT) -> int | None:
-    """Bytes that processes of this process's group may still fill, by the strictest limit on it and the groups that it
-    lies in; None if there is no limit. Cached files do not count: they make room."""
+    """Bytes left to this process's group under the strictest limit of it and its parents; None if there is no limit.
+
+    Page cache does not count as used, since the kernel reclaims it.
+    """
     left = []
     for group in _groups("memory", proc, root):
         for above in (group, *group.parents):
@@ -52,7 +54,7 @@ def memory_left(proc: Path = PROC, root: Path = ROOT) -> int | None:
 
 
 def _limited(group: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of a group that has a limit."""
+    """Yields the limit and use of a group in bytes, if it has a limit."""
     for file, kinds in (("memory.max", ("anon", "shmem")), ("memory.limit_in_bytes", ("total_rss", "total_shmem"))):
         try:
             limit = (group / file).read_text().strip()
@@ -64,7 +66,7 @@ def _limited(group: Path) -> Iterator[tuple[int, int]]:
 
 
 def _counter(controller: str, file: str, key: str, proc: Path, root: Path) -> int | None:
-    """A counter of the first of this process's groups that has it."""
+    """Reads a counter from the first of this process's groups that has it."""
     for group in _groups(controller, proc, root):
         try:
             lines = (group / file).read_text().splitlines()
@@ -78,7 +80,7 @@ def _counter(controller: str, file: str, key: str, proc: Path, root: Path) -> in
 
 
 def _groups(controller: str, proc: Path, root: Path) -> list[Path]:
-    """Folders of this process's groups that may speak for a controller: the unified one, and version 1's own."""
+    """Folders of this process's groups for a controller: the unified hierarchy's and version 1's."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -94,24 +96,24 @@ def _groups(controller: str, proc: Path, root: Path) -> list[Path]:
 
 
 HELPED_SHARE = 4
-"""Cores of one rank from which on one is left to its loader, its writer and Horovod's thread."""
+"""Cores per rank from which one core is left to the data loader, the checkpoint writer and Horovod's thread."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, or a container's quota if that is less."""
+    """Number of cores this process may use: its affinity, or the container's quota if that is less."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
-    """Compute threads of each rank, for a number of ranks on a number of cores."""
+    """Number of compute threads per rank when ``ranks`` ranks share ``cores`` cores."""
     share = max(1, cores // ranks)
     return share - 1 if share >= HELPED_SHARE else share
 
 
 def thread_environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that limit the compute threads of the libraries; those that the user has set stay as they are."""
+    """Variables that limit the libraries' compute threads, except those that the user has set."""
     return {name: str(threads) for name in THREAD_VARIABLES if name not in given}

@@ -1,11 +1,11 @@
-"""Files that this program writes where others may have been before it: in run folders, shared scratch, /tmp.
+"""Safe writes in folders that others may have tampered with: run folders, shared scratch, /tmp.
 
-A link in a file's place would have another file overwritten, one in a folder's place would have files elsewhere
-removed. Everything that writes into such a folder goes through here. Folders are walked by descriptor, no link is
-followed below ``root``, and a new file either replaces nothing or has an unpredictable name.
+A symbolic link in place of a file would cause another file to be overwritten, one in place of a folder would cause
+files elsewhere to be removed. All writes to such folders go through this module. Folders are walked by descriptor, no
+link is followed below ``root``, and a new file either replaces nothing or has an unpredictable name.
 
-``root`` is the folder that the user has named: links on the way to it are the user's own, and are followed. By default
-it is the file's own folder.
+``root`` is the folder named by the user: links in the path to it are trusted and followed. By default it is the file's
+own folder.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from pathlib import Path
 from hpctrain.errors import RunFailed, file_errors
 
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
-"""Less what the user's umask takes away; nothing is made for everybody to write."""
+"""Modes before the umask; nothing is made writable by everyone."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Diverted(OSError):
-    """Something that leads elsewhere, such as a link, in place of one of our files or folders."""
+    """Something else, such as a link, is in place of one of our files or folders."""
 
 
 @contextlib.contextmanager
 def opened(folder: Path, root: Path | None = None, make: bool = False) -> Iterator[int]:
-    """Descriptor of a folder, to be used as ``dir_fd``.
+    """Context manager that opens a folder and yields its descriptor, for use as ``dir_fd``.
 
     Args:
         folder: the folder.
-        root: itself or one above it; no link is followed below.
-        make: make it if it is missing, and ``root`` with its parents.
+        root: the folder or one above it; no link is followed below it.
+        make: create missing folders, including ``root`` and its parents.
 
     Raises:
         Diverted: a part of the path below ``root`` is a link.
-        OSError: the folder is missing, or cannot be entered or made.
+        OSError: the folder is missing, or cannot be opened or created.
     """
     place = folder if root is None else root
     if make:
@@ -61,17 +61,17 @@ def opened(folder: Path, root: Path | None = None, make: bool = False) -> Iterat
 
 
 def make_folder(folder: Path, root: Path | None = None) -> None:
-    """Makes a folder, and those above it that are missing. Raises as ``opened`` does."""
+    """Creates a folder and missing parents. Raises as ``opened`` does."""
     with opened(folder, root, make=True):
         pass
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that this user alone can enter, although others can guess its name.
+    """Creates a folder that only this user can enter, even if others can guess its name.
 
     Raises:
-        Diverted: there is one that is another user's, or a link.
-        OSError: it cannot be made.
+        Diverted: it exists and belongs to another user, or is a link.
+        OSError: it cannot be created.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700, parents=True)
@@ -85,11 +85,13 @@ def make_private(folder: Path) -> None:
 
 
 def open_file(path: Path, flags: int, root: Path | None = None) -> int:
-    """Descriptor of a plain file, for ``flags`` such as O_WRONLY | O_APPEND | O_CREAT. Waits for no pipe's other end.
+    """Opens a regular file with ``flags`` such as O_WRONLY | O_APPEND | O_CREAT; returns its descriptor.
+
+    Does not block on a pipe.
 
     Raises:
-        Diverted: there is something else, such as a link.
-        OSError: the file is missing, or may not be opened.
+        Diverted: it is something else, such as a link.
+        OSError: the file is missing or cannot be opened.
     """
     with opened(path.parent, root) as folder:
         handle = _opened(path.name, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, folder, path)
@@ -100,7 +102,7 @@ def open_file(path: Path, flags: int, root: Path | None = None) -> int:
 
 
 def open_log(path: Path, root: Path | None = None, fresh: bool = False) -> int:
-    """Descriptor to append to; ``fresh`` to a new file, whatever was there before. Raises as ``open_file`` does."""
+    """Opens a file for appending; ``fresh`` replaces an existing one. Raises as ``open_file`` does."""
     if not fresh:
         return open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, root)
     with opened(path.parent, root) as folder:
@@ -110,9 +112,9 @@ def open_log(path: Path, root: Path | None = None, fresh: bool = False) -> int:
 
 
 def write_atomically(path: Path, content: bytes, root: Path | None = None, mode: int = FILE_MODE) -> None:
-    """Replaces a file by one with this content; after a crash there is the old or the new one, never a mixture.
+    """Writes a file atomically: after a crash there is the old or the new file, never a mixture.
 
-    ``mode``: permissions, of which the process' mask is taken.
+    ``mode``: permissions before the umask.
 
     Raises:
         RunFailed: it cannot be written.
@@ -133,10 +135,10 @@ def write_atomically(path: Path, content: bytes, root: Path | None = None, mode:
 
 @contextlib.contextmanager
 def replacement(path: Path, first_wins: bool = False) -> Iterator[Path]:
-    """An empty file next to ``path``, with the same suffixes, which replaces it once the body has filled it.
+    """Context manager that yields a new file next to ``path``, with the same suffixes, and then replaces ``path``.
 
-    It is on the disk by then; if the body raises, it is removed and ``path`` stays as it was. With ``first_wins``, what
-    another process has put there by then stays too: others may have begun to read it. Raises OSError.
+    The file is synced to disk first. If the body raises, it is removed and ``path`` is unchanged. With ``first_wins``,
+    an existing file is kept, since others may already read it. Raises OSError.
     """
     temporary = path.with_name(_unguessable(path))
     os.close(os.open(temporary, _NEW, FILE_MODE))
@@ -156,7 +158,7 @@ def replacement(path: Path, first_wins: bool = False) -> Iterator[Path]:
 
 
 def _link_new(path: Path, name: Path) -> bool:
-    """Gives a file a second name unless something has that name; False where the file system has no such links."""
+    """Hard-links a file to ``name`` unless it exists. Returns whether ``name`` exists now (not without hard links)."""
     try:
         os.link(path, name)
     except FileExistsError:
@@ -167,7 +169,7 @@ def _link_new(path: Path, name: Path) -> bool:
 
 
 def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> bool:
-    """Makes a file with this content; False if it exists. Exactly one of many callers gets True, on NFS too.
+    """Creates a file with this content; False if it exists. Exactly one of several callers gets True, also on NFS.
 
     Raises:
         RunFailed: it cannot be written.
@@ -177,7 +179,7 @@ def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> 
             handle = os.open(path.name, _NEW, FILE_MODE, dir_fd=folder)
             try:
                 os.write(handle, content)
-            except OSError:  # left empty, it would say something else: a STOP file, that a person asks for the end
+            except OSError:  # an empty file could be misread: an empty STOP file is a user's request to stop
                 with contextlib.suppress(OSError):
                     os.unlink(path.name, dir_fd=folder)
                 raise
@@ -191,9 +193,9 @@ def create_exclusively(path: Path, content: bytes, root: Path | None = None) -> 
 
 
 def append_bytes(path: Path, lines: bytes, root: Path | None = None) -> int:
-    """Appends whole lines in one write; how many bytes of them there was room for.
+    """Appends whole lines in one write; returns how many of their bytes were written.
 
-    A line that a crash or a full disk tore before is closed first, so that it spoils nothing. Raises OSError.
+    If a crash or a full disk left an incomplete line, it is terminated first. Raises OSError.
     """
     handle = open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, root)
     try:
@@ -205,7 +207,7 @@ def append_bytes(path: Path, lines: bytes, root: Path | None = None) -> int:
 
 
 def overwrite(path: Path, content: bytes, root: Path | None = None) -> None:
-    """Writes over a file's beginning, in place: that works on a full disk, too. Makes the file if it is missing.
+    """Overwrites the start of a file in place, which also works on a full disk. Creates the file if it is missing.
 
     Raises OSError.
     """
@@ -217,7 +219,7 @@ def overwrite(path: Path, content: bytes, root: Path | None = None) -> None:
 
 
 def remove_folder(folder: Path, root: Path | None = None) -> None:
-    """Removes a folder and the files in it; a link in its place is not followed. Raises as ``opened`` does."""
+    """Removes a folder and its files; does not follow a link in its place. Raises as ``opened`` does."""
     with opened(folder.parent, root or folder.parent) as above:
         handle = _opened(folder.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, above, folder)
         try:
@@ -229,7 +231,7 @@ def remove_folder(folder: Path, root: Path | None = None) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
+    """Syncs a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -238,14 +240,14 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Replaces a file by the output of ``write`` to a temporary one with the same suffixes. Raises UserError."""
+    """Replaces a file with what ``write`` puts into a temporary one with the same suffixes. Raises UserError."""
     with file_errors(f"{path} cannot be written", "choose another --output"), replacement(path) as temporary:
         write(temporary)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Errors of the file system in the body become RunFailed, which names a path."""
+    """Context manager that turns an OSError into a RunFailed that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -253,7 +255,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def cannot_write(path: Path, error: OSError) -> RunFailed:
-    """The error for the user."""
+    """Makes the user's error from an OSError."""
     if isinstance(error, Diverted):
         return RunFailed(f"cannot write {path}: {error.strerror}", "remove what is in its place; nothing is lost")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -262,7 +264,7 @@ def cannot_write(path: Path, error: OSError) -> RunFailed:
 
 
 def _opened(name: str, flags: int, folder: int | None, path: Path) -> int:
-    """A descriptor of what has this name in a folder, unless it is a link."""
+    """Opens an entry of a folder; raises Diverted if it is a link or of another kind."""
     try:
         return os.open(name, flags | os.O_NOFOLLOW, FILE_MODE, dir_fd=folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Memory that malloc keeps for later instead of giving it back to the kernel, and what giving it back costs."""
+"""Measures the cost of malloc returning freed memory to the kernel, and makes malloc keep it instead."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import psutil
 from hpctrain.system.cgroups import memory_left
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 GIVEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""Variables by which a user configures malloc, besides GLIBC_TUNABLES."""
+"""Environment variables that configure malloc, besides GLIBC_TUNABLES."""
 LEAST_SHARE = 0.05
-"""Of the time, spent in the kernel."""
+"""Smallest fraction of the time in the kernel that counts."""
 LEAST_FAULTS_PER_S = 1000
-"""Page faults, huge pages included: 2 GB/s of these."""
+"""Smallest rate of page faults that counts; with huge pages it is 2 GB/s."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What this process has had so far."""
+    """Resources that this process has used so far."""
 
     seconds: float
-    """By a monotonic clock."""
+    """Monotonic clock."""
     kernel_s: float
-    """Processor time in the kernel, of all threads."""
+    """CPU time in the kernel, of all threads."""
     faults: int
-    """Pages that the kernel has handed out."""
+    """Minor page faults."""
     peak_bytes: int
-    """Most resident memory."""
+    """Peak resident memory."""
 
     @classmethod
     def now(cls) -> Usage:
@@ -43,10 +43,10 @@ class Usage:
 
 
 def kernel_share(before: Usage, after: Usage) -> float | None:
-    """Share of the time in which the kernel handed out memory; None if that is hardly any.
+    """Fraction of the time spent in the kernel, if it is due to page faults; None if it is negligible.
 
-    Large blocks that are freed go back to the kernel, which has to clear the pages of the next ones: for activations of
-    more than 32 MiB glibc does so in every step.
+    Large freed blocks go back to the kernel, which must clear the pages of the next allocation: for activations of more
+    than 32 MiB, glibc does so in every step.
     """
     seconds = after.seconds - before.seconds
     share = (after.kernel_s - before.kernel_s) / seconds
@@ -55,29 +55,29 @@ def kernel_share(before: Usage, after: Usage) -> float | None:
 
 
 def is_given(environment: Mapping[str, str]) -> bool:
-    """Whether the user has said what malloc is to do, or another malloc takes its place."""
+    """Whether the user has configured malloc or preloaded another one."""
     told = (environment.get(name, "") for name in ("LD_PRELOAD", "GLIBC_TUNABLES"))
     return any("malloc" in one for one in told) or any(name in environment for name in GIVEN)
 
 
 def keep_freed() -> bool:
-    """From now on memory that is freed stays with this process, for what it allocates next, as far as it fits.
+    """Makes malloc keep freed memory for later allocations of this process.
 
-    Resident memory stays at its peak, or above: blocks of different sizes leave gaps.
+    Resident memory then stays at its peak or above, since blocks of different sizes leave gaps.
 
     Returns:
-        Whether the C library can.
+        Whether the C library supports it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library than glibc
+    except AttributeError:  # a C library other than glibc
         return False
     return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, -1))
 
 
 def left_bytes() -> int:
-    """What this process and others may still fill of the node's memory, and of their control group's; 0 if the process
-    has its own limit, whose distance is not known."""
+    """Bytes left of the node's memory and of the control group's limit; 0 if the process has its own
+    resource limit, since the distance to that is unknown."""
     limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     if any(limit != resource.RLIM_INFINITY for limit in limits):
         return 0

@@ -1,7 +1,7 @@
-"""Whether a value that was read from JSON is of the types that its reader takes for granted.
+"""Checks that values read from JSON have the types that their reader expects.
 
-A shape is written as the values are: ``{"rank": int, "hosts": [str], "host": (str, None), "seconds": {str: float}}``.
-Dataclasses are read by the types of their fields (``maker``), nested keys are put in one row by ``flat``.
+A shape looks like the value: ``{"rank": int, "hosts": [str], "host": (str, None), "seconds": {str: float}}``. ``maker``
+reads dataclasses by the types of their fields; ``flat`` flattens nested keys.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from types import UnionType
 T = typing.TypeVar("T")
 Fits = Callable[[object], bool]
 Reads = Callable[[typing.Any], typing.Any]
-"""Makes what a reader wants of a value from JSON, or raises ValueError."""
+"""Converts a value from JSON, or raises ValueError."""
 Shape = typing.Any
-"""int, float (any finite number), str, bool, None; dict, list (of anything); [shape]; {str: shape}; {"key": shape},
-in which it may be missing and other keys may follow; (one, other) for any of these; a function that decides."""
+"""int, float (any finite number), str, bool, None; dict, list (of anything); [shape]; {str: shape}; {"key": shape}, in
+which keys may be missing and others are allowed; (one, other) for alternatives; or a predicate."""
 
 LARGEST = 2**63
-"""Whole numbers beyond are of no use, and overflow arrays."""
+"""Bound of integers: larger ones would overflow arrays."""
 LATEST = 1e11
-"""Unix seconds that calendars know."""
+"""Largest Unix time in seconds that calendars support."""
 
 
 def is_whole(value: object) -> bool:
-    """A whole number of at most 64 bits; true and false are none."""
+    """Whether it is an integer of at most 64 bits; bools are not."""
     return type(value) is int and -LARGEST <= value < LARGEST
 
 
 def is_number(value: object) -> bool:
-    """A finite number that arithmetic can do with."""
+    """Whether it is a finite number; integers must fit 64 bits."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def is_count(value: object) -> bool:
-    """A whole number from 0."""
+    """Whether it is an integer of at least 0."""
     return is_whole(value) and value >= 0  # type: ignore[operator]
 
 
 def is_time(value: object) -> bool:
-    """Unix seconds."""
+    """Whether it is a Unix time in seconds."""
     return is_number(value) and 0 <= value < LATEST  # type: ignore[operator]
 
 
 def fits(shape: Shape) -> Fits:
-    """The function that says whether a value has a shape."""
+    """Returns the function that checks whether a value has a shape."""
     if shape in (int, float):
         return is_whole if shape is int else is_number
     if shape is None or isinstance(shape, type):
@@ -71,7 +71,7 @@ def fits(shape: Shape) -> Fits:
 
 
 def sound(shape: Shape) -> Reads:
-    """The function that gives back a value which has the shape, and raises ValueError for any other."""
+    """Returns the function that returns a value of this shape and raises ValueError for any other."""
     right = fits(shape)
 
     def checked(value: typing.Any) -> typing.Any:
@@ -83,7 +83,7 @@ def sound(shape: Shape) -> Reads:
 
 
 def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, typing.Any]], dict[str, typing.Any]]:
-    """The function that leaves the keys out of a mapping whose values cannot be read; null can."""
+    """Returns the function that drops keys of a mapping whose values cannot be read; null values are kept."""
 
     def is_sound(key: str, value: typing.Any) -> bool:
         try:
@@ -98,7 +98,7 @@ def without_misfits(fields: Mapping[str, Reads]) -> Callable[[dict[str, typing.A
 
 
 def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, typing.Any]], str | None]:
-    """The function that names a mapping's first key whose value has another shape; None if all fit."""
+    """Returns the function that finds the first key of a mapping whose value has the wrong shape; None if all fit."""
     checks = {key: fits(each) for key, each in shape.items()}
 
     def first(value: dict[str, typing.Any]) -> str | None:
@@ -111,14 +111,14 @@ def misfit(shape: dict[str, Shape]) -> Callable[[dict[str, typing.Any]], str | N
 
 
 def maker(kind: type[T], **own: Reads) -> Callable[[typing.Any], T]:
-    """The function that makes a dataclass of a JSON object.
+    """Returns the function that makes a dataclass from a JSON object.
 
-    It raises ValueError if a field is not of its type, or missing without a default. Null is the same as missing, which
-    a field may be that can be None; other keys are passed over.
+    It raises ValueError if a field has the wrong type, or is missing without a default. Null counts as missing; a field
+    that can be None may be missing. Unknown keys are ignored.
 
     Args:
         kind: the dataclass.
-        own: how some fields are read, in place of what their types say.
+        own: readers of some fields, which replace those by type.
     """
     fields, an_object, hints = fields_of(kind, **own), sound(dict), typing.get_type_hints(kind)
     nothing = {name: None for name in fields if type(None) in typing.get_args(hints[name]) and not hasattr(kind, name)}
@@ -135,7 +135,7 @@ def maker(kind: type[T], **own: Reads) -> Callable[[typing.Any], T]:
 
 
 def fields_of(kind: typing.Any, **own: Reads) -> dict[str, Reads]:
-    """How each field of a dataclass is read if it is not null: ``own``, or by its type."""
+    """Readers of a dataclass's fields for values that are not null: from ``own``, or by type."""
     hints, names = typing.get_type_hints(kind), [each.name for each in dataclasses.fields(kind)]
     bare = {
         name: typing.get_args(hints[name])[0] if typing.get_origin(hints[name]) is UnionType else hints[name]
@@ -145,8 +145,8 @@ def fields_of(kind: typing.Any, **own: Reads) -> dict[str, Reads]:
 
 
 def _reading(hint: typing.Any) -> Reads:
-    """Of a type: int (from 0), float, str, bool, a sequence or mapping of these, a dataclass, an enumeration of texts,
-    or one of them and None. An enumeration with a ``read`` says itself what a text is that it does not know."""
+    """Reader of a type: int (at least 0), float, str, bool, a sequence or mapping of these, a dataclass, an enum of
+    strings, or one of these or None. An enum with a ``read`` method maps unknown strings itself."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is UnionType:
         inner = _reading(arguments[0])
@@ -166,7 +166,7 @@ def _reading(hint: typing.Any) -> Reads:
 
 
 def flat(section: Mapping[str, typing.Any], prefix: str = "") -> dict[str, typing.Any]:
-    """Values by dotted key, lists for tuples, as JSON would give them back."""
+    """Flattens nested mappings to dotted keys; tuples become lists, as in JSON."""
     result: dict[str, typing.Any] = {}
     for key, value in section.items():
         if isinstance(value, Mapping) and value:

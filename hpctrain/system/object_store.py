@@ -1,4 +1,4 @@
-"""Object stores. Requests are repeated, with backoff and jitter, by the library that makes them."""
+"""Opens object stores. The library retries requests with backoff and jitter."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 from hpctrain.errors import requires
 
 RETRIES = 6
-"""Of a request to a store that is busy or does not answer, within ..."""
+"""Retries of a request to a store that is busy or does not answer."""
 PATIENCE_S = 60.0
-"""... this; then whoever asks has to decide."""
+"""Longest time in seconds for retries; then the error reaches the caller."""
 MOST_TEXT = 300
-"""Characters of an error of the store that people see."""
+"""Most characters shown of a store's error."""
 
 
 def opened(url: str, writes: bool = False) -> Any:
-    """The library's store for a URL. Raises MissingExtra."""
+    """Returns the library's store for a URL. Raises MissingExtra."""
     with requires("obstore", "lake"):
         from obstore.store import from_url
     scheme = urlsplit(url).scheme
@@ -34,14 +34,14 @@ def opened(url: str, writes: bool = False) -> Any:
     if "AWS_ACCESS_KEY_ID" not in os.environ and find_spec("boto3"):
         from obstore.auth.boto3 import Boto3CredentialProvider
 
-        with suppress(ValueError):  # it knows none
+        with suppress(ValueError):  # no credentials found
             provider = Boto3CredentialProvider()
     checked: Any = {"checksum_algorithm": "SHA256"}
     return from_url(url, config=checked, retry_config=retries, credential_provider=provider)
 
 
 def shortened(error: Exception) -> str:
-    """What the store said, without the request that it was about and the library's inner workings."""
+    """Shortens a store's error: drops the request and the library's internals."""
     text = str(error).partition("\n\nDebug source")[0].replace("\n", " ")
     if found := re.search("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", text):
         text = f"{found[1]}: {found[2].rstrip('.')}"

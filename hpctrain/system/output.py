@@ -1,4 +1,4 @@
-"""Where a rank's output goes: rank 0's standard output to the user, everything else to the rank's log."""
+"""Directs a rank's output: rank 0's stdout to the user, everything else to the rank's log."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hpctrain.system import foreign_text
 from hpctrain.system.files import open_log
 
 TERMINAL = "HPCTRAIN_TERMINAL"
-"""Environment variable of supervised ranks: columns of the terminal that the user looks at, 0 if there is none."""
+"""Environment variable of supervised ranks: columns of the user's terminal, 0 if there is none."""
 
 LOGGER = logging.getLogger("hpctrain")
-"""Gets what a program that trains tells its user; without a handler of the program's it shows nothing."""
+"""Receives messages for the user of a program that trains; silent unless the program installs a handler."""
 LOGGER.addHandler(logging.NullHandler())
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_LOG_LEVEL": "error", "GRPC_VERBOSITY": "ERROR"}
-"""Variables that keep libraries from talking at start-up."""
+"""Environment variables that silence libraries at start-up."""
 
 
 def quiet_environment(verbose: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Those of QUIET that the user has not set; none with --verbose."""
+    """Returns the variables of QUIET that the user has not set; none with --verbose."""
     return {} if verbose else {name: value for name, value in QUIET.items() if name not in given}
 
 
 def terminal_columns(stream: TextIO) -> int:
-    """Width of the terminal behind a stream, 0 if it is none."""
+    """Width of the terminal behind a stream; 0 if it is not a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
@@ -38,24 +38,24 @@ def terminal_columns(stream: TextIO) -> int:
 
 
 def shown_columns() -> int:
-    """Width of the terminal that the user sees this process's standard output on, 0 if there is none.
+    """Width of the terminal on which the user sees this process's stdout; 0 if there is none.
 
-    Launchers put pseudo-terminals in between, so a supervised rank believes its supervisor.
+    Launchers insert pseudo-terminals, so a supervised rank uses the width that its supervisor passes.
     """
     told = os.environ.get(TERMINAL)
     return int(told) if told else terminal_columns(sys.stdout)
 
 
 def redirect(log: Path, root: Path, keep_stdout: bool) -> int:
-    """Points standard error, and standard output unless it is kept, of this process and its libraries to a log.
+    """Redirects stderr, and stdout unless it is kept, of this process and its libraries to a log.
 
     Args:
-        log: appended to; made if need be. Output stays where it is if that is impossible.
+        log: file to append to, created if missing. If it cannot be opened, output is not redirected.
         root: the run folder, below which no link is followed.
-        keep_stdout: leave standard output alone.
+        keep_stdout: leave stdout alone.
 
     Returns:
-        A descriptor of the former standard error, for the one message that the user must see.
+        A descriptor of the former stderr, for the one message that the user must see.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,9 +71,9 @@ def redirect(log: Path, root: Path, keep_stdout: bool) -> int:
 
 @contextlib.contextmanager
 def kept_output() -> Iterator[None]:
-    """Points standard output and error back to where they went before, if the body ends well.
+    """Context manager that restores stdout and stderr afterwards, unless the body raises.
 
-    After an error they stay: the tracebacks of many ranks belong into their logs.
+    After an error they stay redirected: the tracebacks of many ranks belong in their logs.
     """
     kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
     try:
@@ -88,12 +88,12 @@ def kept_output() -> Iterator[None]:
 
 
 def say(text: str) -> bool:
-    """To the person in front of the terminal, or reading the job's output; see ``tell``."""
+    """Writes a message to stderr with the prefix "hpctrain: "; see ``tell``."""
     return tell(f"hpctrain: {text}")
 
 
 def tell(text: str, end: str = "\n") -> bool:
-    """Text on standard error; False if it could not be written, to a full disk for instance: nothing ends for that."""
+    """Writes text to stderr. Returns False, rather than failing, if it could not be written (full disk)."""
     try:
         foreign_text.show(text, sys.stderr, end)
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def tell(text: str, end: str = "\n") -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Drops what a failed write left in the buffer: Python would fail to write it again at exit, and exit with 120."""
+    """Discards what a failed write left in the buffer: Python would fail again at exit, with exit code 120."""
     with contextlib.suppress(OSError, ValueError):
         handle = stream.fileno()
         kept, nowhere = os.dup(handle), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

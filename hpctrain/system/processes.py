@@ -1,4 +1,4 @@
-"""Processes of this machine: who is alive, who belongs to us, who may not outlive whom, and whom the kernel killed."""
+"""Processes of this machine: liveness, exit codes, descendants, parent-death signals and OOM kills."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ PF_EXITING = 0x4
 """linux/sched.h: a flag in /proc/PID/stat."""
 PIDFD_INFO, PIDFD_INFO_EXIT = struct.Struct("Q52xi"), 1 << 3
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
-"""linux/pidfd.h: struct pidfd_info in its first version, of which we read the mask and the exit status."""
+"""linux/pidfd.h: the first version of struct pidfd_info, of which the mask and the exit status are read."""
 SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base")
-"""Environment variables that tell Open MPI 5 where to make its session folder on this machine."""
+"""Environment variables for the parent of Open MPI 5's session folder on this machine."""
 MPI_FOLDER = "hpctrain-openmpi-"
-"""Begins names of folders that MPI gets from us. The process that made one holds its lock."""
+"""Name prefix of folders made for MPI. The process that made one holds its lock."""
 GONE = ""
-"""The process has ended, or its number is another's now."""
+"""State: the process has ended, or its PID has been reused."""
 UNSEEN = "?"
-"""The observer could not look (no descriptors, no memory, no permission), which is not evidence of anything."""
+"""State: the process could not be observed (no descriptors, memory or permission), so its state is unknown."""
 TETHER = "HPCTRAIN_TETHER"
-"""Environment variable: ranks must die with the process that started them."""
+"""Environment variable that makes ranks die with the process that started them."""
 
 
 def birth(pid: int) -> float:
-    """When a process started, in clock ticks since boot: sets it apart from a later one. 0 if it is gone."""
+    """Start time of a process in clock ticks since boot, which distinguishes reused PIDs. 0 if it is gone."""
     try:
         return float(_stat(pid)[19])
     except OSError:
@@ -45,11 +45,11 @@ def birth(pid: int) -> float:
 
 
 def look(pid: int, born: float) -> str:
-    """The kernel's letter for what a process does (R, S, D, T, Z, ...), GONE, or UNSEEN.
+    """Returns the kernel's letter for a process's state (R, S, D, T, Z, ...), GONE, or UNSEEN.
 
     Args:
-        pid: its number.
-        born: its ``birth``; 0 if that is not known.
+        pid: PID of the process.
+        born: its ``birth``; 0 if unknown.
     """
     try:
         fields = _stat(pid)
@@ -61,29 +61,29 @@ def look(pid: int, born: float) -> str:
 
 
 def is_alive(pid: int, born: float) -> bool:
-    """Whether this very process of this machine lives; a zombie does not, one that cannot be looked at may."""
+    """Whether this process is alive; a zombie is not, one that cannot be observed may be."""
     return born != 0 and look(pid, born) not in (GONE, "Z", "X")
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the kernel has begun to end a process, which may still be one for a while."""
+    """Whether a process is exiting; it may continue to exist for a while."""
     with contextlib.suppress(OSError):
         return bool(int(_stat(pid)[6]) & PF_EXITING)
     return False
 
 
 def exit_code_of(pid: int, life: int) -> int | None:
-    """How any process of this user ended: its exit code, or minus its signal; None if that is not known.
+    """Returns the exit code of any process of this user, or minus its signal; None if unknown.
 
     Args:
-        pid: its number.
-        life: a descriptor from ``os.pidfd_open``, which has become readable.
+        pid: PID of the process.
+        life: its descriptor from ``os.pidfd_open``, which has become readable.
     """
     with contextlib.suppress(OSError):
         fields = _stat(pid)
         if fields[0] in ("Z", "X"):
             return os.waitstatus_to_exitcode(int(fields[49]))
-    with contextlib.suppress(OSError):  # it is reaped already, and Linux is older than 6.15
+    with contextlib.suppress(OSError):  # already reaped, and Linux before 6.15
         info = fcntl.ioctl(life, PIDFD_GET_INFO, PIDFD_INFO.pack(PIDFD_INFO_EXIT, 0))
         known, status = PIDFD_INFO.unpack(info)
         return os.waitstatus_to_exitcode(status) if known & PIDFD_INFO_EXIT else None
@@ -91,7 +91,7 @@ def exit_code_of(pid: int, life: int) -> int | None:
 
 
 def machine() -> str:
-    """This boot and process namespace: if two processes agree on it, a process number means the same to both."""
+    """Identifies this boot and PID namespace: PIDs mean the same to processes that agree on it."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -99,9 +99,9 @@ def machine() -> str:
 
 
 def threads_sleep(name: str) -> bool:
-    """Whether all threads of this process that bear a name, of up to 15 letters, wait for something."""
+    """Whether all threads of this process with a name (up to 15 characters) are sleeping."""
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             _, _, said = Path(f"/proc/self/task/{task}/stat").read_text(errors="replace").partition(" (")
             known, _, rest = said.rpartition(") ")
             if known == name and rest[0] != "S":
@@ -110,20 +110,20 @@ def threads_sleep(name: str) -> bool:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Has the kernel signal this process when its parent dies. Kept across exec, not inherited by children."""
+    """Makes the kernel signal this process when its parent dies. Kept across exec, not inherited by children."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextlib.contextmanager
 def own_session(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """The environment for an mpirun whose session folder is this user's alone, and is removed at the end.
+    """Context manager that yields an environment for mpirun with a private session folder, removed at the end.
 
-    Open MPI 5 names that folder by process number only (/tmp/ompi.<pid>), and does not start if there is one already
-    ("The PMIx server's listener thread failed to start"): one that a killed mpirun has left, that another user has
-    made, or that belongs to a process of the same number in another container.
+    Open MPI 5 names that folder by PID only (/tmp/ompi.<pid>) and does not start if it already exists ("The PMIx
+    server's listener thread failed to start"): left by a killed mpirun, made by another user, or belonging to a process
+    with the same PID in another container.
 
     Args:
-        environment: that mpirun would have. If it names a folder for sessions, that one is used.
+        environment: mpirun's environment. If it already names a folder for sessions, it is used unchanged.
     """
     if any(name in environment for name in SESSION_BASES):
         yield dict(environment)
@@ -135,9 +135,9 @@ def own_session(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def own_folder(base: str) -> Iterator[str]:
-    """A new folder for MPI that only this user may enter, removed at the end; empty text if ``base`` cannot hold one.
+    """Context manager that yields a new private folder for MPI, removed at the end; "" if it cannot be created.
 
-    Those of processes that were killed before they could remove theirs go first: no process holds their locks.
+    Folders left by killed processes are removed first: no process holds their locks.
     """
     for old in Path(base).glob(f"{MPI_FOLDER}*"):
         with contextlib.suppress(OSError), _held(old):
@@ -155,7 +155,7 @@ def _new_folder(base: str) -> Iterator[str]:
     """See ``own_folder``. Raises OSError."""
     new = Path(tempfile.mkdtemp(prefix=f".{MPI_FOLDER}", dir=base))
     with _held(new):
-        folder = new.rename(new.with_name(new.name[1:]))  # it is locked before anybody looks for it
+        folder = new.rename(new.with_name(new.name[1:]))  # locked before others can find it
         try:
             yield str(folder)
         finally:
@@ -164,7 +164,7 @@ def _new_folder(base: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Holds a folder's lock. Raises OSError: another process does, or it is no folder."""
+    """Holds a folder's lock. Raises OSError if another process holds it, or it is not a folder."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,31 +174,31 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent dies, so that none gets out of sight."""
+    """Makes this process the parent of orphaned descendants, so that none is lost."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def has_children(pid: int) -> bool:
-    """Whether a process has children that live."""
+    """Whether a process has live children."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(pid).children())
     return False
 
 
 def end_descendants(patience_s: float, spared: Collection[int] = (), alone: int = 0) -> list[int]:
-    """Waits for all descendants of this process to end, kills those that do not, and reaps them; whom it killed.
+    """Waits for all descendants of this process to end, kills the rest, and reaps them. Returns the killed PIDs.
 
     Args:
-        patience_s: how long they may take.
-        spared: processes that are left alone, with their descendants.
-        alone: the one of them whose descendants are not.
+        patience_s: seconds to wait before killing.
+        spared: PIDs to spare, with their descendants.
+        alone: the PID in ``spared`` whose descendants are not spared.
     """
     _, alive = psutil.wait_procs(_descendants(spared, alone), timeout=patience_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=5)
-    for process in _descendants(spared, alone):  # born meanwhile, by those just killed
+    for process in _descendants(spared, alone):  # started meanwhile by those just killed
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     _reap()
@@ -206,7 +206,7 @@ def end_descendants(patience_s: float, spared: Collection[int] = (), alone: int 
 
 
 def kernel_killed_for_memory(pid: int) -> bool:
-    """Whether the kernel's log says that it killed this process for memory. False if the log cannot be read."""
+    """Whether the kernel log reports an OOM kill of this process. False if the log cannot be read."""
     try:
         handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -217,7 +217,7 @@ def kernel_killed_for_memory(pid: int) -> bool:
         while time.monotonic() < deadline:
             if needle in os.read(handle, 8192):
                 return True
-    except OSError:  # the end of the log, or an entry that was overwritten
+    except OSError:  # end of the log, or an overwritten entry
         return False
     finally:
         os.close(handle)
@@ -225,12 +225,12 @@ def kernel_killed_for_memory(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat behind the name, which may be cut in mid-character. Raises OSError."""
+    """Fields of /proc/<pid>/stat after the name, which may be cut in mid-character. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _exists(pid: int) -> bool:
-    """Whether a process of this user has the number; takes no descriptor."""
+    """Whether a process of this user has the PID; needs no descriptor."""
     try:
         os.kill(pid, 0)
     except OSError:
@@ -239,7 +239,7 @@ def _exists(pid: int) -> bool:
 
 
 def descendants() -> list[int]:
-    """Numbers of the processes that this one has started, or whose parents it has."""
+    """PIDs of this process's descendants."""
     return [process.pid for process in _descendants()]
 
 
@@ -255,13 +255,13 @@ def _descendants(spared: Collection[int] = (), alone: int = 0) -> list[psutil.Pr
 
 
 def _reap() -> None:
-    """Collects children that ended, adopted ones too."""
+    """Reaps ended children, including adopted ones."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere there is nothing to set."""
+    """Calls prctl; does nothing on systems other than Linux."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""Our Python processes: they import this installation, and nothing from the current folder.
+"""Command lines and environments for our Python processes, which import this installation, not the current folder.
 
-``python -m`` and ``python -c`` put the current folder before the standard library, where a user's queue.py or json.py
-would be run in its place; -P leaves it out.
+``python -m`` and ``python -c`` put the current folder before the standard library, so that a user's queue.py or json.py
+would shadow it; -P leaves the folder out.
 """
 
 import os
@@ -17,19 +17,19 @@ SEARCH_PATH = "PYTHONPATH"
 
 
 def module(name: str, *words: str, interpreter: str | None = None) -> list[str]:
-    """The command line that runs a module, by default with this process's interpreter."""
+    """Command line that runs a module, by default with this process's interpreter."""
     return [interpreter or sys.executable, "-P", "-m", name, *words]
 
 
 def code(text: str) -> list[str]:
-    """The command line that runs Python statements."""
+    """Command line that runs Python statements."""
     return [sys.executable, "-P", "-c", text]
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment in which such a process finds this package, also if it is not installed but lies on a path."""
+    """Environment in which such a process finds this package, even if it is not installed."""
     folders = [folder for folder in environ.get(SEARCH_PATH, "").split(os.pathsep) if folder]
-    # Before the standard library is not the place for everything that is installed; there it is found anyway.
+    # Not for site-packages: it is searched anyway, and PYTHONPATH would put it before the standard library.
     if ROOT not in (*folders, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         folders.insert(0, ROOT)
     given = {name: value for name, value in environ.items() if name != SEARCH_PATH}
@@ -37,13 +37,13 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def stay_findable() -> None:
-    """For ``python -m hpctrain`` in a checkout that is not installed: processes that we start are to find it, too."""
+    """Makes processes that we start find the package when ``python -m hpctrain`` runs in an uninstalled checkout."""
     if _find(__name__.partition(".")[0], None) is None:
         os.environ[SEARCH_PATH] = environment()[SEARCH_PATH]
 
 
 def spec_of(name: str) -> ModuleSpec | None:
-    """A module of a dotted name in the current folder, or else on this process's path. Imports nothing."""
+    """Spec of a dotted module in the current folder, or else on this process's path. Imports nothing."""
     top, *rest = name.split(".")
     spec = PathFinder.find_spec(top, [os.getcwd()]) or _find(top, None)
     for part in rest:
@@ -54,7 +54,7 @@ def spec_of(name: str) -> ModuleSpec | None:
 
 
 def version_of(*packages: str) -> str | None:
-    """Of the first of these packages that is installed; imports none of them."""
+    """Version of the first of these packages that is installed; imports none of them."""
     from importlib.metadata import PackageNotFoundError, version
 
     for package in packages:

@@ -1,4 +1,4 @@
-"""Bytes, seconds and numbers as people read them, in every table and message."""
+"""Formats bytes, seconds and numbers for tables and messages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 
 def positive(text: str) -> int:
-    """The number that an option of a command takes. Raises ArgumentTypeError for other text, and below 1."""
+    """Parses a command's option as an integer of at least 1. Raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"give 1 or more in place of {text}")
     return int(text)
 
 
 def size(num_bytes: float) -> str:
-    """'512 B', '12.3 MiB' or '1.5 TiB'."""
+    """Formats bytes: '512 B', '12.3 MiB' or '1.5 TiB'."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1023.95 and len(units) > 1:
         value /= 1024
@@ -24,7 +24,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """'3.1 ms', '4.2 s', '3 min 05 s', '1 h 02 min' or '2 d 03 h'."""
+    """Formats seconds: '3.1 ms', '4.2 s', '3 min 05 s', '1 h 02 min' or '2 d 03 h'."""
     if abs(seconds) < 0.9995:
         milli = 1e3 * seconds
         return "0 s" if not milli else f"{milli:.0f} ms" if abs(milli) >= 10 else f"{milli:.2g} ms"
@@ -38,12 +38,12 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits."""
+    """Formats a number with four significant digits; from 10,000 as a grouped integer."""
     return "nan" if value is None or math.isnan(value) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def quantity(key: str, value: object) -> str | None:
-    """The value of a field whose name ends in its unit (``bytes``, ``stall_s``); None if it has another unit."""
+    """Formats a field whose name ends in its unit (``bytes``, ``stall_s``); None for other fields."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if key.rpartition("_")[2] == "bytes":
@@ -53,7 +53,7 @@ def quantity(key: str, value: object) -> str | None:
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:
-    """Numbers in ascending order, those that follow each other joined: 0, 1, 2, 7 are '0-2' and '7'."""
+    """Formats numbers as ascending ranges: 0, 1, 2, 7 become '0-2' and '7'."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""Files that someone else may have put there, such as those of a run folder: read in bounded time and memory, or not.
+"""Reads files that others may have written, such as those of a run folder, in bounded time and memory.
 
-A pipe would have its reader wait for ever, a device is not a file, a small text may stand for gigabytes of objects.
-Every reader of run folders and run files reads through here.
+A pipe would block its reader forever, a device is not a file, and a small JSON text can expand to gigabytes of objects.
+All reads of run folders and run files go through this module.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 64 << 20
-"""Of a file that is read whole; the last words of 100,000 ranks take 45 MB."""
+"""Largest file that is read whole; the last words of 100,000 ranks take 45 MB."""
 MOST_VALUES = 4_000_000
-"""Of a JSON text, some 0.5 GB of objects; three bytes of text can be one of 72 bytes."""
+"""Most values of a JSON text, about 0.5 GB of objects: three bytes of text can become an object of 72 bytes."""
 LINE_BYTES = 8 << 20
-"""Length from which on what has no line end is not a line; an event that names 100,000 hosts takes 3 MB."""
+"""Longest line; an event that names 100,000 hosts takes 3 MB."""
 MOST_LINES_BYTES = 4 << 30
-"""Of a file that is read line by line: 14 million events."""
+"""Largest part read of a file that is read by lines: 14 million events."""
 BLOCK_BYTES = 1 << 20
 
 KINDS = (
@@ -34,19 +34,19 @@ KINDS = (
 
 
 class NotPlain(OSError):
-    """A folder, pipe, socket or device in place of a plain file."""
+    """A folder, pipe, socket or device in place of a regular file."""
 
 
 class TooLarge(OSError):
-    """More bytes than such a file can have."""
+    """A file exceeds the limit of its kind."""
 
 
 def open_plain(path: Path | str) -> int:
-    """A descriptor for reading a plain file, or the one that a link leads to. Never waits for a pipe's other end.
+    """Opens a regular file for reading, following links; returns its descriptor. Never blocks on a pipe.
 
     Raises:
         NotPlain: it is something else.
-        OSError: it is missing, or may not be read.
+        OSError: it is missing or cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(handle).st_mode
@@ -58,10 +58,10 @@ def open_plain(path: Path | str) -> int:
 
 
 def read(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a plain file.
+    """Reads a regular file.
 
     Raises:
-        TooLarge: it has more bytes.
+        TooLarge: it has more than ``most_bytes``.
         OSError: see ``open_plain``.
     """
     content = head(path, most_bytes + 1)
@@ -71,7 +71,7 @@ def read(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def head(path: Path | str, most_bytes: int) -> bytes:
-    """The beginning of a plain file. Raises as ``open_plain`` does."""
+    """Reads the start of a regular file. Raises as ``open_plain`` does."""
     blocks, left = [], most_bytes
     handle = open_plain(path)
     try:
@@ -84,17 +84,17 @@ def head(path: Path | str, most_bytes: int) -> bytes:
 
 
 def read_json(path: Path | str, most_bytes: int = MOST_BYTES) -> Any:
-    """The value in a JSON file. Raises as ``read`` and ``parse_json`` do."""
+    """Reads a JSON file. Raises as ``read`` and ``parse_json`` do."""
     return parse_json(read(path, most_bytes))
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text.
+    """Parses a JSON text.
 
     Raises:
-        ValueError: it is not JSON, nested without end, or more than MOST_VALUES values.
+        ValueError: it is not JSON, too deeply nested, or has more than MOST_VALUES values.
     """
-    # With that many, counting costs little compared with parsing; marks inside strings count too.
+    # Counting is cheap compared with parsing; it also counts marks inside strings.
     if len(content) > MOST_VALUES and sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES} values")
     try:
@@ -104,7 +104,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def lines(path: Path | str) -> Iterator[bytes]:
-    """The lines of a plain file; those that are too long, and what lies beyond MOST_LINES_BYTES, are left out.
+    """Yields the lines of a regular file; skips lines that are too long and everything beyond MOST_LINES_BYTES.
 
     Raises as ``open_plain`` does.
     """

@@ -1,6 +1,6 @@
-"""Memory that processes of one node share: by a path among ranks, by a file descriptor with children.
+"""Memory shared by processes of one node: through a path among ranks, through a descriptor with children.
 
-All of it is allocated when it is made: lack of space is an error there, not a bus error later.
+Memory among ranks is allocated up front, so that lack of space raises an error there and not a bus error later.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from numpy.typing import NDArray
 FOLDER = "/dev/shm"
 ALIGNMENT = 64
 Ranges = Iterable[tuple[int, int]]
-"""Offset and length of parts of a memory, in bytes."""
+"""(offset, length) of parts of a memory, in bytes."""
 
 Places = Sequence[tuple[str, str, Sequence[int], int]]
-"""Name, dtype, shape and offset of each array in a memory; survives JSON."""
+"""Name, dtype, shape and offset of each array in a memory; JSON-serializable."""
 
 
 def create(ranges: Ranges, folder: str | None) -> tuple[int, str]:
-    """Makes memory that other processes of this user attach to; its descriptor and path.
+    """Creates memory to which other processes of this user can attach. Returns its descriptor and path.
 
-    The caller unlinks the path once all have attached: mappings keep it alive, and nothing is left behind.
+    The caller unlinks the path once all have attached: mappings keep the memory alive, and no file is left behind.
 
     Args:
-        ranges: what this process allocates, so that it lies near its core.
-        folder: a memory file system; None takes the folder for temporary files.
+        ranges: parts that this process allocates, so that they are close to its core.
+        folder: a folder on a memory file system; None uses the folder for temporary files.
 
     Raises:
-        OSError: there is no such folder, or no room in it.
+        OSError: the folder is missing or full.
     """
     handle, path = tempfile.mkstemp(prefix="hpctrain-", dir=folder)
     try:
@@ -46,7 +46,7 @@ def create(ranges: Ranges, folder: str | None) -> tuple[int, str]:
 
 
 def attach(path: str, ranges: Ranges = ()) -> int:
-    """Descriptor of memory that another process has made; ``ranges`` are allocated by this one. Raises OSError."""
+    """Opens memory that another process created, and allocates ``ranges``. Returns its descriptor. Raises OSError."""
     return _allocated(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), ranges)
 
 
@@ -61,7 +61,7 @@ def _allocated(handle: int, ranges: Ranges) -> int:
 
 
 def unnamed_file() -> int:
-    """Descriptor of an empty file in memory, which ends with the last descriptor of it."""
+    """Returns the descriptor of an empty file in memory, which is freed with its last descriptor."""
     with suppress(AttributeError, OSError):  # a Python built against an old C library, as conda's are; a strict system
         return os.memfd_create("hpctrain")
     with tempfile.TemporaryFile() as file:
@@ -69,10 +69,10 @@ def unnamed_file() -> int:
 
 
 class AnonymousMemory:
-    """Memory behind a descriptor, which children inherit: having no name, it cannot be left behind.
+    """Memory behind a descriptor that children inherit; it has no name, so it cannot be left behind.
 
-    Grows, never shrinks. Each process has its own object over the same descriptor. Unlike multiprocessing.shared_memory
-    it needs no tracker process and no room in /dev/shm, which containers keep small.
+    Grows but never shrinks. Each process has its own object over the same descriptor. Unlike
+    multiprocessing.shared_memory it needs no tracker process and no space in /dev/shm, which is small in containers.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -81,11 +81,11 @@ class AnonymousMemory:
 
     @classmethod
     def create(cls) -> AnonymousMemory:
-        """New memory; children get it when they are given its descriptor."""
+        """Creates new memory; share it by passing its descriptor to children."""
         return cls(unnamed_file())
 
     def put(self, arrays: Mapping[str, NDArray[Any]]) -> Places:
-        """Copies the arrays in, over what is there, and says where they are."""
+        """Copies arrays into the memory, overwriting its content; returns their places."""
         places, offset = [], 0
         for name, array in arrays.items():
             places.append((name, array.dtype.str, array.shape, offset))
@@ -95,7 +95,7 @@ class AnonymousMemory:
         return places
 
     def views(self, places: Places) -> dict[str, NDArray[Any]]:
-        """The arrays at these places: writable, and changed by the next ``put`` of any process."""
+        """Returns views of the arrays at these places: writable, and overwritten by the next ``put`` of any process."""
         ends = (offset + np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape, offset in places)
         size = max([1, *ends])
         if self.mapping is None or len(self.mapping) < size:
@@ -105,6 +105,6 @@ class AnonymousMemory:
         return {name: np.ndarray(shape, dtype, self.mapping, offset) for name, dtype, shape, offset in places}
 
     def close(self) -> None:
-        """Gives it up; the memory is freed when all processes have."""
+        """Closes this process's descriptor; the memory is freed when all processes have closed theirs."""
         self.mapping = None
         os.close(self.descriptor)

@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: they only set a flag."""
+"""Handles signals that ask a process to stop: handlers only record them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, s
 
 
 class Interrupted(Exception):
-    """A stop signal came while this process worked on something that is no longer needed."""
+    """A stop signal arrived during work that is no longer needed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal_name(number))
@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Signals that ask this process to stop. ``install`` replaces their handlers by ones that only take a note."""
+    """Records stop signals. ``install`` replaces their handlers by ones that only record."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -28,23 +28,23 @@ class StopSignals:
         self._interrupts = False
 
     def install(self) -> None:
-        """From the main thread only. A signal that is being ignored (nohup) stays ignored."""
+        """Installs the handlers; main thread only. Ignored signals (nohup) stay ignored."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """Gives the signals their former handlers back."""
+        """Restores the former handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Signals wait while the body starts a program, whose process calls ``leave_to_program`` before it is that.
+        """Blocks the signals while the body starts a program; the child calls ``leave_to_program`` before exec.
 
-        One that schedulers send to all processes of a job would else come to nothing between fork and exec: the new
-        process notes it, as this one does, and forgets.
+        Otherwise a signal sent to all processes of a job between fork and exec would be lost: the child would record
+        it with the inherited handler and forget it at exec.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
         try:
@@ -53,19 +53,19 @@ class StopSignals:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def leave_to_program(self) -> None:
-        """Signals end this process, one that has waited too; a program may want something else of them."""
+        """Restores the default actions and unblocks the signals, so that a pending one ends this process."""
         for number in self._previous:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
 
     @property
     def first(self) -> int:
-        """Number of the first signal, 0 if none came."""
+        """Number of the first signal received; 0 if there was none."""
         return self.received[0] if self.received else 0
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A signal, also one that came before, ends the body by ``Interrupted``; in the main thread."""
+        """In the body, a signal raises ``Interrupted``, also one received earlier; main thread only."""
         try:
             self._interrupts = True
             if self.received:
@@ -77,12 +77,12 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
         if self._interrupts:
-            self._interrupts = False  # once: what cleans up is not interrupted
+            self._interrupts = False  # only once, so that cleanup is not interrupted
             raise Interrupted(number)
 
 
 class InterruptibleStopSignals(StopSignals):
-    """The same for a process without a supervisor: a second Ctrl-C ends it at once."""
+    """StopSignals for a process without a supervisor: a second Ctrl-C ends it at once."""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         super()._note(number, frame)
@@ -91,7 +91,7 @@ class InterruptibleStopSignals(StopSignals):
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Name of a signal, such as SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

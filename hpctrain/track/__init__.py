@@ -1,6 +1,6 @@
-"""Live tracking of a run: its events, and the sinks that show them.
+"""Live tracking of a run: sends its events to sinks.
 
-``sink`` is the protocol, ``sinks`` the table of those that a run file can name, each in a file of its name (``mlflow``
-and ``wandb`` are processes, each a ``follower`` of the events), next to the ``console``; ``events_hook``
-feeds them from the Trainer.
+``sink`` is the protocol; ``sinks`` lists those that a run file can name, each in a file of its name, besides the
+``console``. ``mlflow`` and ``wandb`` run as processes, each a ``follower`` of the events. ``events_hook`` produces the
+events in the Trainer.
 """

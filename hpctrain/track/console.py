@@ -1,4 +1,4 @@
-"""What the user sees: a progress bar on a terminal, one plain line an interval in a batch log."""
+"""Shows progress to the user: a bar on a terminal, plain lines in a batch log."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hpctrain.system import foreign_text
 from hpctrain.system.quantities import duration, number
 
 PLAIN_EVERY_S = 1.0
-"""Least seconds between two plain lines: fast steps must not flood a batch log."""
+"""Shortest time in seconds between lines of progress, so that fast steps do not flood a batch log."""
 
 
 def make_console(columns: int, stream: TextIO | None = None) -> PlainConsole | BarConsole:
-    """The sink that fits a terminal of this many columns, 0 for none."""
+    """Makes the sink for a terminal of this width; 0 means no terminal."""
     stream = stream or sys.stdout
     return BarConsole(columns, stream) if columns else PlainConsole(stream)
 
 
 class PlainConsole:
-    """One line an event, for logs."""
+    """Writes one line per event, for logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -37,18 +37,18 @@ class PlainConsole:
             self.show(line)
 
     def show(self, line: str) -> None:
-        """A console that is gone (closed pipe) does not end a run."""
+        """Prints a line; a closed pipe does not end the run."""
         try:
             foreign_text.show(line, self.stream)
         except (OSError, ValueError):
-            self.stream = open("/dev/null", "w")  # noqa: SIM115 (stays open to the end)
+            self.stream = open("/dev/null", "w")  # noqa: SIM115 (open until the end)
 
     def close(self) -> None:
         """See Sink."""
 
 
 class BarConsole:
-    """A bar with step, loss, rate and time left; evaluations stand above it."""
+    """Shows a bar with step, loss, rate and time left, and other events above it."""
 
     def __init__(self, columns: int, stream: TextIO) -> None:
         from rich.console import Console
@@ -81,7 +81,7 @@ class BarConsole:
 
 
 def describe(event: Event) -> str:
-    """One line for a person; empty for events that say nothing to one."""
+    """Describes an event in one line; empty for events that are not shown."""
     if isinstance(event, RunStarted):
         stages = f"stages of {' + '.join(map(str, event.layers))} layers, " if event.layers else ""
         steps = f"{event.total_steps or 0} steps" + (f", from step {event.step}" if event.step else "")

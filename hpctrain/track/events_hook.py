@@ -1,4 +1,4 @@
-"""The events of training: interval means, evaluations, beginning and end, into the run folder and to the sinks."""
+"""Hook that writes events of training (start, interval means, evaluations, end) to the run folder and the sinks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpctrain.train.schedule import first_factor
 
 
 class SecondsByPhase(Protocol):
-    """A clock that sums up phases: IntervalClock or RingClock."""
+    """A clock that sums phases: IntervalClock or RingClock."""
 
     def take(self) -> dict[str, float]:
         """Seconds by phase name since the last call."""
@@ -33,14 +33,14 @@ class SecondsByPhase(Protocol):
 class EventsHook(BaseHook):
     """Writes ``run_started``, ``train``, ``eval`` and ``run_finished``.
 
-    Results of steps are kept as they are until an interval is over, for reading one may wait for a device; then the
-    ranks' sums are added in one exchange. Rank 0 writes.
+    Results of steps are not read until the end of an interval, since reading one may wait for a device; the ranks'
+    sums are then added in one exchange. Rank 0 writes.
 
     Args:
-        writer: of events.jsonl; closed here, because nothing is reported later.
-        clock: gives the seconds of each phase.
-        every_steps: length of an interval.
-        sinks: get the same events; of rank 0.
+        writer: writer of events.jsonl, which this hook closes.
+        clock: provides the seconds of each phase.
+        every_steps: length of an interval in steps.
+        sinks: receive the same events; on rank 0.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EventsHook(BaseHook):
         self.has_started = False
         self.flops: Flops | None = None
         self.told: set[str] = set()
-        """Metrics of which it was said that they are no numbers."""
+        """Metrics already reported as not finite."""
 
     def before_fit(self, training: Training) -> None:
         self.hosts = sorted(set(training.world.everyone.allgather(training.world.host, "name the hosts")))
@@ -67,13 +67,13 @@ class EventsHook(BaseHook):
 
     def after_step(self, training: Training, result: StepResult) -> None:
         self.results.append(result)
-        if not self.has_started:  # the reducer is known only now
+        if not self.has_started:  # the reducer is only known after a step
             self.start(training)
         if training.state.step % self.every_steps == 0:
             self.report(training)
 
     def after_eval(self, training: Training, metrics: Mapping[str, float]) -> None:
-        if not self.has_started:  # an evaluation after the first update; readers take run_started for the beginning
+        if not self.has_started:  # evaluation right after the first update: readers expect run_started first
             self.start(training)
         self.emit(training, Eval(step=training.state.step, metrics=dict(metrics), epoch=training.state.epoch))
         if training.world.rank == 0:
@@ -81,7 +81,7 @@ class EventsHook(BaseHook):
             self.tell_not_numbers(training, metrics)
 
     def leave_figures(self, training: Training) -> None:
-        """In place of those of the evaluation before."""
+        """Writes the evaluation's figures, replacing earlier ones."""
         figures = training.evaluation.figures
         if not figures:
             return
@@ -92,7 +92,7 @@ class EventsHook(BaseHook):
             self.writer.say(f"{error.what}; the report will lack the curves of step {training.state.step}")
 
     def tell_not_numbers(self, training: Training, metrics: Mapping[str, float]) -> None:
-        """Once for each metric."""
+        """Reports metrics that are not finite, once each."""
         strange = [name for name, value in metrics.items() if not math.isfinite(value) and name not in self.told]
         self.told.update(strange)
         for name in strange:
@@ -119,7 +119,7 @@ class EventsHook(BaseHook):
                 end()
 
     def start(self, training: Training) -> None:
-        """Says who trains what with what; dated to when the attempt's training began."""
+        """Emits ``run_started``, dated to the start of the attempt's training."""
         self.has_started = True
         variant = training.framework.facts.reducer_name or "none"
         self.flops = flops = of_all(training.framework.facts.flops, training.world)
@@ -143,12 +143,12 @@ class EventsHook(BaseHook):
         self.emit(training, event)
 
     def layers(self, training: Training) -> tuple[int, ...]:
-        """Of each stage; none if there is one alone. Collective."""
+        """Number of layers of each pipeline stage; empty without a pipeline. Collective."""
         stages = training.world.pipeline
         return tuple(stages.allgather(training.framework.facts.num_layers, "count layers")) if stages.size > 1 else ()
 
     def report(self, training: Training) -> None:
-        """The means of the interval that ends here."""
+        """Emits the means of the interval that ends here. Collective."""
         totals: Sums = {}
         for result in self.results:
             add(totals, result.sums())
@@ -157,7 +157,7 @@ class EventsHook(BaseHook):
         state, data = training.state, training.world.data
         training.clock.mark(Phase.CALLBACKS)
         means = mean_over_ranks(totals, data, "report the interval's means")
-        training.clock.mark(Phase.EXCHANGE)  # waiting for others is not a rank's own work
+        training.clock.mark(Phase.EXCHANGE)  # waiting for others is not this rank's work
         now = time.time()
         samples_per_s = (state.samples - self.samples) / max(now - self.interval_began, 1e-9)
         self.samples, self.interval_began = state.samples, now
@@ -179,7 +179,7 @@ class EventsHook(BaseHook):
         self.emit(training, event)
 
     def emit(self, training: Training, event: Event) -> None:
-        """To events.jsonl and to the sinks; on rank 0."""
+        """Writes an event to events.jsonl and the sinks, on rank 0."""
         if training.world.rank != 0:
             return
         self.writer.append(event)

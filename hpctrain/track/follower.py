@@ -1,7 +1,7 @@
-"""A process that follows a run's events and sends them on, so that no server can hold up or end training.
+"""A process that follows a run's events and sends them to a tracking server, which cannot then delay or end training.
 
-A tracker's module has a ``Follower``, and is the process: ``python -m hpctrain.track.mlflow``. ``FollowerSink`` starts
-it; ``hpctrain track sync`` sends by itself.
+A tracker's module defines a ``Follower`` and runs as the process: ``python -m hpctrain.track.mlflow``. ``FollowerSink``
+starts it; ``hpctrain track sync`` sends in its own process.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from hpctrain.system.json_shape import fits, is_count
 FLUSH_S = 20.0
 """Longest wait at the end of a run for a server that answers."""
 PATIENCE_S = 1.0
-"""Longest wait for one that does not."""
+"""Longest wait at the end of a run for a server that does not answer."""
 LOOK_S = 0.05
 MOST_BYTES = 1 << 16
-"""Of the file of a follower's position."""
+"""Largest file of a follower's position."""
 READ_BYTES = 1 << 18
-"""Bytes of events read at a time: the position is saved after each."""
+"""Bytes of events read at a time; the position is saved after each portion."""
 NEW_EVENTS_S = 0.5
-"""Seconds between two looks for new events."""
+"""Seconds between polls for new events."""
 RETRY_S = 2.0
-"""Seconds until a server that failed is asked again."""
+"""Seconds until a failed server is tried again."""
 
 
 class FollowerSink:
-    """Starts the follower with the first event and informs it when the attempt is over.
+    """Starts the follower at the first event and tells it when the attempt is over.
 
-    The follower reads the run's events and keeps its position in <run folder>/<name>.json: what a dead server missed is
-    sent when it is back, by this attempt, the next one, or ``hpctrain track sync``.
+    The follower reads the run's events and keeps its position in <run folder>/<name>.json: events that an unavailable
+    server missed are sent once it is back, by this attempt, the next one, or ``hpctrain track sync``.
 
     Args:
-        name: of the follower's module in this room.
-        title: of the tracker, for people.
+        name: name of the follower's module in this package.
+        title: name of the tracker, for messages.
         run_dir: the run.
-        uri: of the tracker's server or project.
-        more: the last word for the process.
+        uri: the tracker's server or project.
+        more: last command-line argument of the process.
     """
 
     def __init__(self, name: str, title: str, run_dir: RunDir, uri: str, more: str = "") -> None:
@@ -61,7 +61,7 @@ class FollowerSink:
         self.ended: float | None = None
 
     def event(self, event: Event) -> None:
-        """The events themselves reach the follower through the file."""
+        """Starts the follower, which reads events from the file, and reports its problem once."""
         if self.follower is None:
             place = self.run_dir.logs / f"{self.name}.out"
             with contextlib.suppress(OSError), os.fdopen(open_log(place, self.run_dir.path), "ab") as log:
@@ -77,14 +77,14 @@ class FollowerSink:
             foreign_text.show(f"hpctrain: {self.title} does not accept the metrics: {problem}")
 
     def begin_close(self) -> None:
-        """Tells the follower that no more events come."""
+        """Tells the follower that there will be no more events."""
         self.ended = time.monotonic()
         if self.follower is not None and self.follower.stdin is not None:
             with contextlib.suppress(OSError):
                 self.follower.stdin.close()
 
     def close(self) -> None:
-        """Waits while the server takes what is left, and only briefly for one that does not answer."""
+        """Waits for the server to receive the rest, only briefly if it does not answer."""
         if self.ended is None:
             self.begin_close()
         if self.follower is None:
@@ -105,7 +105,7 @@ class FollowerSink:
 
 
 def position(run_dir: RunDir, name: str) -> dict[str, Any]:
-    """What a follower has written down: run_id, offset of the first byte not sent, problem."""
+    """Reads a follower's saved position: run_id, offset of the first unsent byte, problem, ..."""
     try:
         saved: dict[str, Any] = safe_read.read_json(run_dir.path / f"{name}.json", MOST_BYTES)
     except (OSError, ValueError):
@@ -119,13 +119,13 @@ _is_position = fits(
 
 
 def has_unsent(run_dir: RunDir, name: str) -> bool:
-    """Whether there are events that the server has not taken."""
+    """Whether there are events that the server has not received."""
     offset = int(position(run_dir, name).get("offset", 0))
     return RunView(run_dir.path).events_from(offset, 1)[1] != offset
 
 
 class Follower:
-    """Sends what has not been sent to a tracker, whose module says how."""
+    """Sends unsent events to a tracker; subclasses define how."""
 
     def __init__(self, name: str, run_dir: RunDir, uri: str) -> None:
         self.name, self.run_dir, self.uri = name, run_dir, uri
@@ -138,11 +138,11 @@ class Follower:
         self.problem: str | None = None
 
     def open_run(self) -> str:
-        """A new run; its id."""
+        """Creates a run in the tracker; returns its id."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Says what the run is, once."""
+        """Sends the run's configuration, once."""
         raise NotImplementedError
 
     def take(self, events: Sequence[Event]) -> None:
@@ -150,20 +150,20 @@ class Follower:
         raise NotImplementedError
 
     def close(self) -> None:
-        """All is sent."""
+        """Called when everything has been sent."""
 
     def confirmed(self) -> int:
         """Offset of the first byte that the server may lack."""
         return self.offset
 
     def send(self) -> bool:
-        """One portion; whether there was any. Raises what the tracker's library raises."""
+        """Sends one portion; returns whether there was any. Raises errors of the tracker's library."""
         events, offset = self.view.events_from(self.offset, READ_BYTES)
         if offset == self.offset:
             return False
         if self.run_id is None:
             self.run_id = self.open_run()
-            self.save()  # at once: whatever fails now, there is to be one run
+            self.save()  # at once, so that a failure does not lead to a second run
         if not self.has_params:
             self.begin()
             self.has_params = True
@@ -174,12 +174,12 @@ class Follower:
         return True
 
     def note_problem(self, error: Exception) -> None:
-        """Leaves it for the sink, and for who asks how the run stands."""
+        """Saves the error, which the sink and ``hpctrain track sync`` show."""
         self.problem = _told(error)
         self.save()
 
     def save(self) -> None:
-        """Position and problem, for the sink and the next attempt."""
+        """Saves position and problem for the sink and the next attempt."""
         fields = {
             "uri": self.uri,
             "run_id": self.run_id,
@@ -195,11 +195,11 @@ def _told(error: Exception) -> str:
 
 
 def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
-    """Sends until the run is over and everything is sent; False if the run is over and the server does not take it.
+    """Sends until the run is over and everything is sent; False if the server fails after the end of the run.
 
     Args:
-        follower: sends.
-        is_over: waits up to a number of seconds for the end of the run, and says whether it has come.
+        follower: the follower.
+        is_over: waits up to a number of seconds for the end of the run; returns whether it has ended.
     """
     over = False
     while True:
@@ -209,7 +209,7 @@ def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
             if over:
                 follower.close()
                 return True
-        except Exception as error:  # whatever a server, a proxy or a wrong address brings about
+        except Exception as error:  # any error of a server, a proxy or a wrong address
             follower.note_problem(error)
             if over:
                 return False
@@ -219,24 +219,24 @@ def follow(follower: Follower, is_over: Callable[[float], bool]) -> bool:
 
 
 def stdin_closes(seconds: float) -> bool:
-    """Waits for the sink to close our standard input, or to die."""
+    """Waits for the sink to close our stdin, or to die."""
     ready, _, _ = select.select([sys.stdin.buffer], [], [], seconds)
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 
 
 def shown(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server learns of a run file: all but ``launch.env``, which may hold secrets."""
+    """The configuration as sent to a server: without ``launch.env``, which may hold secrets."""
     launch = {key: value for key, value in config.get("launch", {}).items() if key != "env"}
     return {**config, "launch": launch}
 
 
 def main(name: str, make: Callable[[RunDir, str, str], Follower]) -> int:
-    """The process: RUN_FOLDER URI MORE. ``make`` imports the tracker's library."""
+    """Runs the process with arguments RUN_FOLDER URI MORE. ``make`` imports the tracker's library."""
     folder, uri, more = sys.argv[1:]
     begin = time.monotonic()
     try:
         follower = make(RunDir(Path(folder)), uri, more)
-    except Exception as error:  # a store that the library refuses: the run's own log says so
+    except Exception as error:  # the library refuses the store: the sink reports it
         saved = position(RunDir(Path(folder)), name)
         known = saved if saved.get("uri") == uri else {"uri": uri, "run_id": None, "offset": 0}
         fields = {**known, "problem": _told(error)}

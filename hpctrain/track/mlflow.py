@@ -1,4 +1,4 @@
-"""MLflow tracking, from a process that follows the events: ``python -m hpctrain.track.mlflow``."""
+"""MLflow tracking by a process that follows the events: ``python -m hpctrain.track.mlflow``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpctrain.track.follower import Follower, main, shown
 from hpctrain.track.sink import scalars
 
 LONGEST_NAME = 250
-"""Characters that MLflow takes."""
+"""Longest name that MLflow accepts."""
 DIGEST = 36
-"""Characters of a dataset's digest that MLflow takes."""
+"""Longest dataset digest that MLflow accepts."""
 BATCH = 500
-"""Metrics in one request; MLflow takes 1000."""
+"""Metrics per request; MLflow accepts 1000."""
 QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -32,19 +32,19 @@ QUIET = {
 
 
 class MlflowFollower(Follower):
-    """Sends to MLflow. ``client`` is MLflow's own MlflowClient."""
+    """Sends events to MLflow. ``client`` is an MlflowClient."""
 
     def __init__(self, run_dir: RunDir, client: Any, uri: str, experiment: str) -> None:
         super().__init__("mlflow", run_dir, uri)
         self.client, self.experiment = client, experiment
 
     def begin(self) -> None:
-        """Parameters and data."""
+        """Sends parameters and data."""
         self.log_params()
         self.log_data()
 
     def take(self, events: Sequence[Event]) -> None:
-        """Their scalars, and how the run stands."""
+        """Sends scalars and the run's status."""
         self.log_metrics(events)
         for event in events:
             if isinstance(event, RunStarted):
@@ -54,7 +54,7 @@ class MlflowFollower(Follower):
                 self.finish(event)
 
     def open_run(self) -> str:
-        """A new run."""
+        """Creates a run."""
         run = self.view.look(within_s=0.0)
         experiment = experiment_of(self.client, self.experiment, self.uri)
         tags = {"hpctrain.run_folder": str(run.path), "hpctrain.id": str(run.id)}
@@ -63,7 +63,7 @@ class MlflowFollower(Follower):
         return str(self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
 
     def log_params(self) -> None:
-        """The configuration as parameters."""
+        """Sends the configuration as parameters."""
         from mlflow.entities import Param
 
         config = self.view.look(within_s=0.0).config
@@ -73,7 +73,7 @@ class MlflowFollower(Follower):
             self.client.log_batch(self.run_id, params=params[begin : begin + 100])
 
     def log_data(self) -> None:
-        """The tables that are trained on as MLflow's datasets: the lineage of the run's models."""
+        """Sends the training tables as MLflow datasets, for the lineage of the run's models."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         found = self.view.look(within_s=0.0).data
@@ -96,7 +96,7 @@ class MlflowFollower(Follower):
             self.client.log_inputs(self.run_id, inputs)
 
     def log_metrics(self, events: Iterable[Event]) -> None:
-        """Scalars of the events, with their own steps and times."""
+        """Sends the events' scalars with their steps and times."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -108,7 +108,7 @@ class MlflowFollower(Follower):
             self.client.log_batch(self.run_id, metrics=metrics[begin : begin + BATCH])
 
     def finish(self, event: RunFinished) -> None:
-        """Artifacts and status; a stopped run continues under the same id when it is resumed."""
+        """Sends artifacts and the final status; a stopped run continues under the same id when resumed."""
         for path in self.view.records():
             self.client.log_artifact(self.run_id, str(path))
         status = "KILLED" if event.reason == Outcome.STOPPED_BY_RANKS else "FINISHED"
@@ -116,35 +116,35 @@ class MlflowFollower(Follower):
 
 
 def accepted(name: str) -> str:
-    """A name as MLflow takes it: one that it refuses would hold up all that comes after."""
+    """Converts a name to one that MLflow accepts; a refused name would block all later events."""
     parts = [re.sub(r"[^\w .:-]", "_", part) for part in name.split("/")]
     return "/".join(part for part in parts if part.strip("."))[:LONGEST_NAME].rstrip("/") or "_"
 
 
 def tracking_uri(uri: str) -> str:
-    """An address as it is; for a folder, the SQLite database in it (MLflow has given up its store of plain files)."""
+    """Returns an address unchanged, and for a folder the SQLite database in it (MLflow has dropped its file store)."""
     return uri if is_address(uri) else f"sqlite:///{folder_of(uri) / 'mlflow.db'}"
 
 
 def experiment_of(client: Any, name: str, uri: str) -> str:
-    """An experiment's id; it is made if it is not there. In a folder, its artifacts lie in that, too."""
+    """Returns an experiment's id, creating it if needed. For a folder, its artifacts are stored there too."""
     if found := client.get_experiment_by_name(name):
         return str(found.experiment_id)
     return str(client.create_experiment(name, None if is_address(uri) else (folder_of(uri) / "artifacts").as_uri()))
 
 
 def is_address(uri: str) -> bool:
-    """Whether it is anything but a folder."""
+    """Whether a URI is not a folder."""
     return "://" in uri or uri == "databricks"
 
 
 def folder_of(uri: str) -> Path:
-    """Absolute."""
+    """The absolute path of a folder."""
     return Path(uri).expanduser().absolute()
 
 
 def make(run_dir: RunDir, uri: str, experiment: str) -> MlflowFollower:
-    """A follower with MLflow's client; importing it takes seconds."""
+    """Makes a follower with MLflow's client, whose import takes seconds."""
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     from mlflow import MlflowClient
 

@@ -1,4 +1,4 @@
-"""A text file for the textfile collector of a Prometheus node exporter."""
+"""Writes a text file for the textfile collector of a Prometheus node exporter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELP = {
 
 
 class PrometheusSink:
-    """Replaces the file at each event; a full disk or a missing folder costs the file, not the run."""
+    """Replaces the file at each event; a full disk or a missing folder does not end the run."""
 
     def __init__(self, path: str, run: str) -> None:
         from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
@@ -36,7 +36,7 @@ class PrometheusSink:
         values = {"step": event.step, "attempt": event.attempt, "time": event.time, **scalars(event)}
         values["finished"] = float(isinstance(event, RunFinished))
         for name, value in values.items():
-            plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)  # all that every exporter reads
+            plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)  # characters that every exporter accepts
             if plain not in self.gauges:
                 self.gauges[plain] = self.make(plain)
             self.gauges[plain].labels(self.run).set(value)
@@ -44,4 +44,4 @@ class PrometheusSink:
             self.write(self.path, self.registry)
 
     def close(self) -> None:
-        """The last values stay."""
+        """See Sink; the file keeps the last values."""

@@ -1,4 +1,4 @@
-"""What wants to know of a run's progress, such as a console or TensorBoard, and an event's numbers for it."""
+"""The protocol of sinks, which receive a run's events (console, TensorBoard, ...), and an event's numbers for them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from hpctrain.system.json_shape import is_number
 
 
 class Sink(Protocol):
-    """Lives on rank 0 only. Gets the events of the run as they happen; docs/events.md explains their fields."""
+    """Receives the run's events as they happen, on rank 0; docs/events.md explains their fields."""
 
     def event(self, event: Event) -> None:
-        """One event, such as ``Train`` or ``Eval`` of ``hpctrain.run.events``.
+        """Receives one event, such as ``Train`` or ``Eval`` of ``hpctrain.run.events``.
 
-        Does not raise for reasons outside the program: no run ends for it.
+        Must not raise for external reasons: a sink must never end a run.
         """
 
     def close(self) -> None:
-        """The attempt is over, well or not."""
+        """Called at the end of the attempt, successful or not."""
 
 
 @runtime_checkable
 class SlowToClose(Protocol):
-    """A sink whose ``close`` waits for others, such as a server."""
+    """A sink whose ``close`` waits for something else, such as a server."""
 
     def begin_close(self) -> None:
-        """Begins what ``close`` waits for, and returns; called on all sinks before any is closed."""
+        """Starts what ``close`` waits for and returns; called on all sinks before any is closed."""
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Such as ``train/loss``, ``phase/forward`` (seconds a step), ``validation/accuracy``, ``checkpoint/stall_s``."""
+    """An event's numbers: ``train/loss``, ``phase/forward`` (seconds per step), ``validation/accuracy``, ..."""
     found: dict[str, float | None] = {}
     if isinstance(event, Train):
         found |= {f"train/{name}": value for name, value in event.numbers().items()}

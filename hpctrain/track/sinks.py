@@ -1,4 +1,4 @@
-"""The sinks that a run file can name. A new one: a file with its class, a line of SINKS, its key in TrackConfig."""
+"""The sinks that a run file can name. To add one: a file with its class, a line in SINKS, a key in TrackConfig."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from hpctrain.track.tensorboard import TensorBoardSink
 
 @dataclass(frozen=True)
 class SinkKind:
-    """What a sink needs, and how it is made."""
+    """How a sink is made, and the package it needs."""
 
     package: str | None
-    """Its package on PyPI, which the extra of setup.cfg named like the key installs; none: the core suffices."""
+    """PyPI package, which the extra named like the key installs; None if the core is sufficient."""
     make: Callable[[TrackConfig, RunDir, str], Sink]
-    """Gets the run file's section, the run folder and the run's name."""
+    """Makes it from the run file's section, the run folder and the run's name."""
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A server to which a process of the module of its key sends the events."""
+    """A server to which a process (the module named like its key) sends the events."""
 
     title: str
     more: str = ""
-    """Key of the section whose value the process gets, besides that of the tracker's own key."""
+    """Key of the section whose value the process also gets."""
 
 
 TRACKERS = {"mlflow": Tracker("MLflow", "mlflow_experiment"), "wandb": Tracker("Weights & Biases")}
-"""By key of the section; ``hpctrain track sync`` sends to them, too."""
+"""Trackers by key of the section; ``hpctrain track sync`` also sends to them."""
 
 
 def _follower(key: str) -> SinkKind:
@@ -57,11 +57,11 @@ SINKS = {
         "prometheus-client", lambda track, run_dir, name: PrometheusSink(track.prometheus or "", name)
     ),
 }
-"""By key of the section ``track`` that turns it on."""
+"""Sinks by the key of the section ``track`` that enables them."""
 
 
 def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> Iterator[Sink]:
-    """The console, logging, and the sinks that a run file names, for the run of this name; on rank 0.
+    """Makes the console, the logging sink and the sinks that the run file names; on rank 0.
 
     Raises:
         MissingExtra: a sink's package is not installed.
@@ -73,7 +73,7 @@ def make_sinks(track: TrackConfig, run_dir: RunDir, name: str) -> Iterator[Sink]
 
 
 def missing_extras(track: TrackConfig) -> Iterator[MissingExtra]:
-    """An error for each named sink whose package is not installed."""
+    """Yields an error for each named sink whose package is not installed."""
     for key in _named(track):
         package = SINKS[key].package
         if package and importlib.util.find_spec(package.replace("-", "_")) is None:
@@ -89,9 +89,9 @@ WARNINGS = (CheckpointFailed, Hang, Straggler)
 
 
 class LoggingSink:
-    """Records of the logger ``hpctrain.run``, whose attribute ``event`` has all fields.
+    """Logs events to ``hpctrain.run``; the attribute ``event`` of a record has all fields.
 
-    Those that the console shows have the level INFO, all others DEBUG, and what goes wrong has WARNING.
+    Failures have level WARNING, events shown on the console INFO, all others DEBUG.
     """
 
     def event(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, in <run folder>/tensorboard."""
+"""Writes scalars for TensorBoard to <run folder>/tensorboard."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hpctrain.run.events import Event
 from hpctrain.track.sink import scalars
 
 MOST_WAITING = 1000
-"""Events that wait for the disk at most; those that come then are left out."""
+"""Most events queued for the disk; further ones are dropped."""
 CLOSE_S = 10.0
-"""Longest wait at the end of a run for what is not written yet."""
+"""Longest wait at the end of a run for unwritten events."""
 
 
 class TensorBoardSink:
-    """Writes through tensorboardX, in a thread.
+    """Writes through tensorboardX in a thread.
 
-    tensorboardX has one itself; if that ends, on a full disk, adding a scalar would block for ever.
+    tensorboardX has its own thread, but if that dies on a full disk, adding a scalar would block forever.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class TensorBoardSink:
         self.thread: threading.Thread | None = None
 
     def event(self, event: Event) -> None:
-        """What an earlier attempt wrote beyond this attempt's first step is hidden by TensorBoard."""
+        """Queues an event. TensorBoard hides what earlier attempts wrote beyond this attempt's first step."""
         if self.thread is None:
             self.thread = threading.Thread(target=self.write, daemon=True, name="tensorboard")
             self.thread.start()
@@ -50,7 +50,7 @@ class TensorBoardSink:
             self.thread.join(CLOSE_S)
 
     def write(self) -> None:
-        """Writes what comes, until all is written that came before the end."""
+        """Writes queued events until the sink is closed and the queue is empty."""
         writer: Any = None
         while not (self.is_over.is_set() and self.waiting.empty()):
             if event := self.waiting.get():

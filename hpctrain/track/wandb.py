@@ -1,4 +1,4 @@
-"""Weights & Biases, from a process that follows the events: ``python -m hpctrain.track.wandb``."""
+"""Weights & Biases tracking by a process that follows the events: ``python -m hpctrain.track.wandb``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ QUIET = {
     "WANDB_DISABLE_CODE": "true",
     "WANDB_ERROR_REPORTING": "false",
 }
-"""Of the environment: nothing but what is given goes to the server."""
+"""Environment variables that keep wandb from collecting and sending anything else."""
 
 
 class WandbFollower(Follower):
-    """Writes into <run folder>/wandb, from where wandb sends it if it is not offline.
+    """Writes to <run folder>/wandb, from which wandb uploads unless it is offline.
 
-    ``wandb`` is the library.
+    ``wandb`` is the imported library.
     """
 
     def __init__(self, run_dir: RunDir, wandb: Any, project: str) -> None:
@@ -35,14 +35,14 @@ class WandbFollower(Follower):
         self.taken = self.offset
 
     def open_run(self) -> str:
-        """The run's own id: attempts continue one run."""
+        """Returns the run's id, so that all attempts continue one run."""
         return str(self.view.look(within_s=0.0).id)
 
     def begin(self) -> None:
-        """The run file goes with each attempt; see ``take``."""
+        """Does nothing: the configuration is sent with each attempt, see ``take``."""
 
     def take(self, events: Sequence[Event]) -> None:
-        """Scalars by step."""
+        """Sends scalars by step."""
         if self.run is None:
             found = self.view.look(within_s=0.0)
             self.run = self.wandb.init(
@@ -60,19 +60,20 @@ class WandbFollower(Follower):
                 self.run.summary["hpctrain/reason"] = event.reason
 
     def close(self) -> None:
-        """Returns when the server has everything."""
+        """Waits until the server has everything."""
         if self.run is not None:
             self.run.finish()
         self.taken = self.offset
         self.save()
 
     def confirmed(self) -> int:
-        """wandb sends in the background: until it has ended well, all is sent again; it drops what it has."""
+        """Offset to resend from. wandb uploads in the background: unless it finished, everything is sent again, and it
+        drops duplicates."""
         return self.taken
 
 
 def make(run_dir: RunDir, project: str, more: str) -> WandbFollower:
-    """A follower with wandb, which takes seconds to import."""
+    """Makes a follower with wandb, whose import takes seconds."""
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     import wandb
 

@@ -1,5 +1,5 @@
-"""The live view of a run, from any machine that sees its folder.
+"""The live view of a run, on any machine that can read its folder.
 
-``terminal`` reads the run and Slurm's queue, and draws until the run has ended; ``view`` is what is shown at one
-moment, and ``screen`` makes it lines of text.
+``terminal`` reads the run and Slurm's queue and redraws until the run has ended; ``view`` is the data shown at one
+time, and ``screen`` formats it as text.
 """

@@ -1,4 +1,4 @@
-"""A view as lines of text with colours, never wider or longer than what it is drawn on. Pure."""
+"""Formats a view as coloured lines of text that fit the terminal. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hpctrain.system.quantities import duration, number, size
 from hpctrain.watch.view import Line, View
 
 STALE_S = 30.0
-"""Silence of a running run from which on it is shown."""
+"""Silence in seconds above which it is shown for a running run."""
 LABEL = 19
-"""Columns of the names on the left."""
+"""Width of the names on the left."""
 SPARK = 32
-"""Columns of a curve."""
+"""Maximum width of a curve."""
 MOST_LINES = 6
-"""Curves that are shown."""
+"""Most lines of curves; if there are more, the last line shows only the values of the rest."""
 LEAST_RANKS = 3
-"""Lines that ranks get, however low the screen."""
+"""Fewest lines for ranks, however low the screen."""
 COLOURS = ("blue", "green", "yellow", "magenta", "cyan", "red", "bright_black", "white")
 STATE_COLOURS = {
     Word.RUNNING: "bold green",
@@ -37,10 +37,10 @@ STATE_COLOURS = {
 
 @dataclass(frozen=True)
 class Glyphs:
-    """What bars and curves are drawn with."""
+    """Characters for bars and curves."""
 
     levels: str
-    """Of a curve, from low to high."""
+    """Characters of a curve, from low to high."""
     busy: str
     wait: str
     done: str
@@ -52,7 +52,7 @@ ASCII = Glyphs("_.-:=+*#", "#", ".", "=", "-")
 
 
 def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Text]:
-    """The view, at most ``width`` columns wide and ``height`` lines high; ranks get the lines that the rest leaves."""
+    """Draws the view in at most ``width`` columns and ``height`` lines; ranks get the lines that are left."""
     head = [*_head(view, width, glyphs), *_curves(view, width, glyphs), *_checkpoint(view)]
     head += [*_phases(view, width), *_account(view, width)]
     foot = list(_foot(view, width))
@@ -66,7 +66,7 @@ def draw(view: View, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> str:
-    """A curve of at most this many columns, from its lowest value to its highest."""
+    """Draws a curve of at most ``width`` columns, scaled from its lowest value to its highest."""
     if not values:
         return ""
     groups = np.array_split(np.asarray(values, dtype=np.float64), min(width, len(values)))
@@ -78,7 +78,7 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = UNICODE) -> 
 
 
 def age(seconds: float) -> str:
-    """40 s ago."""
+    """Formats an age: "40 s ago"."""
     return f"{duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} ago"
 
 
@@ -192,7 +192,7 @@ def _account(view: View, width: int) -> Iterator[Text]:
 
 
 def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
-    """Busy and waiting of each rank; the slowest first if not all have a line."""
+    """Busy and wait time of each rank; only the slowest, in order, if there is not a line for each."""
     if not view.ranks:
         return
     number_of = max(view.num_ranks or 0, len(view.ranks))
@@ -214,7 +214,7 @@ def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
 
 
 def _foot(view: View, width: int) -> Iterator[Text]:
-    """What the monitor says, and the last warnings; at most two lines each."""
+    """The monitor's findings and the last warnings, at most two lines each."""
     for verdict in view.verdicts[:4]:
         yield from _wrapped(clean(verdict), width, "bold yellow")
     if view.ranks and not view.verdicts and view.state.word is Word.RUNNING:

@@ -1,4 +1,4 @@
-"""The live view: reads the run folder and Slurm's queue, and draws until the run has ended or the user quits."""
+"""The live view: reads the run folder and Slurm's queue, and redraws until the run has ended or the user quits."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from hpctrain.watch.screen import ASCII, UNICODE, Glyphs, draw
 from hpctrain.watch.view import View, make
 
 POLL_S = 2.0
-"""Seconds between two looks at the run."""
+"""Seconds between reads of the run."""
 LEAVE = b"qQ\x03\x04"
 """Keys that end the view: q, Ctrl-C, Ctrl-D."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(Exception):
-    """Somebody ends this process; the terminal is put in order first."""
+    """A signal ends this process; the terminal is restored first."""
 
 
 def show(look: Callable[[], View], console: Console) -> None:
-    """Draws what ``look`` gives, every two seconds. When the run has ended, its last view stays on the terminal."""
+    """Draws the result of ``look`` every POLL_S. After the end of the run, the last view stays on the terminal."""
     glyphs = glyphs_for(console)
     view = None
     screen = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
@@ -54,13 +54,13 @@ def show(look: Callable[[], View], console: Console) -> None:
 
 
 def print_once(view: View, console: Console) -> None:
-    """One snapshot as lines."""
+    """Prints one view as lines."""
     for line in draw(view, console.width, 60, glyphs_for(console)):
         console.print(line, soft_wrap=True)
 
 
 def glyphs_for(console: Console) -> Glyphs:
-    """Blocks, if the output can show them."""
+    """Chooses block characters if the output can encode them."""
     try:
         UNICODE.levels.encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
@@ -70,7 +70,7 @@ def glyphs_for(console: Console) -> Glyphs:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits up to a number of seconds for a key that ends the view, and says whether it came."""
+    """Yields a function that waits up to a number of seconds for a key that ends the view; returns whether it came."""
     if not sys.stdin.isatty():
         yield lambda seconds: bool(select.select([], [], [], seconds)[0])
         return
@@ -91,9 +91,9 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[None]:
-    """Turns signals into an exception, so that the terminal is left as it was.
+    """Turns signals into an exception, so that the terminal is restored.
 
-    SIGINT is among them since what a script starts in the background ignores it.
+    SIGINT is included because processes that a script starts in the background ignore it.
     """
 
     def leave(number: int, frame: Any) -> None:
@@ -108,37 +108,37 @@ def _terminated() -> Iterator[None]:
 
 
 PORTION_S = 0.5
-"""Longest time that a look at a long history takes before what was read so far is shown."""
+"""Longest time to read a long history before the part read so far is shown."""
 QUEUE_S = 30.0
-"""Seconds between two questions to Slurm."""
+"""Seconds between queries to Slurm."""
 ANSWER_S = 0.2
-"""Wait for an answer that may be quick, before the view continues without it."""
+"""Seconds to wait for a quick answer before continuing without it."""
 
 
 class Source:
-    """One run folder, which need not be there yet."""
+    """One run folder, which need not exist yet."""
 
     def __init__(self, view: RunView) -> None:
         self.view = view
         self.queue = Queue(RunDir(view.path))
 
     def look(self, whole: bool = False) -> View:
-        """The run as it is now; a long history is read in portions, unless the ``whole`` is wanted.
+        """Reads the run; a long history is read in portions unless ``whole``.
 
         Raises:
-            UserError: the folder may not be read.
+            UserError: the folder cannot be read.
         """
         found = self.view.look(float("inf") if whole else PORTION_S)
         has_ended = found.newest is not None and found.newest.ended is not None
         job = self.queue.ask((len(found.attempts), has_ended), wait=whole)
         shown = make(found, time.time(), job, self.queue.age_s)
-        if self.queue.is_asking or found.is_behind:  # what is still to come may show that it continues
+        if self.queue.is_asking or found.is_behind:  # the rest may show that it continues
             return replace(shown, state=replace(shown.state, is_over=False))
         return shown
 
 
 class Queue:
-    """What Slurm says of a run's newest job, asked now and then by a thread: a controller under load takes its time."""
+    """The state of a run's newest job in Slurm, queried in a thread since a loaded controller answers slowly."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -149,20 +149,20 @@ class Queue:
 
     @property
     def age_s(self) -> float:
-        """Seconds since Slurm was asked."""
+        """Seconds since the last query."""
         return time.monotonic() - self.asked
 
     @property
     def is_asking(self) -> bool:
-        """Whether an answer is awaited."""
+        """Whether a query is in progress."""
         return self.thread is not None and self.thread.is_alive()
 
     def ask(self, occasion: object, wait: bool) -> QueueEntry | None:
-        """The last answer; asks again when it is old, or the occasion is another one than last time.
+        """Returns the last answer; queries again if it is old or the occasion has changed.
 
         Args:
-            occasion: the state of the run as far as it bears on its job.
-            wait: for a new answer.
+            occasion: the run's state as far as it concerns its job.
+            wait: whether to wait for a query in progress.
         """
         is_due = self.age_s > QUEUE_S or occasion != self.occasion
         if is_due and not self.is_asking:
@@ -175,7 +175,7 @@ class Queue:
         return self.entry
 
     def refresh(self) -> None:
-        """Asks. If there is no Slurm, or it does not answer, nothing is known."""
+        """Queries Slurm; the entry is None if there is no Slurm or it does not answer."""
         try:
             self.entry = status.ask([self.run]).job_of(self.run)
         except (HpctrainError, OSError, ValueError, TypeError):

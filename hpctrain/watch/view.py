@@ -1,4 +1,4 @@
-"""Everything that ``hpctrain watch`` shows of a run at one moment. Pure; what is not known is None or empty."""
+"""The data that ``hpctrain watch`` shows of a run at one time. Pure; unknown values are None or empty."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hpctrain.run.time_account import TimeAccount
 
 @dataclass(frozen=True)
 class Line:
-    """A value that was measured again and again."""
+    """A value measured repeatedly."""
 
     name: str
     value: float | None
-    """The last one; None for NaN."""
+    """The last value; None for NaN."""
     step: int
     history: tuple[float, ...]
     """Means over equal stretches of the run."""
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest one."""
+    """The newest checkpoint."""
 
     step: int
     age_s: float | None
@@ -40,7 +40,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class View:
-    """A run at one moment; times in seconds."""
+    """A run at one time; durations in seconds."""
 
     run: str
     folder: str
@@ -49,7 +49,7 @@ class View:
     state: State
     attempt: int | None
     requeues: int
-    """Attempts that Slurm began by itself."""
+    """Number of attempts started by a Slurm requeue."""
     num_ranks: int | None
     num_hosts: int | None
     plan: str
@@ -66,34 +66,34 @@ class View:
     mfu: float | None
     """Model FLOPs utilisation, 0.4 for 40%."""
     end_in_s: float | None
-    """Until the last step at the measured rate."""
+    """Time until the last step at the measured rate."""
     limit_in_s: float | None
-    """Until the job's time limit."""
+    """Time until the job's time limit."""
     silent_s: float | None
-    """Since the last event."""
+    """Time since the last event."""
     lines: tuple[Line, ...] = ()
     """Loss, validation metrics, learning rate."""
     checkpoint: Checkpoint | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step by phase, mean over the newest interval and the ranks; the longest first."""
+    """Seconds per step by phase, mean over the newest interval and the ranks; longest first."""
     ranks: tuple[LiveRank, ...] = ()
-    """By rank; of very many, those that the monitor found busiest."""
+    """Ranks in order; if there are very many, those that the monitor found busiest."""
     ranks_step: int | None = None
-    """End of the window that the ranks were measured in."""
+    """Last step of the window in which the ranks were measured."""
     account: TimeAccount | None = None
-    """Where the run's time went so far."""
+    """Account of the run's time so far."""
     recoveries: tuple[Recovered, ...] = ()
-    """From failures; the newest last."""
+    """Recoveries from failures, newest last."""
     verdicts: tuple[str, ...] = ()
     warnings: tuple[Warned, ...] = ()
-    """The newest last."""
+    """Warnings, newest last."""
     left_out: str = ""
-    """Events that were left out, being none of the run's own."""
+    """Describes events that were ignored because a field has the wrong type; empty if there were none."""
     is_behind: bool = False
-    """Events are still being read."""
+    """Whether events are still being read."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The view as a dict for JSON."""
         made = asdict(self)
         made["recoveries"] = [event.to_json() for event in self.recoveries]
         made["state"], made["why"], made["is_over"] = self.state.word.value, self.state.why, self.state.is_over
@@ -101,7 +101,7 @@ class View:
 
 
 def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_s: float = 0.0) -> View:
-    """The view of what was read, at a time (Unix seconds), with the job as Slurm reported it some seconds ago."""
+    """Makes a view at a time (Unix seconds), with the job as reported by Slurm ``job_age_s`` seconds ago."""
     progress, newest = found.progress, found.newest or Attempt()
     train, started = progress.newest(Train) or Train(step=0), progress.newest(RunStarted) or RunStarted(step=0)
     stands = found.state(now, job)
@@ -149,7 +149,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
 
 
 def _limit_in(job: QueueEntry | None, age_s: float) -> float | None:
-    """Slurm's time left; None if it says none (no limit, invalid)."""
+    """Time left according to Slurm; None without a limit or if invalid."""
     try:
         left = seconds(job.left) if job is not None else None
     except UserError:
@@ -172,7 +172,7 @@ def _lines(progress: Progress) -> list[Line]:
 
 
 def _checkpoint(progress: Progress, attempts: Sequence[Attempt], now: float) -> Checkpoint | None:
-    """From the events; if they are lost, from the records of how attempts ended."""
+    """The newest checkpoint, from the events or, if they are lost, from the attempts' records."""
     saved = progress.newest(CheckpointSaved)
     if saved:
         return Checkpoint(saved.step, max(0.0, now - saved.time), saved.bytes, saved.write_s, saved.stall_s)
@@ -186,7 +186,7 @@ def _phases(train: Train) -> dict[str, float]:
 
 
 def _verdicts(progress: Progress, live: LiveWindow) -> list[str]:
-    """The monitor's own words of the moment, suspicions included; without them, what it confirmed last."""
+    """The monitor's current findings, including suspicions; without a live view, those last confirmed."""
     hang = [progress.hang.text] if progress.hang else []
     found = live.verdicts if live.verdicts is not None else [event.text for event in progress.findings.values()]
     dropped = live.dropped_windows
@@ -195,7 +195,7 @@ def _verdicts(progress: Progress, live: LiveWindow) -> list[str]:
 
 
 def _warnings(progress: Progress, attempts: Sequence[Attempt]) -> list[Warned]:
-    """Of events, and how attempts failed; by time."""
+    """Warnings from events, and failures among the last four attempts, by time."""
     warned = list(progress.warnings)
     for attempt in attempts[-4:]:
         verdict = attempt.verdict

@@ -1,6 +1,5 @@
-"""Keras on TensorFlow: ``framework`` trains and evaluates a model; ``runtime`` settles what TensorFlow reads before it
-starts.
+"""Keras on TensorFlow: ``framework`` trains and evaluates a model; ``runtime`` makes process-wide settings.
 
-``task`` opens what a task brings, ``strategies`` shard optimizers, ``steps`` make updates, ``reduce`` sums gradients,
-``state`` names variables, ``performance`` counts operations and traces, and ``bench`` has what hpctrain.bench measures.
+``task`` opens a task, ``strategies`` distribute updates, ``steps`` make updates, ``reduce`` sums gradients, ``state``
+names variables, ``performance`` counts operations and profiles, and ``bench`` has the models of hpctrain.bench.
 """

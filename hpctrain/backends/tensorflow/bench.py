@@ -1,4 +1,4 @@
-"""Keras models of ``hpctrain bench step``."""
+"""Keras models for ``hpctrain bench step``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hpctrain.train.framework import HostBatch, StepSettings
 
 
 def mlp() -> keras.Model:
-    """784-2048-2048-10: 5.8 M parameters."""
+    """MLP 784-2048-2048-10; 5.8 M parameters."""
     wide = [keras.layers.Dense(2048, activation="relu") for _ in range(2)]
     return keras.Sequential([keras.Input((784,)), *wide, keras.layers.Dense(10)])
 
 
 def conv() -> keras.Model:
-    """Four blocks of convolution, BatchNorm and ReLU; 0.4 M parameters."""
+    """CNN with four blocks of convolution, BatchNorm and ReLU; 0.4 M parameters."""
     model = keras.Sequential([keras.Input((32, 32, 3))])
     for stride, width in ((1, 32), (2, 64), (2, 128), (2, 256)):
         model.add(keras.layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
@@ -38,7 +38,7 @@ def conv() -> keras.Model:
 
 
 def gpt() -> keras.Model:
-    """Six blocks of width 256 over 64 steps, four heads: 4.9 M parameters."""
+    """Transformer with six blocks of width 256 and four heads over 64 positions; 4.9 M parameters."""
     inputs = keras.Input((64, 64))
     hidden = keras.layers.Dense(256)(inputs)
     for _ in range(6):
@@ -58,13 +58,13 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
 
 
 def cross_entropy(outputs: tf.Tensor, batch: Any) -> tf.Tensor:
-    """Mean over the samples."""
+    """Cross-entropy, mean over the samples."""
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch["label"], outputs))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model on this rank's samples."""
+    """A model and this rank's samples."""
 
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
@@ -76,7 +76,7 @@ class Problem:
 
 
 def problem(name: str, world: World) -> Problem:
-    """One of MODELS, with SGD; the same weights on all ranks."""
+    """Makes one of MODELS with SGD; the weights are equal on all ranks."""
     make, shape = MODELS[name]
     return Problem(seeded(make), keras.optimizers.SGD(1e-3, momentum=0.9), batch_of(shape, world))
 
@@ -87,7 +87,7 @@ def seeded(make: Callable[[], keras.Model]) -> keras.Model:
 
 
 def batch_of(shape: tuple[int, ...], world: World) -> HostBatch:
-    """This rank's samples, of ten classes."""
+    """Makes this rank's samples, with ten classes."""
     random = np.random.default_rng(1 + world.rank)
     inputs = random.normal(size=shape).astype(np.float32)
     return {"input": inputs, "label": random.integers(0, 10, shape[0])}

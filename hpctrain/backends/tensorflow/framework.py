@@ -1,4 +1,4 @@
-"""One Keras model on this rank's device: a step program, an evaluator and the state, as one framework."""
+"""The framework of a Keras task: a step program, an evaluator and the state of the model on this rank."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class StepProgram(Protocol):
         """See train.framework.Facts."""
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """One update; see train.framework.Step."""
+        """Makes one update; see train.framework.Step."""
 
     def dry_call(self, batch: HostBatch) -> Flops | None:
-        """Tries passes on a batch: what training on a sample takes, if that can be counted. Raises UserError."""
+        """Tries passes on a batch. Returns the operations of training on a sample, if known. Raises UserError."""
 
     def close(self) -> None:
         """Closes reducers."""
@@ -55,10 +55,10 @@ class KerasFramework(FrameworkOfParts):
     """Trains, evaluates and predicts with a KerasTask; see train.framework.Framework and ``open_keras``.
 
     Args:
-        task: as it was opened.
+        task: the opened task.
         program: makes updates.
         evaluator: evaluates and predicts.
-        source: of the state.
+        source: the model's state.
     """
 
     evaluator: KerasEvaluator
@@ -71,7 +71,7 @@ class KerasFramework(FrameworkOfParts):
 
     @property
     def group(self) -> Group:
-        """The ranks, which see different samples."""
+        """The ranks that see different samples."""
         return self.source.group
 
     @property
@@ -119,10 +119,10 @@ class KerasEvaluator:
     """See train.framework.Evaluator.
 
     Args:
-        task: whose metrics.
-        passes: of its model.
+        task: the task, for its loss and metrics.
+        passes: passes of its model.
         meters: the task's metrics that are not functions.
-        is_tried: whether a dry call of the step has tried evaluations, too: those of the model's own ``test_step``.
+        is_tried: whether the step's dry call also tries evaluations, as for a custom ``test_step``.
     """
 
     sync_group = None
@@ -132,13 +132,13 @@ class KerasEvaluator:
         self.tries = task.validation is not None and not is_tried
 
     def try_on(self, batches: Sequence[HostBatch]) -> None:
-        """Raises UserError if the loss or a metric fails on one of these, which are given if there is validation."""
+        """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation."""
         for batch in batches if self.tries else ():
             try_evaluation(self.task, self.passes, on_device(copied(batch)))
             try_meters(self, copied(batch))
 
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
-        """With the averaged weights if an EMA is kept."""
+        """See Evaluator; uses the averaged weights if an EMA is kept."""
         inputs = on_device(batch)
         found, outputs = self.passes.evaluate(inputs)
         seen = Seen(outputs, inputs, batch, to_host)
@@ -147,18 +147,18 @@ class KerasEvaluator:
         return {name: (float(total), float(weight)) for name, (total, weight) in found.items()}
 
     def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
-        """A list of outputs is named ``output_0``, ``output_1``, and so on."""
+        """See Evaluator; the outputs in a list are named ``output_0``, ``output_1``, and so on."""
         try:
             return {name: np.asarray(one) for name, one in named_outputs(self.passes.predict(on_device(batch))).items()}
         except NotImplementedError as error:
             if type(self.task.model).call is not keras.Model.call:
-                raise  # something of the user's is missing, and says what
+                raise  # raised by the user's code, with its own message
             what = f"the model {type(self.task.model).__name__} has no call, and nothing else predicts"
             raise UserError(what, "define call(self, inputs), or give the task forward=") from error
 
 
 def keras_meters(task: Task) -> dict[str, Meter]:
-    """Of the task's metrics that are not functions; raises UserError for what is not a metric."""
+    """Meters of the task's metrics that are not functions. Raises UserError for values that are not metrics."""
     return {
         name: meter_of(entry, KerasMetric, "Keras") or KerasMeter(entry)
         for name, entry in entries_of(task.metrics).items()
@@ -166,9 +166,9 @@ def keras_meters(task: Task) -> dict[str, Meter]:
 
 
 class KerasMeter:
-    """See train.metrics.Meter. Variables are summed over ranks, as those of all Keras' own metrics may be.
+    """See train.metrics.Meter. Variables are summed over ranks, as is correct for all built-in Keras metrics.
 
-    Whether they add up is tried on the first batch: twice the same batch must give twice the variables.
+    Additivity is checked on the first batch: the same batch twice must double the variables.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -191,7 +191,7 @@ class KerasMeter:
                 self.adds_up = True
 
     def state(self) -> Arrays:
-        """Of a metric that has seen no batch yet, variables may be missing."""
+        """The metric's variables; some may be missing before its first batch."""
         return {str(number): value for number, value in enumerate(self._values())}
 
     def merge(self, first: Arrays, second: Arrays) -> Arrays:
@@ -220,5 +220,5 @@ class KerasMeter:
 
 
 def to_host(value: Any) -> Any:
-    """Tensors as NumPy arrays, in whatever structure they are."""
+    """Converts the tensors of a nested structure to NumPy arrays."""
     return tf.nest.map_structure(lambda one: one.numpy() if isinstance(one, tf.Tensor) else one, value)

@@ -1,6 +1,6 @@
-"""Counts a Keras model's operations in the graph of one forward pass, and measures what the device could do at best.
+"""Counts a Keras model's operations in the graph of one forward pass, and measures the device's peak rate.
 
-At the start only. See ``backends.torch.metrics.flops`` for the same of PyTorch.
+Runs only at the start. ``backends.torch.performance`` is the counterpart for PyTorch.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.flops import CPU_SIZE, GPU_SIZE, Flops, peak_per_s
 
 PRODUCTS = re.compile("MatMul|Conv|Einsum|RNN|LSTM|GRU|Dot|PyFunc")
-"""In the names of operations that multiply much, or may."""
+"""Matches types of operations that do, or may do, many multiplications."""
 
 
 class Unknown(Exception):
-    """What an operation takes cannot be said."""
+    """The cost of an operation is unknown."""
 
 
 def training_flops(task: KerasTask, passes: Passes, batch: Tensors) -> Flops | None:
-    """What training on a sample takes: three forward passes.
+    """Operations of training on a sample, as three times those of a forward pass.
 
-    The model and its loss are traced once more, and nothing is computed.
+    The model and its loss are traced once more; nothing is computed.
 
     Args:
-        task: whose model is tried.
-        passes: of the task.
+        task: the task.
+        passes: its passes.
         batch: some samples.
 
     Returns:
-        None if it cannot be said: products in loops (recurrent layers), in separate functions (convolutions in
-        groups on CPUs) and in Python; shapes that a graph does not know; weights that are not trained.
+        None if unknown: products in loops (recurrent layers), in nested functions (grouped convolutions on CPUs) or in
+        Python; shapes unknown to the graph; frozen weights.
     """
     samples = next(iter(batch.values())).shape[0]
     if not samples or any(len(one.shape) > 1 for one in task.model.non_trainable_variables):
@@ -57,12 +57,12 @@ def training_flops(task: KerasTask, passes: Passes, batch: Tensors) -> Flops | N
             return None
         per_sample = 3 * sum(count for count, _ in taken) / samples
         return Flops(per_sample, device_peak(max(taken, key=lambda one: one[0])[1]))
-    except Exception:  # never a reason not to train: what is wrong with the task, its trial has said
+    except Exception:  # must never stop a training; the dry call reports errors of the task
         return None
 
 
 def operations(one: tf.Operation) -> int:
-    """Multiplications and additions of a product. Raises Unknown."""
+    """Multiplications and additions of an operation. Raises Unknown."""
     count = COUNTS.get(one.type)
     if count is None:
         raise Unknown(one.type)
@@ -70,28 +70,28 @@ def operations(one: tf.Operation) -> int:
 
 
 def matrices(one: tf.Operation) -> int:
-    """Of two, or two stacks of them."""
+    """Multiplications of a product of two matrices, or of two stacks of matrices."""
     is_turned = one.get_attr("transpose_a" if one.type == "MatMul" else "adj_x")
     return elements(one.outputs[0].shape) * elements(one.inputs[0].shape[-2 if is_turned else -1 :][:1])
 
 
 def convolution(one: tf.Operation) -> int:
-    """For each output, what a filter has: all axes of its weights but the last, whatever their number of groups."""
+    """Multiplications of a convolution: outputs times filter size (all axes but the last, for any number of groups)."""
     return elements(one.outputs[0].shape) * elements(one.inputs[1].shape[:-1])
 
 
 def depthwise(one: tf.Operation) -> int:
-    """For each output, the places that a filter covers in its channel."""
+    """Multiplications of a depthwise convolution: outputs times the filter's spatial size."""
     return elements(one.outputs[0].shape) * elements(one.inputs[1].shape[:2])
 
 
 def transposed(one: tf.Operation) -> int:
-    """A convolution backwards: its outputs come in."""
+    """Multiplications of a transposed convolution, whose inputs are the outputs of the convolution."""
     return elements(one.inputs[2].shape) * elements(one.inputs[1].shape[:-1])
 
 
 def einsum(one: tf.Operation) -> int:
-    """One product for each combination of all indices."""
+    """Multiplications of an einsum: one for each combination of all indices."""
     told = one.get_attr("equation").decode()
     if "." in told:
         raise Unknown(told)
@@ -102,7 +102,7 @@ def einsum(one: tf.Operation) -> int:
 
 
 def elements(shape: Sequence[int | None]) -> int:
-    """Of a tensor. Raises Unknown."""
+    """Number of elements of a shape. Raises Unknown if a size is unknown."""
     sizes = [size for size in shape if size is not None]
     if len(sizes) < len(shape):
         raise Unknown("shape")
@@ -116,11 +116,11 @@ COUNTS: dict[str, Callable[[Any], int]] = {
     "DepthwiseConv2dNative": depthwise,
     "Einsum": einsum,
 }
-"""Multiplications by kind of operation."""
+"""Function that counts multiplications, by type of operation."""
 
 
 def device_peak(dtype: tf.DType) -> float:
-    """Operations a second of the fastest of some products of matrices; draws no random numbers."""
+    """Peak rate in operations/s: the fastest of several matrix products. Draws no random numbers."""
     size = GPU_SIZE if tf.config.list_logical_devices("GPU") else CPU_SIZE
     left = tf.fill((size, size), tf.cast(0.5, dtype))
 

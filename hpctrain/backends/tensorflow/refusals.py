@@ -1,4 +1,4 @@
-"""What does not go together in Keras, and what only PyTorch has."""
+"""Combinations of features that Keras tasks do not support, and features that only PyTorch has."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ROWS: Rows = {
         "both the Keras optimizer's own schedule and the hook {1} set the learning rate",
         "give the optimizer a number as its learning rate, or leave the hook out",
     ),
-    # a train_step of the model's own
+    # a custom train_step
     (Feature.TRAIN_STEP, Feature.OTHER_OPTIMIZER): (
         "{0} has its own train_step, which does not use optimizer= of the task",
         "leave optimizer= out of the task, and compile the model with it: model.compile(optimizer=...)",

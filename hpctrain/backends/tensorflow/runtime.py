@@ -1,4 +1,4 @@
-"""TensorFlow's process-wide settings: threads, GPU, chatter, seed, precision. Importing this loads no framework."""
+"""TensorFlow's process-wide settings: threads, GPU, log noise, seed, precision. Importing this loads no framework."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ CHATTER = re.compile(
     rb"|To enable the following instructions|Could not find cuda drivers|Cannot dlopen some GPU libraries"
     rb"|Unable to register cu\w+ factory|failed call to cuInit"
 )
-"""Lines that TensorFlow writes to stderr on every start, past its own log level."""
+"""Matches lines that TensorFlow writes to stderr on every start, regardless of its log level."""
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 """Keras dtype policy of each precision."""
 
 
 def set_environment(threads: int | None, verbose: bool = False) -> None:
-    """Thread counts, memory of GPUs, log level and Keras' backend, for a TensorFlow that is imported later.
+    """Sets thread counts, GPU memory growth, log level and Keras' backend for a later import of TensorFlow.
 
-    TensorFlow reads the first two when its first tensor is made, so this must come before the task is loaded.
+    TensorFlow reads the first two when it creates its first tensor, so call this before the task is loaded.
 
     Args:
-        threads: compute threads of this rank; by default OMP_NUM_THREADS, else what TensorFlow chooses.
+        threads: compute threads of this rank; by default OMP_NUM_THREADS, or else TensorFlow's choice.
     """
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    # Else the first tensor takes all memory of all GPUs, also if a PyTorch task uses TensorFlow for its data only.
+    # Otherwise the first tensor takes all memory of all GPUs, even if a PyTorch task uses TensorFlow only for data.
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     count = str(threads) if threads else os.environ.get("OMP_NUM_THREADS", "")
     if count.isdigit():
@@ -43,7 +43,7 @@ def set_environment(threads: int | None, verbose: bool = False) -> None:
 
 @contextlib.contextmanager
 def without_chatter(verbose: bool = False) -> Iterator[None]:
-    """Drops TensorFlow's start-up lines from stderr while it is imported; all else appears when the block ends."""
+    """Drops TensorFlow's start-up lines from stderr during its import; other lines appear when the block ends."""
     if verbose:
         yield
         return
@@ -62,9 +62,9 @@ def without_chatter(verbose: bool = False) -> Iterator[None]:
 
 
 def begin_task(seed: int, precision: str = "fp32", local_rank: int = 0) -> None:
-    """Device, seed, names and precision for a task that is about to be made; only what is imported is made ready.
+    """Sets device, seed, names and precision before a task is made, for frameworks that are already imported.
 
-    Names begin again, so that a second model of the process gets the same ones as the first.
+    Automatic names are reset, so that a second model in the process gets the same names as the first.
     """
     if "tensorflow" in sys.modules:
         choose_gpu(local_rank)
@@ -78,17 +78,17 @@ def begin_task(seed: int, precision: str = "fp32", local_rank: int = 0) -> None:
 
 
 def choose_gpu(local_rank: int) -> None:
-    """Hides all GPUs but this rank's from TensorFlow. It must not have made a tensor yet; see ``require_own_gpu``."""
+    """Hides all GPUs but this rank's from TensorFlow, before its first tensor; see ``require_own_gpu``."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        with contextlib.suppress(RuntimeError):  # it has begun: that does not harm a task of another framework
+        with contextlib.suppress(RuntimeError):  # already initialized: harmless for a task of another framework
             tf.config.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
 
 
 def require_own_gpu(local_ranks: int) -> None:
-    """Raises UserError if TensorFlow would put the models of all ranks of this node on the same GPU of several."""
+    """Raises UserError if TensorFlow would place all of this node's ranks on the same one of several GPUs."""
     import tensorflow as tf
 
     seen = len(tf.config.list_logical_devices("GPU"))

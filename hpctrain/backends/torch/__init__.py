@@ -1,6 +1,6 @@
-"""PyTorch: ``framework`` trains a model on this rank's ``device``, and evaluates it.
+"""PyTorch: ``framework`` trains and evaluates a model on this rank's ``device``.
 
-``task`` opens what a task brings, ``strategies`` cut models and optimizers over ranks, ``steps`` make updates,
-``reduce`` sums gradients, ``state`` names tensors, ``metrics`` are as the loop has them, ``performance`` counts
-operations and traces, and ``bench`` has what hpctrain.bench measures.
+``task`` opens a task, ``strategies`` partition models and optimizers over ranks, ``steps`` make updates, ``reduce``
+sums gradients, ``state`` names tensors, ``metrics`` adapts torchmetrics, ``performance`` counts operations and
+profiles, and ``bench`` has the models of hpctrain.bench.
 """

@@ -1,4 +1,4 @@
-"""PyTorch models of ``hpctrain bench step``."""
+"""PyTorch models for ``hpctrain bench step``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hpctrain.train.framework import HostBatch, StepSettings
 
 
 def gpt() -> tuple[nn.Module, Tensor, Tensor]:
-    """Six blocks of width 256: 4.9 M parameters, 4 sequences of 64 tokens."""
+    """GPT with six blocks of width 256; 4.9 M parameters, 4 sequences of 64 tokens."""
     tokens = torch.randint(256, (4, 65))
     return GPT(256, 256, 6, 4, 64), tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
 
 
 def mlp() -> tuple[nn.Module, Tensor, Tensor]:
-    """784-2048-2048-10: 5.8 M parameters, 64 samples."""
+    """MLP 784-2048-2048-10; 5.8 M parameters, 64 samples."""
     layers = [nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)]
     return nn.Sequential(*layers), torch.randn(64, 784), torch.randint(10, (64,))
 
 
 def conv() -> tuple[nn.Module, Tensor, Tensor]:
-    """Four blocks of convolution, BatchNorm and ReLU: 0.4 M parameters, 64 images of 32 x 32."""
+    """CNN with four blocks of convolution, BatchNorm and ReLU; 0.4 M parameters, 64 images of 32 x 32."""
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise((3, 32, 64, 128, 256)):
         convolution = nn.Conv2d(a, b, 3, stride=1 if a == 3 else 2, padding=1, bias=False)
@@ -46,13 +46,13 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]] = {"gpt": gpt,
 
 
 def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
-    """Mean over the samples."""
+    """Cross-entropy, mean over the samples."""
     return nn.functional.cross_entropy(outputs.flatten(0, -2), batch["target"])
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model on this rank's samples."""
+    """A model and this rank's samples."""
 
     model: nn.Module
     optimizer: Any
@@ -71,7 +71,7 @@ class Problem:
 
 
 def seeded(make: Callable[[], tuple[nn.Module, Tensor, Tensor]], world: World) -> tuple[nn.Module, Tensor, Tensor]:
-    """The same weights on all ranks; inputs and targets of this one."""
+    """Makes a model with equal weights on all ranks, and this rank's inputs and targets."""
     torch.manual_seed(0)
     model, _, _ = make()
     torch.manual_seed(1 + world.rank)
@@ -79,6 +79,6 @@ def seeded(make: Callable[[], tuple[nn.Module, Tensor, Tensor]], world: World) -
 
 
 def problem(name: str, world: World) -> Problem:
-    """One of MODELS, with SGD."""
+    """Makes one of MODELS with SGD."""
     model, inputs, targets = seeded(MODELS[name], world)
     return Problem(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), inputs, targets)

@@ -1,5 +1,4 @@
-"""Which device a rank computes on, in which precision, how batches and copies get there and back, and how
-long phases of a step took on its stream."""
+"""A rank's device and precision, transfers to and from it, and phase times on its CUDA stream."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from hpctrain.train.clock import Phase
 from hpctrain.train.framework import HostBatch
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""By ``train.precision``: the type of forward passes; those that are not here are in the type of the parameters."""
+"""Dtype of forward passes by ``train.precision``; others compute in the dtype of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +34,18 @@ class Compute:
 
     device: torch.device
     low_precision: torch.dtype | None = None
-    """Of forward passes, if it is not that of the parameters."""
+    """Dtype of forward passes; None for that of the parameters."""
     memory_format: torch.memory_format = torch.preserve_format
-    """Of the model and of batches of images."""
+    """Memory format of the model and of 4-dimensional arrays of a batch."""
 
     def autocast(self, **options: bool) -> AbstractContextManager[Any]:
-        """Of forward passes."""
-        if self.low_precision is None:  # they are in the type of the parameters
+        """Context of forward passes."""
+        if self.low_precision is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.low_precision, **options)
 
     def tensors(self, batch: HostBatch) -> dict[str, torch.Tensor]:
-        """A batch on the device."""
+        """Copies a batch to the device."""
         if self.device.type == "cpu" and self.memory_format is torch.preserve_format:
             return {name: writable(array) for name, array in batch.items()}
         return {name: self._tensor(array) for name, array in batch.items()}
@@ -58,39 +57,41 @@ class Compute:
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
 
     def place(self, samples: Samples) -> Samples:
-        """Samples in memory from which they reach the device fastest: the copy to a GPU may last until the update is
-        done, and a batch is kept until then."""
+        """Places samples in the memory with the fastest transfer to the device: page-locked memory for a GPU.
+
+        The copy is asynchronous; batches are kept until the update is done.
+        """
         if self.device.type != "cuda":
             return samples
-        torch.cuda.set_device(self.device)  # of this thread, which would else open a context on the first GPU
+        torch.cuda.set_device(self.device)  # otherwise this thread would open a context on the first GPU
         return {name: writable(array).pin_memory().numpy() for name, array in samples.items()}
 
     def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Host memory of zeros, page-locked if the model is on a GPU. Raises MemoryError if there is not so much."""
+        """Allocates zeroed host memory, page-locked if the model is on a GPU. Raises MemoryError if it fails."""
         try:
             memory = torch.zeros(num_bytes, dtype=torch.uint8) if given is None else torch.from_numpy(given)
             buffer = memory.numpy()
-            if self.device.type == "cuda":  # torch's own page-locked memory is rounded up to a power of two, and kept
+            if self.device.type == "cuda":  # torch would round page-locked memory up to a power of two and cache it
                 pin(memory)
                 weakref.finalize(buffer, unpin, memory.data_ptr()).atexit = False
             return buffer
-        except RuntimeError as error:  # as torch calls it
+        except RuntimeError as error:  # torch's error for this
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
     def synchronize(self) -> None:
-        """Returns when all copies from the device are done."""
+        """Waits for all copies from the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def compute_of(train: TrainConfig, device: torch.device) -> Compute:
-    """As the run file says."""
+    """Makes the settings from the run file's train section."""
     images = torch.channels_last if train.channels_last else torch.preserve_format
     return Compute(device, LOW_PRECISION.get(train.precision), images)
 
 
 def writable(array: NDArray[Any]) -> torch.Tensor:
-    """A host array as a tensor: over the same memory if a task may change it in place, else over a copy."""
+    """Host array as a tensor: over the same memory if it is writable and contiguous, otherwise over a copy."""
     return torch.from_numpy(array if array.flags.carray else np.array(array))
 
 
@@ -102,18 +103,18 @@ def pin(staging: torch.Tensor) -> None:
 
 
 def unpin(address: int) -> None:
-    """Undoes ``pin`` of the memory that begins there."""
+    """Undoes ``pin`` of the memory at this address."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def begin_task(seed: int, local_rank: int) -> None:
-    """Seeds torch's generators; what the task makes on "cuda" is to lie on this rank's GPU."""
+    """Seeds torch's generators and makes this rank's GPU the default for "cuda" before a task is made."""
     pick_device(local_rank)
     torch.manual_seed(seed)
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """One GPU a rank, in turn, made the current one of this thread; the CPU if there is none."""
+    """Picks this rank's GPU, round-robin, and makes it this thread's current one; the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -122,12 +123,12 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def gpu_for_nccl(device: torch.device) -> str:
-    """What NCCL tells ranks apart by: the GPU, and the host, which NCCL_HOSTID names if it is set."""
+    """Identity by which NCCL distinguishes ranks: the GPU's UUID, and NCCL_HOSTID if set."""
     return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}".strip()
 
 
 def require_same_kind(device: torch.device, world: World) -> None:
-    """Raises UserError, on every rank, if some ranks have a GPU and others none. Collective."""
+    """Raises UserError on every rank if only some ranks have a GPU. Collective."""
     everywhere = world.everyone.allgather([device.type, world.host], "compare devices")
     if len({kind for kind, _ in everywhere}) > 1:
         blind = next(rank for rank, (kind, _) in enumerate(everywhere) if kind == "cpu")
@@ -138,30 +139,30 @@ def require_same_kind(device: torch.device, world: World) -> None:
 
 
 LONGEST_QUEUE = 4096
-"""Marks that may await the device. A device further behind than that has its oldest marks dropped."""
+"""Longest queue of pending marks; if the device falls further behind, the oldest are dropped."""
 
 
 class CudaMarks:
-    """Takes the marks of a clock and enters them when the device has reached them: polled later, never waited for.
+    """Records a clock's marks as CUDA events and adds them to its totals once the device has reached them.
 
-    The host only queues work, so its own time stamps say little. An event recorded where a phase ends fires when the
-    device has come so far; a device that idles because the host reads data or collects garbage shows that as the
-    phase's length.
+    The host only queues work, so its own timestamps are not the times of phases. The event at the end of a phase fires
+    when the device reaches it; idle time of the device while the host reads data or collects garbage counts in that
+    phase. Events are polled and never waited for.
 
     Args:
-        clock: whose totals and ring are written.
+        clock: the clock whose totals and ring are written.
     """
 
     def __init__(self, clock: RingClock) -> None:
         self.clock = clock
         self.free: list[torch.cuda.Event] = []
         self.waiting: deque[tuple[int, torch.cuda.Event, float, float]] = deque()
-        """Phase, its end, the step's work if the step ends with it (else -1), and seconds of it that were waited."""
+        """Phase, event at its end, the step's work if the step ends there (else -1), and seconds spent waiting."""
         self.waited_s = 0.0
         self.last = self.record()
 
     def record(self) -> torch.cuda.Event:
-        """An event at this point of the current stream; events are used again."""
+        """Records an event on the current stream; events are reused."""
         event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -173,7 +174,7 @@ class CudaMarks:
         head[MARKED_PHASE] = phase
 
     def end_step(self, work: float = 1.0) -> None:
-        """Enters what the device has finished; a step's row may come some steps late."""
+        """See Marks. Publishes what the device has finished; a step's row may come some steps late."""
         clock = self.clock
         self.append(REST, work)
         clock.head[MARKED_AT] = monotonic()
@@ -181,22 +182,22 @@ class CudaMarks:
         self.enter()
 
     def end_wait(self) -> None:
-        """The device had nothing to do: what it was to send had been copied to the host before."""
+        """See Marks. The device was idle: the data to send had been copied to the host before."""
         self.waited_s += self.clock.waited()
 
     def append(self, phase: int, work: float) -> None:
-        """Enters a mark into the queue."""
+        """Queues a mark."""
         self.waiting.append((phase, self.record(), work, self.waited_s))
         self.waited_s = 0.0
 
     def enter(self) -> None:
-        """Adds finished phases to the totals, and finished steps to the ring."""
+        """Adds finished phases to the totals and finished steps to the ring."""
         waiting, totals = self.waiting, self.clock.totals
         while waiting and (waiting[0][1].query() or len(waiting) > LONGEST_QUEUE):
             phase, event, work, waited = waiting.popleft()
             if event.query():
                 seconds = self.last.elapsed_time(event) / 1000
-                waited = min(waited, seconds)  # a stage may wait on the host while its device still works
+                waited = min(waited, seconds)  # the host of a stage may wait while its device still works
                 totals[phase] += seconds - waited
                 totals[Phase.EXCHANGE] += waited
             self.free.append(self.last)
@@ -208,5 +209,5 @@ class CudaMarks:
 
 
 def follow_cuda(clock: RingClock) -> None:
-    """From now on the clock's marks are those of the current CUDA stream."""
+    """Makes the clock measure phases on the current CUDA stream."""
     clock.follow(CudaMarks(clock))

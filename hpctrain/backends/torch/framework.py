@@ -1,4 +1,4 @@
-"""One PyTorch model on this rank's device: a step program, an evaluator and the state, as one framework."""
+"""The framework of a PyTorch task: a step program, an evaluator and the state of the model on this rank."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class TorchFramework(FrameworkOfParts):
     """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework and ``open_torch``.
 
     Args:
-        parts: what its programs share.
+        parts: objects shared by its programs.
         program: makes updates.
         evaluator: evaluates and predicts.
-        source: of the state.
-        prepared: what strategies have made of the model.
+        source: the model's state.
+        prepared: the model as prepared by strategies.
     """
 
     evaluator: TorchEvaluator
@@ -48,7 +48,7 @@ class TorchFramework(FrameworkOfParts):
         self.task, self.model, self.optimizer = parts.task, parts.model, parts.task.optimizer
         self.flops: Flops | None = None
         self.frozen = [(name, one) for name, one in self.model.named_parameters() if not one.requires_grad]
-        """No reducer has them."""
+        """Frozen parameters, which are in no reducer."""
 
     @property
     def facts(self) -> Facts:
@@ -118,9 +118,9 @@ class TorchEvaluator:
     """See train.framework.Evaluator.
 
     Args:
-        parts: of the framework.
-        passes: stand for the model.
-        averages: take the place of parameters, if there are any.
+        parts: objects shared with the framework.
+        passes: run the model.
+        averages: EMA weights that replace the parameters, if there are any.
         meters: the task's metrics that are not functions.
     """
 
@@ -151,7 +151,7 @@ class TorchEvaluator:
         return {name: on_host(value) for name, value in named_outputs(outputs).items()}
 
     def try_on(self, batches: Sequence[HostBatch]) -> None:
-        """Raises UserError if the loss or a metric fails on one of these, which are given if there is validation."""
+        """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation."""
         task, compute = self.parts.task, self.parts.compute
         for batch in batches if task.validation is not None else ():
             with self._evaluating(), self.parts.partition.passing():
@@ -160,7 +160,7 @@ class TorchEvaluator:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """No gradients, layers in evaluation mode, and the averaged weights if there are any."""
+        """Context without gradients, in evaluation mode, with the averaged weights if there are any."""
         self.parts.modes.evaluate()
         self.averages.swap()
         try:
@@ -171,13 +171,13 @@ class TorchEvaluator:
 
 
 def sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
-    """Of a score that is a mean over the samples, or (sum, weight)."""
+    """(sum, weight) of a score that is a mean over the samples or already (sum, weight)."""
     if isinstance(score, tuple):
         return float(score[0]), float(score[1])
     return float(score) * samples, float(samples)
 
 
 def on_host(output: torch.Tensor) -> NDArray[Any]:
-    """As NumPy has it; bfloat16 becomes float32."""
+    """Converts a tensor to NumPy; bfloat16 becomes float32."""
     output = output.detach().cpu()
     return (output.float() if output.dtype == torch.bfloat16 else output).numpy()

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics in a TorchTask. The package is not imported: its documented interface is all that is used."""
+"""Adapts torchmetrics in a TorchTask. The package is not imported: only the metric objects' interface is used."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "dim_zero_min": np.minimum,
     "dim_zero_cat": lambda first, second: np.concatenate([first, second]),
 }
-"""How states of two ranks become one, by the name of torchmetrics' ``dist_reduce_fx``. Its mean of the ranks' means is
-none over ranks with different numbers of samples."""
+"""Functions that merge the states of two ranks, by name of torchmetrics' ``dist_reduce_fx``. The mean is missing: the
+mean of the ranks' means is wrong if they have different numbers of samples."""
 
 
 def torch_meters(task: Task, device: torch.device) -> dict[str, Meter]:
-    """Of the task's metrics that are no functions; raises UserError for one that cannot be merged over ranks."""
+    """Meters of the task's metrics that are not functions. Raises UserError if one cannot be merged over ranks."""
     return {
         name: meter_of(entry, TorchMetric, "torchmetrics") or TorchMetricMeter(entry, device)
         for name, entry in entries_of(task.metrics).items()
@@ -36,12 +36,12 @@ def torch_meters(task: Task, device: torch.device) -> dict[str, Meter]:
 
 
 def of_torchmetrics(task: Task) -> str | None:
-    """The first of the task's metrics that is one of torchmetrics."""
+    """Field of the task's first torchmetrics metric; None if there is none."""
     return next((one.field for one in entries_of(task.metrics).values() if isinstance(one.metric, TorchMetric)), None)
 
 
 class TorchMetricMeter:
-    """See train.metrics.Meter. States are reduced as the metric declares, here, without torch.distributed."""
+    """See train.metrics.Meter. States are merged here as the metric declares, without torch.distributed."""
 
     def __init__(self, entry: Entry, device: torch.device) -> None:
         self.entry = entry
@@ -74,14 +74,14 @@ class TorchMetricMeter:
         lists = {name for name, default in self.metric._defaults.items() if isinstance(default, list)}
         given = {name: [tensor] if name in lists else tensor for name, tensor in tensors.items()}
         with self.entry.named(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The ``compute`` method")  # of one whose samples others had
+            warnings.filterwarnings("ignore", message="The ``compute`` method")  # it warns if this rank had no samples
             self.metric.reset()
             self.metric.load_state_dict(given, strict=False)
             return as_curve(self.metric, to_host(self.metric.compute()))
 
 
 def reduction_of(entry: Entry, name: str) -> Callable[[Any, Any], Any]:
-    """How a state is merged; raises UserError if that would not be exact."""
+    """Returns the function that merges a state. Raises UserError if that would not be exact."""
     given = entry.metric._reductions.get(name)
     known = given.__name__ if inspect.isfunction(given) else str(given)
     starts_at = entry.metric._defaults[name]
@@ -98,7 +98,7 @@ def reduction_of(entry: Entry, name: str) -> Callable[[Any, Any], Any]:
 
 
 def full_precision(outputs: Any, change: Callable[[torch.Tensor], Any] = lambda tensor: tensor) -> Any:
-    """Half-precision tensors in float32, and then changed, in whatever dicts, tuples and lists they are."""
+    """Casts half-precision tensors to float32 and applies ``change`` to each, in nested dicts, tuples and lists."""
     if isinstance(outputs, torch.Tensor):
         return change(outputs.float() if outputs.dtype in HALVES else outputs)
     if isinstance(outputs, Mapping):
@@ -107,26 +107,26 @@ def full_precision(outputs: Any, change: Callable[[torch.Tensor], Any] = lambda 
 
 
 def to_host(outputs: Any) -> Any:
-    """Tensors as NumPy arrays, wherever ``full_precision`` finds them."""
+    """Converts nested tensors to NumPy arrays, half precision to float32."""
     return full_precision(outputs, lambda tensor: tensor.detach().cpu().numpy())
 
 
 def on_host(value: Any) -> Any:
-    """A state; what is in a list is joined."""
+    """Converts a state to NumPy; lists are concatenated."""
     return to_host(torch.cat([torch.atleast_1d(one) for one in value]) if isinstance(value, list) else value)
 
 
 POINTS = 200
-"""Most points of a curve: the ends, and evenly spaced ones along it."""
+"""Largest number of points of a curve: its ends, and evenly spaced points along it."""
 AXES = {
     "BinaryROC": (0, "false positive rate", 1, "true positive rate"),
     "BinaryPrecisionRecallCurve": (1, "recall", 0, "precision"),
 }
-"""Which parts of the result are x and y, and their labels, by class of torchmetrics."""
+"""Index and label of x and of y in the result, by torchmetrics class."""
 
 
 def as_curve(metric: Any, result: Any) -> Any:
-    """The curve that a metric computed, as few points; any other result as it is."""
+    """Thins a metric's curve to at most POINTS points; returns other results unchanged."""
     kind = type(metric).__name__  # not its bases: BinaryAUROC inherits from a curve
     if kind not in AXES:
         return result

@@ -1,4 +1,4 @@
-"""Counts a model's operations in one forward pass, and measures what the device could do at best. At the start only."""
+"""Counts a model's operations in one forward pass and measures the device's peak rate, only at the start."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ from hpctrain.train import flops
 
 Found = TypeVar("Found")
 UNCOUNTED = (RNNBase, Bilinear)
-"""Layers whose kernels the counter does not know."""
+"""Layers whose kernels the counter does not support."""
 
 
 def on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Of attention in one kernel, from the shapes of its inputs."""
+    """Operations of a fused attention kernel, from the shapes of its inputs."""
     return int(sdpa_flop_count(query, key, value))
 
 
 ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: on_cpu}
-"""The counter knows those of GPUs."""
+"""Attention kernels of CPUs; the counter supports those of GPUs."""
 
 
 def trying(
     call: Callable[[], Found], model: Module, samples: int, computes_in: torch.dtype | None, meets: bool = False
 ) -> tuple[Found, flops.Flops | None]:
-    """Makes a call with a forward pass of the model, and counts what it computes.
+    """Makes a call that includes a forward pass of the model, and counts its operations.
 
-    Whatever counting comes to, the call is as it would be without.
+    Errors of the counter do not affect the call.
 
     Args:
-        call: is made again if it fails while it is counted; its errors pass through.
-        model: whose forward pass it is.
-        samples: in it.
-        computes_in: type of matrix products if it is not that of the parameters.
-        meets: whether other ranks take part in the call, so that it is made once, and may compute nothing on this one.
+        call: the call; repeated without counting if it fails. Its errors propagate.
+        model: the model.
+        samples: number of samples in the pass.
+        computes_in: dtype of matrix products if it is not that of the parameters.
+        meets: whether the call is collective, so that it is made only once and may compute nothing on this rank.
 
     Returns:
-        What the call returned; None for the operations if that cannot be said: layers that the counter does not know,
-        weights that are not trained.
+        The call's result, and the operations; None for these if unknown: unsupported layers or frozen weights.
     """
     parameters = list(model.parameters())
     every = parameters and all(one.requires_grad for one in parameters)
@@ -54,23 +53,23 @@ def trying(
     try:
         with counter:
             found = call()
-    except Exception:  # of the call, which says it again, or of the counter
+    except Exception:  # of the counter, or of the call, which then raises it again
         if meets:
             raise
         return call(), None
     per_sample = 3 * counter.get_total_flops() / samples
-    if not per_sample and not meets:  # of a part of the model it may be so
+    if not per_sample and not meets:  # possible for a part of a model
         return found, None
     largest = max(parameters, key=lambda one: one.numel())
     return found, flops.Flops(per_sample, peak_per_s(largest.device, computes_in or largest.dtype))
 
 
 def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of the fastest of some products of matrices; draws no random numbers."""
+    """Peak rate in operations/s: the fastest of several matrix products. Draws no random numbers."""
     size = flops.CPU_SIZE if device.type == "cpu" else flops.GPU_SIZE
     left = torch.full((size, size), 0.5, dtype=dtype, device=device)
     out = torch.empty_like(left)
-    synchronize = Compute(device).synchronize  # only here, before training
+    synchronize = Compute(device).synchronize  # allowed only before training
     synchronize()
 
     def multiply() -> None:

@@ -1,4 +1,4 @@
-"""What does not go together in PyTorch."""
+"""Combinations of features that PyTorch tasks do not support."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS: Rows = {
         "both a TorchScheduler and the hook {1} set the learning rate",
         "leave schedule= or the hook out of the task; a RateHook goes with a function of the step, and with schedule:",
     ),
-    # the task's own step
+    # a custom step
     (Feature.OWN_STEP, Feature.SHORT_BATCH, Feature.RANKS): (
         "the task's own step runs on all {2} ranks, and the last batch of an epoch has only {1} samples",
         "set data.drop_last: true, or choose another train.global_batch",

@@ -1,5 +1,5 @@
-"""How a run scales: measured at several sizes, fitted, and what more nodes would be worth.
+"""Measures how a run scales at several sizes, fits a model, and recommends how many nodes are worth it.
 
-``scaling_command`` is the way in. ``model`` and ``report`` are pure; ``runs`` makes and starts the runs, and
+Start with ``scaling_command``. ``model`` and ``report`` are pure; ``runs`` makes and starts the runs, and
 ``exchange`` is the program that measures an exchange of gradients.
 """

@@ -1,7 +1,7 @@
-"""Program of ``hpctrain bench scaling`` for all ranks: seconds of an exchange by size. Knows no framework.
+"""Program of ``hpctrain bench scaling`` on the ranks: measures exchanges by size, without any framework.
 
-Sums are formed as runs do it on CPUs: through shared memory if ranks share a node; between nodes both by MPI's
-Allreduce and by our ring.
+Sums are formed as in runs on CPUs: through shared memory within a node; between nodes both by MPI's Allreduce and by
+our ring.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hpctrain.system.quantities import positive
 BYTES = tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26))
 """Default buffer sizes: 4 KiB to 64 MiB."""
 SECONDS_EACH = 0.5
-"""Time for the exchanges of one size and round beyond the minimum number."""
+"""Time in seconds for the exchanges of one size and round, which determines their number."""
 LEAST, MOST = 3, 50
-"""Timed exchanges of a size and round."""
+"""Fewest and most timed exchanges per size and round."""
 ROUNDS = 3
 
 
 def measure(world: World, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Rows of size and median seconds on the slowest rank, a row for each size, round and way. Collective."""
+    """Measures median seconds on the slowest rank; a row for each size, round and method. Collective."""
     place = {"nodes": world.nodes, "ranks": world.size}
     return [
         {**place, "ring": ring, "bytes": size, "seconds": _median_of(world, size, ring)}
@@ -66,7 +66,7 @@ def _timed(world: World, sums: HostAllreduce) -> float:
 
 
 def main() -> None:
-    """Rank 0 writes the rows."""
+    """Measures; rank 0 writes the rows."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--out", required=True)
     parser.add_argument("--bytes", default=",".join(map(str, BYTES)))

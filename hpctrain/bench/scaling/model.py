@@ -1,8 +1,8 @@
-"""The step of a training run at any number of ranks: fitted to measurements, and predicted with bounds. Pure functions.
+"""Models the step time at any number of ranks: fits measurements and predicts with bounds. Pure functions.
 
-Ring allreduce of n bytes over p parties takes 2 (p - 1) alpha + 2 (p - 1) / p n / beta (Patarasuk and Yuan 2009: no
-algorithm moves fewer bytes; alpha and beta after Hockney 1994). Ranks of a node first add up among themselves, then
-nodes exchange what the node's ranks share in sending: one ring inside, one between.
+A ring allreduce of n bytes over p parties takes 2 (p - 1) alpha + 2 (p - 1) / p n / beta (Patarasuk and Yuan 2009: no
+algorithm moves fewer bytes; alpha and beta as in Hockney 1994). The ranks of a node first sum among themselves, then
+nodes exchange the sums: one ring inside a node, one between nodes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HUBER = 1.345
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Where ranks are."""
+    """Numbers of nodes and of ranks per node."""
 
     nodes: int
     ranks_per_node: int
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Total number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
@@ -43,10 +43,10 @@ class Sample:
 
     shape: Shape
     bytes: int
-    """Of each rank's buffer."""
+    """Size of each rank's buffer."""
     seconds: float
     ring: bool = False
-    """Whether nodes used our ring; otherwise MPI's Allreduce, with any algorithm."""
+    """Whether nodes used our ring; otherwise MPI's Allreduce, whatever its algorithm."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class RingLink:
     """Constants of a ring."""
 
     alpha_s: float
-    """Seconds of a message of no length."""
+    """Latency: seconds of an empty message."""
     s_per_byte: float
-    """1 / bandwidth; the addition is part of it."""
+    """1 / bandwidth, including the time of the addition."""
 
     def seconds(self, parties: int, size: float) -> float:
-        """Of an allreduce of ``size`` bytes."""
+        """Seconds of an allreduce of ``size`` bytes."""
         messages, share = ring(parties)
         return messages * self.alpha_s + share * size * self.s_per_byte
 
@@ -72,35 +72,35 @@ class ExchangeModel:
     between: RingLink | None = None
 
     def seconds(self, shape: Shape, size: float) -> float:
-        """Of an allreduce of ``size`` bytes over ranks of this shape."""
+        """Seconds of an allreduce of ``size`` bytes over ranks of this shape."""
         inside = self.inside.seconds(shape.ranks_per_node, size) if self.inside else 0.0
         return inside + (self.between.seconds(shape.nodes, size) if self.between else 0.0)
 
 
 @dataclass(frozen=True)
 class Amdahl:
-    """serial + parallel / ranks (Amdahl 1967), seconds."""
+    """Step time as serial + parallel / ranks (Amdahl 1967), in seconds."""
 
     serial_s: float
     parallel_s: float
 
     @property
     def serial_fraction(self) -> float:
-        """Of the time that one rank takes."""
+        """Serial fraction of the time on one rank."""
         return self.serial_s / max(self.serial_s + self.parallel_s, 1e-30)
 
     def seconds(self, ranks: int) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.serial_s + self.parallel_s / ranks
 
 
 def ring(parties: int) -> tuple[float, float]:
-    """Sequential messages, and how often the buffer's bytes cross each link."""
+    """Number of sequential messages, and how many times the buffer crosses each link."""
     return 2.0 * (parties - 1), 2.0 * (parties - 1) / parties
 
 
 def fit_exchange(samples: Sequence[Sample]) -> ExchangeModel:
-    """Links from measured exchanges: inside from those on one node, between from the remaining time of the others."""
+    """Fits links: inside from exchanges on one node, between from the remaining time of the others."""
     on_one = [sample for sample in samples if sample.shape.nodes == 1 and sample.shape.ranks > 1]
     inside = _fit_link([(each.shape.ranks, each.bytes, each.seconds) for each in on_one])
     known = ExchangeModel(inside)
@@ -113,17 +113,17 @@ def fit_exchange(samples: Sequence[Sample]) -> ExchangeModel:
 
 
 def fit_amdahl(ranks: Sequence[int], seconds: Sequence[float]) -> Amdahl:
-    """Serial and parallel seconds, neither negative, from measured steps."""
+    """Fits non-negative serial and parallel seconds to measured steps."""
     columns = np.array([[1.0, 1.0 / count] for count in ranks])
     serial, parallel = least_squares(columns, np.asarray(seconds, dtype=np.float64))
     return Amdahl(float(serial), float(parallel))
 
 
 def least_squares(columns: Floats, values: Floats) -> Floats:
-    """Non-negative solution of ``columns @ x = values``, least in relative residuals, outliers counting less.
+    """Robust non-negative least squares for ``columns @ x = values`` in relative residuals, with Huber weights.
 
     Args:
-        columns: float64[samples, unknowns]; few unknowns: all sets of positive ones are tried.
+        columns: float64[samples, unknowns]; few unknowns, since all subsets of positive ones are tried.
         values: float64[samples], positive.
     """
     weights = 1.0 / values
@@ -149,7 +149,7 @@ def _non_negative(columns: Floats, values: Floats) -> Floats:
 
 
 def _fit_link(measured: Sequence[tuple[int, int, float]]) -> RingLink | None:
-    """From (parties, bytes, seconds)."""
+    """Fits a link to (parties, bytes, seconds)."""
     if not measured:
         return None
     columns = np.array([[ring(parties)[0], ring(parties)[1] * size] for parties, size, _ in measured])
@@ -169,7 +169,7 @@ DRAWS = 200
 BAND = (5, 95)
 """Percentiles of the draws that bound a prediction."""
 MODEL_ERROR = 0.25
-"""Of an exchange at a shape that was not measured; tests/dist/test_bench_scaling.py holds the model to it."""
+"""Relative error of an exchange at a shape that was not measured; tests/dist/test_bench_scaling.py checks it."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,14 @@ class Timing:
     shape: Shape
     global_batch: int
     parts: Floats
-    """float64[intervals, 4]: seconds of a step by PARTS, mean of an interval."""
+    """float64[intervals, 4]: mean seconds per step of each of PARTS, by interval."""
 
     @property
     def typical(self) -> Floats:
-        """float64[4]: seconds of each part, mean over the intervals whose steps are of middling length. A median whose
-        parts add up to the step."""
+        """float64[4]: seconds of each part, mean over the intervals between the quartiles of the step time.
+
+        Unlike medians, these parts add up to the step.
+        """
         steps = self.parts.sum(axis=1)
         low, high = np.percentile(steps, (25, 75))
         return np.asarray(self.parts[(steps >= low) & (steps <= high)].mean(axis=0))
@@ -197,12 +199,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """What a run exchanges."""
+    """The gradients that a run exchanges."""
 
     bytes: int
     through_mpi: bool
-    """By the means of the measured exchanges for sure. Horovod may have faster ones (NCCL); if it is faster, the
-    model gives the shape of the curve only."""
+    """Whether the run certainly uses the transport of the measured exchanges. Horovod may use a faster one (NCCL); the
+    model then only provides the shape of the curve."""
 
 
 @dataclass(frozen=True)
@@ -210,28 +212,28 @@ class StepModel:
     """Seconds of a step at any shape."""
 
     own: Amdahl
-    """All but the exchange."""
+    """The step without the exchange."""
     exchange: ExchangeModel
     gradients: StepGradients
     scale: float = 1.0
-    """Ratio of the runs' exchange times to the model's, if they use another transport."""
+    """Ratio of the runs' exchange times to the model's, if they use a faster transport."""
     excess_s: float = 0.0
-    """Exchange time of the runs beyond the model: waits for slower ranks; negative if backward hides part of it."""
+    """Exchange time of the runs beyond the model: waits for slower ranks; negative if backward hides some of it."""
 
     def exchange_s(self, shape: Shape) -> float:
-        """The exchange's part of a step."""
+        """Seconds of a step's exchange."""
         if shape.ranks == 1:
             return 0.0
         return max(0.0, self.scale * self.exchange.seconds(shape, self.gradients.bytes) + self.excess_s)
 
     def seconds(self, shape: Shape) -> float:
-        """A whole step."""
+        """Seconds of a step."""
         return self.own.seconds(shape.ranks) + self.exchange_s(shape)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One shape: what is expected there, and between which bounds."""
+    """Expected step time and efficiency of one shape, with bounds."""
 
     shape: Shape
     step_s: float
@@ -245,9 +247,9 @@ class Prediction:
 
 
 def fit_steps(mode: Mode, timings: Sequence[Timing], exchange: ExchangeModel, gradients: StepGradients) -> StepModel:
-    """A model of the step from runs of several shapes.
+    """Fits a step model to runs of several shapes.
 
-    With weak scaling a rank's own work stays what it is on the fullest nodes measured; strong scaling divides it.
+    With weak scaling, a rank's own work stays as on the fullest nodes measured; with strong scaling it is divided.
     """
     fullest = max(timing.shape.ranks_per_node for timing in timings)
     own = [(timing, float(timing.step_s - timing.typical[EXCHANGE])) for timing in timings]
@@ -279,20 +281,20 @@ def predict(
     assumed: RingLink | None = None,
     seed: int = 0,
 ) -> list[Prediction]:
-    """Steps at the given shapes, with bounds. Shapes that were measured keep their measured step.
+    """Predicts steps at the given shapes, with bounds. Measured shapes keep their measured step.
 
-    The bounds are those of 200 fits to measurements drawn again from those made (bootstrap), widened by the model's
-    worst misfit at measured shapes and by MODEL_ERROR of the exchange. What no measurement holds (slower switches
-    further up, another algorithm of the MPI library) the bounds do not hold either.
+    The bounds come from DRAWS fits to resampled measurements (bootstrap), widened by the model's worst misfit at
+    measured shapes and by MODEL_ERROR of the exchange. They do not cover effects absent from the measurements, such as
+    slower upper-level switches or another algorithm of the MPI library.
 
     Args:
-        mode: whether work grows with the ranks.
+        mode: weak or strong scaling.
         timings: runs; the first is the base of the efficiency.
         samples: measured exchanges.
-        gradients: what each step exchanges.
-        shapes: where to predict.
+        gradients: the gradients that each step exchanges.
+        shapes: shapes to predict.
         assumed: link between nodes, if none was measured.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     best = _model(mode, timings, samples, gradients, assumed)
     generator = np.random.default_rng(seed)
@@ -347,7 +349,7 @@ def _redraw(timing: Timing, generator: np.random.Generator) -> Timing:
 
 
 def _redraw_samples(samples: Sequence[Sample], generator: np.random.Generator) -> list[Sample]:
-    """As many of each shape and size as there are."""
+    """Resamples within each shape and size."""
     groups: dict[tuple[Shape, int], list[Sample]] = {}
     for sample in samples:
         groups.setdefault((sample.shape, sample.bytes), []).append(sample)

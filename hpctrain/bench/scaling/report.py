@@ -1,4 +1,4 @@
-"""What ``hpctrain bench scaling`` says: numbers for JSON; tables, charts and advice for people. Pure functions."""
+"""Output of ``hpctrain bench scaling``: numbers for JSON; tables, charts and advice for people. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.report.charts import Line, line_chart
 from hpctrain.report.drawing import Chart, picture
 
 GREY = 7
-"""Of the charts' colours, for lines to compare with."""
+"""Palette index of reference lines."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Recommendation:
     """The largest size worth using."""
 
     shape: model.Shape | None
-    """The largest shape with enough efficiency; None if even the smallest lacks it."""
+    """The largest efficient shape; None if even the smallest is not."""
     sentence: str
 
 
 def recommend(mode: Mode, predictions: Sequence[model.Prediction], threshold: float) -> Recommendation:
-    """The largest shape up to which the expected efficiency stays at or above a threshold. Predictions by size."""
+    """Recommends the largest shape up to which the efficiency stays at or above ``threshold``; predictions by size."""
     good = list(itertools.takewhile(lambda each: each.efficiency >= threshold, predictions))
     if not good:
         first = predictions[0]
@@ -55,17 +55,17 @@ def mode_result(
     assumed: model.RingLink | None,
     threshold: float,
 ) -> dict[str, Any]:
-    """Everything about one mode, for JSON.
+    """Everything about one scaling mode, for JSON.
 
     Args:
         mode: weak or strong.
-        timings: by size.
-        crowded: shapes with more threads than cores, which no fit takes.
+        timings: measured steps, by size.
+        crowded: shapes with more threads than cores, which are excluded from fits.
         samples: measured exchanges.
-        gradients: what a step exchanges.
+        gradients: the gradients that a step exchanges.
         larger: shapes beyond those measured.
         assumed: link between nodes, if none was measured.
-        threshold: least efficiency that is worth it.
+        threshold: least acceptable efficiency.
     """
     base = timings[0]
     result: dict[str, Any] = {"measured": [_measured(mode, base, each, crowded) for each in timings]}
@@ -112,7 +112,7 @@ def exchange_result(samples: Sequence[model.Sample], assumed: model.RingLink | N
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """For people."""
+    """Formats the result as text."""
     lines = [f"{result['run']}: {result['framework']}, {result['reducer']}, {result['gradient_bytes'] / 2**20:.3g} MiB"]
     lines[0] += f" of gradients, {result['threads']} thread(s) a rank"
     for name, link in (("in a node", "inside_node"), ("between nodes", "between_nodes")):
@@ -188,12 +188,12 @@ def _said(prediction: model.Prediction) -> str:
 
 
 def draw(result: Mapping[str, Any]) -> str:
-    """An SVG file of the JSON result. Raises UserError without matplotlib."""
+    """Draws the JSON result as an SVG file. Raises UserError without matplotlib."""
     return picture(charts(result))
 
 
 def charts(result: Mapping[str, Any]) -> list[Chart]:
-    """Step time and efficiency of the JSON result."""
+    """Charts of step time and efficiency of the JSON result."""
     steps, efficiencies = [], []
     sizes = sorted({row["ranks"] for found in result["modes"].values() for row in _rows(found)})
     for colour, (mode, found) in enumerate(result["modes"].items()):

@@ -1,6 +1,6 @@
-"""The runs of ``hpctrain bench scaling``: a run file for each size, made from the user's.
+"""Runs of ``hpctrain bench scaling``: makes a run file for each size from the user's.
 
-They are started here, or as Slurm jobs, and what they left is read.
+Starts them on this machine or as Slurm jobs, and reads their results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hpctrain.system import foreign_text, python
 from hpctrain.system.files import write_atomically
 
 INTERVALS = 12
-"""Reported intervals of a run; the first ones warm up and the last holds the evaluation."""
+"""Reported intervals of a run; the first WARM_UP are discarded, and the last, which includes the evaluation."""
 WARM_UP = 2
 LEAST_STEPS = INTERVALS
 EXCHANGE_FILE = "exchange.json"
-"""In the run folder of an exchange job."""
+"""Result file in the run folder of an exchange job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +41,18 @@ class ScalingJob:
     """One run."""
 
     name: str
-    """Of its run file and run folder."""
+    """Name of its run file and run folder."""
     shape: Shape
     config: Config
     global_batch: int | None
-    """None: this run measures exchanges."""
+    """None if this run measures exchanges."""
 
 
 def shapes(config: Config, ranks: Sequence[int], slurm: bool) -> list[Shape]:
-    """Where these numbers of ranks run: on this machine, or on nodes that the run file fills.
+    """Shapes for these numbers of ranks: on this machine, or on full nodes according to the run file.
 
     Raises:
-        UserError: a number of ranks that does not fill its nodes.
+        UserError: a number of ranks does not fill its nodes.
     """
     if not slurm:
         return [Shape(1, count) for count in ranks]
@@ -67,7 +67,7 @@ def shapes(config: Config, ranks: Sequence[int], slurm: bool) -> list[Shape]:
 
 
 def batches(config: Config, mode: Mode, ranks: Sequence[int]) -> list[int]:
-    """Global batch for each number of ranks; at the smallest both modes have the run file's.
+    """Global batch for each number of ranks; at the smallest, both modes use the run file's.
 
     Raises:
         UserError: the batch does not divide, or is smaller than the number of ranks.
@@ -98,16 +98,17 @@ def jobs(
     threads: int | None,
     output: Path,
 ) -> list[ScalingJob]:
-    """All runs, in the order in which they take turns. A size that two modes share is run once.
+    """Makes all runs, in order of execution. A size shared by two modes is run once.
 
     Args:
         config: the user's run.
         modes: weak, strong or both.
-        shapes: by size.
-        steps: of a training run.
+        shapes: shapes by size.
+        steps: steps of a training run.
         rounds: runs of each kind.
-        threads: of each rank at every size, else more ranks would mean fewer threads each; None: as the run file says.
-        output: folder of all run folders.
+        threads: threads per rank at every size, since otherwise more ranks would get fewer threads each; None uses the
+            run file's.
+        output: folder for all run folders.
     """
     ranks = [shape.ranks for shape in shapes]
     wanted = dict.fromkeys(
@@ -126,8 +127,10 @@ def jobs(
 
 
 def further(measured: Shape, nodes_known: bool, cores: int | None, factor: int) -> list[Shape]:
-    """Larger shapes, up to a multiple of the ranks measured: more nodes as full as those, if a link between nodes is
-    known; else more ranks of this node, as long as it has cores."""
+    """Larger shapes, by doubling up to ``factor`` times the measured ranks.
+
+    Adds nodes of the same fill if a link between nodes is known; otherwise adds ranks on this node while it has cores.
+    """
     found = []
     size = measured
     while size.ranks * 2 <= measured.ranks * factor:
@@ -141,7 +144,7 @@ def further(measured: Shape, nodes_known: bool, cores: int | None, factor: int) 
 def _training(
     config: Config, name: str, shape: Shape, batch: int, steps: int, threads: int | None, output: Path
 ) -> Config:
-    """The user's run, shortened, without anything outside the step."""
+    """The user's run, shortened and without anything outside the step."""
     train = dataclasses.replace(
         config.train,
         epochs=None,
@@ -165,7 +168,7 @@ def _training(
 
 
 def _exchanging(config: Config, name: str, shape: Shape, output: Path) -> Config:
-    """A plain command instead of training."""
+    """A job that measures exchanges with a plain command instead of training."""
     out = output / name / EXCHANGE_FILE
     own = "python3" if config.launch.slurm.wrap else None  # an image brings its own
     command = python.module("hpctrain.bench.scaling.exchange", "--out", str(out), interpreter=own)
@@ -180,19 +183,19 @@ def _placed(config: Config, shape: Shape) -> LaunchConfig:
 
 
 def _safe(name: str) -> str:
-    """A run's name has at most 100 characters."""
+    """Shortens a run's name to the allowed 100 characters."""
     return name[-100:].lstrip("._-")
 
 
 PART_OF = {"data": DATA, "exchange": EXCHANGE, "callbacks": REST, "checkpoint": REST}
-"""Parts by phase; every other phase computes."""
+"""Part by phase; all other phases count as compute."""
 
 
 def write(jobs: Sequence[ScalingJob], output: Path) -> None:
     """Writes a run file for each job.
 
     Raises:
-        UserError: the folder holds those of another measurement.
+        UserError: the folder holds run files of another measurement.
     """
     output.mkdir(parents=True, exist_ok=True)
     for job in jobs:
@@ -206,10 +209,10 @@ def write(jobs: Sequence[ScalingJob], output: Path) -> None:
 
 
 def run_here(jobs: Sequence[ScalingJob]) -> None:
-    """Runs on this machine one after the other, as ``hpctrain run -n N`` does. What is done already is not repeated.
+    """Runs jobs on this machine one after another, like ``hpctrain run -n N``; completed ones are skipped.
 
     Raises:
-        RunFailed: one of them failed.
+        RunFailed: a run failed.
     """
     for number, job in enumerate(jobs, 1):
         if not is_done(job):
@@ -218,7 +221,7 @@ def run_here(jobs: Sequence[ScalingJob]) -> None:
 
 
 def run_on_slurm(jobs: Sequence[ScalingJob]) -> None:
-    """Submits what is not done yet, all at once, and returns when all have ended.
+    """Submits all jobs that are not done, and waits for them.
 
     Raises:
         RunFailed: some failed; the first is named.
@@ -232,7 +235,7 @@ def run_on_slurm(jobs: Sequence[ScalingJob]) -> None:
 
 
 def run_file(job: ScalingJob) -> Path:
-    """Next to the run folder."""
+    """Path of the job's run file, next to its run folder."""
     assert job.config.run_dir is not None, "every job has its folder"
     return Path(job.config.run_dir).with_suffix(".yaml")
 
@@ -261,7 +264,7 @@ def view(job: ScalingJob) -> RunView:
 
 
 def intervals(run: RunView) -> Any:
-    """float64[intervals, 4]: seconds of a step by PARTS, without those that warm up and the one that evaluates."""
+    """float64[intervals, 4]: seconds per step by PARTS, without warm-up and evaluation intervals."""
     rows = []
     for event in run.events():
         if isinstance(event, Train):
@@ -273,7 +276,7 @@ def intervals(run: RunView) -> Any:
 
 
 def samples(jobs: Sequence[ScalingJob]) -> list[Sample]:
-    """Measured exchanges."""
+    """Reads the measured exchanges."""
     found = []
     for job in jobs:
         if job.global_batch is None:
@@ -283,7 +286,7 @@ def samples(jobs: Sequence[ScalingJob]) -> list[Sample]:
 
 
 def started(jobs: Sequence[ScalingJob]) -> RunStarted:
-    """The beginning of the training run with the most ranks."""
+    """The ``run_started`` event of the training run with the most ranks."""
     last = max((job for job in jobs if job.global_batch is not None), key=lambda job: job.shape.ranks)
     return next(event for event in view(last).events() if isinstance(event, RunStarted))
 

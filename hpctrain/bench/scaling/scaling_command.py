@@ -1,4 +1,4 @@
-"""``hpctrain bench scaling``: a run at several sizes, how well it scales, and how many nodes are worth it."""
+"""``hpctrain bench scaling``: measures a run at several sizes and recommends how many ranks are worth using."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS, ROUNDS = 60, 2
 THRESHOLD = 0.7
 LARGE_BYTES = 2**20
 WORTH_IT = 1.2
-"""Speedup of the ring from which it is mentioned."""
+"""Speedup of the ring over Allreduce above which it is mentioned."""
 FACTOR = 16
 """Predictions extend to this multiple of the largest measured size."""
 
@@ -106,16 +106,16 @@ def analyse(
     cores: int | None,
     threshold: float,
 ) -> dict[str, Any]:
-    """All numbers that follow from the measurements; pure.
+    """Computes all results from the measurements; pure.
 
     Args:
         by_mode: runs by mode and size.
         samples: measured exchanges.
-        started: the beginning of the largest run.
+        started: the ``run_started`` event of the largest run.
         crowded: shapes with more threads than cores.
         assumed: link between nodes, if none was measured.
-        cores: of this machine; None for Slurm jobs.
-        threshold: least efficiency that is worth it.
+        cores: cores of this machine; None for Slurm jobs.
+        threshold: least acceptable efficiency.
     """
     gradients = StepGradients(started.gradient_bytes or 0, started.reducer != "horovod")
     ring = started.reducer_variant == "mpi-ring"
@@ -143,7 +143,7 @@ def analyse(
 
 
 def allreduce_over_ring(samples: Sequence[Sample]) -> float | None:
-    """How much longer MPI's Allreduce takes than our ring: median over shapes of several nodes and large buffers."""
+    """Ratio of MPI's Allreduce to our ring in time: median over multi-node shapes and large buffers, or None."""
     times: dict[tuple[Shape, int], tuple[list[float], list[float]]] = {}
     for sample in samples:
         if sample.shape.nodes > 1 and sample.bytes >= LARGE_BYTES:
@@ -155,7 +155,7 @@ def allreduce_over_ring(samples: Sequence[Sample]) -> float | None:
 def warnings(
     crowded: Sequence[Shape], cores: int | None, through_mpi: bool, nodes_known: bool, slower: float | None
 ) -> list[str]:
-    """Caveats of the numbers."""
+    """Caveats of the results."""
     found = []
     if crowded:
         sizes = ", ".join(str(shape.ranks) for shape in crowded)
@@ -181,7 +181,7 @@ def warnings(
 
 
 def parse_ranks(words: str) -> list[int]:
-    """'1,2,4' in ascending order; raises UserError."""
+    """Parses '1,2,4', in ascending order. Raises UserError."""
     try:
         ranks = sorted({int(word) for word in words.split(",")})
     except ValueError:
@@ -192,7 +192,7 @@ def parse_ranks(words: str) -> list[int]:
 
 
 def parse_link(words: str | None) -> RingLink | None:
-    """'100,2': Gbit/s and microseconds; raises UserError."""
+    """Parses '100,2' as Gbit/s and microseconds. Raises UserError."""
     if words is None:
         return None
     try:

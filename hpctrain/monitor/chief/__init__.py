@@ -1,6 +1,6 @@
-"""The deciding side of the monitor, on the first node.
+"""Decides who is slow or hung; runs in the first node's agent.
 
-``chief`` takes in the nodes' reports on the attempt that is watched. ``stragglers`` tells who is slow: ``judge``
-turns windows into verdicts (``finding``), ``sentence`` says why. ``standstill`` tells who has died or does not move, as
-``hang`` decides. The rest are the judge's parts: functions over arrays, and what is remembered of earlier windows.
+``chief`` receives the nodes' reports. ``stragglers`` reports slow ranks: ``judge`` turns windows into findings
+(``finding``), and ``sentence`` puts them into words. ``standstill`` reports ranks that have died or hang; ``hang``
+decides which. The other modules are parts of the judge: ``statistics``, ``peers`` and ``baseline``.
 """

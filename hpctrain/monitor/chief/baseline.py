@@ -1,4 +1,4 @@
-"""What is remembered of earlier windows: what ranks took when the run began, and long pauses in single steps."""
+"""State kept from earlier windows: each rank's baseline from the start of the run, and long pauses in single steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hpctrain.monitor.window import CAUSES, Window
 Array = NDArray[np.floating]
 
 WARM_UP = 1
-"""Windows that are not counted: compilation, caches, connections."""
+"""Windows ignored at the start: compilation, caches and connections distort them."""
 LEARNED = 4
-"""Windows that make the baseline, which is frozen then."""
+"""Windows that form the baseline, which is then frozen."""
 
 
 class Baseline:
-    """Medians of the first windows after the warm-up. Only windows in which all ranks are present are learned.
+    """Medians of the first windows after the warm-up. Windows with missing ranks are skipped.
 
     Args:
         ranks: number of ranks of the run.
-        peers: who is compared with whom.
+        peers: which ranks are compared.
     """
 
     def __init__(self, ranks: int, peers: Peers) -> None:
@@ -37,13 +37,13 @@ class Baseline:
         self.busy: Array | None = None
         """[N] typical busy seconds of each rank, once learned."""
         self.noise: Array | None = None
-        """[N] largest relative distance of a learned window's excess from their median."""
+        """[N] noise of each rank: largest deviation of its excess in a learned window from the median over them."""
         self.typical: Array | None = None
-        """[N, len(CAUSES)] typical seconds of each phase."""
+        """[N, len(CAUSES)] typical seconds per step in each phase."""
         self.work = self.transfer = self.step = 0.0
 
     def learn(self, window: Window, medians: Array) -> None:
-        """Takes a window into the baseline, as long as it is not frozen."""
+        """Adds a window to the baseline unless it is frozen."""
         if self.busy is not None or len(window.ranks) != self.ranks:
             return
         self.seen += 1
@@ -63,20 +63,20 @@ class Baseline:
         self.learned.clear()
 
     def growth(self, window: Window, medians: Array) -> Array | None:
-        """[R] busy time over the baseline's, for equal work; None while there is no baseline."""
+        """[R] ratio of busy time to the baseline, for equal work; None while there is no baseline."""
         if self.busy is None:
             return None
         more_work = max(1.0, float(np.median(window.work)) / self.work) if self.work > 0 else 1.0
         return np.asarray(medians / np.maximum(self.busy[window.ranks] * more_work, 1e-9))
 
     def excess(self) -> Array | None:
-        """[N] share by which each rank was above the others when the run began."""
+        """[N] fraction by which each rank exceeded its peers at the start of the run."""
         return None if self.busy is None else self.peers.excess(self.busy, self.everyone, self.busy)
 
     def fell_behind(self, medians: Array, growth: Array | None, slow: float) -> NDArray[np.bool_]:
-        """[N] ranks that are slower than they were, and more so than their peers; none while there is no baseline.
+        """[N] ranks that have slowed down, and more than their peers have; none while there is no baseline.
 
-        For two or three ranks, where the others' median alone cannot tell a slow rank from a fast peer.
+        Used for two or three ranks, where the median of the others cannot distinguish a slow rank from a fast peer.
         """
         if growth is None or self.busy is None or self.noise is None or len(medians) != self.ranks:
             return np.zeros(len(medians), dtype=bool)
@@ -88,13 +88,13 @@ class Baseline:
 Counts = NDArray[np.int64]
 
 REMEMBERED = 64
-"""Windows."""
+"""Windows over which pauses are counted."""
 RECENT = 8
-"""Windows that show whether it still continues."""
+"""Last windows, which show whether pauses continue."""
 
 
 class Pauses:
-    """Who paused how often, and what it cost.
+    """Counts each rank's pauses and their cost.
 
     Args:
         ranks: number of ranks of the run.
@@ -104,10 +104,10 @@ class Pauses:
         self.ranks = ranks
         self.windows: deque[tuple[Counts, Array, float]] = deque(maxlen=REMEMBERED)
         self.bursts = np.zeros((ranks, len(CAUSES)))
-        """[N, len(CAUSES)] seconds a step of each phase beyond the typical step, newer windows counting more."""
+        """[N, len(CAUSES)] seconds per step in each phase beyond the typical step; newer windows weigh more."""
 
     def add(self, window: Window, busy: Array) -> None:
-        """Takes in a window. ``busy`` are its busy times corrected for work."""
+        """Adds a window; ``busy`` holds its busy times corrected for work."""
         counts, seconds = np.zeros(self.ranks, dtype=np.int64), np.zeros(self.ranks, dtype=np.float32)
         counts[window.ranks], seconds[window.ranks] = statistics.pauses(busy)
         self.windows.append((counts, seconds, statistics.step_seconds(window.busy, window.wait)))
@@ -115,7 +115,7 @@ class Pauses:
         self.bursts[window.ranks] += window.mean - window.typical
 
     def sums(self, windows: int) -> tuple[Counts, Array]:
-        """[N] pauses in the last windows, and [N] share of their time that was lost to them."""
+        """[N] number of pauses in the last ``windows`` windows, and [N] fraction of their time lost to pauses."""
         last = list(self.windows)[-windows:]
         total = max(math.fsum(total for _, _, total in last), 1e-9)
         return (
@@ -124,7 +124,10 @@ class Pauses:
         )
 
     def owners(self, least_cost: float, luck: float) -> set[int]:
-        """Ranks whose pauses cost at least a share of the time and cannot be luck: changing ranks share them evenly."""
+        """Ranks whose pauses cost at least ``least_cost`` of the time and are not chance.
+
+        Pauses are chance if ranks hit at random would show as many with a probability of ``luck`` or more.
+        """
         found = set()
         for windows in (RECENT, REMEMBERED):
             counts, cost = self.sums(windows)

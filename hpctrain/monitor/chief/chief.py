@@ -1,4 +1,4 @@
-"""The deciding side: takes in the nodes' reports, and has each looked at by those whom it is about."""
+"""Receives the nodes' reports and passes each to the straggler or hang detection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.run.grid import Grid
 
 
 class Chief:
-    """Decides for the whole run. Knows messages and the run folder; sockets and processes are the agent's.
+    """Decides for the whole run. Handles messages and the run folder; the agent handles sockets and processes.
 
     Args:
         hosts: [N] host of each rank.
@@ -25,8 +25,8 @@ class Chief:
         folder: the run folder.
         attempt: number of this attempt.
         config: the monitor section.
-        say: takes a sentence for the log; the flag says that rank 0 may not be able to print it.
-        grid: places of the ranks; by default each has the whole model.
+        say: writes a sentence to the log; the flag is true if rank 0 may be unable to print it.
+        grid: places of the ranks; by default each rank holds the whole model.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Chief:
 
     @property
     def open_hang(self) -> OpenHang | None:
-        """A hang whose stacks are awaited."""
+        """The hang whose stacks are still being collected, if any."""
         return self.standstill.open_hang
 
     def receive(self, message: Message, now: float) -> list[NodeCommand]:
-        """Takes in one report."""
+        """Handles one report; returns commands for the nodes."""
         fields = message.fields
         if message.kind == "window":
             return self.stragglers.add(window_of(message))
@@ -71,19 +71,19 @@ class Chief:
         return []
 
     def tick(self, now: float) -> list[NodeCommand]:
-        """What time alone brings about."""
+        """Does what is due at this time; returns commands for the nodes."""
         self.stragglers.refresh(now)
         return self.standstill.look(now)
 
     def cut_off(self, node: int) -> None:
-        """A node's host does not answer."""
+        """Records that a node's host does not answer."""
         self.standstill.cut_off(node)
 
     def observer_stopped(self, begin: float, end: float) -> None:
-        """The agent itself did not run between two moments, and perhaps the ranks did not either."""
+        """Excludes a span in which the agent itself did not run: the ranks may have been stopped too."""
         self.standstill.forgive(begin, end)
 
     def close(self) -> None:
-        """Last view, the heat map's data, and the events that still wait."""
+        """Writes the last live view, the heat map and the pending events."""
         self.stragglers.close()
         self.run.events.close()

@@ -1,4 +1,4 @@
-"""What the monitor says of an attempt, to whom, and what keeps it from saying it too early or too often."""
+"""Findings of the monitor, the rule that confirms and clears them, and facts about the attempt being watched."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Mask = NDArray[np.bool_]
 Ranks = NDArray[np.int64]
 
 RANKS_IN_EVENT = 1000
-"""Ranks that an event lists."""
+"""Largest number of ranks listed in an event."""
 
 
 class Kind(enum.StrEnum):
-    """What is wrong. Only the first three name somebody."""
+    """What is wrong. Only the first three blame particular ranks."""
 
     RANK = "rank"
     """A rank is slower than its peers in the typical step."""
@@ -34,21 +34,21 @@ class Kind(enum.StrEnum):
     HOST = "host"
     """All ranks of a host are slower than their peers."""
     MANY = "many"
-    """Too many ranks are slower to tell who is normal."""
+    """Too many ranks are slower to say which are normal."""
     UNEVEN = "uneven"
-    """Two or three ranks differ since the start: no telling which of them is off."""
+    """Two or three ranks have differed since the start: it is unclear which of them is slow."""
     ROTATING = "rotating"
     """Pauses hit changing ranks: garbage collection, input or the system; no rank is to blame."""
     IMBALANCE = "imbalance"
     """Ranks have different amounts of work."""
     PLAN = "plan"
-    """A stage, or a part of cut layers, takes longer than the others on whichever rank it is."""
+    """A pipeline stage or tensor index takes longer than the others on every rank that has it."""
     NETWORK = "network"
     """The exchange itself takes longer than it did."""
     GLOBAL = "global"
     """All ranks are slower than they were."""
     ABSTAIN = "abstain"
-    """Signals are missing."""
+    """Marks are missing, so ranks cannot be compared."""
 
 
 class State(enum.StrEnum):
@@ -66,32 +66,32 @@ class Finding:
     kind: Kind
     state: State
     window: int
-    """The window that led to it."""
+    """Window that led to the finding."""
     ranks: tuple[int, ...] = ()
-    """Who, if somebody is named."""
+    """Ranks that the finding names."""
     hosts: tuple[str, ...] = ()
     """The hosts of those ranks."""
     cause: str = ""
     """Phase that holds the excess (data, forward, ...), gc, compute (all phases equally), mixed, or network."""
     slowdown: float = 0.0
-    """Share by which it is slower than its peers (or than it was)."""
+    """Fraction by which it is slower than its peers (or than at the start)."""
     cost: float = 0.0
-    """Share of the time that the run would save without it."""
+    """Fraction of the time that the run would save without it."""
     evidence: tuple[str, ...] = ()
-    """What the host's counters say."""
+    """What the host's counters show, in words."""
     place: str = ""
-    """Of the one rank, in the grid of ``parallel``; empty if its number says it all."""
+    """The rank's place in the grid of ``parallel``, if one rank is named; empty on a plain grid."""
     note: str = ""
-    """What else to know."""
+    """Further remark, in words."""
     load: Load | None = None
-    """What is uneven about the plan, for Kind.PLAN."""
+    """The uneven stage or tensor index, for Kind.PLAN."""
     move: Move | None = None
-    """What would even it out, if that is known."""
+    """Layers to move to even out the stages, if known."""
     beside: bool = False
     """Another rank is named at this time: this finding concerns the other ranks."""
 
     def fields(self) -> dict[str, Any]:
-        """For an event."""
+        """Fields for an event."""
         return {
             "kind": self.kind.value,
             "state": self.state.value,
@@ -107,12 +107,12 @@ class Finding:
 
 
 class Standing:
-    """Who is suspected (after one bad window), confirmed (after some in a row), or cleared (after some calm ones).
+    """Tracks who is suspected (one bad window), confirmed (several in a row) or cleared (several calm ones in a row).
 
-    Takes O(those observed) a window.
+    Costs O(number observed) per window.
 
     Args:
-        count: how many there may be, such as the ranks of the run.
+        count: number of subjects tracked, such as the ranks of the run.
         confirm_after: bad windows in a row.
         clear_after: calm windows in a row.
     """
@@ -123,15 +123,15 @@ class Standing:
         self.bad = np.zeros(count, dtype=np.int32)
         self.calm = np.zeros(count, dtype=np.int32)
         self.confirmed = np.zeros(count, dtype=bool)
-        """[count] those who are named."""
+        """[count] whether each is confirmed."""
 
     def observe(self, those: Ranks, bad: Mask, calm: Mask) -> dict[State, Ranks]:
-        """Takes in a window; whose state it changed.
+        """Adds a window; returns those whose state it changed.
 
         Args:
-            those: [R] whom it is about; the others keep their standing.
-            bad: [R] bad ones.
-            calm: [R] those far from it; one may be neither.
+            those: [R] indexes observed; the others keep their state.
+            bad: [R] bad in this window.
+            calm: [R] clearly good in this window; an index may be neither.
         """
         self.bad[those] = np.where(bad, self.bad[those] + 1, 0)
         self.calm[those] = np.where(calm & ~bad, self.calm[those] + 1, 0)
@@ -154,7 +154,7 @@ class NodeCommand:
 
 @dataclass
 class Watched:
-    """What is known of the attempt beforehand, its first step, and where sentences and events go."""
+    """The attempt being watched: its ranks, configuration and first step, and where sentences and events go."""
 
     hosts: Sequence[str]
     """[N] host of each rank."""
@@ -164,13 +164,13 @@ class Watched:
     attempt: int
     config: MonitorConfig
     say: Callable[[str, bool], None]
-    """Takes a sentence for the log; the flag says that rank 0 may not be able to print it."""
+    """Writes a sentence to the log; the flag is true if rank 0 may be unable to print it."""
     grid: Grid
     """Places of the ranks."""
     events: EventWriter
     first_step: int = 0
-    """Of the run, in this attempt; ranks tell it."""
+    """Step of the run at which this attempt starts, as reported by the ranks."""
 
     def starts_at(self, step: int) -> None:
-        """Some node's ranks say that this is their first step."""
+        """Records the first step that a node's ranks report."""
         self.first_step = max(self.first_step, step)

@@ -1,4 +1,4 @@
-"""Has the run stopped moving, and who is it that never arrived? Pure decisions over the ranks' heartbeats."""
+"""Decides from the ranks' heartbeats whether the run hangs and which ranks never arrived. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from hpctrain.run.grid import Grid
 from hpctrain.train.clock import Neighbours, Phase
 
 FIRST_STEP_S = 900.0
-"""Silence allowed before the first step is done: compilation, first reading of the data."""
+"""Silence allowed until the first step is done: compilation, first read of the data."""
 OUTSIDE_STEP_S = 600.0
-"""Least silence allowed where hooks, evaluation or data may take their time, for the automatic limit."""
+"""Minimum of the automatic limit where hooks, evaluation or data may take long."""
 INSIDE_STEP_S = 120.0
-"""Least silence allowed otherwise."""
+"""Minimum of the automatic limit elsewhere in a step."""
 TIMES_LONGEST = 10.0
-"""The automatic limit in longest silences seen so far."""
+"""The automatic limit as a multiple of the longest silence seen so far."""
 
 ENDED, GONE, STOPPED, SILENT = "ended", "gone", "stopped", "silent"
-"""States of a rank that mean something; anything else is the kernel's letter for a process that lives."""
+"""States of a rank; any other value is the kernel's letter for a live process."""
 LOST = (ENDED, GONE, STOPPED, SILENT)
-"""States of ranks that cannot arrive."""
+"""States in which a rank cannot arrive at the exchange."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank's heartbeat says."""
+    """One rank's heartbeat."""
 
     rank: int
     steps: int
@@ -34,25 +34,25 @@ class Beat:
     phase: int
     """Phase that ended last in the current step, or -1."""
     age_s: float
-    """Seconds since it said so."""
+    """Seconds since that mark."""
     state: str
-    """ended (it said good-bye), gone (it did not), stopped, silent (its node's agent is), or the kernel's letter."""
+    """ended (it closed its session), gone (it died), stopped, silent (its node's agent is), or the kernel's letter."""
     waits_for: int = Neighbours.NOBODY
-    """Neighbours that it waits for in the middle of a phase."""
+    """Neighbours that it waits for within a phase."""
 
     @property
     def waits(self) -> bool:
-        """It has arrived at the exchange and has not left it."""
+        """Whether it has arrived at the exchange and not left it."""
         return self.phase == Phase.BACKWARD and self.state not in LOST and not self.waits_for
 
     @property
     def waits_for_neighbours(self) -> bool:
-        """It is in a sum or a message that others do not come to."""
+        """Whether it waits in a collective or a message that its neighbours have not joined."""
         return bool(self.waits_for) and self.state not in LOST
 
     @property
     def doing(self) -> str:
-        """What the rank does, in words that follow its name."""
+        """What the rank does, as a predicate of a sentence."""
         if self.state in STATES:
             return STATES[self.state]
         if self.waits_for_neighbours:
@@ -85,23 +85,24 @@ STATES = {
 
 @dataclass(frozen=True)
 class Hang:
-    """The run does not move."""
+    """The run makes no progress, or a rank has died."""
 
     silence_s: float
-    """Seconds since anybody moved."""
+    """Seconds since the last mark of any rank."""
     culprits: tuple[Beat, ...]
-    """Those who never arrived; empty if all ranks are in the same place."""
+    """Ranks that never arrived; empty if all ranks are in the same place."""
     waiting: tuple[Beat, ...]
-    """The others."""
+    """Live ranks other than the culprits."""
     died: bool
-    """The culprits' processes are gone."""
+    """Whether the culprits' processes are gone."""
 
 
 def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]:
-    """Ranks that the others wait for; none if all are in the same place.
+    """Returns the ranks that the others wait for; none if all are in the same place.
 
-    Those that cannot arrive, if there are any. Otherwise all that are not in the furthest exchange, unless they wait
-    for neighbours. If all do one or the other, those whose neighbours wait in vain, being elsewhere themselves.
+    Ranks that cannot arrive, if there are any. Otherwise, if no rank waits for neighbours, all ranks that are not in
+    the furthest exchange, or those with fewer steps if none is in an exchange. Otherwise the ranks that wait neither in
+    the exchange nor for neighbours; if there are none, those in the exchange whose neighbours wait (``apart``).
     """
     if lost := [beat for beat in beats if beat.state in LOST]:
         return lost
@@ -117,7 +118,7 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
 
 
 def apart(beats: list[Beat], grid: Grid) -> list[Beat]:
-    """Ranks in the exchange, where some of their tensor neighbours wait for their part of a layer, or any for rows."""
+    """Ranks in the exchange for which others wait: tensor neighbours, or any rank waiting for rows or gradients."""
     in_vain = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
     of_all = any(beat.waits_for in (Neighbours.TABLES, Neighbours.GRADIENTS) for beat in beats)
     return [beat for beat in beats if beat.waits and (of_all or beat.rank // grid.tensor in in_vain)]
@@ -127,7 +128,7 @@ class HangWatch:
     """Follows the heartbeats of all ranks.
 
     Args:
-        hang_s: silence that counts as a hang; None derives it from the longest silence seen so far.
+        hang_s: seconds of silence that count as a hang; None derives it from the longest silence seen so far.
         grid: places of the ranks.
     """
 
@@ -141,7 +142,7 @@ class HangWatch:
         self.reported_dead = False
 
     def observe(self, beats: list[Beat]) -> Hang | None:
-        """A hang, once for each time that the run stops moving. ``beats`` are those of all ranks that are known."""
+        """Returns a hang once each time the run stops; ``beats`` holds one of each known rank."""
         alive = [beat for beat in beats if beat.state not in (ENDED, GONE)]
         dead = [beat for beat in beats if beat.state == GONE]
         said_goodbye = any(beat.state == ENDED for beat in beats)
@@ -163,7 +164,7 @@ class HangWatch:
         return Hang(silence, tuple(culprits), tuple(waiting), died=False)
 
     def learn(self, alive: list[Beat], silence: float) -> None:
-        """Remembers the longest silence that ended by itself, from the first finished step on."""
+        """Records the longest silence after which the run continued, from the first finished step on."""
         steps = max(beat.steps for beat in alive)
         if steps > self.last_steps >= 1:
             self.longest_s = max(self.longest_s, self.last_silence_s)
@@ -171,7 +172,7 @@ class HangWatch:
         self.last_silence_s = silence if silence >= self.last_silence_s else 0.0
 
     def limit(self, alive: list[Beat]) -> float:
-        """Seconds of silence that count as a hang now."""
+        """Seconds of silence that currently count as a hang."""
         if max(beat.steps for beat in alive) < 1:
             return max(FIRST_STEP_S, self.hang_s or 0)
         if self.hang_s is not None:

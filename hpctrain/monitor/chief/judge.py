@@ -1,4 +1,4 @@
-"""Windows in, verdicts out: who is slow, why, and what it costs. Holds what must be remembered between windows."""
+"""Judges windows: who is slow, why, and what it costs. Keeps the state between windows."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ Array = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Rule:
-    """Thresholds; docs/stragglers.md has what they find and what they miss."""
+    """Thresholds; docs/stragglers.md shows what they detect and miss."""
 
     slow: float = 0.07
-    """A rank is slow at or above this excess over the median of its peers."""
+    """Smallest excess over the median of its peers, as a fraction, at which a rank is slow."""
     z: float = 3.5
-    """And this many robust standard deviations."""
+    """Smallest number of robust standard deviations at which a rank is slow; both limits must be reached."""
     calm: float = 0.04
-    """Below this excess it is not."""
+    """Excess below which a rank is calm."""
     confirm_windows: int = 2
-    """Slow windows in a row that confirm."""
+    """Slow windows in a row that confirm a finding."""
     clear_windows: int = 3
-    """Calm windows in a row that clear."""
+    """Calm windows in a row that clear it."""
     told_singly: int = 8
     """Ranks or hosts reported in separate sentences when a window names many; the others share one."""
     many: float = 1 / 3
-    """At or above this share of slow ranks, none is singled out."""
+    """Above this fraction of slow ranks, none is singled out."""
     few_ranks: int = 3
-    """Up to this number of ranks the peers' median is not a reference, and each rank's own past is asked too."""
+    """Up to this number of peers, their median is unreliable, and a rank must also be slower than its baseline."""
     pauses: float = 0.05
-    """Share of the time that one rank's pauses must cost to be named."""
+    """Fraction of the time that a rank's pauses must cost to be reported."""
     rotating: float = 0.10
-    """Share of the time that all ranks' pauses together must cost to be reported."""
+    """Fraction of the time that all ranks' pauses together must cost to be reported."""
     imbalance: float = 0.10
-    """Share of the time lost to unequal work from which on it is reported."""
+    """Fraction of the time lost to unequal work from which it is reported."""
     uneven_plan: float = 0.07
-    """Share of the time that equal stages, or equal parts of layers, would save from which on it is reported."""
+    """Fraction of the time that equal stages or tensor indexes would save from which it is reported."""
     luck: float = 1e-6
-    """Pauses are one rank's own if random ranks would look like that with less than this probability."""
+    """A rank is blamed for its pauses if pauses hitting random ranks would look like that with a lower probability."""
 
 
 @dataclass(frozen=True)
 class Measures:
-    """One window in numbers, for the live view and the heat map. Shares are of 1."""
+    """One window in numbers, for the live view and the heat map. Shares are fractions of 1."""
 
     window: Window
     medians: Array
-    """[R] typical busy seconds a step, corrected for work."""
+    """[R] median busy seconds per step, corrected for work."""
     excess: Array
-    """[R] share above the median of the others; the smaller of with and without correction for work."""
+    """[R] fraction above the median of the others, with or without the correction for work, whichever is smaller."""
     cost: Array
-    """[R] share of the window that the job would save without this rank's delay."""
+    """[R] fraction of the window that the job would save without this rank's delay."""
     slow: NDArray[np.bool_]
     """[R] slow in this window."""
 
 
 class Judge:
-    """Decides window by window. Knows nothing of processes, files or time.
+    """Judges one window at a time. Independent of processes, files and clocks.
 
     Args:
         hosts: [N] host of each rank.
         rule: thresholds.
-        grid: places of the ranks; by default each has the whole model.
+        grid: places of the ranks; by default each rank holds the whole model.
     """
 
     def __init__(self, hosts: Sequence[str], rule: Rule | None = None, grid: Grid | None = None) -> None:
@@ -88,16 +88,16 @@ class Judge:
         self.accused = standing(len(hosts))
         """Ranks whose typical step is slow."""
         self.extra = np.zeros((len(hosts), len(CAUSES)))
-        """[N, len(CAUSES)] seconds by which phases of accused ranks exceeded the peers', summed up while it lasts."""
+        """[N, len(CAUSES)] seconds by which phases of slow ranks exceeded their peers', summed while they are slow."""
         self.pausers = standing(len(hosts))
         """Ranks that hold up the others with pauses."""
         self.conditions = standing(len(Kind))
-        """What is not one rank's, by the order of ``Kind``."""
+        """Findings about more than one rank, in the order of ``Kind``."""
         self.pauses = Pauses(len(hosts))
         self.measures: Measures | None = None
 
     def judge(self, window: Window) -> list[Finding]:
-        """The verdicts that this window changes, most important first."""
+        """Returns the findings that this window changes, most important first."""
         if len(window.ranks) < 2:
             zero = np.zeros(len(window.ranks))
             self.measures = Measures(window, np.median(window.busy, axis=1), zero, zero, zero > 0)
@@ -119,7 +119,7 @@ class Judge:
         return verdicts
 
     def measure(self, window: Window, busy: Array) -> Measures:
-        """What the window says by itself."""
+        """Measures one window; compares ranks within it."""
         medians, ranks, past = np.median(busy, axis=1), window.ranks, self.baseline.busy
         raw = self.peers.excess(np.median(window.busy, axis=1), ranks, past)
         excess = np.minimum(raw, self.peers.excess(medians, ranks, past))
@@ -130,7 +130,7 @@ class Judge:
     # --- ranks -------------------------------------------------------------------------------------------------------
 
     def slow_ranks(self, now: Measures, own: Array | None) -> tuple[NDArray[np.bool_], bool]:
-        """[R] ranks that are slower than their peers in the typical step; whether too many to single one out."""
+        """Returns [R] ranks that are slower than their peers in the typical step, and whether they are too many."""
         window, slow = now.window, now.slow
         size, few = len(window.ranks), self.peers.few(window.ranks)
         if few.any():
@@ -142,7 +142,7 @@ class Judge:
         return slow, bool(many and not slow.all())
 
     def ranks(self, now: Measures, slow: NDArray[np.bool_], are_many: bool) -> list[Finding]:
-        """What is said of slow ranks, or of too many of them."""
+        """Findings about slow ranks, or about too many of them."""
         window = now.window
         few, levelled = self.peers.few(window.ranks), self.peers.levelled(now.medians, window.ranks, self.baseline.busy)
         verdicts = self.uneven(now) if few.all() else []
@@ -158,13 +158,13 @@ class Judge:
         return verdicts + self.accuse(now, np.zeros_like(slow) if are_many else slow)
 
     def named(self) -> NDArray[np.bool_]:
-        """[N] ranks of which a confirmed verdict says that they hold up the others."""
+        """[N] ranks confirmed as slow or pausing."""
         return np.asarray(self.accused.confirmed | self.pausers.confirmed)
 
     def slow_group(self, medians: Array, own: Array | None) -> NDArray[np.bool_] | None:
-        """Too many slow ranks: the spread between ranks, or even the median, is theirs.
+        """[R] slow ranks, if they are numerous enough to distort the spread or even the median; otherwise None.
 
-        Up to half of the ranks show as a gap between two groups; more than half only against their own past.
+        Up to half of the ranks show as a gap between two groups; more than half, only against their own baseline.
         """
         size = len(medians)
         upper = statistics.upper_group(medians, self.rule.slow)
@@ -177,7 +177,7 @@ class Judge:
         return None
 
     def accuse(self, now: Measures, slow: NDArray[np.bool_]) -> list[Finding]:
-        """Takes the slow ranks of a window into account; what is said of ranks whose state changes."""
+        """Records the slow ranks of a window; returns findings about ranks whose state changes."""
         window = now.window
         self.extra[window.ranks[slow]] += self.extra_of(window, np.flatnonzero(slow))
         changes = self.accused.observe(window.ranks, slow, now.excess < self.rule.calm)
@@ -185,9 +185,9 @@ class Judge:
         return [finding for state, ranks in changes.items() for finding in self.spoken(now, state, ranks)]
 
     def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
-        """One verdict a rank, or one a host if all ranks of a host with several say the same.
+        """Returns one finding per rank, or one per host if all ranks of a host with several have this state.
 
-        If these are many, the slowest are reported one by one and the others together.
+        If there are more than ``told_singly``, the slowest are reported one by one and the others together.
         """
         if not len(ranks):
             return []
@@ -207,14 +207,14 @@ class Judge:
         return [self.spoken_of(now, state, kind, place_of[members]) for kind, members in groups]
 
     def spoken_of(self, now: Measures, state: State, kind: Kind, places: NDArray[np.int64]) -> Finding:
-        """What is said of some ranks together; ``places`` are theirs in the window."""
+        """Returns one finding about the ranks at ``places`` in the window."""
         window = now.window
         ranks = window.ranks[places]
         those = np.zeros(len(window.ranks), dtype=bool)
         those[places] = True
         extra = self.extra[ranks].sum(axis=0)
         beside = ~those & np.isin(self.peers.cohort[window.ranks], self.peers.cohort[ranks])
-        past = self.baseline.typical  # the measure for those that have no peers
+        past = self.baseline.typical  # the reference for ranks without peers
         others = window.typical[beside] if beside.any() else window.typical[places] if past is None else past[ranks]
         normal = np.median(others, axis=0)
         together = those | self.accused.confirmed[window.ranks] if state is State.CONFIRMED else those
@@ -231,7 +231,7 @@ class Judge:
         )
 
     def extra_of(self, window: Window, places: NDArray[np.int64]) -> Array:
-        """[len(places), len(CAUSES)] seconds a step by which phases exceed the peers', or if few the own past."""
+        """[len(places), len(CAUSES)] seconds per step in each phase above the peers', or the baseline's if few."""
         usual, past = np.zeros(window.typical.shape), self.baseline.typical
         for group in self.peers.groups(window.ranks):
             if past is not None and (self.peers.by_own_past or len(group) <= self.rule.few_ranks):
@@ -242,7 +242,7 @@ class Judge:
         return np.asarray(window.typical[places] - usual[places])
 
     def uneven(self, now: Measures) -> list[Finding]:
-        """Two or three ranks that differ since the start."""
+        """Finding about two or three ranks that have differed since the start."""
         since_start = self.baseline.excess()
         if since_start is None or len(since_start) != len(now.window.ranks):
             return []
@@ -258,7 +258,7 @@ class Judge:
         )
 
     def is_one_host_that_changed(self, window: Window, slow: NDArray[np.bool_], own: Array | None) -> bool:
-        """All slow ranks are one host's, all of that host are slow, and only they are slower than they were."""
+        """Whether the slow ranks are exactly one host's, and only they have slowed down."""
         if own is None or not slow.any() or slow.all():
             return False
         hosts = {self.hosts[rank] for rank in window.ranks[slow].tolist()}
@@ -273,7 +273,7 @@ class Judge:
     # --- pauses ------------------------------------------------------------------------------------------------------
 
     def pausing(self, window: Window) -> list[Finding]:
-        """Pauses of one rank, or of changing ranks."""
+        """Findings about pauses of one rank, or of changing ranks."""
         counts, cost = self.pauses.sums(RECENT)
         owners = self.pauses.owners(self.rule.pauses, self.rule.luck)
         normal = np.median(window.typical, axis=0)
@@ -304,7 +304,7 @@ class Judge:
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
     def imbalance(self, now: Measures, busy: Array) -> list[Finding]:
-        """Unequal work: tokens that differ from step to step, or a rank that always has more."""
+        """Finding about unequal work: tokens that vary from step to step, or a rank that always has more."""
         window = now.window
         raw = self.peers.excess(np.median(window.busy, axis=1), window.ranks, self.baseline.busy)
         loaded = (raw >= self.rule.slow) & (now.excess < self.rule.calm)
@@ -321,7 +321,7 @@ class Judge:
         )
 
     def uneven_plan(self, now: Measures, blamed: NDArray[np.bool_]) -> list[Finding]:
-        """A stage, or a part of cut layers, that takes longer than the others on whichever rank it is."""
+        """Finding about a pipeline stage or tensor index that takes longer on every rank that has it."""
         grid, window = self.peers.grid, now.window
         if grid.is_plain:
             return []
@@ -344,9 +344,9 @@ class Judge:
         )
 
     def change_of_all(self, window: Window, own: Array, blamed: NDArray[np.bool_]) -> list[Finding]:
-        """The exchange, or everything, is slower than at the start.
+        """Findings about a slower exchange, or about all ranks being slower than at the start.
 
-        Slow ranks account for their own excess: a global finding needs all the other ranks to be slower too.
+        Ranks already blamed are left out: a global finding needs at least 80% of the others to be slower.
         """
         rest = own[~blamed] if not blamed.all() else np.ones(1)
         growth = float(np.median(rest))
@@ -372,7 +372,7 @@ class Judge:
         )
 
     def abstain(self, window: Window, silent: NDArray[np.bool_]) -> list[Finding]:
-        """Ranks that mark no exchange cannot be compared: their busy time holds their waiting."""
+        """Finding that ranks without exchange marks cannot be compared: their busy time includes their waiting."""
         return self.condition(
             Kind.ABSTAIN,
             window,
@@ -392,7 +392,7 @@ class Judge:
         ranks: tuple[int, ...] = (),
         **findings: object,
     ) -> list[Finding]:
-        """What is said of something that is not one rank's median: of pauses by rank, else one thing of a kind."""
+        """Updates a condition, tracked by rank for pauses and by kind otherwise; returns a finding if it changed."""
         standing, place = (self.pausers, ranks[0]) if kind is Kind.PAUSES else (self.conditions, list(Kind).index(kind))
         changes = standing.observe(np.array([place]), np.array([is_bad]), np.array([is_calm]))
         state = next((state for state, changed in changes.items() if len(changed)), None)

@@ -1,4 +1,4 @@
-"""Which ranks are compared with each other: those that have the same layers and the same part of them."""
+"""Decides which ranks are compared: those with the same pipeline stage and tensor index."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Load:
-    """A stage, or a part of the layers, and its load compared with the others."""
+    """A pipeline stage or tensor index, and its load compared with the others."""
 
     axis: str
     """stage or tensor."""
     index: int
     excess: float
-    """Share by which it takes longer than the others do on average."""
+    """Fraction by which it takes longer than the mean of the others."""
     cost: float
-    """Share of the step that would be saved if all took the same time."""
+    """Fraction of the step that would be saved if all took the same time."""
     seconds: tuple[float, ...] = ()
-    """Of each index on the axis."""
+    """Seconds of each index on the axis."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Layers that would be better off on a neighbouring stage."""
+    """Layers to move to a neighbouring stage."""
 
     layers: int
     begin: int
-    """The stage that has them."""
+    """Stage that has them."""
     end: int
-    """The one that should."""
+    """Stage that should have them."""
 
 
 class Peers:
-    """The ranks of a run by the part of the model that they hold. All methods take values of a window's ranks.
+    """Groups the ranks of a run by the part of the model that they hold. Methods take values of a window's ranks.
 
-    Peers have equal stages and tensor indexes. With one copy of the model there are no peers: each rank's times
+    Peers have the same stage and tensor index. With a single copy of the model there are no peers: each rank's times
     are then divided by its own baseline and compared with those of all other ranks.
 
     Args:
@@ -57,37 +57,37 @@ class Peers:
         self.grid = grid
         numbers = np.arange(grid.ranks)
         self.cohort = numbers % grid.tensor + numbers // (grid.data * grid.tensor) * grid.tensor
-        """[N] the same number for ranks that have the same of the model."""
+        """[N] equal for ranks that hold the same part of the model."""
         self.by_own_past = grid.data == 1 and not grid.is_plain
         self.group = np.zeros_like(self.cohort) if self.by_own_past else self.cohort
-        """[N] the same number for ranks that are compared."""
+        """[N] equal for ranks that are compared."""
         self.most_few = few
 
     def groups(self, ranks: Ranks) -> list[Ranks]:
-        """Indexes of the window's ranks, by those that are compared."""
+        """Indexes into the window's ranks, one array per group of compared ranks."""
         number = self.group[ranks]
         return [np.flatnonzero(number == each) for each in np.unique(number)]
 
     def few(self, ranks: Ranks) -> NDArray[np.bool_]:
-        """[R] ranks of which too few are compared for a median."""
+        """[R] ranks in groups too small for their median to be a reference."""
         found = np.zeros(len(ranks), dtype=bool)
         for group in self.groups(ranks):
             found[group] = len(group) <= self.most_few
         return found
 
     def scale(self, ranks: Ranks, past: Array | None) -> Array | None:
-        """[R] what times are divided by before they are compared; None if they cannot be compared yet.
+        """[R] divisors of times before comparison; None if they cannot be compared yet.
 
         Args:
-            ranks: [R] of the window.
-            past: [N] typical busy seconds of each rank when the run began; None if that is not known yet.
+            ranks: [R] ranks of the window.
+            past: [N] typical busy seconds of each rank at the start of the run; None if not known yet.
         """
         if not self.by_own_past:
             return np.ones(len(ranks))
         return None if past is None else np.maximum(past[ranks], 1e-9)
 
     def excess(self, values: Array, ranks: Ranks, past: Array | None) -> Array:
-        """[R] share by which each rank's value is above the median of its peers."""
+        """[R] fraction by which each rank's value is above the median of its peers."""
         found = np.zeros(len(values))
         if (scale := self.scale(ranks, past)) is not None:
             for group in self.groups(ranks):
@@ -96,7 +96,7 @@ class Peers:
         return found
 
     def robust_z(self, medians: Array, busy: Array, ranks: Ranks, past: Array | None) -> Array:
-        """[R] see ``statistics.robust_z``."""
+        """[R] ``statistics.robust_z`` within each group."""
         found = np.zeros(len(medians))
         if (scale := self.scale(ranks, past)) is not None:
             for group in self.groups(ranks):
@@ -107,7 +107,7 @@ class Peers:
         return found
 
     def levelled(self, medians: Array, ranks: Ranks, past: Array | None) -> Array:
-        """[R] medians as multiples of those of the rank's peers: what stages and parts have to do does not count."""
+        """[R] medians as multiples of the peers' median: differences between stages or tensor indexes drop out."""
         found = np.ones(len(medians))
         if (scale := self.scale(ranks, past)) is not None:
             for group in self.groups(ranks):
@@ -116,12 +116,12 @@ class Peers:
         return found
 
     def on(self, ranks: Ranks, axis: str, index: int) -> NDArray[np.bool_]:
-        """[R] ranks that have this stage, or this part of the layers."""
+        """[R] ranks that have this stage or tensor index."""
         stage, tensor = np.divmod(self.cohort[ranks], self.grid.tensor)
         return np.asarray((stage if axis == "stage" else tensor) == index)
 
     def levels(self, medians: Array, ranks: Ranks, counts: NDArray[np.bool_]) -> dict[int, float]:
-        """Seconds that each cohort takes, by its number: of half of its ranks at least, of those that count."""
+        """Seconds of each cohort, by number: the (lower) median over its ranks that count."""
         number = self.cohort[ranks]
         found = {}
         for each in np.unique(number[counts]).tolist():
@@ -131,12 +131,12 @@ class Peers:
 
 
 def heaviest(levels: Mapping[int, float], grid: Grid, step_s: float) -> Load | None:
-    """The stage or part of the layers that holds up the others most; None if there is nothing to compare.
+    """Returns the stage or tensor index that holds up the others most; None if there is nothing to compare.
 
     Args:
         levels: seconds by cohort, see ``Peers.levels``.
-        grid: of the run.
-        step_s: seconds of a step.
+        grid: places of the ranks.
+        step_s: seconds per step.
     """
     found = []
     for axis, size in zip(AXES, (grid.pipeline, grid.tensor), strict=True):
@@ -156,14 +156,14 @@ def heaviest(levels: Mapping[int, float], grid: Grid, step_s: float) -> Load | N
 
 
 def evening(load: Load, layers: Mapping[int, int]) -> Move | None:
-    """How many layers of the heaviest stage its lighter neighbour should have, taking them for equally long.
+    """Returns how many layers to move from the heaviest stage to its lighter neighbour, assuming equal layers.
 
     Args:
-        load: of stages.
-        layers: how many each stage has; stages may be missing.
+        load: the heaviest stage.
+        layers: number of layers by stage; stages may be missing.
 
     Returns:
-        None if that is not known, or no whole number of layers makes the longer of the two shorter.
+        The move; None if layer counts are unknown or moving a whole layer would not help.
     """
     begin, seconds = load.index, load.seconds
     beside = [stage for stage in (begin - 1, begin + 1) if 0 <= stage < len(seconds)]

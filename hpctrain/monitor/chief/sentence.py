@@ -1,4 +1,4 @@
-"""One plain sentence a verdict."""
+"""Puts findings and hangs into plain sentences, one each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def of_verdict(verdict: Finding) -> str:
-    """What a person reads in the log."""
+    """Returns the sentence for the log."""
     text = BY_KIND[verdict.kind](verdict)
     if verdict.state is State.CLEARED:
         be, whose = ("is", "its") if len(verdict.ranks) == 1 else ("are", "their")
@@ -38,7 +38,7 @@ def of_verdict(verdict: Finding) -> str:
 
 
 def who(verdict: Finding) -> str:
-    """The ranks and their host."""
+    """Names the ranks and their host."""
     if verdict.kind is Kind.HOST:
         return f"host {verdict.hosts[0]} (ranks {numbers(verdict.ranks)})"
     where = f" on {verdict.hosts[0]}" if len(verdict.hosts) == 1 else ""
@@ -46,25 +46,25 @@ def who(verdict: Finding) -> str:
 
 
 def numbers(ranks: Sequence[int]) -> str:
-    """Ranks as people write them: 0-3, 7."""
+    """Formats ranks as ranges: 0-3, 7."""
     runs = ranges(ranks)
     return ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
 
 
 def costs(verdict: Finding) -> str:
-    """What it costs."""
+    """Says what it costs."""
     return f"costs {verdict.cost:.0%} of the time" + (f" {verdict.note}" if verdict.note else "")
 
 
 def of_plan(verdict: Finding) -> str:
-    """The stage or the part of the layers that takes long, and who has it."""
+    """Names the slow stage or tensor index and the ranks that have it."""
     load = verdict.load
     what = "a part of the model" if load is None else f"{load.axis} {load.index}"
     return f"{what} (rank{'s' if len(verdict.ranks) != 1 else ''} {numbers(verdict.ranks)})"
 
 
 def moves(verdict: Finding) -> str:
-    """What would even out stages; empty if that is not known."""
+    """Says which layers to move to even out stages; empty if not known."""
     move = verdict.move
     if move is None:
         return ""
@@ -72,7 +72,7 @@ def moves(verdict: Finding) -> str:
 
 
 def nobody(verdict: Finding) -> str:
-    """No rank, or none besides those that are named already."""
+    """Returns "no rank", or "no other rank" if some are already named."""
     return "no other rank" if verdict.beside else "no rank"
 
 
@@ -131,7 +131,7 @@ CLEARED = {
 
 
 def of_hang(hang: Hang, hosts: Sequence[str], action: str, grid: Grid | None = None) -> str:
-    """What a person reads about a hang."""
+    """Returns the sentence about a hang."""
     grid = grid or Grid(len(hosts))
     named = [described(beat, hosts, grid) for beat in hang.culprits[:4]]
     if len(hang.culprits) > 4:
@@ -145,7 +145,7 @@ def of_hang(hang: Hang, hosts: Sequence[str], action: str, grid: Grid | None = N
 
 
 def what_all_do(beats: Sequence[Beat]) -> str:
-    """What ranks do of which none is to blame; who does what if they differ."""
+    """Says what ranks do when none is to blame, by group if they differ."""
     doing: dict[str, list[int]] = {}
     for beat in beats:
         doing.setdefault(beat.doing, []).append(beat.rank)
@@ -157,7 +157,7 @@ def what_all_do(beats: Sequence[Beat]) -> str:
 
 
 def those_who_wait(hang: Hang) -> str:
-    """How many, and who of them next to the named ones."""
+    """Says how many ranks wait, and which of them wait for neighbours within a pass."""
     near = [beat.rank for beat in hang.waiting if beat.waits_for_neighbours]
     them = f" (rank{'s' if len(near) != 1 else ''} {numbers(near)} in the middle of a pass)" if near else ""
     count = len(hang.waiting)
@@ -165,5 +165,5 @@ def those_who_wait(hang: Hang) -> str:
 
 
 def described(beat: Beat, hosts: Sequence[str], grid: Grid) -> str:
-    """One rank in a hang."""
+    """Describes one rank in a hang."""
     return f"rank {beat.rank}{grid.told(beat.rank)} on {hosts[beat.rank]} {beat.doing} after {beat.steps} steps"

@@ -1,4 +1,4 @@
-"""Ranks that no longer move: follows the heartbeats, asks for stacks, says who it is and ends the attempt."""
+"""Handles hung and dead ranks: follows the heartbeats, collects stacks, reports the culprits and ends the attempt."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from hpctrain.run.last_words import noted_deaths
 from hpctrain.system.files import write_atomically
 
 REMEMBERED = 64
-"""Spans; older ones are long past by the time that there are this many."""
+"""Spans kept; older ones no longer matter."""
 
 
 class Suspensions:
-    """Spans of the observer's clock in which the run could not move, or was not seen to."""
+    """Time spans in which the run could not move or was not observed."""
 
     def __init__(self) -> None:
         self.spans: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        """Begin and end, in order and apart from each other."""
+        """Begin and end of each span, ordered and disjoint."""
 
     def add(self, begin: float, end: float) -> None:
-        """Adds a span, joined with those that it touches."""
+        """Adds a span and merges it with those that it touches."""
         while self.spans and begin <= self.spans[-1][1]:
             earlier = self.spans.pop()
             begin, end = min(begin, earlier[0]), max(end, earlier[1])
         self.spans.append((begin, end))
 
     def running(self, since: float, until: float) -> float:
-        """Seconds between two moments in which the run could move."""
+        """Seconds between two times without the suspended spans."""
         stopped = sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in self.spans)
         return max(0.0, until - since - stopped)
 
 
 CHECK_S = 1.0
-"""Seconds between looks for a hang, which cost time for each rank; a death is looked at at once."""
+"""Seconds between checks for a hang, whose cost grows with the ranks; a death is checked at once."""
 SILENT_S = 10.0
-"""Age of a heartbeat from which on its node is called silent."""
+"""Age of a heartbeat above which its node counts as silent."""
 JOIN_S = 60.0
-"""Longest wait for ranks that have never been heard of."""
+"""Longest wait for ranks that have never reported."""
 STACKS_S = 20.0
 """Longest wait for stacks."""
 DUMPED_CULPRITS = 4
@@ -56,7 +56,7 @@ DUMPED_CULPRITS = 4
 
 @dataclass
 class OpenHang:
-    """A hang whose stacks are awaited."""
+    """A hang whose stacks are being collected."""
 
     hang: Hang
     wanted: set[int]
@@ -65,7 +65,7 @@ class OpenHang:
 
 
 class Standstill:
-    """Sees to it that a run that does not move, or has lost a rank, does not stay so in silence."""
+    """Detects and reports a run that hangs or has lost a rank."""
 
     def __init__(self, run: Watched) -> None:
         self.run = run
@@ -78,18 +78,18 @@ class Standstill:
         self.said_who_is_missing = False
         self.suspensions = Suspensions()
         self.ran_at = -math.inf
-        """The last report of a rank that was not stopped."""
+        """Time of the last report of a rank that was not stopped."""
         self.suspended_at: float | None = None
         """Start of the suspension not yet counted: the last sign that a rank ran, then the last check."""
 
     def hear(self, node: int, beats: Sequence[Beat], now: float) -> None:
-        """Takes in where a node's ranks stand."""
+        """Records the heartbeats of a node's ranks."""
         self.beats[node] = (now, list(beats))
         if any(beat.state == GONE for beat in beats):
             self.next_check = now
 
     def take_stack(self, rank: int, text: str) -> list[NodeCommand]:
-        """Takes in a stack that was asked for; after the last one the hang is reported."""
+        """Records a requested stack; reports the hang after the last one."""
         if self.open_hang is None:
             return []
         self.open_hang.stacks[rank] = text
@@ -97,10 +97,10 @@ class Standstill:
         return self.close_hang(self.open_hang) if complete else []
 
     def look(self, now: float) -> list[NodeCommand]:
-        """What time alone brings about."""
+        """Checks for a hang if a check is due; closes an open hang after its timeout."""
         if self.open_hang is not None:
             return self.close_hang(self.open_hang) if now > self.open_hang.until else []
-        if self.has_ended_ranks:  # it is known that they are gone
+        if self.has_ended_ranks:  # their deaths are expected
             return []
         if now < self.next_check:
             return []
@@ -113,11 +113,11 @@ class Standstill:
         return self.begin_hang(self.first_of(hang), now) if hang else []
 
     def note_suspension(self, now: float) -> None:
-        """Time in which every rank that lives is stopped by a signal does not count: somebody holds the whole run.
+        """Excludes time in which every live rank is stopped by a signal: the whole run is suspended.
 
-        It reaches from the last sign that a rank ran (a report or a heartbeat) to the first check that sees one run:
-        heartbeats and checks are a second apart each, and the gap would count as silence otherwise. An earlier hang
-        continues afterwards, however often the run is suspended.
+        The span runs from the last sign that a rank ran (a report or a heartbeat) to the first check that sees one
+        run: heartbeats and checks are a second apart each, and the gap would otherwise count as silence. Silence
+        before a suspension still counts, however often the run is suspended.
         """
         alive = [(at, beat) for at, group in self.beats.values() for beat in group if beat.state not in (ENDED, GONE)]
         running = [at for at, beat in alive if beat.state != STOPPED]
@@ -131,11 +131,11 @@ class Standstill:
             self.suspended_at = now if stopped else None
 
     def forgive(self, begin: float, end: float) -> None:
-        """Excludes the time between two moments in which no check ran."""
+        """Excludes a span in which no check ran."""
         self.suspensions.add(begin, end)
 
     def begins_without(self, beats: list[Beat], now: float) -> bool:
-        """Whether the wait for ranks that have never been heard of is over; says once that it is."""
+        """Whether to check without ranks that have never reported: their time is up. Says once who is missing."""
         if self.first_beat is None and beats:
             self.first_beat = now
         if self.first_beat is None or self.suspensions.running(self.first_beat, now) < JOIN_S:
@@ -147,18 +147,18 @@ class Standstill:
         return bool(beats)
 
     def first_of(self, hang: Hang) -> Hang:
-        """Of several ranks that have died, the one that was noted first: the launcher has ended the others after it."""
+        """If several ranks have died, keeps the first death noted: the launcher ended the others because of it."""
         noted = [noted.rank for noted in noted_deaths(self.run.folder, self.run.attempt)] if hang.died else []
         first = tuple(beat for beat in hang.culprits if beat.rank in noted[:1])
         return replace(hang, culprits=first) if first else hang
 
     def begin_hang(self, hang: Hang, now: float) -> list[NodeCommand]:
-        """Asks for the stacks of those who never arrived and of one that waits."""
+        """Requests the stacks of ranks that never arrived and of one waiting rank."""
         living = [
             beat for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1]) if beat.state not in (ENDED, GONE)
         ]
         if hang.died:
-            living = []  # the launcher ends the others within milliseconds: there is nothing to read
+            living = []  # the launcher ends the others within milliseconds, too soon for stacks
         elif not hang.culprits:
             living = list(hang.waiting[:DUMPED_CULPRITS])
         self.open_hang = OpenHang(hang, {beat.rank for beat in living}, {}, now + STACKS_S)
@@ -170,7 +170,7 @@ class Standstill:
         return [NodeCommand(node, Message("dump", {"ranks": ranks})) for node, ranks in by_node.items()]
 
     def close_hang(self, case: OpenHang) -> list[NodeCommand]:
-        """Writes the stacks and the event; then what the run file wants."""
+        """Writes the stacks and the event, then ends the ranks if ``on_hang`` is abort."""
         self.open_hang = None
         hang = case.hang
         steps = self.run.first_step + max(beat.steps for beat in (*hang.culprits, *hang.waiting))
@@ -181,7 +181,7 @@ class Standstill:
             try:
                 write_atomically(path, stack.encode(), self.run.folder.path)
                 files[rank] = str(path.relative_to(self.run.folder.path))
-            except RunFailed as error:  # the ranks are to be ended all the same
+            except RunFailed as error:  # the ranks must be ended anyway
                 self.run.say(f"the monitor cannot write stacks: {error.what}", True)
         action = self.run.config.on_hang
         text = sentence.of_hang(hang, self.run.hosts, action, self.run.grid)
@@ -194,7 +194,10 @@ class Standstill:
         return [NodeCommand(node, Message("kill")) for node in sorted(set(self.run.nodes))]
 
     def cut_off(self, node: int) -> None:
-        """A node's host does not answer. The supervisor continues without it if it can; otherwise it may return."""
+        """Reports that a node's host does not answer.
+
+        Ends no rank: the supervisor continues without the host if it can; otherwise the host may return.
+        """
         living = [beat for beat in self.beats.get(node, (0.0, []))[1] if beat.state not in (ENDED, GONE)]
         if living and not self.has_ended_ranks:
             hang = Hang(UNANSWERED_S, tuple(replace(beat, state=SILENT) for beat in living), (), died=False)
@@ -205,7 +208,7 @@ class Standstill:
             self.tell(hang, CUT_OFF, steps, "report", text, {})
 
     def tell(self, hang: Hang, kind: str, step: int, action: str, text: str, files: Mapping[int, str]) -> None:
-        """Writes the event; ``files`` have the stacks that were taken, by rank."""
+        """Writes the event; ``files`` are the stack files by rank."""
 
         def about(beat: Beat) -> AboutRank:
             host, stack = self.run.hosts[beat.rank], files.get(beat.rank)
@@ -226,6 +229,6 @@ class Standstill:
 
 
 def aged(beat: Beat, at: float, now: float, suspensions: Suspensions) -> Beat:
-    """A heartbeat some time after it was reported."""
+    """Updates a heartbeat's age and state to the current time."""
     lost = suspensions.running(at, now) > SILENT_S and beat.state not in (ENDED, GONE)
     return replace(beat, age_s=suspensions.running(at - beat.age_s, now), state=SILENT if lost else beat.state)

@@ -1,7 +1,7 @@
-"""What slow means: pure functions over arrays of seconds, [R] over ranks or [R, S] over ranks and steps.
+"""Statistics of slowness: pure functions over arrays of seconds, [R] over ranks or [R, S] over ranks and steps.
 
-In synchronous training every rank's step takes as long as the slowest one's, so step times say nothing. Busy times do:
-``busy(k) = arrival(k) - exit(k - 1)`` on the rank's own clock. All functions here take busy times.
+In synchronous training every rank's step takes as long as the slowest one's, so step times cannot show who is slow.
+Busy times do: ``busy(k) = arrival(k) - exit(k - 1)`` on the rank's own clock.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hpctrain.train.clock import Phase
 Array = NDArray[np.floating]
 
 MAD_TO_SIGMA = 1.4826
-"""Of a normal distribution, sigma is this many median absolute deviations."""
+"""Sigma of a normal distribution over its median absolute deviation."""
 SCALE_FLOOR = 0.01
 """Differences between ranks below this share of the median are never significant."""
 MEDIAN_ERROR = 1.2533
-"""Standard error of a median over that of a mean, for normal noise: sqrt(pi / 2)."""
+"""Standard error of a median divided by that of a mean, for normal noise: sqrt(pi / 2)."""
 
 
 def median_of_others(values: Array) -> Array:
-    """[R] for each rank the median of all ranks but itself (R >= 2)."""
+    """[R] for each rank, the median of all other ranks (R >= 2)."""
     n = len(values)
     order = np.argsort(values, kind="stable")
     place = np.empty(n, dtype=np.int64)
@@ -37,7 +37,7 @@ def median_of_others(values: Array) -> Array:
 
 
 def excess_of_each(values: Array) -> Array:
-    """[R] share by which each rank's value is above the median of the others."""
+    """[R] fraction by which each rank's value is above the median of the others."""
     others = median_of_others(values)
     return (values - others) / np.maximum(others, 1e-9)
 
@@ -46,12 +46,12 @@ def robust_z(medians: Array, busy: Array, between: bool = True) -> Array:
     """[R] distance of each rank's median from the others' in robust standard deviations.
 
     The scale is the largest of: the spread between ranks (median absolute deviation), the error of one rank's median
-    over the window, and a floor. The first is blind for few ranks, the second for noise that lasts longer than a step.
+    over the window, and a floor. The first fails for few ranks, the second for noise that lasts longer than a step.
 
     Args:
         medians: [R] each rank's median over the window.
         busy: [R, S] the window itself.
-        between: whether there are ranks enough for the spread between them.
+        between: whether there are enough ranks to use the spread between them.
     """
     centre = float(np.median(medians))
     spread = MAD_TO_SIGMA * float(np.median(np.abs(medians - centre))) if between else 0.0
@@ -62,7 +62,7 @@ def robust_z(medians: Array, busy: Array, between: bool = True) -> Array:
 
 
 def cost_of_each(busy: Array, wait: Array) -> Array:
-    """[R] share of the window that would be saved were this rank as fast as the slowest other one in every step.
+    """[R] fraction of the window saved if this rank were no slower than the slowest other rank in every step.
 
     ``sum_k(max_j busy_j - max_{j != r} busy_j) / sum_k step``: the what-if of a job without the rank's delay.
     """
@@ -75,7 +75,7 @@ def cost_of_each(busy: Array, wait: Array) -> Array:
 
 
 def cost_of_group(busy: Array, wait: Array, members: NDArray[np.bool_]) -> float:
-    """Share of the window that would be saved were all these ranks no slower than the slowest of the rest."""
+    """Fraction of the window saved if these ranks were no slower than the slowest of the rest in every step."""
     if members.all():
         return 0.0
     rest = busy[~members].max(axis=0)
@@ -83,15 +83,15 @@ def cost_of_group(busy: Array, wait: Array, members: NDArray[np.bool_]) -> float
 
 
 def step_seconds(busy: Array, wait: Array) -> float:
-    """Seconds that the window took: busy and wait of a rank add up to it, on every rank."""
+    """Seconds that the window took: the median over ranks of busy plus wait."""
     return max(float(np.median((busy + wait).sum(axis=1))), 1e-9)
 
 
 def work_explains(busy: Array, work: Array) -> Array:
-    """[R, S] seconds of each busy time that come from more (or less) work than the typical step's.
+    """[R, S] seconds of each busy time explained by more (or less) work than in the typical step.
 
-    If a rank's own work varies from step to step, the slope is fitted within ranks, so that a slow rank cannot pass
-    for a loaded one. If it does not vary, time is taken to be at most proportional to work, and only to excuse.
+    If work varies from step to step, the slope is fitted within ranks, so that a slow rank is not mistaken for a loaded
+    one. If it does not vary, time is assumed proportional to work, and only work above the median is credited.
     """
     centre = float(np.median(work))
     if centre <= 0 or not np.isfinite(work).all() or float(np.ptp(work)) == 0:
@@ -109,15 +109,15 @@ def work_explains(busy: Array, work: Array) -> Array:
 
 
 def uneven_cost(busy: Array, wait: Array) -> float:
-    """Share of the window that goes by while the typical rank waits for the slowest one."""
+    """Fraction of the window in which the typical rank waits for the slowest one."""
     return float((busy.max(axis=0) - np.median(busy, axis=0)).sum() / step_seconds(busy, wait))
 
 
 def pauses(busy: Array) -> tuple[NDArray[np.int64], Array]:
-    """Single long steps, which medians do not see.
+    """Counts single long steps, which medians do not show.
 
-    A pause is a step of more than 1.5 of the rank's own median in which the rank is also the slowest. Consecutive ones
-    count once.
+    A pause is a step longer than 1.5 times the rank's own median in which the rank is also the slowest. Consecutive
+    ones count once.
 
     Returns:
         [R] number of pauses, and [R] seconds by which they held up the others.
@@ -135,7 +135,7 @@ def pauses(busy: Array) -> tuple[NDArray[np.int64], Array]:
 
 
 def chance_of_so_many(count: int, total: int, ranks: int) -> float:
-    """Probability that, of ``total`` pauses that hit ranks at random, one given rank gets at least ``count``."""
+    """Probability that a given rank gets at least ``count`` of ``total`` pauses that hit ranks at random."""
     p = 1 / ranks
     terms = (
         math.lgamma(total + 1)
@@ -149,7 +149,7 @@ def chance_of_so_many(count: int, total: int, ranks: int) -> float:
 
 
 def upper_group(medians: Array, gap: float) -> NDArray[np.bool_]:
-    """[R] ranks above the widest gap between neighbours, if that is wider than a share ``gap`` of the lower one."""
+    """[R] ranks above the widest relative gap in the sorted medians, if that gap is at least ``gap``."""
     ordered = np.sort(medians)
     widths = np.diff(ordered) / np.maximum(ordered[:-1], 1e-9)
     below = int(np.argmax(widths))
@@ -157,31 +157,31 @@ def upper_group(medians: Array, gap: float) -> NDArray[np.bool_]:
 
 
 def transfer_seconds(wait: Array) -> float:
-    """The exchange itself: the last rank to arrive waits for no other. Median over steps of the smallest wait."""
+    """Seconds of the exchange itself: median over steps of the smallest wait (the last rank waits for no other)."""
     return float(np.median(wait.min(axis=0)))
 
 
 COMPUTE = "compute"
-"""All parts are equally slower: the processor, not the program."""
+"""All phases are equally slower: the processor is slow, not the program."""
 MIXED = "mixed"
-"""Several parts, but not all."""
+"""Several phases, but not all."""
 NETWORK = "network"
 """The exchange."""
 
 DOMINANT = 0.8
-"""Share of the excess that one phase must hold to be the cause."""
+"""Fraction of the excess that one phase must hold to be the cause."""
 COMPUTE_PHASES = (Phase.TO_DEVICE, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 def cause_of(extra: Array, normal: Array) -> str:
-    """Names the cause.
+    """Returns the name of the cause.
 
     A phase that holds 80% of the excess is the cause, unless the rest of the step is slower by a similar factor: a
-    processor that is throttled or shared slows all phases, and most seconds are then lost in the longest one.
+    throttled or shared processor slows all phases, and the longest one then loses the most seconds.
 
     Args:
-        extra: [len(CAUSES)] seconds a step above the peers.
-        normal: [len(CAUSES)] seconds a step of the peers.
+        extra: [len(CAUSES)] seconds per step above the peers.
+        normal: [len(CAUSES)] seconds per step of the peers.
     """
     busy = list(BUSY)
     total = float(extra[busy].sum())

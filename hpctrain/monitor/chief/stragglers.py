@@ -1,4 +1,4 @@
-"""Ranks that hold up the others: collects windows, has them judged, and tells what changed, with its evidence."""
+"""Handles slow ranks: collects windows, passes them to the judge, and reports what changed, with evidence."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.system.files import write_atomically
 
 COLUMNS = 512
-"""Windows that are kept; when there are more, neighbours are merged to the larger value."""
+"""Columns of the heat map; when it is full, neighbouring columns are merged to their maximum."""
 
 
 class Heat:
-    """A matrix of ranks and windows.
+    """Heat map: each rank's excess by window, as a matrix [ranks, COLUMNS].
 
     Args:
         ranks: number of ranks.
@@ -44,7 +44,7 @@ class Heat:
         self.used = 0
 
     def add(self, index: int, ranks: NDArray[np.int64], excess: NDArray[np.floating]) -> None:
-        """Enters a window."""
+        """Adds a window."""
         while (column := index * self.window_steps // self.steps_per_column) >= COLUMNS:
             self.values[:, : COLUMNS // 2] = np.fmax(self.values[:, ::2], self.values[:, 1::2])
             self.values[:, COLUMNS // 2 :] = np.nan
@@ -53,7 +53,7 @@ class Heat:
         self.used = max(self.used, column + 1) if self.steps_per_column == self.window_steps else column + 1
 
     def save(self, path: Path, root: Path | None = None) -> None:
-        """Writes the matrix for the report; no link below ``root`` is followed.
+        """Writes the matrix for the report; follows no symbolic link below ``root``.
 
         Raises:
             RunFailed: it cannot be written.
@@ -64,7 +64,7 @@ class Heat:
 
 
 def exclude(nodes: bad_nodes.BadNodes, new: bad_nodes.BadNode, now: float) -> bool:
-    """Adds a host; False if this attempt has added one already, or the host is on the list.
+    """Adds a host to the list. Returns False if this attempt has already added one, or the host is listed.
 
     Raises:
         RunFailed: the list cannot be written.
@@ -76,7 +76,7 @@ def exclude(nodes: bad_nodes.BadNodes, new: bad_nodes.BadNode, now: float) -> bo
 
 
 def is_the_hosts_own(verdict: Finding, hosts: Sequence[str]) -> bool:
-    """Slowness that another host would cure: confirmed, in computing, on all its ranks, seen by its counters."""
+    """Whether another host would help: confirmed slow computing on all ranks of the host, shown by its counters."""
     return (
         verdict.state is State.CONFIRMED
         and verdict.kind in (Kind.RANK, Kind.HOST)
@@ -89,47 +89,47 @@ def is_the_hosts_own(verdict: Finding, hosts: Sequence[str]) -> bool:
 
 
 PENDING_WINDOWS = 8
-"""Windows that may be incomplete at a time; the oldest is judged without the missing ranks."""
+"""Largest number of incomplete windows; beyond it the oldest is judged without the missing ranks."""
 LIVE_S = 3.0
 """Seconds between refreshes of the live view's file."""
 FRESH_S = 60.0
-"""Age up to which host findings are evidence."""
+"""Age up to which host findings count as evidence."""
 
 
 class Stragglers:
-    """Who is slow, for the log, the events, the live view, the heat map and the list of nodes to leave out."""
+    """Reports slow ranks to the log, the events, the live view, the heat map and the list of excluded nodes."""
 
     def __init__(self, run: Watched) -> None:
         self.run = run
         self.judge = Judge(run.hosts, grid=run.grid)
         self.heat = Heat(len(run.hosts), run.config.window_steps)
         self.pending: dict[int, tuple[list[window.Window], int]] = {}
-        """Parts of windows that are not judged yet, and how many ranks they hold."""
+        """Parts of windows not yet judged, and the number of ranks they hold, by window number."""
         self.judged = -1
         self.findings: dict[str, tuple[float, tuple[str, ...]]] = {}
         self.dropped: dict[int, int] = {}
         self.layers: dict[int, int] = {}
-        """Layers of the ranks' stages, as far as there are stages."""
+        """Number of layers of each rank's stage, for pipelines."""
         self.active: dict[tuple[Kind, tuple[int, ...]], str] = {}
-        """Confirmed findings, in words; the ranks are those of findings that name somebody."""
+        """Confirmed findings, in words; the key holds the ranks only for findings that blame particular ones."""
         self.suspects: list[str] = []
-        """Findings of the last window only."""
+        """Suspicions of the last window, in words."""
         self.shown: Measures | None = None
         self.next_live = 0.0
 
     def hear(self, node: int, dropped: int, layers: Sequence[tuple[int, int]]) -> None:
-        """Takes in how many windows a node has lost, and how many layers its ranks' stages have."""
+        """Records the number of windows that a node has lost, and its ranks' layer counts."""
         self.dropped[node] = dropped
         self.layers.update({rank: count for rank, count in layers if count})
 
     def find(self, node: int, host: Sequence[str], ranks: Mapping[str, Sequence[str]], now: float) -> None:
-        """Takes in what a node's counters say of its host and of its ranks."""
+        """Records what a node's counters show about its host and ranks."""
         for rank, lines in ranks.items():
             self.findings[f"rank {rank}"] = (now, tuple(lines))
         self.findings[f"node {node}"] = (now, tuple(host))
 
     def add(self, part: window.Window) -> list[NodeCommand]:
-        """Adds one node's part of a window, and judges the window when it is complete or too old."""
+        """Adds one node's part of a window; judges windows that are complete or too old."""
         if part.index <= self.judged:
             return []
         parts, ranks = self.pending.get(part.index, ([], 0))
@@ -145,7 +145,7 @@ class Stragglers:
         return commands
 
     def decide(self, now: window.Window) -> list[NodeCommand]:
-        """Judges one window and reports what it changed; has the hosts of suspected ranks examined."""
+        """Judges one window and reports what it changed; returns commands to examine hosts of suspected ranks."""
         verdicts = self.judge.judge(now)
         if self.judge.measures is not None and self.judge.measures.window is now:
             self.heat.add(now.index, now.ranks, self.judge.measures.excess)
@@ -158,13 +158,13 @@ class Stragglers:
         return [NodeCommand(node, Message("look")) for node in sorted({self.run.nodes[rank] for rank in suspects})]
 
     def drop_cleared(self) -> None:
-        """Ends findings none of whose ranks is slow any more: ranks that were named together clear one by one."""
+        """Removes findings none of whose ranks is slow any longer: ranks named together clear one by one."""
         for kind, ranks in list(self.active):
             if kind in (Kind.RANK, Kind.HOST) and not self.judge.accused.confirmed[list(ranks)].any():
                 del self.active[kind, ranks]
 
     def with_evidence(self, verdict: Finding) -> Finding:
-        """Adds what the counters of the named ranks' hosts say, unless it is about no host."""
+        """Adds recent evidence from the named ranks' hosts; an uneven plan is not about hosts and gets none."""
         if verdict.kind is Kind.PLAN:
             return verdict
         keys = [f"rank {rank}" for rank in verdict.ranks[:8]]
@@ -181,14 +181,14 @@ class Stragglers:
         return replace(verdict, evidence=tuple(dict.fromkeys(lines)))
 
     def move_of(self, verdict: Finding) -> Move | None:
-        """What would even out the stages that it is about."""
+        """Layers to move to even out stages; None if the finding is not about stages."""
         if verdict.load is None or verdict.load.axis != "stage":
             return None
         stage_of = {rank: self.run.grid.place(rank).stage for rank in self.layers}
         return evening(verdict.load, {stage_of[rank]: count for rank, count in self.layers.items()})
 
     def tell(self, verdict: Finding) -> None:
-        """Log, event, live view, and the exclusion list."""
+        """Reports a finding to the log, events, live view and exclusion list."""
         text = sentence.of_verdict(verdict)
         key = verdict.kind, verdict.ranks if verdict.kind in (Kind.RANK, Kind.PAUSES, Kind.HOST) else ()
         if verdict.state is State.SUSPECT:
@@ -219,13 +219,13 @@ class Stragglers:
     # files
 
     def refresh(self, now: float) -> None:
-        """Writes the live view now and then."""
+        """Writes the live view every LIVE_S seconds."""
         if now >= self.next_live:
             self.next_live = now + LIVE_S
             self.write_live()
 
     def write_live(self) -> None:
-        """Refreshes what ``hpctrain watch`` shows."""
+        """Writes the file that ``hpctrain watch`` shows, if there is a new window."""
         measures = self.judge.measures
         if measures is None or measures is self.shown:
             return
@@ -237,7 +237,7 @@ class Stragglers:
             self.run.say(f"the monitor cannot write its live view: {error.what}", False)
 
     def live(self, measures: Measures, most: int = 64) -> LiveWindow:
-        """The last window: all ranks, or the busiest ones if there are many."""
+        """The last window: all ranks, or the ``most`` with the largest excess."""
         now = measures.window
         busy, wait = np.median(now.busy, axis=1), np.median(now.wait, axis=1)
         shown = sorted(np.argsort(-measures.excess)[:most].tolist())
@@ -256,7 +256,7 @@ class Stragglers:
         )
 
     def close(self) -> None:
-        """Last view, and the heat map's data."""
+        """Writes the last live view and the heat map."""
         self.write_live()
         if self.heat.used:
             try:

@@ -1,4 +1,4 @@
-"""One agent a node: ``agent`` is the process, ``node`` reads the ranks' memory.
+"""The agent on each node: ``agent`` is the process, ``node`` reads the ranks' shared memory.
 
-``host`` reads the machine's own counters, and ``stacks`` what a hung rank is doing.
+``host`` reads the host's counters, ``stacks`` dumps a hung rank's stacks, and ``death_watch`` notes deaths of ranks.
 """

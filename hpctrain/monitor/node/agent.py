@@ -1,7 +1,7 @@
-"""The agent: a plain process on each node. It reads its ranks' memory, and may die or stop without affecting them.
+"""The agent: a separate process on each node that reads its ranks' shared memory. Its death does not affect them.
 
-The first node's agent also listens to the others and decides. Started by the node's first rank (``session``), it ends
-when all ranks of its node have.
+The first node's agent also receives the others' reports and decides. The node's first rank starts it (``session``);
+it ends when all ranks of its node have ended.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from hpctrain.run.grid import Grid
 
 POLL_S = 0.25
 LONGEST_TURN_S = 2.0
-"""An agent that takes longer between two looks was stopped, and the ranks probably too."""
+"""An agent with a longer gap between two turns was stopped, and probably the ranks were too."""
 RECONNECT_S = 5.0
 PROOF_S = 10.0
-"""Longest wait for the first node's proof; then its agent is called again."""
+"""Longest wait for proof of the token from the first node's agent; then a new connection is opened."""
 LINGER_S = 3.0
-"""Longest wait at the end, for last messages."""
+"""Longest wait for last messages at the end."""
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Launchers and schedulers send these to every process of a job; the agent ends when the ranks do."""
+"""Signals that the agent ignores: launchers send them to every process of a job, but it must outlive the ranks."""
 
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """What an agent is started with; JSON on its standard input."""
+    """Parameters of an agent, passed as JSON on its standard input."""
 
     node: NodePlan
     memory: int
@@ -52,14 +52,14 @@ class AgentPlan:
     layout: Layout
     token: str
     addresses: tuple[str, ...]
-    """Where the first node's agent listens."""
+    """Addresses at which the first node's agent listens."""
     port: int
     listener: int | None
-    """Descriptor of the listening socket; the first node's agent only, if there are several nodes."""
+    """Descriptor of the listening socket; only for the first node's agent, if there are several nodes."""
     chief: dict[str, Any] | None
-    """hosts, nodes, folder, attempt, config and grid; the first node's agent only."""
+    """hosts, nodes, folder, attempt, config and grid; only for the first node's agent."""
     watching: int | None = None
-    """Descriptor that the agent closes once no death escapes it."""
+    """Descriptor that the agent closes once it notices every death."""
 
     @classmethod
     def from_json(cls, text: str) -> AgentPlan:
@@ -77,7 +77,7 @@ class Ears:
         self.selector = selectors.DefaultSelector()
 
     def attend(self, source: socket.socket | Connection, wanted: bool = True) -> None:
-        """Listens to a source from now on, or no longer. It is still open."""
+        """Starts or stops listening to a source, which must be open."""
         known = source.fileno() in self.selector.get_map()
         if wanted and not known:
             self.selector.register(source, selectors.EVENT_READ)
@@ -85,12 +85,12 @@ class Ears:
             self.selector.unregister(source)
 
     def watch(self) -> None:
-        """Listens to the lives of ranks that have joined."""
+        """Starts to watch for the deaths of ranks that have joined."""
         for descriptor in self.node.new_lives():
             self.selector.register(descriptor, selectors.EVENT_READ, data="life")
 
     def select(self, seconds: float) -> list[socket.socket | Connection]:
-        """Sources that have something, after at most ``seconds``. Reports deaths to the node."""
+        """Waits at most ``seconds`` and returns the readable sources. Reports deaths to the node."""
         self.watch()
         keys = [key for key, _ in self.selector.select(seconds)]
         for key in keys:
@@ -102,12 +102,12 @@ class Ears:
 
 
 class ChiefAgent:
-    """The first node's agent: its own node, and the connections of the others.
+    """The first node's agent: watches its own node and serves the other agents' connections.
 
     Args:
         node: this node.
-        chief: who decides.
-        door: where the other nodes' agents come in; None if there are none.
+        chief: decides for the run.
+        door: accepts the other nodes' agents; None if there are none.
     """
 
     def __init__(self, node: Node, chief: Chief, door: Door | None) -> None:
@@ -121,7 +121,7 @@ class ChiefAgent:
         self.ears = Ears(node)
 
     def run(self) -> None:
-        """Until the ranks of this node have ended and the other agents have said their last."""
+        """Runs until the ranks of this node have ended and the other agents have disconnected."""
         over_since: float | None = None
         while True:
             self.turn()
@@ -138,7 +138,7 @@ class ChiefAgent:
         self.chief.close()
 
     def turn(self, patience_s: float = POLL_S) -> None:
-        """Hears those who have something to say, and now and then looks at its own node. Thousands may talk."""
+        """Handles readable connections, of which there may be thousands, and polls its own node when due."""
         if self.door is not None:
             self.keep_door(self.door, time.monotonic())
         for source in self.ears.select(patience_s):
@@ -162,13 +162,13 @@ class ChiefAgent:
         self.obey(self.chief.tick(now))
 
     def keep_door(self, door: Door, now: float) -> None:
-        """Sends away strangers who have had their time, and lets others wait outside while there is no room."""
+        """Closes unauthenticated connections that are overdue; stops accepting while there is no room."""
         for stranger in door.overdue(now):
             self.part_from(stranger)
         self.ears.attend(door.listener, door.has_room(now, len(self.trusted)))
 
     def hear(self, connection: Connection) -> None:
-        """Takes in what another agent reports."""
+        """Handles another agent's messages."""
         messages = connection.receive()
         if connection.trusted and connection not in self.trusted:
             self.trusted.add(connection)
@@ -180,20 +180,20 @@ class ChiefAgent:
         self.flush(connection)
 
     def introduce(self, node: int, connection: Connection) -> None:
-        """Remembers whose connection it is; an agent that connects again has lost its first one."""
+        """Records the node of a connection; an agent that connects again has lost its earlier connection."""
         known = self.by_node.get(node)
         if known is not None and known is not connection:
             self.part_from(known)
         self.by_node[node] = connection
 
     def flush(self, connection: Connection) -> None:
-        """Sends what waits; parts from one that has ended."""
+        """Sends queued data; closes the connection if it has ended."""
         connection.flush()
         if connection.ended:
             self.part_from(connection)
 
     def part_from(self, connection: Connection) -> None:
-        """Closes a connection. Nothing happens if it is closed already."""
+        """Closes a connection, unless it is already closed."""
         if connection.fileno() < 0:
             return
         self.ears.attend(connection, wanted=False)
@@ -207,7 +207,7 @@ class ChiefAgent:
         connection.close()
 
     def obey(self, commands: list[NodeCommand]) -> None:
-        """Sends commands to their nodes; this node's own last, since they may end its ranks."""
+        """Sends commands to their nodes, this node's own last, since they may end its ranks."""
         for command in sorted(commands, key=lambda command: command.node == self.node.plan.node):
             if command.node == self.node.plan.node:
                 for answer in self.node.answer(command.message):
@@ -219,7 +219,7 @@ class ChiefAgent:
 
 
 class NodeAgent:
-    """Any other node's agent: reports, and does what it is asked to. Works on while there is no connection."""
+    """Any other node's agent: reports and executes commands. Continues without a connection."""
 
     def __init__(self, node: Node, addresses: tuple[str, ...], port: int, token: bytes) -> None:
         self.node = node
@@ -231,7 +231,7 @@ class NodeAgent:
         self.ears = Ears(node)
 
     def run(self) -> None:
-        """Until the ranks of this node have ended."""
+        """Runs until the ranks of this node have ended."""
         while not self.node.all_over():
             self.turn()
         self.node.alarm()
@@ -243,7 +243,7 @@ class NodeAgent:
             self.connection.close()
 
     def turn(self) -> None:
-        """Reports once and listens for a while."""
+        """Reports once, then listens for up to POLL_S."""
         now = time.monotonic()
         if self.connection is None and now >= self.next_try:
             self.next_try = now + RECONNECT_S
@@ -274,14 +274,14 @@ class NodeAgent:
 
 
 class Voice:
-    """Brings sentences to the log: through the first rank, or past it if it may hang."""
+    """Writes sentences to the log: through the first rank, or directly to its stdout if the rank may hang."""
 
     def __init__(self, reader: SlotReader) -> None:
         self.reader = reader
         os.set_blocking(sys.stdout.fileno(), False)
 
     def say(self, text: str, past_the_rank: bool) -> None:
-        """Writes one line; a log that takes nothing loses it."""
+        """Writes one line; the line is lost if the log does not accept it."""
         line = f"hpctrain monitor: {text}\n".encode()
         pid = int(self.reader.heads()[0][PID])
         with contextlib.suppress(OSError):
@@ -294,7 +294,7 @@ class Voice:
 
 
 def stand_apart() -> None:
-    """On any processor of the job rather than the first rank's, and deaf to the job's signals."""
+    """Ignores the job's signals and undoes the first rank's CPU affinity."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -302,7 +302,7 @@ def stand_apart() -> None:
 
 
 def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
-    """The agent that this process is; it may have this many open files."""
+    """Makes this process's agent. ``descriptors`` is its limit of open files."""
     reader = SlotReader.of(plan.memory, plan.layout)
     node = Node(plan.node, reader)
     token = bytes.fromhex(plan.token)
@@ -324,7 +324,7 @@ def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
 
 
 def main() -> None:
-    """The process."""
+    """Runs the agent."""
     stand_apart()
     plan = AgentPlan.from_json(sys.stdin.read())
     agent = make_agent(plan, raise_descriptors())
@@ -333,7 +333,7 @@ def main() -> None:
     if plan.watching is not None:
         os.close(plan.watching)
     with contextlib.suppress(OSError):
-        os.nice(10)  # from here on, since the ranks have waited for it
+        os.nice(10)  # only now, since the ranks waited for the start
     agent.run()
 
 

@@ -1,7 +1,7 @@
-"""A process that notes which of a node's ranks dies when, and does nothing else.
+"""A process that only notes which of a node's ranks dies, and when.
 
-The agent has a low priority, so that its arithmetic is not in the ranks' way. But who died first must be written down
-before a launcher, which hears of it too, has ended every process of the job: that takes it milliseconds.
+The agent runs at low priority so as not to disturb the ranks. But the first death must be recorded before the launcher,
+which notices it too, has ended every process of the job, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from hpctrain.run.last_words import note_death
 from hpctrain.system.processes import exit_code_of, is_ending
 
 ENDING_S = 1.0
-"""Longest wait for a rank that the kernel is ending: its connections close first, so a victim may end before it."""
+"""Longest wait for a rank that the kernel is ending: its connections close first, so a victim can end before it."""
 
 
 def start(node: Node) -> None:
-    """Forks it, before there are threads. Whoever waits for a file to close has it in place.
+    """Forks the process; call it before there are threads.
 
-    It ends with the ranks, or with the agent if they have come to their end and their processes live on.
+    It closes inherited descriptors only once it knows its ranks, so waiting for a pipe of the agent to close also waits
+    for the watch. It ends with the ranks, or with the agent if the ranks have finished but their processes are alive.
     """
-    with contextlib.suppress(OSError):  # no more processes permitted: the launcher's words have to do
+    with contextlib.suppress(OSError):  # no more processes permitted: rely on the launcher's messages
         agent, _ = os.pipe()  # the other end closes with the agent
         if os.fork() == 0:
             try:
@@ -37,16 +38,16 @@ def start(node: Node) -> None:
 
 
 def watch(node: Node, agent: int) -> None:
-    """Notes deaths until every rank of the node that the agent has in sight has ended.
+    """Notes deaths until every rank that the agent watches has ended.
 
     Args:
-        node: of the ranks.
+        node: the ranks' node.
         agent: a descriptor that becomes readable when the agent ends.
     """
     lives = {life: pid for pid, life in node.lives.items() if life >= 0}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in lives and descriptor != agent:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(descriptor)
     with selectors.DefaultSelector() as selector:
         for descriptor in (*lives, agent):
@@ -65,20 +66,20 @@ def watch(node: Node, agent: int) -> None:
 
 
 def is_victim(code: int | None) -> bool:
-    """Whether a rank that ends at the same moment as others ends because of them.
+    """Whether a rank that ends at the same time as others ended because of them.
 
-    Who loses a peer exits, and who is left is ended by the launcher with SIGTERM: other signals are causes.
+    A rank that loses a peer exits, and the launcher ends the rest with SIGTERM; other signals are causes.
     """
     return code is None or code >= 0 or code == -signal.SIGTERM
 
 
 def has_finished(node: Node, pid: int) -> bool:
-    """Whether a process has said good-bye as all the ranks that it was."""
+    """Whether every rank of a process has finished in an orderly way."""
     return all(head[STATE] == FINISHED for head in node.reader.heads() if int(head[PID]) == pid)
 
 
 def note(node: Node, pid: int, code: int | None) -> None:
-    """Writes down that a rank of the node has died, unless it had come to its end. See ``NotedDeath``."""
+    """Records the death of a rank, unless it had not joined or had finished. See ``NotedDeath``."""
     for rank, head in zip(node.ranks, node.reader.heads(), strict=True):
         if int(head[PID]) == pid and head[STATE] not in (JOINING, FINISHED):
             note_death(int(rank), code)

@@ -1,4 +1,4 @@
-"""What a host's own counters say about slowness: read at a low rate, compared pairwise, put into words."""
+"""Evidence of slowness from a host's counters: read at a low rate, compared pairwise and put into words."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from hpctrain.system import cgroups
 TICK = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
 NOTABLE = 0.05
-"""Shares of time below this are not worth a word."""
+"""Smallest fraction of time that is reported."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Counters at one moment. Times in seconds since boot or start."""
+    """Counters at one time. Times are seconds since boot or process start."""
 
     time: float
     host: Mapping[str, float]
     processes: Mapping[int, Mapping[str, float]]
-    """By process number."""
+    """Counters by PID."""
     gpus: Sequence[str] = field(default_factory=tuple)
-    """What GPUs report about their clocks, in words."""
+    """Reports of throttled GPU clocks, in words."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What stands out between two readings, in words that follow a verdict."""
+    """What stands out between two readings, in words appended to a finding."""
 
     host: tuple[str, ...]
     by_pid: Mapping[int, tuple[str, ...]]
     starved: frozenset[int] = frozenset()
-    """Processes that waited for a processor."""
+    """PIDs of processes that waited for a processor."""
 
 
 def read(pids: Sequence[int], now: float) -> Reading:
-    """Takes a reading; counters that this system does not have are left out."""
+    """Takes a reading; counters that this system lacks are left out."""
     host = {**cpu_counters(), **memory_counters(), **pressure(), **control_group(), **network_counters()}
     return Reading(now, host, {pid: process_counters(pid) for pid in pids}, gpu_clocks())
 
 
 def compare(before: Reading, after: Reading) -> Findings:
-    """What stands out. Pure."""
+    """Returns what stands out between two readings. Pure."""
     seconds = max(after.time - before.time, 1e-3)
 
     def grown(key: str) -> float:
         now = after.host.get(key, 0.0)
-        return max(now - before.host.get(key, now), 0.0)  # what could not be read before has not grown
+        return max(now - before.host.get(key, now), 0.0)  # 0 for a counter that could not be read before
 
     host = []
     if (share := grown("throttled_s") / seconds) >= NOTABLE:
@@ -79,12 +79,12 @@ def compare(before: Reading, after: Reading) -> Findings:
 
 
 def share_waited(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
-    """Share of the time that a process waited for a processor; 0 if that is not known."""
+    """Fraction of the time that a process waited for a processor; 0 if unknown."""
     return (after.get("waiting_s", 0) - before.get("waiting_s", 0)) / seconds if before else 0.0
 
 
 def compare_process(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> list[str]:
-    """What stands out about one process."""
+    """Returns what stands out about one process."""
     lines = []
     if (share := share_waited(before, after, seconds)) >= NOTABLE:
         switches = (after.get("involuntary", 0) - before.get("involuntary", 0)) / seconds
@@ -99,7 +99,7 @@ def compare_process(before: Mapping[str, float], after: Mapping[str, float], sec
 
 
 def cpu_counters() -> dict[str, float]:
-    """Processor seconds of the host: all, and those that a hypervisor gave to others; throttling events."""
+    """CPU seconds of the host, those stolen by the hypervisor, and thermal throttling events."""
     lines = lines_of(PROC / "stat")
     if not lines:
         return {}
@@ -129,19 +129,19 @@ def pressure() -> dict[str, float]:
 
 
 def control_group() -> dict[str, float]:
-    """Seconds for which the job's CPU quota held it back."""
+    """Seconds for which the CPU quota throttled the job."""
     seconds = cgroups.throttled_s()
     return {} if seconds is None else {"throttled_s": seconds}
 
 
 def network_counters() -> dict[str, float]:
-    """TCP segments sent again."""
+    """Retransmitted TCP segments."""
     lines = [line.split() for line in lines_of(PROC / "net" / "snmp") if line.startswith("Tcp:")]
     return {"retransmits": float(dict(zip(*lines, strict=True))["RetransSegs"])} if len(lines) == 2 else {}
 
 
 def process_counters(pid: int) -> dict[str, float]:
-    """Counters of one process; empty if it is gone. Waiting is that of the thread that waited longest."""
+    """Counters of one process; empty if it is gone. ``waiting_s`` is that of the thread that waited longest."""
     folder = PROC / str(pid)
     stat = (text_of(folder / "stat") or "").rpartition(")")[2].split()
     if not stat:
@@ -161,13 +161,13 @@ def process_counters(pid: int) -> dict[str, float]:
 
 
 def gpu_clocks() -> tuple[str, ...]:
-    """GPUs that hardware or heat slows down; nothing if nvidia-ml-py or a GPU is missing."""
+    """Describes GPUs throttled by hardware or heat; empty if nvidia-ml-py or a GPU is missing."""
     try:
         import pynvml  # type: ignore[import-not-found]
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
-    except Exception:  # the library, the driver or the device is missing: no evidence then
+    except Exception:  # library, driver or device missing: no evidence
         return ()
     bad = {
         pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
@@ -182,7 +182,7 @@ def gpu_clocks() -> tuple[str, ...]:
             reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
             clock = pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)
             most = pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM)
-        except pynvml.NVMLError:  # it may not be read, or has no separate clocks (vGPU); others do
+        except pynvml.NVMLError:  # not readable, or without clocks (vGPU)
             continue
         if why := [word for bit, word in bad.items() if reasons & bit]:
             found.append(f"GPU {index} runs at {clock} of {most} MHz: {', '.join(why)}")
@@ -190,10 +190,10 @@ def gpu_clocks() -> tuple[str, ...]:
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
-    """NVML's indices of this job's GPUs among ``count``: if Slurm does not hide those of other jobs, it names ours.
+    """NVML indices of this job's GPUs among ``count``, as named by Slurm if it does not hide those of other jobs.
 
-    If it hides them, indices begin at 0 again and what it names does not hold. A step's names come first: the job's
-    are those of the node that the script runs on.
+    If it hides them, indices start at 0 and the names do not apply. The step's variable comes first, because the job's
+    names the GPUs of the node on which the script runs.
     """
     named = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", named):
@@ -206,7 +206,7 @@ def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
 def rivals(
     cpus: set[int], ours: set[int], seconds: float, before: Mapping[int, float], after: Mapping[int, float]
 ) -> list[str]:
-    """Other processes that use at least half a processor among ``cpus``, between two calls of ``processor_seconds``."""
+    """Describes other processes that use at least half of one of ``cpus`` between two ``processor_seconds`` calls."""
     lines = []
     for pid, used in after.items():
         share = (used - before.get(pid, used)) / seconds
@@ -221,7 +221,7 @@ def rivals(
 
 
 def processor_seconds() -> dict[int, float]:
-    """Processor seconds of every process on the host."""
+    """CPU seconds of every process on the host, by PID."""
     found = {}
     for name in filter(str.isdecimal, names_in(PROC)):
         fields = (text_of(PROC / name / "stat") or "").rpartition(")")[2].split()
@@ -241,7 +241,7 @@ def names_in(folder: Path) -> list[str]:
 def text_of(path: Path) -> str | None:
     """A small file's content; None if it cannot be read."""
     try:
-        return path.read_text(errors="replace")  # the kernel cuts names of processes in mid-character
+        return path.read_text(errors="replace")  # the kernel may cut process names in mid-character
     except OSError:
         return None
 

@@ -1,4 +1,4 @@
-"""One node's side of the monitor: reads its ranks' memory, condenses windows, answers what the first node asks."""
+"""One node's part of the monitor: reads its ranks' memory, summarizes windows, executes the first node's commands."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from hpctrain.system import processes
 BEAT_S = 1.0
 """Seconds between reports of the heartbeats."""
 SHORTEST_READING_S = 0.25
-"""Seconds between two readings of a host on which a rank is suspected: a second may pass until it is confirmed, and the
-first reading then covers the time before, too."""
+"""Shortest time between two readings of a host with a suspected rank: a suspect can be confirmed within a second, so
+the evidence must not wait for the regular interval."""
 RIVALS_S = 30.0
-"""Seconds between searches for other processes."""
+"""Seconds between searches for other processes on the ranks' processors."""
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What one agent must know."""
+    """One node's parameters."""
 
     node: int
     """Index of the node."""
     ranks: tuple[int, ...]
-    """The node's ranks, by local rank."""
+    """The node's ranks, in order of local rank."""
     window_steps: int
     host_interval_s: float
 
@@ -47,8 +47,8 @@ class Node:
     """The ranks of one node, observed from outside.
 
     Args:
-        plan: who they are.
-        reader: their memory.
+        plan: the node's ranks and intervals.
+        reader: the ranks' memory.
     """
 
     def __init__(self, plan: NodePlan, reader: shared.SlotReader) -> None:
@@ -62,18 +62,18 @@ class Node:
         self.reading: host_counters.Reading | None = None
         self.next_rivals = 0.0
         self.alarmed = False
-        """A rank has died: the next poll reports, before a launcher has ended the other ranks too."""
+        """Whether the next poll reports at once: a rank has died, and the launcher will soon end the others."""
         self.lives: dict[int, int] = {}
-        """Descriptors that become readable when a rank dies, by process number."""
+        """Descriptors that become readable when a rank dies, by PID; -1 if there is none."""
 
     def new_lives(self) -> list[int]:
-        """Descriptors of ranks that have joined since the last call; select them to hear of a death at once."""
+        """Opens descriptors of ranks that joined since the last call; select on them to notice deaths at once."""
         fresh = []
         for head in self.reader.heads():
             pid = int(head[shared.PID])
             if head[shared.STATE] != shared.JOINING and pid not in self.lives:
                 self.lives[pid] = -1
-                with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3; Pythons built for it: conda's
+                with contextlib.suppress(OSError, AttributeError):  # Linux before 5.3, or a Python built for it
                     self.lives[pid] = os.pidfd_open(pid)
                     fresh.append(self.lives[pid])
         return fresh
@@ -84,11 +84,11 @@ class Node:
         os.close(descriptor)
 
     def alarm(self) -> None:
-        """Has the next ``poll`` report a beat, whenever it is due."""
+        """Makes the next ``poll`` report heartbeats even if they are not due."""
         self.alarmed = True
 
     def poll(self, now: float) -> list[Message]:
-        """What there is to report."""
+        """Returns the messages that are due."""
         heads = self.reader.heads()
         messages = list(self.windows(heads))
         if self.alarmed or now >= self.next_beat:
@@ -114,7 +114,7 @@ class Node:
         return found
 
     def beat(self, heads: NDArray[np.float64], now: float) -> Message:
-        """Where each rank stands."""
+        """Makes the message with each rank's heartbeat."""
         beats = [
             [
                 *(
@@ -140,18 +140,18 @@ class Node:
         return Message("beat", told)
 
     def state(self, head: NDArray[np.float64]) -> str:
-        """ended, gone, stopped, the kernel's letter, or a question mark if it cannot be looked at."""
+        """A rank's state: ended, gone, stopped, the kernel's letter, or a question mark if it cannot be read."""
         if head[shared.STATE] == shared.FINISHED:
             return ENDED
         letter = processes.look(int(head[shared.PID]), head[shared.STARTED])
         return {processes.GONE: GONE, "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED}.get(letter, letter)
 
     def findings(self, heads: NDArray[np.float64], now: float) -> list[Message]:
-        """What the host's counters say since the last reading."""
+        """Reads the host's counters and reports what stands out since the last reading."""
         pids = [int(head[shared.PID]) for head in heads if head[shared.STATE] != shared.JOINING]
         try:
             before, self.reading = self.reading, host_counters.read(pids, now)
-        except OSError:  # no descriptors: no evidence now
+        except OSError:  # out of descriptors: no evidence now
             return []
         if before is None:
             return []
@@ -165,7 +165,7 @@ class Node:
         return [Message("findings", {"node": self.plan.node, "host": list(found.host), "ranks": by_rank})]
 
     def add_rivals(self, by_rank: dict[str, list[str]], pids: Sequence[int]) -> None:
-        """Names the processes that use the ranks' processors."""
+        """Adds other processes that use the ranks' processors."""
         ours = {child for pid in pids for child in family(pid)} | {os.getpid()}
         before, began = host_counters.processor_seconds(), time.monotonic()
         time.sleep(0.3)
@@ -176,7 +176,7 @@ class Node:
                 lines.extend(host_counters.rivals(cpus, ours, seconds, before, after))
 
     def answer(self, command: Message) -> list[Message]:
-        """Does what the first node's agent asks."""
+        """Executes a command of the first node's agent; returns the answers."""
         if command.kind == "kill":
             self.kill()
         if command.kind == "look":
@@ -198,7 +198,7 @@ class Node:
         return answers
 
     def look(self, now: float) -> list[Message]:
-        """Reads the host's counters at once, or as soon as there is something to compare."""
+        """Reads the host's counters at once, or as soon as SHORTEST_READING_S has passed since the last reading."""
         if self.reading is None:
             return []
         if now < self.reading.time + SHORTEST_READING_S:
@@ -208,10 +208,10 @@ class Node:
         return self.findings(self.reader.heads(), now)
 
     def kill(self) -> None:
-        """Ends the node's ranks and what they started, except for this agent.
+        """Kills the node's ranks and their descendants, except for this agent.
 
-        Who notes deaths is spared if a rank has died: while that one's threads end, its death is not noted yet. On
-        other nodes it goes first, so that no victim is noted.
+        The death watch is spared on a node where a rank has died: it notes the death only once all of the rank's
+        threads have ended. On other nodes it is killed first, so that no victim is noted.
         """
         heads = [head for head in self.reader.heads() if head[shared.STATE] != shared.JOINING]
         spared = {os.getpid(), *(family(os.getpid()) if any(self.state(head) == GONE for head in heads) else ())}
@@ -224,21 +224,21 @@ class Node:
                             os.kill(member, signal.SIGKILL)
 
     def all_over(self) -> bool:
-        """Every rank of the node has ended."""
+        """Whether every rank of the node has ended."""
         return all(
             self.state(head) in (ENDED, GONE) for head in self.reader.heads() if head[shared.STATE] != shared.JOINING
         )
 
 
 def family(pid: int) -> list[int]:
-    """A process's descendants."""
+    """PIDs of a process's descendants."""
     with contextlib.suppress(psutil.Error, OSError):
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     return []
 
 
 def window_message(window: Window) -> Message:
-    """For the wire."""
+    """Packs a window into a message."""
     names = ("busy", "wait", "work", "typical", "mean")
     return Message(
         "window",
@@ -248,7 +248,7 @@ def window_message(window: Window) -> Message:
 
 
 def window_of(message: Message) -> Window:
-    """The inverse."""
+    """The inverse of ``window_message``."""
     return Window(
         index=int(message.fields["index"]), ranks=np.array(message.fields["ranks"], dtype=np.int64), **message.arrays
     )

@@ -1,4 +1,4 @@
-"""The stacks of a process from outside: what a hung rank is doing, even if it is stopped."""
+"""Dumps another process's stacks, to show what a hung rank is doing, even if it is stopped."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import time
 from pathlib import Path
 
 LONGEST = 64 * 1024
-"""Characters of a dump that are kept."""
+"""Largest number of characters kept of a dump."""
 TIMEOUT_S = 8.0
 
 
 def dump(pid: int, signal_number: int, file: Path) -> str:
-    """All threads' stacks of a process, or a sentence that says why they cannot be read.
+    """Returns the stacks of all threads of a process, or a sentence that says why they cannot be read.
 
-    First py-spy, which reads stopped processes too; then faulthandler, which needs the process to run.
+    Tries py-spy, which also reads stopped processes, then faulthandler, which needs the process to run.
 
     Args:
         pid: the process.
-        signal_number: signal for which the process registered faulthandler, 0 if none.
-        file: where its faulthandler writes.
+        signal_number: signal for which the process registered faulthandler; 0 if none.
+        file: file to which its faulthandler writes.
     """
     text, why = with_py_spy(pid)
     if text is None:
@@ -33,7 +33,7 @@ def dump(pid: int, signal_number: int, file: Path) -> str:
 
 
 def with_py_spy(pid: int) -> tuple[str | None, str]:
-    """The dump, or None and why."""
+    """Returns the dump, or None and the reason."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -55,7 +55,7 @@ def with_py_spy(pid: int) -> tuple[str | None, str]:
 
 
 def with_faulthandler(pid: int, signal_number: int, file: Path) -> tuple[str | None, str]:
-    """Asks the process itself, and waits for its file to grow."""
+    """Signals the process to dump its own stacks and waits for its file to grow. Returns as ``with_py_spy``."""
     if not signal_number:
         return None, "the process has no faulthandler"
     before = file.stat().st_size if file.exists() else 0

@@ -1,4 +1,4 @@
-"""The monitor inside a rank: ``session`` starts it, also for the Trainer, and ``clock`` takes the marks.
+"""The monitor inside a rank: ``session`` starts it (also for the Trainer), and ``clock`` records phases.
 
-On a CUDA stream, the backend marks instead.
+On a CUDA stream, the backend records them instead.
 """

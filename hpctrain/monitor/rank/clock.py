@@ -1,4 +1,4 @@
-"""The phase clock of one rank: a few time stamps a step, left in shared memory. It never waits and makes no garbage."""
+"""The phase clock of one rank: a few timestamps per step, written to shared memory. Never waits, makes no garbage."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PACK_ROW = struct.Struct(f"{ROW}d").pack_into
 
 
 class Marks(Protocol):
-    """What may take a RingClock's marks; see StepClock."""
+    """Replacement for a RingClock's marks; see StepClock."""
 
     def mark(self, phase: int) -> None:
-        """The time since the last mark belongs to this phase."""
+        """Counts the time since the last mark as this phase's."""
 
     def end_step(self, work: float = 1.0) -> None:
-        """A step is complete."""
+        """Ends a step."""
 
     def end_wait(self) -> None:
-        """A wait for others is over, which began with the clock's ``begin_wait``."""
+        """Ends a wait for other ranks that began with the clock's ``begin_wait``."""
 
 
 class RingClock:
-    """A StepClock whose marks the node's agent can read.
+    """A StepClock that the node's agent can read.
 
-    Keeps running totals of the seconds in each phase; at the end of a step they become a row of the ring. Differences
-    of rows are what steps took. A hand-written loop uses ``phase``, ``arrived``, ``left`` and ``end_step``.
+    Keeps running totals of the seconds in each phase and writes them as a row of the ring at the end of each step;
+    differences between rows are the times of steps. Custom loops use ``phase``, ``arrived``, ``left``, ``end_step``.
 
     Args:
-        slot: this rank's part of the node's shared memory; private memory if not given.
+        slot: this rank's slot in the node's shared memory; private memory by default.
     """
 
     def __init__(self, slot: Slot | None = None) -> None:
@@ -50,7 +50,7 @@ class RingClock:
         self.watches_gc = False
 
     def mark(self, phase: int) -> None:
-        """See StepClock. About a third of a microsecond."""
+        """See StepClock. Takes about a third of a microsecond."""
         now = monotonic()
         self.totals[phase] += now - self.last
         self.last = now
@@ -65,10 +65,10 @@ class RingClock:
         self.last = ended
 
     def end_step(self, work: float = 1.0) -> None:
-        """A step is complete. Time that no phase claimed since the last mark is the step's rest.
+        """Ends a step. Time since the last mark counts as REST.
 
         Args:
-            work: what the step had to do on this rank, such as samples: a rank with more of it is loaded, not slow.
+            work: amount of work of this rank's step, such as samples: a rank with more of it is loaded, not slow.
         """
         now = monotonic()
         totals = self.totals
@@ -93,10 +93,10 @@ class RingClock:
         """See StepClock."""
         waited = self.waited()
         self.totals[Phase.EXCHANGE] += waited
-        self.last += waited  # so that the phase under way does not have it
+        self.last += waited  # so that the current phase does not count it
 
     def waited(self) -> float:
-        """Ends a wait: the seconds since it began."""
+        """Ends a wait and returns its seconds."""
         now = monotonic()
         head = self.head
         head[MARKED_AT] = now
@@ -104,27 +104,27 @@ class RingClock:
         return now - self.wait_began
 
     def follow(self, marks: Marks) -> None:
-        """From now on marks and ends of steps and waits go to ``marks``, which writes this clock's totals and ring."""
+        """Delegates ``mark``, ``end_step`` and ``end_wait`` to ``marks``, which writes this clock's totals."""
         self.mark, self.end_step, self.end_wait = marks.mark, marks.end_step, marks.end_wait  # type: ignore[method-assign]
 
     def publish(self) -> None:
-        """Leaves the totals in the ring as a step's row: first the row, then the count that makes it valid."""
+        """Writes the totals to the ring as a step's row, then the count that makes the row valid."""
         slot = self.slot
         PACK_ROW(slot.ring, self.published % slot.rows * ROW * 8, *self.totals)
         self.published += 1
         self.head[STEPS] = self.published
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase name since the last call."""
+        """Returns the seconds by phase name since the last call."""
         now = self.totals.copy()
         seconds = {phase.name.lower(): now[phase] - self.taken[phase] for phase in Phase}
         self.taken = now
         return seconds
 
-    # For loops that are not ours.
+    # For custom loops.
 
     def phase(self, name: str) -> Scope:
-        """``with clock.phase("data"): ...``: the time inside is that phase's.
+        """Context manager that times a phase: ``with clock.phase("data"): ...``.
 
         Args:
             name: data, to_device, forward, backward, exchange, optimizer, callbacks or checkpoint.
@@ -132,17 +132,17 @@ class RingClock:
         return self.scopes[name]
 
     def arrived(self) -> None:
-        """This rank's last gradient is ready; call it right before the exchange. Ends the backward pass."""
+        """Marks the end of the backward pass; call it right before the exchange."""
         self.mark(Phase.BACKWARD)
 
     def left(self) -> None:
-        """The averaged gradients are there; call it right after the exchange."""
+        """Marks the end of the exchange; call it right after the averaged gradients have arrived."""
         self.mark(Phase.EXCHANGE)
 
     # Garbage collection
 
     def watch_gc(self) -> None:
-        """From now on collections of this process are timed."""
+        """Starts to time this process's garbage collections."""
         if not self.watches_gc:
             gc.callbacks.append(self.on_gc)
             self.watches_gc = True
@@ -154,7 +154,7 @@ class RingClock:
             self.watches_gc = False
 
     def on_gc(self, event: str, info: dict[str, int]) -> None:
-        """Called by the collector."""
+        """Callback of the garbage collector."""
         if event == "start":
             self.gc_began = monotonic()
         else:
@@ -162,7 +162,7 @@ class RingClock:
 
 
 class Scope:
-    """What ``RingClock.phase`` gives; made once, so that a step makes no garbage."""
+    """Context manager of ``RingClock.phase``; made once, so that steps allocate nothing."""
 
     def __init__(self, clock: RingClock, phase: Phase) -> None:
         self.clock = clock

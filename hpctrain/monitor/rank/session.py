@@ -1,4 +1,4 @@
-"""The monitor as a rank sees it: start it, mark phases on its clock, close it. Works without the Trainer."""
+"""The monitor as a rank uses it: start it, mark phases on its clock, close it. Works without the Trainer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, StopReason, Training
 
 DUMP_ON = signal.SIGRTMAX - 3
-"""Signal on which a rank writes its stacks if py-spy may not read them; frameworks and schedulers leave it alone."""
+"""Signal on which a rank writes its stacks if py-spy may not read them; not used by frameworks or schedulers."""
 WATCHED_S = 5.0
-"""Longest wait for the agent at the beginning: it has imported its modules while the rank made its task."""
+"""Longest wait for the agent at the start; it imports its modules while the rank builds its task."""
 CLOSE_S = 10.0
 """Longest wait for the agent at the end of a run."""
 PR_SET_PTRACER = 0x59616D61
@@ -46,27 +46,27 @@ PR_SET_PTRACER = 0x59616D61
 
 @dataclass(eq=False)
 class MonitorSession:
-    """One rank's share of a running monitor."""
+    """One rank's part of the running monitor."""
 
     clock: RingClock
-    """What the rank marks its phases on."""
+    """Clock on which the rank marks its phases."""
     agent: subprocess.Popen[bytes] | None
-    """The node's agent, on its first rank; None elsewhere, or if there is no monitor."""
+    """The node's agent on its first rank; None elsewhere, or without a monitor."""
     dump_file: IO[bytes] | None
-    """Where faulthandler writes."""
+    """File to which faulthandler writes."""
     watching: int = -1
-    """A pipe whose other end the agent closes as soon as it watches; -1 without an agent."""
+    """Read end of a pipe whose other end the agent closes once it watches; -1 without a monitor."""
 
     def starts_at(self, step: int) -> None:
-        """Says which step of the run this attempt's first one is, for events."""
+        """Publishes the step of the run at which this attempt starts, for events."""
         self.clock.head[shared.FIRST_STEP] = step
 
     def has_layers(self, count: int) -> None:
-        """Says how many layers this rank's stage has, for what would even stages out."""
+        """Publishes the number of layers of this rank's stage, used to suggest how to even out stages."""
         self.clock.head[shared.LAYERS] = count
 
     def await_agent(self) -> None:
-        """Returns when the agent watches: it notes who of its node's ranks dies first from now on."""
+        """Waits until the agent watches; from then on it notes which of its node's ranks dies first."""
         if self.watching >= 0:
             waiting = select.poll()  # select.select refuses descriptors above 1023
             waiting.register(self.watching)
@@ -74,16 +74,16 @@ class MonitorSession:
             self.close_pipe()
 
     def close_pipe(self) -> None:
-        """Closes the one that tells when the agent watches."""
+        """Closes the pipe that signals that the agent watches."""
         if self.watching >= 0:
             os.close(self.watching)
             self.watching = -1
 
     def poll(self) -> None:
-        """Prints what the monitor has to say, on the rank that can. Never waits."""
+        """Prints the agent's output, on the rank that started it. Never waits."""
         if self.agent is None or self.agent.stdout is None:
             return
-        with contextlib.suppress(OSError):  # nothing to say, or a console that is gone
+        with contextlib.suppress(OSError):  # no output, or the console is gone
             if said := os.read(self.agent.stdout.fileno(), 1 << 16):
                 sys.stdout.write(said.decode(errors="replace"))
                 sys.stdout.flush()
@@ -95,7 +95,7 @@ class MonitorSession:
         self.close(orderly=kind is None)
 
     def close(self, orderly: bool = False) -> None:
-        """Says good-bye. At an orderly end, to which all ranks come, the first one awaits the agent's last event."""
+        """Marks the rank as finished. At an orderly end, which all ranks reach, the first one waits for the agent."""
         if self.clock.head[shared.STATE] == shared.FINISHED:
             return
         self.clock.head[shared.STATE] = shared.FINISHED
@@ -116,17 +116,17 @@ class MonitorSession:
 
 
 def start(world: World, folder: Path | str, config: MonitorConfig | None = None) -> MonitorSession:
-    """Starts the monitor; every rank of the world calls it, at the same point.
+    """Starts the monitor. Collective: every rank of the world calls it at the same point.
 
-    One rank a node starts the node's agent. If anything about it fails, training continues without a monitor.
+    One rank per node starts the node's agent. If that fails, training continues without a monitor.
 
     Args:
         world: all ranks.
-        folder: the run folder: the monitor writes to its ``monitor`` folder.
-        config: thresholds and actions; by default those of the run file, but a hang is only reported.
+        folder: the run folder; the monitor writes to its ``monitor`` folder.
+        config: thresholds and actions; defaults to the run file's defaults, except that a hang is only reported.
 
     Returns:
-        This rank's session; leaving it as a context manager closes it.
+        This rank's session, a context manager that closes it on exit.
     """
     config = config or MonitorConfig(on_hang="report")
     if not config.enabled:
@@ -148,7 +148,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
 
 
 def join_memory(world: World, layout: shared.Layout) -> tuple[tuple[int, shared.Layout, RingClock] | None, str]:
-    """The node's shared memory with a clock on this rank's slot, or None and why there is none."""
+    """Opens the node's shared memory with a clock on this rank's slot. Returns None and the reason if it cannot."""
     handle, path, problem = -1, "", ""
     if world.local_rank == 0:
         try:
@@ -175,7 +175,7 @@ def join_memory(world: World, layout: shared.Layout) -> tuple[tuple[int, shared.
 def start_agent(
     world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: shared.Layout, watching: int
 ) -> subprocess.Popen[bytes] | None:
-    """Starts this node's agent on its first rank, and tells all of them where the first one listens. Collective."""
+    """Starts this node's agent on the node's first rank, with the address of the first node's agent. Collective."""
     own = interfaces() if world.local_rank == 0 and world.nodes > 1 else []
     reached_at = [interface.address for interface in own] if world.local_rank == 0 else None
     introduction = [world.host, world.node, reached_at]
@@ -227,16 +227,16 @@ def start_agent(
 
 
 def listen_for(own: list[Interface], others: list[list[str]]) -> tuple[socket.socket, list[str]]:
-    """A listening socket on the network that the job's hosts share, and where others find it.
+    """Opens a listening socket on the network that the job's hosts share. Returns it and its addresses.
 
-    Without such a network it is the address that leads to them; without that one, all of them.
+    Without a shared network it listens on the address that routes to the others; without a route, on all addresses.
     """
     address = meeting_address(own, others) or routed_address(others)
     return listen(address), [address] if address else [*(one.address for one in own), socket.gethostname()]
 
 
 def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[bytes]:
-    """The process, in its own session, so that signals to the rank's group leave it alone."""
+    """Starts the agent's process in its own session, so that signals to the rank's process group do not reach it."""
     environment = python.environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     log_file = folder.monitor / f"agent-{plan.node.node}.log"
     with tempfile.TemporaryFile() as stdin, os.fdopen(open_log(log_file, folder.path), "ab") as log:
@@ -257,7 +257,7 @@ def spawn(plan: AgentPlan, keep: list[int], folder: RunDir) -> subprocess.Popen[
 
 
 def prepare_dumps(clock: RingClock, agent: int) -> IO[bytes] | None:
-    """Lets the agent read this process's stacks: as a tracer if the system asks for leave, and by a signal."""
+    """Lets the agent read this process's stacks: as a permitted tracer (Yama), or through faulthandler on a signal."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
     try:
@@ -271,11 +271,11 @@ def prepare_dumps(clock: RingClock, agent: int) -> IO[bytes] | None:
 
 
 PRINT_STEPS = 32
-"""Steps between looks at what the monitor has to say."""
+"""Steps between polls of the monitor's output."""
 
 
 class MonitorHook(BaseHook):
-    """Prints what the monitor says, and ends it with the run. The watching itself is the clock's and the agent's.
+    """Prints the monitor's output and closes the session with the run; the clock and the agent do the watching.
 
     Args:
         session: started before the loop was built, since the framework marks its phases on the session's clock.

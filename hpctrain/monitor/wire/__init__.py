@@ -1,1 +1,1 @@
-"""How agents talk: messages in authenticated frames (``framing``), a ``connection``, and the door for strangers."""
+"""The agents' protocol: authenticated frames (``framing``), a ``connection``, and the listening side (``door``)."""

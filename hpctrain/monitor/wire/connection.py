@@ -1,4 +1,4 @@
-"""A non-blocking stream of messages between two agents that have shown each other that they hold the run's token."""
+"""A non-blocking stream of messages between two agents that have proved to each other that they hold the token."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from collections import deque
 from hpctrain.monitor.wire import framing
 
 QUEUED_MESSAGES = 64
-"""Messages that wait for a slow peer; older ones are dropped and counted."""
+"""Messages queued for a slow peer; beyond this the oldest are dropped and counted."""
 READ_BYTES = 1 << 18
-"""Bytes that are taken from a trusted peer at a time; from others only those of the greeting."""
+"""Bytes read from a trusted peer at a time; from others only the greeting is read."""
 UNANSWERED_S = 3
-"""The kernel gives up a connection whose other side's kernel has answered nothing for this long: a pulled cable. That
-of a host whose processes are all stopped does answer."""
+"""Seconds without an answer from the peer's kernel after which the connection is given up, as with a pulled cable. The
+kernel of a host whose processes are all stopped still answers."""
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Connection:
-    """One side of a connection; `over` and `connect` make them.
+    """One side of a connection; made by `over` and `connect`.
 
-    Nothing but a greeting of known length is read from a peer before it has proved itself, and nothing else is sent.
+    Until the peer has proved that it holds the token, only a greeting of fixed length is read and sent.
 
     Args:
-        stream: connected, non-blocking.
+        stream: a connected, non-blocking socket.
         token: the run's secret.
-        hello: what this side greets with.
-        calls: this side opened the connection.
-        opened: when, on the caller's clock.
+        hello: this side's greeting.
+        calls: whether this side opened the connection.
+        opened: time of opening on the caller's clock.
     """
 
     def __init__(self, stream: socket.socket, token: bytes, hello: bytes, calls: bool, opened: float) -> None:
@@ -40,24 +40,24 @@ class Connection:
         self.calls = calls
         self.opened = opened
         self.ended = False
-        """The peer has closed it, or does not belong to the run. `close` is still to be called."""
+        """Whether the peer has closed it or does not belong to the run. `close` must still be called."""
         self.unreachable = False
-        """It has ended because the peer's host does not answer."""
+        """Whether it has ended because the peer's host does not answer."""
         self.dropped = 0
         self.greeting = b""
-        """Of the peer, as far as it has come."""
+        """The part of the peer's greeting received so far."""
         self.keys: framing.Keys | None = None
         self.sealer: framing.Sealer | None = None
         self.opener: framing.Opener | None = None
-        """These two exist from the peer's proof on."""
+        """``sealer`` and ``opener`` are set once the peer has proved itself."""
         self.sending = hello
         self.queue: deque[bytes] = deque()
 
     @classmethod
     def over(cls, stream: socket.socket, token: bytes, calls: bool = False, opened: float = 0.0) -> Connection:
-        """Begins to talk over a connected socket."""
+        """Starts a connection over a connected socket."""
         stream.setblocking(False)
-        with contextlib.suppress(OSError, AttributeError):  # no TCP
+        with contextlib.suppress(OSError, AttributeError):  # not TCP
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNANSWERED_S)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -66,26 +66,26 @@ class Connection:
         return cls(stream, token, framing.new_hello(), calls, opened)
 
     def fileno(self) -> int:
-        """For select."""
+        """The socket's descriptor, for select."""
         return self.stream.fileno()
 
     @property
     def trusted(self) -> bool:
-        """The peer has proved that it holds the token."""
+        """Whether the peer has proved that it holds the token."""
         return self.sealer is not None
 
     @property
     def wants_to_send(self) -> bool:
-        """Something waits that may be sent now."""
+        """Whether there is data that may be sent now."""
         return bool(self.sending or (self.trusted and self.queue))
 
     @property
     def has_unsent(self) -> bool:
-        """Something waits, perhaps for the peer's proof."""
+        """Whether there is unsent data, including messages that wait for the peer's proof."""
         return bool(self.sending or self.queue)
 
     def send(self, message: framing.Message) -> None:
-        """Queues a message; drops the oldest one if the peer does not keep up."""
+        """Queues a message; drops the oldest one if the queue is full, and the message itself if it is too large."""
         content = message.encode()
         if len(content) > framing.LARGEST_FRAME:
             self.dropped += 1
@@ -96,7 +96,7 @@ class Connection:
         self.queue.append(content)
 
     def flush(self) -> None:
-        """Sends what the socket takes."""
+        """Sends as much as the socket accepts."""
         try:
             while self.wants_to_send and not self.ended:
                 if not self.sending and self.sealer is not None:
@@ -108,7 +108,7 @@ class Connection:
             self.fail(error)
 
     def receive(self) -> list[framing.Message]:
-        """What has arrived. Sets ``ended`` if the peer closed the connection or does not belong to the run."""
+        """Returns received messages. Sets ``ended`` if the peer closed the connection or is not of this run."""
         try:
             received = self.stream.recv(self._wanted())
         except BlockingIOError:
@@ -128,11 +128,11 @@ class Connection:
         return []
 
     def fail(self, error: OSError) -> None:
-        """Takes note of what the kernel says of it."""
+        """Ends the connection because of a socket error."""
         self.ended, self.unreachable = True, error.errno in UNREACHABLE
 
     def _wanted(self) -> int:
-        """Bytes to take: of a stranger's, the rest of the present part of its greeting."""
+        """Bytes to read: from an untrusted peer, at most the rest of the current part of its greeting."""
         if self.trusted:
             return READ_BYTES
         return (framing.HELLO_BYTES if self.keys is None else framing.HELLO_BYTES + framing.PROOF_BYTES) - len(
@@ -140,7 +140,7 @@ class Connection:
         )
 
     def _greet(self, received: bytes) -> None:
-        """Answers a hello with a proof; trusts after the peer's own."""
+        """Answers a hello with a proof; trusts the peer after its proof."""
         self.greeting += received
         if self.keys is None and len(self.greeting) == framing.HELLO_BYTES:
             self.keys = framing.derive(self.token, self.calls, self.hello, self.greeting)
@@ -151,7 +151,7 @@ class Connection:
             self.sealer, self.opener = framing.Sealer(self.keys.sending), framing.Opener(self.keys.receiving)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self.ended = True
         self.stream.close()
 
@@ -161,9 +161,9 @@ def connect(addresses: list[str], port: int, token: bytes, now: float, timeout_s
 
     Args:
         addresses: tried in this order.
-        port: of all of them.
+        port: port at each address.
         token: the run's secret.
-        now: on the caller's clock.
+        now: current time on the caller's clock.
         timeout_s: longest wait for one address.
     """
     for address in addresses:

@@ -1,4 +1,4 @@
-"""The listening side: strangers are few, have little time, and never cost a descriptor that this run needs."""
+"""The listening side. Peers without proof (strangers) are limited in number and time, and in descriptors."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from hpctrain.system import address as system_address
 
 ACCEPTED_AT_ONCE = 64
 REST_S = 1.0
-"""Pause after the system has refused to give a descriptor."""
+"""Pause after the system has run out of descriptors or memory."""
 
 
 @dataclass(frozen=True)
 class DoorLimits:
-    """How much strangers may cost."""
+    """Limits for strangers."""
 
     strangers: int = 512
-    """Connections without a proof, of all addresses."""
+    """Connections without proof from all addresses."""
     strangers_of_address: int = 16
-    """Of one address; later ones displace earlier ones."""
+    """Connections without proof from one address; later ones displace earlier ones."""
     patience_s: float = 10.0
     """Longest wait for a proof."""
     hurry_s: float = 1.0
-    """The same while others wait for a place."""
+    """Longest wait for a proof while the limit of strangers is reached."""
     reserved_descriptors: int = 128
-    """Descriptors that connections leave free: for looking at processes, for stacks, for files."""
+    """Descriptors kept free of connections, for process checks, stacks and files."""
 
 
 class Door:
-    """Accepts connections and keeps those whose peers have not proved themselves yet.
+    """Accepts connections and holds those whose peers have not proved themselves yet.
 
     Args:
-        listener: non-blocking.
+        listener: a non-blocking listening socket.
         token: the run's secret.
-        descriptors: that this process may have open.
-        limits: how much strangers may cost.
+        descriptors: limit of open files of this process.
+        limits: limits for strangers.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, descriptors: int, limits: DoorLimits) -> None:
@@ -49,17 +49,17 @@ class Door:
         self.descriptors = descriptors
         self.limits = limits
         self.strangers: dict[Connection, str] = {}
-        """With their addresses; those who have waited longest come first."""
+        """Their addresses, longest-waiting first."""
         self.of_address: Counter[str] = Counter()
         self.rests_until = 0.0
 
     def has_room(self, now: float, trusted: int) -> bool:
-        """Whether to accept now, with ``trusted`` connections open; else newcomers wait in the kernel's queue."""
+        """Whether to accept now, with ``trusted`` connections open; otherwise newcomers wait in the kernel's queue."""
         left = self.descriptors - self.limits.reserved_descriptors - trusted
         return now >= self.rests_until and len(self.strangers) < min(self.limits.strangers, left)
 
     def accept(self, now: float, trusted: int) -> list[Connection]:
-        """Takes newcomers as strangers."""
+        """Accepts new connections as strangers."""
         fresh: list[Connection] = []
         while len(fresh) < ACCEPTED_AT_ONCE and self.has_room(now, trusted):
             try:
@@ -77,7 +77,7 @@ class Door:
         return fresh
 
     def forget(self, connection: Connection) -> None:
-        """This one is a stranger no longer: it is trusted, or gone."""
+        """Removes a connection that is now trusted or closed."""
         address = self.strangers.pop(connection, None)
         if address is not None:
             self.of_address[address] -= 1
@@ -85,7 +85,7 @@ class Door:
                 del self.of_address[address]
 
     def overdue(self, now: float) -> list[Connection]:
-        """Strangers who have had their time, or whom later ones from the same address displace."""
+        """Strangers whose time is up, or that later ones from the same address displace."""
         crowded = len(self.strangers) >= self.limits.strangers
         patience_s = self.limits.hurry_s if crowded else self.limits.patience_s
         surplus = {address: count - self.limits.strangers_of_address for address, count in self.of_address.items()}
@@ -98,14 +98,14 @@ class Door:
 
 
 def listen(address: str | None) -> socket.socket:
-    """A socket for a door on a free port. See ``system.address.listen``."""
+    """Opens a non-blocking listening socket on a free port. See ``system.address.listen``."""
     listener = system_address.listen(address)
     listener.setblocking(False)
     return listener
 
 
 def raise_descriptors() -> int:
-    """Raises this process's limit of open files as far as it may; the limit."""
+    """Raises this process's limit of open files to the hard limit; returns the limit."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

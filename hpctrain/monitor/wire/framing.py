@@ -1,10 +1,10 @@
 """Messages between agents, and authenticated frames that carry them over a byte stream.
 
-Pure: bytes in, bytes out; sockets are the connection's. Both sides begin with a random nonce. From the run's token and
-both nonces each derives four keys (HMAC-SHA256 under one label each, as in HKDF's expansion, RFC 5869): one that proves
-the caller, one that proves the listener, and one for the frames of either direction. A frame is its length with a tag,
-then its content with a tag; tags count the frames, so that none can be altered, injected, repeated, reordered, left out
-or sent back. The length is checked before any of the content is kept. Contents are not encrypted.
+Pure: bytes in, bytes out; ``connection`` handles sockets. Both sides start by sending a random nonce. From the run's
+token and both nonces each derives four keys (HMAC-SHA256 with a label each, as in HKDF's expansion, RFC 5869): a proof
+for the caller, a proof for the listener, and a key for the frames in each direction. A frame is its length with a tag,
+then its content with a tag. Tags cover a frame counter, so no frame can be altered, injected, replayed, reordered,
+dropped or reflected unnoticed. The length is verified before any content is buffered. Contents are not encrypted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """A kind, JSON fields and arrays."""
+    """A message: its kind, JSON fields and float32 arrays."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The message as bytes."""
+        """Encodes the message."""
         shapes = {name: list(array.shape) for name, array in self.arrays.items()}
         header = json.dumps({"kind": self.kind, "fields": self.fields, "arrays": shapes}).encode()
         payload = (np.ascontiguousarray(array, dtype="<f4").tobytes() for array in self.arrays.values())
@@ -47,7 +47,7 @@ class Message:
         """The inverse of ``encode``.
 
         Raises:
-            ProtocolError: no message was encoded like this.
+            ProtocolError: the content is not an encoded message.
         """
         try:
             begin = HEADER.size + HEADER.unpack_from(content)[0]
@@ -70,37 +70,37 @@ TAG_BYTES = 16
 LENGTH = struct.Struct("!I")
 PREFIX_BYTES = LENGTH.size + TAG_BYTES
 LARGEST_FRAME = 64 * 2**20
-"""Bytes of one message; the largest windows of a node with a hundred ranks have one or two million."""
+"""Largest message in bytes; a window of a node with a hundred ranks has one or two million at most."""
 
 
 def new_hello() -> bytes:
-    """The first bytes of one side."""
+    """Makes one side's greeting: MAGIC and a nonce."""
     return MAGIC + secrets.token_bytes(NONCE_BYTES)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """One connection's keys, as one of its sides uses them."""
+    """One connection's keys, as seen from one side."""
 
     proof: bytes
-    """What this side sends to show that it holds the token."""
+    """Proof that this side sends."""
     expected: bytes
-    """What the other side sends for the same."""
+    """Proof expected from the peer."""
     sending: bytes
     receiving: bytes
 
 
 def derive(token: bytes, calls: bool, own_hello: bytes, peer_hello: bytes) -> Keys:
-    """The keys of a connection.
+    """Derives the keys of a connection.
 
     Args:
         token: the run's secret.
-        calls: this side opened the connection.
-        own_hello: what this side has sent.
-        peer_hello: what it has received.
+        calls: whether this side opened the connection.
+        own_hello: greeting sent by this side.
+        peer_hello: greeting received.
 
     Raises:
-        ProtocolError: the peer speaks something else.
+        ProtocolError: the peer speaks another protocol.
     """
     if not peer_hello.startswith(MAGIC):
         raise ProtocolError("the peer does not speak as an agent does")
@@ -115,7 +115,7 @@ def derive(token: bytes, calls: bool, own_hello: bytes, peer_hello: bytes) -> Ke
 
 
 def tag(key: bytes, number: int, part: bytes, content: bytes) -> bytes:
-    """What only a holder of the key can say of this part of this frame."""
+    """Authentication tag of one part of frame ``number``."""
     return hmac.digest(key, struct.pack("!Q", number) + part + content, "sha256")[:TAG_BYTES]
 
 
@@ -123,7 +123,7 @@ class Sealer:
     """Makes the frames of one direction.
 
     Args:
-        key: of that direction.
+        key: key of that direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -131,7 +131,7 @@ class Sealer:
         self.number = 0
 
     def seal(self, content: bytes) -> bytes:
-        """The next frame."""
+        """Makes the next frame."""
         length = LENGTH.pack(len(content))
         before, after = (tag(self.key, self.number, *part) for part in ((b"length", length), (b"content", content)))
         self.number += 1
@@ -142,7 +142,7 @@ class Opener:
     """Reads the frames of one direction.
 
     Args:
-        key: of that direction.
+        key: key of that direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -150,13 +150,13 @@ class Opener:
         self.number = 0
         self.incoming = bytearray()
         self.awaited: int | None = None
-        """Bytes of the content whose length has been checked."""
+        """Length of the content to come, once verified."""
 
     def open(self, received: bytes) -> list[bytes]:
-        """The contents of the frames that these bytes complete.
+        """Returns the contents of the frames that these bytes complete.
 
         Raises:
-            ProtocolError: a frame is not the peer's next one.
+            ProtocolError: a frame is not the peer's next one, or is too large.
         """
         self.incoming += received
         contents = []
@@ -182,7 +182,7 @@ class Opener:
         return content
 
     def _cut(self, size: int) -> bytes:
-        """Takes bytes off the front."""
+        """Removes and returns bytes from the front."""
         taken = bytes(self.incoming[:size])
         del self.incoming[:size]
         return taken

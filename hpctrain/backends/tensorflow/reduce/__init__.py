@@ -1,1 +1,1 @@
-"""Gradients summed over ranks: ``reducer``, in pieces; rows of tables go by ``sparse_sums``."""
+"""Sums gradients over ranks: ``reducer`` in pieces, ``sparse_sums`` by rows of embedding tables."""

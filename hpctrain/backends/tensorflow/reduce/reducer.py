@@ -1,5 +1,4 @@
-"""Sums of TensorFlow gradients over ranks, a few tensors that travel together: by MPI through host memory, or by
-Horovod's operation."""
+"""Sums TensorFlow gradients over ranks as a few packed tensors: by MPI through host memory, or by Horovod."""
 
 from __future__ import annotations
 
@@ -26,48 +25,46 @@ from hpctrain.reduce.layout import LOSS, SLOTS, SQUARE, plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 
 JOINED_BYTES = 65536
-"""Of gradients that travel as one piece: each more costs some 10 us on its way to Python and back."""
+"""Total gradient size up to which all gradients form one piece: each further piece costs about 10 us in Python."""
 Told = Callable[[], None] | None
-"""What is called on the host."""
+"""A callback on the host, or None."""
 
 
 class Reducer(Protocol):
     """Sums pieces over the ranks. Every rank makes the same calls in the same order."""
 
     name: str
-    """Of the candidate, such as mpi-node."""
+    """The candidate's name, such as mpi-node."""
     lends: bool
-    """Whether ``borrow`` lends."""
+    """Whether ``borrow`` avoids the copy."""
     meets: bool
-    """Whether there are other ranks to wait for."""
+    """Whether there are other ranks."""
 
     def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
-        """The sums of the pieces over the ranks; in a TensorFlow function or outside.
+        """Sums the pieces over the ranks; works inside and outside of TensorFlow functions.
 
         Args:
-            pieces: as ``KerasGradients.pack`` makes them, of the same shapes on every rank. The last one travels in
-                full precision.
-            before: called when they are complete.
-            after: called when the sums are there.
+            pieces: from ``Pieces.pack``, with the same shapes on every rank. The last one is never compressed.
+            before: called when the pieces are complete.
+            after: called when the sums are complete.
 
         Returns:
-            Sums of the same shapes and dtypes. The last one holds the square of the norm of the others, too.
+            Sums with the same shapes and dtypes. The last one also holds the squared norm of the others.
         """
 
     def borrow(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
-        """The same without a copy, if the reducer lends: from memory that other ranks read and the next call
-        overwrites.
+        """``sum`` without a copy, if the reducer lends: the results are in memory that the next call overwrites.
 
-        For functions that keep all sums alive to their end, since TensorFlow may compute in the memory of a tensor that
-        nothing else holds, and assign none to a variable, since that would share the memory.
+        The caller must keep all sums alive to its end, since TensorFlow may reuse the memory of a tensor with no other
+        references, and assign none to a variable, which would share the memory.
         """
 
     def close(self) -> None:
-        """Releases memory and communicators, ends threads."""
+        """Releases memory and communicators and ends threads."""
 
 
 class NoReducer:
-    """One rank: its gradients are the sum."""
+    """For one rank, whose gradients are the sum."""
 
     name = "none"
     lends = meets = False
@@ -82,12 +79,12 @@ class NoReducer:
 
 
 class HostReducer:
-    """MPI sums over the pieces in host memory, where TensorFlow on CPUs leaves them and reads the sums."""
+    """Sums pieces by MPI in host memory, which TensorFlow on CPUs uses without copies."""
 
     meets = True
 
     def __init__(self, name: str, host: PieceAllreduce, joined: bool, residue: Residue | None = None) -> None:
-        """``joined``: all gradients are one piece for ``host``, as is best if they are few or on a GPU."""
+        """``joined``: pass all gradients to ``host`` as one piece, which is best if they are small or on a GPU."""
         self.name = name
         self.residue = residue
         self.host = host
@@ -118,7 +115,7 @@ class HostReducer:
 
 
 class HorovodReducer:
-    """One Horovod allreduce of all pieces: nothing is left for its dynamic fusion to reorder."""
+    """One Horovod allreduce over all pieces, so that its dynamic fusion cannot change the order of summation."""
 
     lends, meets = False, True
 
@@ -144,25 +141,25 @@ class HorovodReducer:
         return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}_{self.lease.number}")
 
     def close(self) -> None:
-        """Gives up its use of Horovod."""
+        """Ends its use of Horovod."""
         self.lease.end()
 
 
 def tell(told: Told) -> None:
-    """Calls it, if there is one."""
+    """Calls the callback, if there is one."""
     if told is not None:
         told()
 
 
 def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
-    """A scalar that Python gives, in a TensorFlow function."""
+    """Calls a Python function that returns a scalar from within a TensorFlow function."""
     given = tf.numpy_function(function, inputs, dtype)
     given.set_shape(())
     return given
 
 
 def telling(told: Told, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The pieces; the host is notified when they are complete."""
+    """Returns the pieces; a callback on the host runs when they are complete."""
     if told is None:
         return list(pieces)
 
@@ -171,20 +168,20 @@ def telling(told: Told, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return np.True_
 
     with tf.control_dependencies(pieces):
-        heard = python_called(hear, [pieces[-1]], tf.bool)  # it gets a value, so that a device has come so far
+        heard = python_called(hear, [pieces[-1]], tf.bool)  # passing a value waits for the device
     with tf.control_dependencies([heard]):
         return [tf.identity(piece) for piece in pieces]
 
 
 def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The same, if the last one holds the square of the norm of the others."""
+    """Adds the squared norm of the other pieces to the last one."""
     *gradients, slots = pieces
     square = 2.0 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients] or [tf.zeros((), slots.dtype)])
     return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
 
 
 class FastFloat16:
-    """compression.Float16 by TensorFlow's vectorised casts: the same bits, many times faster than NumPy's."""
+    """compression.Float16 with TensorFlow's vectorised casts: bitwise equal to NumPy's and many times faster."""
 
     def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
         np.copyto(out.view(np.float16), np.asarray(tf.cast(tf.convert_to_tensor(values), tf.float16)))
@@ -194,10 +191,10 @@ class FastFloat16:
 
 
 def open_reducer(candidate: Candidate, group: Group, pieces: Pieces, exact_updates: int = 0) -> Reducer:
-    """The reducer of a candidate. Collective over the group. ``exact_updates`` is reduce.compress_after_steps.
+    """Opens the reducer of a candidate. Collective over the group. ``exact_updates``: reduce.compress_after_steps.
 
     Raises:
-        UserError: Horovod is missing or does not fit; see horovod_setup.
+        UserError: Horovod is missing or incompatible; see horovod_setup.
     """
     if candidate.kind == "none" or group.size == 1:
         return NoReducer()
@@ -223,7 +220,8 @@ def open_reducer(candidate: Candidate, group: Group, pieces: Pieces, exact_updat
 class KerasReducers:
     """Reducers of one model's gradients; see reducer_choice.Reducers.
 
-    Gradients are sent after backward, never during it: the monitor needs to know when a rank has finished its own work.
+    Gradients are exchanged after the backward pass, never during it, so that the monitor sees when a rank has finished
+    its own work.
     """
 
     pieces: Pieces
@@ -248,18 +246,18 @@ def measured_reducer(
     chosen: str | None = None,
     announce: Callable[[Choice], object] | None = None,
 ) -> Reducer:
-    """The reducer that the configuration names or, for ``auto``, the one that is fastest here. Collective.
+    """Opens the configured reducer or, for ``auto``, the fastest one here. Collective.
 
     Args:
         config: the run file's section.
         world: the ranks.
-        pieces: of the gradients.
-        rehearse: runs forward, backward and ``sum`` once with the reducer it gets, and leaves the model as it was.
-        chosen: the name of an earlier choice, which is kept without measuring.
-        announce: called with what was measured, if there was a choice.
+        pieces: pieces of the gradients.
+        rehearse: runs forward, backward and ``sum`` once with a given reducer, leaving the model unchanged.
+        chosen: name of an earlier choice, which is kept without measuring.
+        announce: called with the measurements, if there was a choice.
 
     Raises:
-        UserError: the configured kind cannot be used here, for example Horovod that is not installed.
+        UserError: the configured kind cannot be used here, for example because Horovod is not installed.
     """
     return ReducerChoice(config, world, chosen, announce).reducer(
         KerasReducers(pieces, config.compress_after_steps), rehearse
@@ -271,7 +269,7 @@ def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None
 
     Args:
         group: the ranks, such as ``world.data``.
-        variables: of the same shapes and types on every rank.
+        variables: the variables, with the same shapes and dtypes on every rank.
         what: completes "waited for the other ranks to ..." in an error.
     """
     if group.comm is None:
@@ -283,61 +281,60 @@ def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None
 
 
 STACKED = 16384
-"""Elements: smaller gradients of one shape travel as one tensor. A tensor more costs as much as copying these."""
+"""Elements below which gradients of one shape are stacked: copying these costs as much as one more tensor."""
 
 
 class Pieces:
-    """Which gradients make which tensor: large ones are taken as they are, small ones of one shape are stacked.
+    """Packs gradients into pieces: large ones stay single tensors, small ones of the same shape are stacked.
 
-    The last piece holds numbers that travel along, such as the loss. TensorFlow makes and takes apart all of them in a
-    few operations.
+    The last piece holds extra scalars (slots), such as the loss. Packing and unpacking take few TensorFlow operations.
 
     Args:
-        variables: those to train, in the order in which gradients are given and returned.
+        variables: the trained variables, in the order in which gradients are given and returned.
     """
 
     def __init__(self, variables: Sequence[keras.Variable]) -> None:
         shapes = [tuple(variable.shape) for variable in variables]
         self.dtype = exchanged_dtype(variables)
-        """In which gradients are exchanged."""
+        """Dtype in which gradients are exchanged."""
         self.groups = grouped(shapes)
         """Indices of the variables of each piece."""
         self.variable_shapes = shapes
         self.shapes = [
             shapes[group[0]] if len(group) == 1 else (len(group), *shapes[group[0]]) for group in self.groups
         ]
-        """Of all pieces but the last."""
+        """Shapes of all pieces but the last."""
         self.layout = plan([math.prod(shape) for shape in self.shapes], None, SLOTS)
-        """Of the pieces in one flat buffer, for sums that need one."""
+        """Layout of the pieces in one flat buffer, for sums that need one."""
 
     def pack(self, gradients: Sequence[Any], loss: Any) -> list[tf.Tensor]:
-        """The pieces, to be summed over the ranks.
+        """Packs gradients and the loss into pieces to be summed over the ranks.
 
         Args:
-            gradients: in the order of the variables, each of its variable's shape; dense.
-            loss: scalar, this rank's part of the mean loss over all ranks' samples.
+            gradients: dense gradients in the order of the variables, each with its variable's shape.
+            loss: scalar; this rank's part of the mean loss over all ranks' samples.
         """
         return self.pack_with(gradients, {LOSS: loss})
 
     def mean_loss(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The loss in summed pieces: a scalar."""
+        """Returns the loss in summed pieces, a scalar."""
         return pieces[-1][LOSS]
 
     def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
-        """The pieces, with scalars by their place among the slots; zeros elsewhere."""
+        """Packs gradients, with scalars by slot number; other slots are zero."""
         known = [tf.cast(gradient, self.dtype) for gradient in gradients]
         for gradient, shape in zip(known, self.variable_shapes, strict=True):
-            gradient.set_shape(shape)  # TensorFlow itself does not know that of Dense over three axes, for one
+            gradient.set_shape(shape)  # unknown to TensorFlow for Dense over three axes, for example
         packed = [
             known[group[0]] if len(group) == 1 else tf.stack([known[index] for index in group]) for group in self.groups
         ]
         return [*packed, tf.stack([tf.cast(slots.get(slot, 0.0), self.dtype) for slot in range(SLOTS)])]
 
     def unpack(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The gradients in such pieces, in the order of the variables.
+        """Unpacks the gradients, in the order of the variables.
 
         Args:
-            pieces: of ``pack``, summed over the ranks; the last one may be left out.
+            pieces: pieces from ``pack``, summed over the ranks; the last one may be left out.
         """
         found: dict[int, tf.Tensor] = {}
         for group, piece in zip(self.groups, pieces, strict=False):
@@ -345,17 +342,17 @@ class Pieces:
         return [found[index] for index in range(len(self.variable_shapes))]
 
     def zeros(self) -> list[tf.Tensor]:
-        """What a rank contributes whose part of the batch is empty."""
+        """Pieces of a rank whose part of the batch is empty."""
         return [tf.zeros(shape, self.dtype) for shape in [*self.shapes, (SLOTS,)]]
 
 
 def exchanged_dtype(variables: Sequence[keras.Variable]) -> tf.DType:
-    """In which gradients of these are summed."""
+    """Dtype in which the gradients of these variables are summed."""
     return tf.float64 if any(variable.dtype == "float64" for variable in variables) else tf.float32
 
 
 def grouped(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Indices of small arrays of one shape together, all others alone; in the order of each group's first."""
+    """Groups the indices of small arrays of the same shape; large arrays are alone. Ordered by each group's first."""
     groups: dict[Any, list[int]] = {}
     for index, shape in enumerate(shapes):
         groups.setdefault(shape if math.prod(shape) < STACKED else index, []).append(index)
@@ -363,11 +360,11 @@ def grouped(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def join(pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-    """One flat tensor of all pieces, in their order."""
+    """Concatenates all pieces into one flat tensor."""
     return tf.concat([tf.reshape(piece, (-1,)) for piece in pieces] or [tf.zeros((0,))], 0)
 
 
 def split(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Undoes ``join``."""
+    """The inverse of ``join``."""
     parts = tf.split(flat, [math.prod(piece.shape) for piece in like]) if like else []
     return [tf.reshape(part, piece.shape) for part, piece in zip(parts, like, strict=True)]

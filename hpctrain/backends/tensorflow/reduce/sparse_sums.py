@@ -1,4 +1,4 @@
-"""Gradients of Keras embeddings that stay sparse, next to the pieces of all others, in TensorFlow functions."""
+"""Sums sparse gradients of Keras embeddings by rows, next to the pieces of all other gradients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hpctrain.train.framework import StepSettings
 
 
 class Gradients:
-    """Gradients of some variables as the tensors that travel: rows of tables, then the pieces of all others.
+    """Packs gradients into the tensors to exchange: rows of tables, then the pieces of all others.
 
     Args:
-        variables: those to train, in the order in which gradients are given and returned.
-        tables: those of them whose rows travel alone.
+        variables: the trained variables, in the order in which gradients are given and returned.
+        tables: variables among them that are exchanged by rows.
         group: the ranks. Collective over them if there are tables.
     """
 
@@ -39,28 +39,28 @@ class Gradients:
         return [*rows, *self.pieces.pack_with([gradient for is_table, gradient in pairs if not is_table], slots)]
 
     def apart(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Rows, and pieces."""
+        """Splits tensors into rows and pieces."""
         cut = 2 * len(self.tables.shapes)
         return list(tensors[:cut]), list(tensors[cut:])
 
     def added(self, tensors: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sum of two micro-batches' gradients."""
+        """Adds the gradients of two micro-batches."""
         (rows, pieces), (more_rows, more_pieces) = self.apart(tensors), self.apart(more)
         summed = [old + new for old, new in zip(pieces, more_pieces, strict=True)]
         return [*self.tables.joined(rows, more_rows), *summed]
 
     def unpack(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor], as_rows: bool) -> list[Any]:
-        """The gradients, in the order of the variables: of tables as tf.IndexedSlices, or dense."""
+        """Unpacks the gradients in the order of the variables; those of tables as tf.IndexedSlices or dense."""
         of_tables: Iterator[Any] = iter(self.tables.unpack(rows) if as_rows else self.tables.whole(rows))
         others = iter(self.pieces.unpack(pieces))
         return [next(of_tables if is_table else others) for is_table in self.is_table]
 
     def zeros(self) -> list[tf.Tensor]:
-        """What a rank contributes whose part of the batch is empty."""
+        """Tensors of a rank whose part of the batch is empty."""
         return [*self.tables.pack([None] * len(self.tables.shapes)), *self.pieces.zeros()]
 
     def specs(self) -> list[tf.TensorSpec]:
-        """Of the tensors."""
+        """Specs of the packed tensors."""
         pieces = [tf.TensorSpec(piece.shape, piece.dtype) for piece in self.pieces.zeros()]
         return [*self.tables.specs(), *pieces]
 
@@ -70,12 +70,12 @@ class Gradients:
 
 
 class Tables:
-    """Rows of some tables: for each, a tensor of indices, each once, and one of values behind it.
+    """Packs rows of some tables: for each, a tensor of unique indices followed by one of values.
 
     Args:
-        variables: the tables; each has two axes.
-        group: the ranks; one process needs no exchange.
-        dtype: in which gradients are exchanged.
+        variables: the tables, each with two axes.
+        group: the ranks; a single process needs no exchange.
+        dtype: dtype in which gradients are exchanged.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], group: Group, dtype: tf.DType) -> None:
@@ -85,7 +85,7 @@ class Tables:
         self.rows = RowExchange(group, self.shapes, dtype.as_numpy_dtype) if several else None
 
     def pack(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
-        """Rows of gradients as TensorFlow gives them; all of a dense one, as a table has that is a matrix, too."""
+        """Packs gradients; a dense one (of a table also used as a matrix) contributes all rows."""
         packed = []
         for gradient, (rows, columns) in zip(gradients, self.shapes, strict=True):
             if gradient is None:
@@ -99,16 +99,16 @@ class Tables:
         return packed
 
     def joined(self, packed: Sequence[tf.Tensor], more: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Rows of two micro-batches."""
+        """Joins the rows of two micro-batches."""
         both = [tf.concat(pair, 0) for pair in zip(packed, more, strict=True)]
         return self.pack(self.unpack(both))
 
     def sum(self, packed: Sequence[tf.Tensor], after: Told = None) -> list[tf.Tensor]:
-        """The sums over the ranks, which all meet in it; the same of one process.
+        """Sums rows over the ranks. Collective; on one process it returns its input.
 
         Args:
-            packed: this rank's.
-            after: called when the sums of several ranks are there.
+            packed: this rank's packed rows.
+            after: called when the sums of several ranks are complete.
         """
         if self.rows is None:
             return list(packed)
@@ -124,28 +124,28 @@ class Tables:
         return sums
 
     def unpack(self, packed: Sequence[tf.Tensor]) -> list[tf.IndexedSlices]:
-        """As optimizers take them."""
+        """Unpacks rows as tf.IndexedSlices, the form that optimizers accept."""
         parts = zip(packed[::2], packed[1::2], self.shapes, strict=True)
         return [tf.IndexedSlices(values, indices, tf.constant(shape, tf.int64)) for indices, values, shape in parts]
 
     def whole(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """As dense tensors."""
+        """Unpacks rows as dense tensors."""
         parts = zip(packed[::2], packed[1::2], self.shapes, strict=True)
         return [tf.math.unsorted_segment_sum(values, indices, rows) for indices, values, (rows, _) in parts]
 
     def scaled(self, packed: Sequence[tf.Tensor], factor: tf.Tensor) -> list[tf.Tensor]:
-        """Rows times a scalar; 0 times anything is 0."""
+        """Multiplies rows by a scalar; 0 times anything, even NaN, is 0."""
         factor = tf.cast(factor, self.dtype)
         pairs = zip(packed[::2], packed[1::2], strict=True)
         return [part for indices, values in pairs for part in (indices, tf.math.multiply_no_nan(values, factor))]
 
     def square(self, packed: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Of the L2 norm."""
+        """Squared L2 norm."""
         squares = [2.0 * tf.nn.l2_loss(values) for values in packed[1::2]]
         return tf.add_n(squares) if squares else tf.zeros((), self.dtype)
 
     def specs(self) -> list[tf.TensorSpec]:
-        """Of packed rows."""
+        """Specs of packed rows."""
         found = []
         for _, columns in self.shapes:
             found += [tf.TensorSpec((None,), tf.int64), tf.TensorSpec((None, columns), self.dtype)]
@@ -164,7 +164,7 @@ class Tables:
 
 
 SMALLEST = 2**18
-"""Elements of a table: a smaller one is summed in less time than the messages of its rows take."""
+"""Smallest table in elements: smaller ones are summed faster densely than by rows."""
 
 
 def sparse_variables(
@@ -174,16 +174,16 @@ def sparse_variables(
     config: StepSettings,
     ranks: int,
 ) -> list[keras.Variable]:
-    """Those that are large tables of ``keras.layers.Embedding`` and have no penalty, since its gradient has all rows.
+    """Selects large tables of ``keras.layers.Embedding`` without a penalty (whose gradient covers all rows).
 
-    None under ``train.compile``, since XLA knows no tensors whose size depends on values; none in 16 bits, where
-    gradients of tables are dense; and none in one process if the optimizer changes all rows anyway.
+    Selects none under ``train.compile``, since XLA does not support tensors whose size depends on values; none in 16
+    bits, where gradients of tables are dense; and none on one process if the optimizer changes all rows anyway.
 
     Args:
-        variables: those that ``optimizer`` trains.
-        model: they are in it.
-        config: what shapes an update.
-        ranks: those that exchange.
+        variables: the variables that ``optimizer`` trains.
+        model: their model.
+        config: settings of an update.
+        ranks: number of ranks that exchange gradients.
     """
     train = config.train
     if config.reduce.sparse != "auto" or train.compile or train.precision != "fp32":
@@ -202,10 +202,10 @@ def sparse_variables(
 
 @contextlib.contextmanager
 def rows_read_alone(tables: Sequence[keras.Variable]) -> Iterator[None]:
-    """In the body, embeddings read the rows of these tables that they look up. Keras has them copy all, each time.
+    """In the body, embeddings read only the rows that they look up; Keras would copy the whole table each time.
 
-    It is the class that is changed, and changed back at the end. Only for tables that are updated by rows alone: it is
-    such an update after which TensorFlow copies a variable that is read whole.
+    Patches the class and restores it at the end. Only for tables updated by rows: after such updates TensorFlow copies
+    a variable that is read whole.
     """
     ids = {id(variable) for variable in tables}
     original = keras.layers.Embedding.embeddings
@@ -223,10 +223,10 @@ def rows_read_alone(tables: Sequence[keras.Variable]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rows_updated_alone() -> Iterator[None]:
-    """In the body, Adagrad reads of its accumulator only the rows that it updates, each of which it gets once.
+    """In the body, Adagrad reads only the updated rows of its accumulator; each row occurs once in a gradient.
 
-    Keras takes the root of all of it, each time; the numbers are the same to rounding. It is the class that is changed,
-    and changed back at the end.
+    Keras takes the root of the whole accumulator each time; results agree up to rounding. Patches the class and
+    restores it at the end.
     """
     original = keras.optimizers.Adagrad.update_step
 
@@ -248,7 +248,7 @@ def rows_updated_alone() -> Iterator[None]:
 
 
 def updates_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether it leaves a row as it is that is not in tf.IndexedSlices, and whose gradient is zero when it is dense."""
+    """Whether the optimizer leaves rows unchanged that are missing in tf.IndexedSlices or have zero dense gradients."""
     plain = not (
         optimizer.weight_decay
         or optimizer.clipnorm
@@ -256,7 +256,7 @@ def updates_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
         or optimizer.global_clipnorm
         or optimizer.use_ema
         or optimizer.gradient_accumulation_steps
-        or optimizer.loss_scale_factor  # Keras divides by it, which tf.IndexedSlices cannot
+        or optimizer.loss_scale_factor  # Keras divides gradients by it, but tf.IndexedSlices cannot be divided
     )
     kind = type(optimizer)
     return plain and (kind is keras.optimizers.Adagrad or (kind is keras.optimizers.SGD and not optimizer.momentum))

@@ -1,1 +1,1 @@
-"""Variables as named ``tensors``, gathered by ``source``, and ``weights`` that models make late, to and from files."""
+"""Model state: named ``tensors``, collected by ``source``; ``weights`` builds late weights and exports them."""

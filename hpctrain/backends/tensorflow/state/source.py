@@ -1,4 +1,4 @@
-"""The state of a Keras run on this rank, to and from named arrays."""
+"""Saves and loads the state of a Keras run on this rank as named arrays."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from hpctrain.train.stateful import Kept, unchanged
 
 
 class Rates:
-    """Of all optimizers of a task, as they were when it was made."""
+    """Learning rates of a task's optimizers, as they were when the task was made."""
 
     def __init__(self, task: KerasTask) -> None:
         self.task = task
         self.rates = [(one, own_learning_rate(one)) for one in optimizers_in(task.optimizer).values()]
         self.factor: float | None = None
-        """What they were multiplied by last."""
+        """Last factor applied."""
 
     def forget(self) -> None:
-        """Rates were loaded: those of the run file hold, not the saved ones."""
+        """Forgets the last factor after loading, so that the run file's rates replace the saved ones."""
         self.factor = None
 
     def multiply(self, factors: Factors) -> None:
-        """Keras optimizers have one rate."""
+        """Sets all rates to the original rate times one factor; Keras optimizers have a single rate."""
         if isinstance(factors, (Sequence, OwnRates)):
             raise refusal({Feature.KERAS: True, Feature.GROUP_RATES: True})
         factor = factors
@@ -57,7 +57,7 @@ class Rates:
 
 
 def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """The number an optimizer was made with, or None if a Keras schedule sets its learning rate."""
+    """The optimizer's learning rate, or None if a Keras schedule sets it."""
     if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         return None
     return float(optimizer.learning_rate)
@@ -65,23 +65,23 @@ def own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
 
 @dataclass(frozen=True)
 class Named:
-    """Variables of a task that have names: its model's, what it holds besides, and TensorFlow's noise."""
+    """Named variables of a task: its model's, others that it holds, and TensorFlow's random generator."""
 
     model: keras.Model
     holdings: Holdings
     noise: tf.random.Generator
     equal: Sequence[tf.Variable] = ()
-    """Of the model's statistics, those that are equal on all ranks."""
+    """Model statistics that are equal on all ranks."""
 
     def tensors(self) -> list[VariableTensor]:
-        """``model/...``, ``optimizer/...``, ``held/...``, ``rng/...``."""
+        """All named variables: ``model/...``, ``optimizer/...``, ``held/...``, ``rng/...``."""
         noise = VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK)
         return [*model_tensors(self.model, self.equal), *self.holdings.tensors(), noise]
 
 
 @contextlib.contextmanager
 def put_back(variables: Sequence[VariableTensor]) -> Iterator[None]:
-    """Variables, and random states of the host, are afterwards what they were before."""
+    """Restores variables and the host's random state after the body."""
     before, random = [np.array(one.host_view()) for one in variables], host_random_state()
     try:
         yield
@@ -97,19 +97,19 @@ class KerasState:
 
     named: Named
     averages: Sequence[tf.Variable]
-    """Of trained variables, in float32; empty without an EMA."""
+    """EMA of trained variables, in float32; empty without an EMA."""
     loss_scale: LossScale | None
     rates: Rates
     batch_norms: BatchNorms
     objects: Sequence[Kept]
-    """The task's, whose state is saved."""
+    """Objects of the task whose state is saved."""
     leaves: KerasLeaves
     group: Group
     """Ranks that see different samples."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     residues: Mapping[str, Residue] = field(default_factory=dict)
-    """Of sums that are compressed."""
+    """Error-feedback residues of compressed sums."""
 
     def reseed(self, step: int) -> None:
         rank_seed = derive(self.seed, self.group.rank, 1, step)  # dropout must differ between ranks
@@ -117,12 +117,12 @@ class KerasState:
         self.named.noise.reset_from_seed(rank_seed)
         for number, variable in enumerate(filter(is_seed, self.named.model.non_trainable_variables)):
             variable.assign([derive(rank_seed, number) % 2**32, 0])
-        if step:  # before the first one, the task's own seeds hold
+        if step:  # before the first step, the task's own seeds apply
             self.named.holdings.reseed(rank_seed)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """What forward passes in the body change is put back."""
+        """Restores what forward passes in the body change."""
         equal = {id(variable) for variable in self.named.equal}
         changed = [one for one in self.variables() if one.placement is Placement.RANK or id(one.variable) in equal]
         with put_back(changed), unchanged(self.objects, self.leaves):
@@ -132,31 +132,31 @@ class KerasState:
         return put_back([one for one in self.named.tensors() if one.name.startswith("rng/")])
 
     def state(self) -> list[StateTensor]:
-        """``model/...``, ``optimizer/...``, ``ema/...``, ``scaler/scale``, ``rng/...``."""
+        """All state: ``model/...``, ``optimizer/...``, ``held/...``, ``ema/...``, ``scaler/...``, ``rng/...``."""
         scaler = self.loss_scale.tensors() if self.loss_scale else []
         host = [ArrayTensor(name, array, Placement.RANK) for name, array in host_random_state().items()]
         return [*self.variables(), *scaler, *residue_tensors(self.residues), *host]
 
     def variables(self) -> list[VariableTensor]:
-        """Those of TensorFlow."""
+        """The state held in TensorFlow variables."""
         model = self.named.model
         paths = [path_in(model, variable) for variable in model.trainable_variables]
         averages = [VariableTensor(f"ema/{path}", value) for path, value in zip(paths, self.averages, strict=False)]
         return [*self.named.tensors(), *averages]
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
         self.named.holdings.refuse_strangers(arrays)
         load_tensors(self.variables(), arrays)
         if self.loss_scale:
             self.loss_scale.load(arrays)
         load_residues(self.residues, arrays)
         restore_host_random_state(arrays)
-        self.batch_norms.follow()  # each rank may have had its own when they were saved
+        self.batch_norms.follow()  # statistics may have been saved per rank
         self.rates.forget()
 
     def begin_averages(self) -> None:
-        """Averages begin at the weights as they are now."""
+        """Sets the averages to the current weights."""
         for average, variable in zip(self.averages, self.named.model.trainable_variables, strict=bool(self.averages)):
             average.assign(tf.cast(variable.value, tf.float32))
 

@@ -34,34 +34,34 @@ class VariableTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the variable."""
+        """Shape of the variable."""
         return tuple(self.variable.shape)
 
     @property
     def dtype(self) -> str:
-        """Logical dtype."""
+        """Dtype of the variable, such as float32 or bfloat16."""
         return str(self.variable.dtype.name)
 
     def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
         np.copyto(out, self.host_view()[part_of(begin, out.shape)], casting="no")
 
     def host_view(self) -> NDArray[Any]:
-        """The value; on a CPU the variable's own memory, so read it before the next update."""
+        """Returns the value; on a CPU this is the variable's own memory, so read it before the next update."""
         value = self.variable.read_value()
-        value = np.asarray(value if self.shape else value.numpy())  # NumPy cannot take a bfloat16 scalar itself
+        value = np.asarray(value if self.shape else value.numpy())  # NumPy cannot convert a bfloat16 scalar
         return value.view(np.uint16) if self.variable.dtype == tf.bfloat16 else value
 
     def assign(self, value: NDArray[Any]) -> None:
-        """Takes over a host array as ``copy_into`` gives it."""
+        """Assigns a host array in the format of ``copy_into``."""
         self.variable.assign(self._native(value))
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
-        """Rows are gathered in memory that the variable takes over in place of its old memory.
+        """Loads rows into new memory, which then becomes the variable's.
 
-        After an assigned slice, TensorFlow would copy the whole variable at every read, forever.
+        After a slice assignment, TensorFlow would copy the whole variable at every later read.
         """
-        self._replace(tf.zeros([0], self.variable.dtype))  # frees its own memory, which the next tensor gets
+        self._replace(tf.zeros([0], self.variable.dtype))  # frees the old memory for the next tensor
         with tf.device("CPU"):
             value = tf.raw_ops.Empty(shape=[math.prod(self.shape)], dtype=self.variable.dtype)
         host = writable(value).reshape(self.shape)
@@ -84,19 +84,17 @@ class VariableTensor:
 
 
 def writable(value: tf.Tensor) -> NDArray[Any]:
-    """The memory of a new tensor on the host, as long as the tensor exists."""
+    """Returns a writable view of a new host tensor's memory, valid as long as the tensor exists."""
     view = np.asarray(value)
     memory = (ctypes.c_uint8 * view.nbytes).from_address(view.ctypes.data)
     return np.ndarray(view.shape, view.dtype, memoryview(memory))
 
 
 def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list[VariableTensor]:
-    """Weights, statistics and random states of a model, trainable variables first.
+    """Returns the weights, statistics and random states of a model, trainable variables first.
 
-    ``equal`` names statistics that are equal on all ranks.
-
-    What the forward pass itself changes (BatchNorm statistics, counters, seeds) is each rank's own; frozen weights are
-    replicated as trained ones are.
+    Variables that the forward pass changes (BatchNorm statistics, counters, seeds) are per rank, except those in
+    ``equal``; frozen weights are replicated, as trained ones are.
     """
     frozen = {id(variable.value) for layer in model._flatten_layers() for variable in layer._trainable_variables}
     replicated = frozen | {id(variable) for variable in equal}
@@ -113,25 +111,25 @@ def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list
 
 @dataclass(frozen=True)
 class OwnSlots:
-    """Where an optimizer's state lies in that of whole weights, if it has rows of some of them alone."""
+    """Places an optimizer's sharded state within that of whole weights."""
 
     cuts: Mapping[str, Cut]
-    """Of the rows that it has of each weight, by its flat path."""
+    """This rank's cut of each weight, by the weight's flat path."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of these rows."""
+    """Shapes of these parts."""
     common: frozenset[str]
-    """Slots that have no rows."""
+    """Slots that are not cut with the rows."""
     nothing: str
-    """Flat path of what is not a weight of the model."""
+    """Flat path of the placeholder on ranks without rows."""
 
     def placed(self, tensor: VariableTensor, slot: str, weight: str) -> list[VariableTensor]:
-        """A slot of a weight as this rank saves it; nothing if another one does."""
+        """A weight's slot as this rank saves it; empty if another rank saves it."""
         if weight == self.nothing:
             return []
         cut = self.cuts[weight]
         if tensor.shape == self.shapes[weight] and slot not in self.common:
             return [replace(tensor, placement=Placement.CUT, cut=cut)]
-        if any(cut.begin):  # whoever has the first row saves what has none
+        if any(cut.begin):  # the rank with the first row saves slots that are not cut
             return []
         return [replace(tensor, placement=Placement.CUT, cut=Cut(tensor.shape, (0,) * len(tensor.shape)))]
 
@@ -139,10 +137,10 @@ class OwnSlots:
 def optimizer_tensors(
     optimizer: keras.optimizers.Optimizer, model: keras.Model, prefix: str = "", own: OwnSlots | None = None
 ) -> list[VariableTensor]:
-    """``optimizer/<slot>/<path of the weight>`` and ``optimizer/<name>`` for what belongs to no weight.
+    """Names an optimizer's variables ``optimizer/<slot>/<path of the weight>``, or ``optimizer/<name>`` for others.
 
-    Slots and names begin with a prefix, by which optimizers that one optimizer wraps differ. ``own`` says what this
-    rank's optimizer has if its weights are sharded.
+    ``prefix`` precedes slots and names, to distinguish wrapped optimizers. ``own`` describes this rank's part if the
+    weights are sharded.
     """
     weights = {flat(variable.path): path_in(model, variable) for variable in model.trainable_variables}
     weights |= {} if own is None else {own.nothing: own.nothing}
@@ -155,7 +153,7 @@ def optimizer_tensors(
 
 
 def path_in(model: keras.Model, variable: keras.Variable) -> str:
-    """Path of a variable without the model's own name, which Keras puts before some paths and not before others."""
+    """Path of a variable without the model's name, which Keras prepends to only some paths."""
     return str(variable.path).removeprefix(f"{model.name}/")
 
 
@@ -165,7 +163,7 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 def require_different_names(tensors: Sequence[VariableTensor]) -> None:
-    """Raises UserError if two variables have one name."""
+    """Raises UserError if two variables have the same name."""
     names = Counter(tensor.name for tensor in tensors)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -176,5 +174,5 @@ def require_different_names(tensors: Sequence[VariableTensor]) -> None:
 
 
 def digest(tensors: Sequence[VariableTensor]) -> str:
-    """SHA-256 over the values in order, hexadecimal."""
+    """Returns the hexadecimal SHA-256 of the values in order."""
     return digest_of(np.ascontiguousarray(tensor.host_view()) for tensor in tensors)

@@ -1,5 +1,4 @@
-"""Weights of Keras models that make them at their first call: subclassed ones, and layers without an input shape;
-and weights as ``.weights.h5`` files."""
+"""Builds weights of Keras models that create them at their first call, and writes and loads ``.weights.h5`` files."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ BY_MODEL = "the model or forward"
 
 
 def lacks_weights(model: keras.Model) -> bool:
-    """Whether a layer, or what ``compile`` has set, is still to be built, or a model's own step may have to build it.
+    """Whether a layer, or a loss or metric of ``compile``, is not built, or a custom step may have to build it.
 
-    ``model.built`` does not say: ``build(shape)`` alone sets it, too.
+    ``model.built`` is not sufficient: ``build(shape)`` alone also sets it.
     """
     compiled = [model._compile_loss, model._compile_metrics] if isinstance(model, keras.Model) else []
     waiting = [one for one in [*model._flatten_layers(), *compiled] if one is not None and not one.built]
@@ -38,12 +37,13 @@ def lacks_weights(model: keras.Model) -> bool:
 
 
 def build_weights(task: KerasTask, samples: Samples) -> None:
-    """Traces forward pass, loss and metrics, or a model's own step, so that every layer and optimizer makes its
-    weights; nothing is computed.
+    """Traces forward pass, loss and metrics, or a custom step, so that layers and optimizers create their weights.
+
+    Nothing is computed.
 
     Args:
-        task: whose model is to be built.
-        samples: arrays such as the task's batches hold, with any number of samples.
+        task: the task whose model is to be built.
+        samples: example arrays of a batch, with any number of samples.
     """
     if trains_itself(task.model):
         build_by_own_step(task, samples)
@@ -57,7 +57,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         nonlocal doing
         outputs = task.forward(task.model, batch)
         if outputs is None:
-            return  # the dry call says so
+            return  # the dry call reports it
         judges = {"loss": task.loss, **{f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}}
         for name, function in judges.items():
             doing = name
@@ -69,7 +69,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
     def call(batch: Tensors) -> None:
         try:
             judge(batch)
-        except HpctrainError as error:  # Keras would make another one of its class
+        except HpctrainError as error:  # Keras would replace the error
             refused.append(error)
 
     try:
@@ -91,25 +91,25 @@ def export_keras(model: keras.Model, arrays: Mapping[str, NDArray[Any]], path: P
     """Writes a file for ``model.load_weights(path)``.
 
     Args:
-        model: built as for training; its weights are overwritten.
-        arrays: of a checkpoint, by name (``model/...``).
-        path: ends in ``.weights.h5``.
+        model: the model, built as for training; its weights are overwritten.
+        arrays: arrays of a checkpoint, by name (``model/...``).
+        path: path that ends in ``.weights.h5``.
 
     Raises:
         UserError: a weight is missing or has another shape.
         OSError: the file cannot be written.
     """
     load_tensors(model_tensors(model), arrays)
-    model.built = True  # one without ``call`` is not to Keras, though its own step has made its weights
+    model.built = True  # Keras does not count a model without ``call`` as built
     model.save_weights(path)
 
 
 def through_file(framework: StateSource, change: Callable[[Path], T]) -> T:
-    """Has a Keras model load a file of its weights after a change; averages begin at what it loads.
+    """Saves a Keras model's weights to a file, lets ``change`` edit it, and loads it; averages restart from it.
 
     Args:
-        framework: has the model.
-        change: gets the path of a ``.weights.h5`` file that it may change in place.
+        framework: framework of the model.
+        change: called with the path of a ``.weights.h5`` file that it may edit in place.
 
     Returns:
         What ``change`` returned.

@@ -1,4 +1,4 @@
-"""Programs that make an update: ``loss_step`` for a model and a loss, from compiled ``passes``.
+"""Step programs: ``loss_step`` for a model with a loss, built on traced ``passes``.
 
-``own_step`` runs a model's own ``train_step``; ``compiled`` is what models bring along.
+``own_step`` runs a custom ``train_step``; ``compiled`` takes over what a model was compiled with.
 """

@@ -1,4 +1,4 @@
-"""What a Keras model brings along from ``compile``, or in a custom ``train_step``, as fields of its task."""
+"""Takes a Keras model's loss, optimizer and metrics from ``compile`` or a custom ``train_step`` into its task."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hpctrain.tasks.user_errors import no_mean, not_called
 
 
 class CompiledLoss:
-    """A compiled model's loss, as a task's: loss(outputs, batch).
+    """A compiled model's loss as a task's loss: loss(outputs, batch).
 
     Args:
-        model: compiled with a loss.
-        fit_data: the task's.
+        model: a model compiled with a loss.
+        fit_data: ``fit_data`` of the task.
     """
 
     def __init__(self, model: keras.Model, fit_data: Callable[[Mapping[str, Any]], Any]) -> None:
@@ -39,7 +39,7 @@ class CompiledLoss:
         return value
 
     def scores(self, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """(sum, weight) of compiled metrics, by name; in a TensorFlow function."""
+        """(sum, weight) of compiled metrics, by name; call it in a TensorFlow function."""
         compiled = self.model._compile_metrics
         if compiled is None:
             return {}
@@ -51,12 +51,12 @@ class CompiledLoss:
         return {name: (metric.total.value, metric.count.value) for name, metric in found.items()}
 
     def targets(self, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        """y and sample weights. Raises UserError if ``fit_data`` gives none."""
+        """y and sample weights, or None for these. Raises UserError if ``fit_data`` gives no y."""
         _, targets, weights = parts_of(self.fit_data, batch)
         return targets, weights
 
     def refuse_no_mean(self, loss: keras.losses.Loss, weights: Any) -> None:
-        """Raises UserError if one of the losses is not the mean over the samples."""
+        """Raises UserError if a loss is not a mean over the samples."""
         if loss.reduction not in MEANS:
             raise no_mean(loss.name)
         if weights is not None and loss.reduction == "mean_with_sample_weight":
@@ -67,7 +67,7 @@ class CompiledLoss:
 
 
 def require_means(metrics: Mapping[str, keras.metrics.Metric]) -> None:
-    """Raises UserError if one of a model's compiled metrics is not the mean over the samples."""
+    """Raises UserError if a compiled metric is not a mean over the samples."""
     for name, metric in metrics.items():
         if not isinstance(metric, keras.metrics.Mean):
             raise UserError(
@@ -77,7 +77,7 @@ def require_means(metrics: Mapping[str, keras.metrics.Metric]) -> None:
 
 
 def parts_of(fit_data: Callable[[Mapping[str, Any]], Any], batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """x, y and sample weights, or None. Raises UserError if ``fit_data`` gives something else."""
+    """x, y and sample weights (or None). Raises UserError if ``fit_data`` returns something else."""
     data = fit_data(dict(batch))
     if not isinstance(data, tuple) or not 2 <= len(data) <= 3:
         raise UserError(
@@ -89,24 +89,24 @@ def parts_of(fit_data: Callable[[Mapping[str, Any]], Any], batch: Mapping[str, A
 
 
 def of_fit(fit_data: Callable[[Mapping[str, Any]], Any], model: keras.Model, batch: Mapping[str, Any]) -> Any:
-    """The model applied to what ``fit`` would give it."""
+    """Applies the model to x as ``fit`` would."""
     return model(keras.utils.unpack_x_y_sample_weight(fit_data(dict(batch)))[0])
 
 
 def of_compiled(fit_data: Callable[[Mapping[str, Any]], Any], model: keras.Model, batch: Mapping[str, Any]) -> Any:
-    """The same, if the loss of ``compile`` needs targets too."""
+    """Applies the model to x, requiring targets for the loss of ``compile``."""
     return model(parts_of(fit_data, batch)[0])
 
 
 def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
-    """The task with what its model brings along in place of fields that it leaves out; with a function as its loss.
+    """Fills fields that a task leaves out from its model, and makes its loss a function.
 
     Args:
-        task: as the user gave it.
+        task: the user's task.
         fields: names of a sample's arrays.
 
     Raises:
-        UserError: something is missing, or is there twice.
+        UserError: something is missing or given twice.
     """
     model = task.model
     if not isinstance(model, keras.Model):
@@ -117,7 +117,7 @@ def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
         return dataclasses.replace(task, loss=as_loss(task.loss, fields))
     optimizer = model.optimizer if task.optimizer is None else task.optimizer
     if task.optimizer is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer  # compile wraps it for fp16, and the run scales the loss by itself
+        optimizer = optimizer.inner_optimizer  # compile wraps it for fp16, but the run scales the loss itself
     task = dataclasses.replace(task, optimizer=optimizer)
     if task.loss is not None:
         return dataclasses.replace(task, loss=as_loss(task.loss, fields))
@@ -136,7 +136,7 @@ def adopted(task: KerasTask, fields: Sequence[str]) -> KerasTask:
 
 
 def reported(task: KerasTask) -> list[str]:
-    """Names of what evaluations report; empty if its own ``test_step`` names them, or the model has not been tried."""
+    """Names that evaluations report; empty if unknown: a custom ``test_step``, or compiled metrics not yet built."""
     compiled = task.model._compile_metrics if isinstance(task.loss, CompiledLoss) else None
     if evaluates_itself(task.model) or (compiled is not None and not compiled.built):
         return []
@@ -144,7 +144,7 @@ def reported(task: KerasTask) -> list[str]:
 
 
 def with_own_optimizers(task: KerasTask, fields: Sequence[str]) -> KerasTask:
-    """A task whose model trains itself, with all optimizers of the model, by path; '' is its ``optimizer``."""
+    """Sets the optimizers of a task with a custom ``train_step``: all of the model's, by path ('' is ``optimizer``)."""
     model = task.model
     found = optimizers_in(attributes(model))
     if not found:
@@ -161,12 +161,12 @@ def with_own_optimizers(task: KerasTask, fields: Sequence[str]) -> KerasTask:
 
 
 def attributes(model: keras.Model) -> dict[str, Any]:
-    """Of a model, those that are not Keras' own first: what is found in several places is named by the first."""
+    """Attributes of a model, public ones first: objects reachable in several places are named by the first."""
     return dict(sorted(vars(model).items(), key=lambda item: item[0].startswith("_")))
 
 
 def holders(task: KerasTask) -> dict[str, Any]:
-    """What sees each rank's own samples and may have state, by name."""
+    """Objects that process a rank's own samples and may have state, by name."""
     held = {"loss": task.model.loss if isinstance(task.loss, CompiledLoss) else task.loss, "forward": task.forward}
     if isinstance(task.model, keras.Model) and trains_itself(task.model):
         held |= {"model": attributes(task.model), "train_step": type(task.model).train_step}

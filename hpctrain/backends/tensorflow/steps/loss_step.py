@@ -1,5 +1,4 @@
-"""The program of a task with a model and a loss: an update as one TensorFlow function, in which ranks meet: forward,
-backward, exchange and optimizer."""
+"""The step program of a task with a loss: one TensorFlow function for forward, backward, exchange and optimizer."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from hpctrain.train.flops import Flops
 from hpctrain.train.framework import HostBatch, copied
 
 READ = 4
-"""Slots that are read after an update: LOSS to SQUARE."""
+"""Number of slots read after an update: LOSS to SQUARE."""
 
 
 class Judge:
-    """The host's side of an update: it marks the clock where ranks meet, and learns how the update went."""
+    """The host's side of an update: marks the clock at the exchange and evaluates the outcome."""
 
     def __init__(self, clock: StepClock, rule: UpdateRule) -> None:
         self.clock = clock
@@ -40,19 +39,19 @@ class Judge:
         self.own = (0.0, 0.0)
         """Sum and weight of this rank's loss, divided by the samples of the global batch."""
         self.norm: float | None = None
-        """L2 norm of the averaged gradient before clipping; None if the update was left out."""
+        """L2 norm of the averaged gradient before clipping; None if the update was skipped."""
         self.finite = tf.Variable(True, trainable=False)
         """Whether loss and gradient of the last update were finite; assigned by the update."""
         self.arrive = lambda: clock.mark(Phase.BACKWARD)
         """Called when this rank's gradients are complete."""
         self.leave = lambda: clock.mark(Phase.EXCHANGE)
-        """Called when the sums are there."""
+        """Called when the sums are complete."""
 
     def hear(self, told: tf.Tensor) -> None:
-        """What an update reports; see Step.
+        """Reads the result of an update; see Step.
 
         Raises:
-            NotFinite: loss or gradient is not finite, and it is not the loss scale that is at fault.
+            NotFinite: loss or gradient is not finite, and the loss scale is not the cause.
         """
         loss, weight, *slots, arrived = told.numpy().tolist()
         self.own = loss, weight
@@ -63,22 +62,23 @@ class Judge:
 
 
 class Step:
-    """Updates with one reducer. TensorFlow calls Python where ranks meet, else never.
+    """Makes updates with one reducer. TensorFlow calls Python only for exchanges.
 
-    An update that is not finite is ended by an error of TensorFlow, and leaves ``Judge.finite`` False.
+    An update that is not finite ends in a TensorFlow error and leaves ``Judge.finite`` False; with a loss scale it is
+    skipped.
 
-    Both functions return what ``Judge.hear`` reads, in float64: LOSS and WEIGHT of this rank, the first READ slots of
-    the sums, and, on one rank, the time of day when the gradients were complete.
+    Both functions return the float64 vector that ``Judge.hear`` reads: LOSS and WEIGHT of this rank, the first READ
+    slots of the sums, and on one rank the wall-clock time at which the gradients were complete (otherwise 0).
     """
 
     def __init__(self, passes: Passes, update: WeightUpdate, reducer: Reducer, judge: Judge) -> None:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False)
-        """whole(batch, share, loss_scale): all of an update from one batch; arguments as those of Passes.gradients."""
+        """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
         self.travelling = passes.travelling
         signature = [self.travelling.specs(), tf.TensorSpec((), tf.float64)]
         self.complete = tf.function(self._complete, autograph=False, input_signature=signature)
-        """complete(gradients, loss_scale): the rest of an update, from this rank's gradients."""
+        """complete(gradients, loss_scale): an update from this rank's gradients."""
 
     def _whole(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
         return self._complete(self.passes.gradients(batch, share, loss_scale), loss_scale)
@@ -86,7 +86,7 @@ class Step:
     def _complete(self, tensors: Sequence[tf.Tensor], loss_scale: tf.Tensor) -> tf.Tensor:
         rows, (*gradients, own) = self.travelling.apart(tensors)
         judge, arrived, alone = self.judge, tf.zeros((), tf.float64), not self.reducer.meets
-        if alone:  # Python is notified afterwards
+        if alone:  # Python is not called; it marks the time afterwards
             with tf.device("CPU"), tf.control_dependencies([*gradients, *rows, tf.identity(own)]):
                 arrived = tf.timestamp()
         with tf.control_dependencies([arrived] if alone else rows):
@@ -128,12 +128,12 @@ class Step:
 
 
 def decision(slots: tf.Tensor, loss_scale: tf.Tensor, clip_norm: float | None) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whether loss and gradient are finite, and what the sums are to be multiplied by: as UpdateRule.decide says it.
+    """Returns whether loss and gradient are finite and the factor for the sums; the same rule as UpdateRule.decide.
 
     Args:
-        slots: summed over the ranks.
-        loss_scale: float64.
-        clip_norm: largest norm, if there is one.
+        slots: slots summed over the ranks.
+        loss_scale: scalar, float64.
+        clip_norm: largest norm, or None.
     """
     loss, weight, weighted, square = tf.unstack(tf.cast(slots[:READ], tf.float64))
     divisor = tf.where((weighted != 0.0) & (weight != 0.0), weight, tf.ones_like(weight))
@@ -144,13 +144,13 @@ def decision(slots: tf.Tensor, loss_scale: tf.Tensor, clip_norm: float | None) -
 
 
 def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether it computes with gradients only, as Keras' own do: a variable that is assigned one shares its memory."""
+    """Whether it never assigns a gradient itself to a variable, which would share its memory; true of Keras' own."""
     return type(optimizer).__module__.partition(".")[0] == "keras"
 
 
 @dataclass(eq=False)
 class LossProgram:
-    """See StepProgram. If the reducer has to be measured, that is done on the batch of the first update."""
+    """See StepProgram. If the reducer must be measured, the first update's batch is used for that."""
 
     opening: Opening
     passes: Passes
@@ -178,7 +178,7 @@ class LossProgram:
         return 4 * self.travelling.pieces.layout.gradients
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """Forward and backward are one function: their time is all Phase.BACKWARD."""
+        """See StepProgram. Forward and backward are one function, so their time counts as Phase.BACKWARD."""
         self.passes.refuse_switched()
         batches = [on_device(batch) for batch in micro_batches]
         self.clock.mark(Phase.TO_DEVICE)
@@ -206,14 +206,14 @@ class LossProgram:
         return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
 
     def _rehearsal(self, batches: Sequence[Tensors], global_samples: int) -> Callable[[Reducer], None]:
-        """Of an exchange of these batches' gradients."""
+        """Returns a rehearsal of the exchange of these batches' gradients."""
         sums: dict[int, Callable[..., Any]] = {}
 
         def rehearse(reducer: Reducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             with self.batch_norms.update(len(batches)):
                 _, pieces = self.travelling.apart(self._gradients(batches, global_samples))
-                np.asarray(add_up(pieces)[-1])  # waits for a device
+                np.asarray(add_up(pieces)[-1])  # waits for the device
 
         return rehearse
 
@@ -225,7 +225,7 @@ class LossProgram:
         self.chosen.close()
 
     def _gradients(self, batches: Sequence[Tensors], global_samples: int) -> list[tf.Tensor]:
-        """This rank's contribution; zeros if its part of the batch is empty."""
+        """This rank's gradients; zeros if its part of the batch is empty."""
         tensors: list[tf.Tensor] = []
         for index, batch in enumerate(batches):
             self.batch_norms.begin_micro_batch(index)
@@ -234,5 +234,5 @@ class LossProgram:
         return tensors or self.travelling.zeros()
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Each sample's share, and the loss scale."""
+        """Each sample's weight, 1 / global_samples, and the loss scale."""
         return float64(1.0 / global_samples), float64(self.rule.scale)

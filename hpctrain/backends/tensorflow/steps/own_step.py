@@ -42,13 +42,13 @@ Variables = tuple[keras.Variable, ...]
 
 @dataclass(frozen=True)
 class OwnUpdate:
-    """What one ``apply`` of a step changes."""
+    """One ``apply`` of an optimizer within a step."""
 
     optimizer: str
-    """Path in the model of ``by``."""
+    """Path of ``by`` in the model."""
     by: keras.optimizers.Optimizer
     variables: Variables
-    """Those that have a gradient."""
+    """The variables that have a gradient."""
 
 
 @dataclass
@@ -56,18 +56,18 @@ class Tracing:
     """One trace of ``train_step``."""
 
     optimizers: Mapping[int, str]
-    """Path by identity of the model's optimizers."""
+    """Paths of the model's optimizers, by id."""
     graph: tf.Graph
     updates: list[OwnUpdate] = field(default_factory=list)
     done: list[tf.Tensor] = field(default_factory=list)
-    """The last exchange: the next one waits for it, so that all ranks exchange in the same order."""
+    """The last exchange; the next one waits for it, so that all ranks exchange in the same order."""
     summed: list[tf.Tensor] = field(default_factory=list)
-    """All tensors that came out of exchanges."""
+    """All results of exchanges."""
 
     def known(
         self, optimizer: keras.optimizers.Optimizer, given: Any, variables: Any
     ) -> tuple[list[Any], list[keras.Variable]]:
-        """Gradients and variables of an ``apply``, and notes it down. Raises UserError if it cannot be exchanged."""
+        """Records an ``apply``; returns its gradients and variables. Raises UserError if it cannot be exchanged."""
         if id(optimizer) not in self.optimizers:
             raise UserError(
                 f"train_step applies gradients by the {type(optimizer).__name__} {optimizer.name!r}, which is not an "
@@ -93,19 +93,19 @@ class Tracing:
 
 
 def new_tracing(task: KerasTask) -> Tracing:
-    """In the TensorFlow function that is being traced."""
+    """Starts a record of the TensorFlow function that is being traced."""
     optimizers = {id(one): path or "optimizer" for path, one in optimizers_in(task.optimizer).items()}
     return Tracing(optimizers, tf.compat.v1.get_default_graph())
 
 
 def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[OwnUpdate]:
-    """What ``train_step`` updates, and in which order: traces it, and computes nothing.
+    """Traces ``train_step`` to find what it updates, in order; computes nothing.
 
-    Builds optimizers and layers that are not built. No other rank is needed.
+    Builds optimizers and layers that are not built. Not collective.
 
     Args:
-        task: with the optimizers of its model.
-        batch: shapes and types of a batch.
+        task: the task, with the optimizers of its model.
+        batch: specs of a batch.
 
     Raises:
         UserError: the step fails, or its gradients cannot be exchanged.
@@ -138,12 +138,12 @@ def planned(task: KerasTask, batch: Mapping[str, tf.TensorSpec]) -> list[OwnUpda
 
 
 def build_by_own_step(task: KerasTask, samples: Mapping[str, NDArray[Any]]) -> None:
-    """Makes the weights of a model that trains itself, and its optimizers' state; nothing is computed."""
+    """Builds the weights and optimizers of a model with a custom ``train_step``; computes nothing."""
     planned(task, {name: tf.TensorSpec((None, *one.shape[1:]), one.dtype) for name, one in specs(samples).items()})
 
 
 def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[OwnUpdate]:
-    """What ``train_step`` updates. Raises UserError if it fails on a batch, or ``test_step`` does where it is used."""
+    """Returns what ``train_step`` updates. Raises UserError if it, or ``test_step`` if used, fails on a batch."""
     updates = planned(task, specs(batch))
     if task.validation is not None and overrides.evaluates_itself(task.model):
         fix = f"test_step(self, data) gets what fit_data makes of a dict of {shapes(batch)}: by default these in order"
@@ -157,17 +157,17 @@ def try_own_step(task: KerasTask, batch: Mapping[str, NDArray[Any]]) -> list[Own
 
 
 def specs(batch: Mapping[str, NDArray[Any]]) -> dict[str, tf.TensorSpec]:
-    """Shapes and types of arrays."""
+    """Specs of arrays."""
     return {name: tf.TensorSpec(array.shape, tf.as_dtype(array.dtype)) for name, array in batch.items()}
 
 
 class Meeting:
-    """What happens on the host where ranks meet in a step."""
+    """Host callbacks of a step's exchanges."""
 
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
         self.own_finite: bool | None = None
-        """Of the exchange at which the step was ended by NotFinite; None if it was not."""
+        """Whether this rank's gradients were finite when NotFinite ended the step; None if it did not."""
 
     def arrive(self) -> None:
         """This rank's gradients are complete."""
@@ -175,43 +175,43 @@ class Meeting:
         self.clock.mark(Phase.BACKWARD)
 
     def leave(self) -> None:
-        """The sums are there."""
+        """The sums are complete."""
         self.clock.mark(Phase.EXCHANGE)
 
     def stop(self, own: NDArray[Any]) -> np.bool_:
-        """Ends the step on all ranks: sums are not finite. ``own``: what is not finite either if its part is."""
+        """Ends the step because sums are not finite. ``own`` is finite if this rank's gradients are."""
         self.own_finite = bool(np.isfinite(own))
         raise NotFinite
 
 
 @dataclass(eq=False)
 class TrainStepProgram:
-    """See StepProgram: a model's ``train_step``, traced once; in it, ranks meet at each ``apply`` of an optimizer."""
+    """See StepProgram. Runs a custom ``train_step``, traced once, with an exchange at each optimizer ``apply``."""
 
     opening: Opening
-    """Its task's ``optimizer`` holds those of the model, by path."""
+    """The task's ``optimizer`` holds the model's optimizers, by path."""
     passes: Passes
-    """Of the model, for evaluations."""
+    """Passes of the model, for evaluations."""
     applying: Applying
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
     """A context in which passes leave no trace."""
     example: HostBatch | None = None
-    """A batch for the step of a rank without samples."""
+    """A batch used on a rank without samples."""
     updates: list[OwnUpdate] | None = None
-    """Those of one step, once it has been planned."""
+    """Updates of one step, once planned."""
     travelling: dict[Any, Gradients] = field(default_factory=dict)
     reducers: dict[Any, Reducer] = field(default_factory=dict)
-    """By the variables whose gradients travel together."""
+    """Both by the variables whose gradients are exchanged together (``key``)."""
 
     def __post_init__(self) -> None:
         self.task, self.group, self.clock = self.opening.task, self.opening.world.data, self.opening.clock
         self.meeting, self.must_agree = Meeting(self.clock), self.group.size > 1
-        """Whether weights that the step changes by this rank's own values are refused: on one rank it may."""
+        """Whether to refuse steps that change weights by values computed on this rank only."""
         self.step = Traced(self._step, compiled=False)
-        """step(batch, share) -> {name: scalar}: ``share`` is this rank's part of the global batch."""
+        """step(batch, share) -> {name: scalar}; ``share`` is this rank's fraction of the global batch."""
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
-        """A rank without samples takes part in the exchanges, and leaves its own state as it was."""
+        """See StepProgram. A rank without samples takes part in the exchanges but keeps its per-rank state."""
         if self.example is None and micro_batches:
             self.example = copied(micro_batches[0])
         if self.example is None:
@@ -243,14 +243,14 @@ class TrainStepProgram:
             try_training(self.task, self.passes, on_device(copied(batch)))
 
     def plan(self, batch: Mapping[str, NDArray[Any]]) -> None:
-        """Tries a step on a batch, and notes what it updates; see ``try_own_step``."""
+        """Tries a step on a batch and records what it updates; see ``try_own_step``."""
         self.updates = try_own_step(self.task, batch)
 
     def open(self, choice: ReducerChoice) -> None:
-        """Makes the reducers of a planned step. Collective.
+        """Opens the reducers of a planned step. Collective.
 
         Raises:
-            UserError: ranks would exchange other gradients than rank 0.
+            UserError: the ranks' steps make different updates.
         """
         updates = self.updates or []
         described = [(one.optimizer, [variable.path for variable in one.variables]) for one in updates]
@@ -271,12 +271,12 @@ class TrainStepProgram:
             self.reducers[each] = reducers[each].open(Candidate.parse(first.name), self.group)
 
     def _travelling(self, update: OwnUpdate) -> Gradients:
-        """Its gradients. Collective."""
+        """Makes the packer of an update's gradients. Collective."""
         sparse = sparse_variables(update.variables, self.task.model, update.by, self.opening.config, self.group.size)
         return Gradients(update.variables, sparse, self.group)
 
     def _tables_by_rows(self) -> list[keras.Variable]:
-        """Those that an optimizer updates by rows alone."""
+        """Tables that an optimizer updates by rows."""
         by_rows = [one for one in self.updates or [] if updates_rows_alone(one.by)]
         return [table for one in by_rows for table in self.travelling[key(one.variables)].rows_of]
 
@@ -323,7 +323,7 @@ class TrainStepProgram:
         gradients: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> list[Any]:
-        """Means over the samples of the global batch, in place of those over this rank's part."""
+        """Turns means over this rank's samples into means over the global batch."""
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         known = key(tuple(variables[index] for index in present))
         if known not in self.reducers:
@@ -337,7 +337,7 @@ class TrainStepProgram:
         rows, pieces = travelling.apart(travelling.pack_with(ready, {}))
         part = tf.cast(share, travelling.pieces.dtype)
         rows = travelling.tables.scaled(rows, part)
-        *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # 0 of a rank without samples
+        *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # zeros on a rank without samples
         meeting, leave = self.meeting, self.meeting.leave if reducer.meets else None
         with tf.control_dependencies([*mine, *rows, *tracing.done]):
             slots = tf.identity(slots)
@@ -364,7 +364,7 @@ class TrainStepProgram:
         return found
 
     def _refuse_own_values(self, tracing: Tracing, inputs: Sequence[tf.Tensor]) -> None:
-        """Raises UserError if the step writes into weights what it has computed from this rank's samples."""
+        """Raises UserError if the step changes weights by values computed from this rank's samples."""
         weights = [one for one in model_tensors(self.task.model) if one.placement is Placement.REPLICATED]
         slots = [one.value for each in optimizers_in(self.task.optimizer).values() for one in each.variables]
         variable = overrides.written_by_own_values(
@@ -380,5 +380,5 @@ class TrainStepProgram:
 
 
 def key(variables: Sequence[keras.Variable]) -> tuple[int, ...]:
-    """Of those whose gradients travel together."""
+    """Key of variables whose gradients are exchanged together."""
     return tuple(id(variable) for variable in variables)

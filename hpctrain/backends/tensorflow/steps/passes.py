@@ -28,11 +28,11 @@ from hpctrain.train.framework import HostBatch
 
 Tensors = Mapping[str, tf.Tensor]
 _AS_GRAPH = tf.__internal__.autograph.control_status_ctx()
-"""AutoGraph's state outside of every TensorFlow function, in which it converts what it is asked to."""
+"""AutoGraph's state outside TensorFlow functions, in which explicit conversion is enabled."""
 
 
 class Traced:
-    """A TensorFlow function of a batch with any number of samples: a smaller last batch is not traced again."""
+    """A TensorFlow function of a batch of any size: a smaller last batch causes no retracing."""
 
     def __init__(self, function: Callable[..., Any], compiled: bool) -> None:
         self.function = tf.function(function, jit_compile=compiled or None, autograph=False)
@@ -48,7 +48,7 @@ class Traced:
         spec = {name: tf.TensorSpec((None, *value.shape[1:]), value.dtype) for name, value in batch.items()}
         try:
             return self.function.get_concrete_function(spec, *[tf.TensorSpec((), scalar.dtype) for scalar in scalars])
-        except Exception as error:  # AutoGraph wraps errors of the code that it traces
+        except Exception as error:  # AutoGraph wraps errors of traced code
             if isinstance(error.__context__, UserError):
                 raise error.__context__ from None
             if "ag_error_metadata" in vars(error):
@@ -60,15 +60,16 @@ class Traced:
 
 
 def traced_line(error: Any) -> str:
-    """' (task.py:12)': the innermost line of the user's that AutoGraph has converted."""
+    """The innermost line of converted user code, as ' (task.py:12: `code`)'; empty if there is none."""
     frames = [frame for frame in error.ag_error_metadata.translated_stack if frame.is_converted]
     return f" ({PurePath(frames[0].filename).name}:{frames[0].lineno}: `{frames[0].code}`)" if frames else ""
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss or metric of a task, with Python's ``if`` and ``for`` of tensors made operations of the graph.
+    """Applies AutoGraph to a task's loss or metric, which turns Python's ``if`` and ``for`` over tensors into graph
+    operations.
 
-    The code around it has none: to convert that as well would take longer than to trace it.
+    Our own code has none of these, and converting it would take longer than tracing it.
     """
     if isinstance(function, CompiledLoss) or not tf.inside_function():
         return function
@@ -76,23 +77,23 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class InMode(keras.Layer):
-    """Calls a function as an outer layer would: every layer called in it learns whether it trains."""
+    """Calls a function as an outer layer would, so that every layer called in it gets ``training``."""
 
     def __init__(self, function: Callable[[Tensors], Any]) -> None:
         super().__init__(dtype="float32", autocast=False)
         self.function = function
 
     def call(self, batch: Tensors, training: bool | None = None) -> Any:
-        """What the function makes of the batch."""
+        """Calls the function on the batch."""
         return self.function(batch)
 
     def _open_name_scope(self) -> contextlib.AbstractContextManager[None]:
-        """Weights that layers make inside have the paths that they would have without this one around them."""
+        """Opens no scope, so that weights created inside have the same paths as without this layer."""
         return contextlib.nullcontext()
 
 
 class Passes:
-    """What is computed from one batch of one task."""
+    """Forward, backward and evaluation passes of one task over a batch."""
 
     def __init__(
         self,
@@ -105,37 +106,38 @@ class Passes:
     ) -> None:
         """
         Args:
-            travelling: the trainable variables' gradients.
+            task: the task.
+            travelling: packs the gradients of the trainable variables.
             sparse: ``reduce.sparse``.
-            compiled: let XLA compile the forward and backward pass.
-            averages: what evaluation and prediction use in place of the trainable variables, if there are any.
-            joint: what joins the statistics of BatchNormalization layers, if that is wanted on several ranks.
+            compiled: whether XLA compiles the passes.
+            averages: EMA weights that replace the trainable variables in evaluation and prediction; may be empty.
+            joint: joins the statistics of BatchNormalization layers over ranks; None to keep them per rank.
         """
         self.joint = joint
         self.task = task
         self.variables = task.model.trainable_variables
         self.trained = [(variable, variable.trainable) for variable in task.model.weights]
-        """Whether each weight is."""
+        """Each weight, and whether it was trainable at the start."""
         self.travelling = travelling
         by_rows = bool(travelling.rows_of) and sparse_sums.updates_rows_alone(task.optimizer)
         self.by_rows = travelling.rows_of if by_rows else []
-        """Tables that are updated by rows alone."""
+        """Tables that are updated by rows."""
         self.sparse = sparse
         self.weighted: bool | None = None
-        """Whether the task's loss gives a weight, once it is known."""
+        """Whether the task's loss returns a weight; None until traced."""
         self.averages = averages
         self.gradients = Traced(self._gradients if joint is None else self._joint_gradients, compiled)
-        """gradients(batch, share, loss_scale) -> what travels: of the loss' sum over the batch times both.
+        """gradients(batch, share, loss_scale) -> packed gradients of (sum of the loss) * share * loss_scale.
 
-        ``share`` is 1 / samples of the global batch; only gradients have the loss scale in them, not the slots.
+        ``share`` is 1 / samples of the global batch. The slots do not include the loss scale.
         """
         self.evaluate = Traced(self._evaluate, compiled)
         """evaluate(batch) -> {name: (sum, weight)}, and the outputs."""
         self.predict = Traced(self._predict, compiled)
-        """predict(batch) -> outputs, as the model gives them."""
+        """predict(batch) -> outputs of the model."""
 
     def refuse_switched(self) -> None:
-        """Raises UserError if a layer was frozen or thawed: what is compiled would not follow."""
+        """Raises UserError if a layer was frozen or thawed, which a traced step would ignore."""
         for variable, trainable in self.trained:
             if variable.trainable != trainable:
                 verb = "frozen" if trainable else "thawed"
@@ -186,21 +188,21 @@ class Passes:
         return keras.StatelessScope(values, collect_losses=True) if values else contextlib.nullcontext()
 
     def outputs(self, batch: Tensors, training: bool) -> Any:
-        """Of the model, in full precision."""
-        self.task.model._clear_losses()  # of an earlier trace: only the outermost layer, InMode, clears its own
+        """Outputs of the model, in full precision."""
+        self.task.model._clear_losses()  # left by an earlier trace: InMode, the outermost layer, clears only its own
         with sparse_sums.rows_read_alone(self.by_rows):
             outputs = InMode(functools.partial(self.task.forward, self.task.model))(batch, training=training)
         return None if outputs is None else tf.nest.map_structure(full_precision, outputs)
 
     def _loss(self, outputs: Any, batch: Tensors) -> BatchScore:
-        """The task's loss and the model's own penalties, which weigh as much as the samples do."""
+        """The task's loss plus the model's penalties, weighted like the samples."""
         loss = score_of(converted(self.task.loss)(outputs, batch), batch)
         penalties = [tf.cast(penalty, loss.total.dtype) for penalty in self.task.model.losses]
         return replace(loss, total=loss.total + loss.weight * tf.add_n(penalties)) if penalties else loss
 
 
 def loss_of_nothing() -> UserError:
-    """A loss without gradients."""
+    """The error for a loss without gradients."""
     return UserError(
         "loss does not depend on the weights of the Keras model: nothing would be trained",
         "compute it from the outputs with Keras or TensorFlow operations that have gradients, unlike argmax and NumPy",
@@ -210,9 +212,12 @@ def loss_of_nothing() -> UserError:
 def refused_or_dense(
     travelling: sparse_sums.Gradients, variables: Sequence[keras.Variable], gradients: Sequence[Any], sparse: str
 ) -> list[Any]:
-    """Gradients as they are exchanged: those of tables as they are, all others dense.
+    """Prepares gradients for the exchange: those of tables stay sparse, all others become dense.
 
     Args:
+        travelling: packs the gradients.
+        variables: the variables.
+        gradients: the gradients, in the same order.
         sparse: ``reduce.sparse``.
 
     Raises:
@@ -223,7 +228,7 @@ def refused_or_dense(
 
 
 def dense(variable: keras.Variable, gradient: Any, sparse: str) -> tf.Tensor:
-    """A gradient; zeros for None. Raises UserError if it is sparse and that is refused."""
+    """Returns a gradient as a dense tensor; zeros for None. Raises UserError if it is sparse and that is refused."""
     if gradient is None:
         return tf.zeros(variable.shape)
     if isinstance(gradient, tf.IndexedSlices) and sparse == "refuse":
@@ -235,7 +240,7 @@ def dense(variable: keras.Variable, gradient: Any, sparse: str) -> tf.Tensor:
 
 
 def refuse_late_weights(known: Sequence[keras.Variable], model: keras.Model) -> None:
-    """Raises UserError if a forward pass made weights that no optimizer and no other rank knows."""
+    """Raises UserError if a forward pass created weights that are unknown to the optimizer and other ranks."""
     ids = {id(variable) for variable in known}
     late = [variable.path for variable in model.trainable_variables if id(variable) not in ids]
     if late:
@@ -247,18 +252,18 @@ def refuse_late_weights(known: Sequence[keras.Variable], model: keras.Model) -> 
 
 @dataclass(frozen=True)
 class BatchScore:
-    """What a loss or metric says of one batch."""
+    """A loss or metric of one batch."""
 
     total: tf.Tensor
     """Sum over the batch."""
     weight: tf.Tensor
-    """What to divide the sum by for a mean: samples, or what the task gave."""
+    """Divisor for the mean: the number of samples, or the task's weight."""
     weighted: bool
     """Whether the task gave the weight."""
 
 
 def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> BatchScore:
-    """Reads what a task's loss or metric returned; raises UserError if it is neither a scalar nor (sum, weight)."""
+    """Converts what a loss or metric returned. Raises UserError if it is neither a scalar nor (sum, weight)."""
     weighted = isinstance(score, (tuple, list)) and len(score) == 2
     scalars = [tf.convert_to_tensor(part) for part in (score if weighted else [score])]
     dtype = tf.float64 if scalars[0].dtype == tf.float64 else tf.float32
@@ -275,7 +280,7 @@ def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> 
 
 
 def full_precision(value: tf.Tensor) -> tf.Tensor:
-    """Half-precision outputs in float32, for losses and files; their masks stay."""
+    """Casts half-precision outputs to float32 for losses and files; keeps their masks."""
     if value.dtype not in (tf.float16, tf.bfloat16):
         return value
     cast, mask = tf.cast(value, tf.float32), keras.src.backend.get_keras_mask(value)
@@ -285,11 +290,10 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
 
 
 class Applying:
-    """What every update of weights goes through, whichever program makes it, under whichever strategy: here is the
-    place for what changes gradients.
+    """Common path of all weight updates, for every program and strategy; the place for changes to gradients.
 
     Args:
-        train: what the run file says of updates.
+        train: the run file's train section.
         averages: moving averages of all trained variables, in float32; empty without an EMA.
     """
 
@@ -297,35 +301,35 @@ class Applying:
         self.train, self.averages = train, averages
 
     def apply(self, apply: Apply, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
-        """Has an optimizer apply means over the global batch.
+        """Lets an optimizer apply gradients, which are means over the global batch.
 
         Args:
-            apply: the optimizer's.
-            gradients: of each variable; of a table that is updated by rows IndexedSlices, and None of what stays.
-            variables: whole, or the rows of them that this rank updates, which have the path of the whole.
+            apply: the optimizer's ``apply``.
+            gradients: one per variable: dense, IndexedSlices for tables updated by rows, None for unchanged variables.
+            variables: whole variables, or this rank's rows of them under the same paths.
         """
         pairs = zip(gradients, variables, strict=True)
         apply([None if given is None else tf.cast(given, variable.dtype) for given, variable in pairs], variables)
 
     def follow(self, variables: Sequence[keras.Variable]) -> None:
-        """Moves averages on by one update of all trained variables, if there are any."""
+        """Updates the EMA after an update of all trained variables."""
         for average, variable in zip(self.averages, variables, strict=False):
             difference = average - tf.cast(variable.value, tf.float32)
             average.assign_sub(difference * (1.0 - (self.train.ema_decay or 0.0)))
 
 
 class WeightUpdate(Protocol):
-    """What a strategy makes of summed gradients."""
+    """Updates weights with summed gradients; made by a strategy."""
 
     optimizer: keras.optimizers.Optimizer
 
     def run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """True, once the weights are updated with gradients of the global batch; slots are left out."""
+        """Updates the weights with the global batch's gradients (without slots); returns True when done."""
 
 
 @dataclass(eq=False)
 class Update:
-    """The optimizer's step, then the EMA of the weights; see WeightUpdate."""
+    """See WeightUpdate. Applies the optimizer, then updates the EMA."""
 
     optimizer: keras.optimizers.Optimizer
     variables: Sequence[keras.Variable]
@@ -340,32 +344,32 @@ class Update:
         with sparse_sums.rows_updated_alone():
             self.applying.apply(self.optimizer.apply, gradients, self.variables)
         self.applying.follow(self.variables)
-        return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # of one that accumulates it is not a variable
+        return tf.convert_to_tensor(self.optimizer.iterations) >= 0  # not a variable for an optimizer that accumulates
 
 
 class TensorFlowMemory:
-    """See train.framework.HostMemory: TensorFlow copies by itself."""
+    """See train.framework.HostMemory. TensorFlow copies batches itself."""
 
     def place(self, samples: Samples) -> Samples:
         return samples
 
     def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Written to, so that the first snapshot does not pay for it."""
+        """Allocates a buffer and touches it, so that the first snapshot does not pay for page faults."""
         return np.full(num_bytes, 0, np.uint8) if given is None else given
 
     def synchronize(self) -> None:
-        """Copies are complete when ``copy_into`` returns."""
+        """Does nothing: copies are complete when ``copy_into`` returns."""
 
 
 def on_device(batch: HostBatch) -> dict[str, tf.Tensor]:
-    """A host batch as tensors in separate memory: a variable of the model that is assigned one keeps it.
+    """Copies a host batch to tensors with separate memory, since a model's variable may keep one that it is assigned.
 
-    For a process in which TensorFlow has begun, as models have it begin. 2 us for each, where tf.constant takes 10.
+    TensorFlow must be initialized, as it is once there is a model. Takes 2 us per tensor; tf.constant takes 10.
     """
     return {name: tf.__internal__.EagerTensor(array.copy(), None, None) for name, array in batch.items()}
 
 
 @functools.lru_cache(maxsize=8)
 def float64(value: float) -> tf.Tensor:
-    """A scalar; most steps need the same ones."""
+    """Returns a scalar constant, cached since most steps use the same ones."""
     return tf.constant(value, tf.float64)

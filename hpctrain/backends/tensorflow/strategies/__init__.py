@@ -1,1 +1,1 @@
-"""How updates of a Keras model are distributed over ranks: ``strategy`` is the protocol, whole weights the rule."""
+"""Strategies that distribute updates of a Keras model over ranks: ``strategy`` (replicated weights) and ``zero1``."""

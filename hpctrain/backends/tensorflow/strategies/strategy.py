@@ -1,7 +1,7 @@
-"""What a strategy is: one way to distribute the updates of a Keras model over ranks, one folder each.
+"""The strategy protocol: one way to distribute a Keras model's updates over ranks. And the default: replication.
 
-``open_keras`` asks all strategies in a fixed order; the first one that a run uses prepares its model. The last
-one keeps weights whole.
+``open_keras`` asks all strategies in a fixed order; the first one that the run uses prepares its model. The last one
+replicates the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpctrain.train.framework import StepSettings
 
 @dataclass(frozen=True)
 class Opening:
-    """A task that can be trained, with what strategies need to know of the run."""
+    """A trainable task with the run's settings that strategies need."""
 
     task: KerasTask
     world: World
@@ -37,47 +37,47 @@ class Opening:
     clock: StepClock
     choice: ReducerChoice
     features: Mapping[Feature, Any]
-    """That the run uses."""
+    """Features that the run uses."""
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Those that are trained."""
+        """The trained variables."""
         return list(self.task.model.trainable_variables)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a strategy has made of a model and its optimizer."""
+    """A model and optimizer as prepared by a strategy."""
 
     travelling: Gradients
-    """Of trained variables, as they are exchanged."""
+    """Packs the gradients of the trained variables."""
     reducers: Reducers[Reducer]
-    """Among which there is a choice."""
+    """Reducers to choose from."""
     reducer: Reducer | None
-    """None if it has to be measured."""
+    """The reducer; None if it must be measured."""
     open_update: Callable[[Applying], WeightUpdate] | None
-    """Of a step; None if the model's own ``train_step`` updates."""
+    """Makes the weight update; None if a custom ``train_step`` updates."""
     slots: OwnSlots | None = None
-    """Where the optimizer's state lies in that of whole weights."""
+    """Place of the optimizer's sharded state within that of whole weights."""
     parts: Sequence[tf.Variable] = ()
-    """Variables that stand for parts of weights, and are not saved by themselves."""
+    """Variables that stand for parts of weights and are not saved themselves."""
     require: Callable[[Sequence[VariableTensor]], object] = len
-    """Raises UserError if the strategy cannot save what the optimizer holds."""
+    """Raises UserError if the strategy cannot save some of the optimizer's state."""
 
 
 Strategy: TypeAlias = Callable[[], Prepared]
-"""One that a run uses: builds the optimizer. Collective. Raises UserError if the optimizer cannot be distributed so."""
+"""Prepares the model and builds the optimizer. Collective. Raises UserError if it cannot distribute the optimizer."""
 Planner: TypeAlias = Callable[[Opening], Strategy | None]
-"""The strategy, or None if the run does not use it."""
+"""Returns the strategy, or None if the run does not use it."""
 
 
 def planned(opening: Opening) -> Strategy:
-    """What no other strategy distributes is replicated; of a model that trains itself, its ``train_step`` updates."""
+    """The default: replication, or the model's custom ``train_step``."""
     return functools.partial(leave_updates if trains_itself(opening.task.model) else replicate, opening)
 
 
 def replicate(opening: Opening) -> Prepared:
-    """Every rank updates all weights."""
+    """Prepares a model whose weights every rank updates in full."""
     task, config = opening.task, opening.config
     variables, data = opening.variables, opening.world.data
     sparse = sparse_variables(variables, task.model, task.optimizer, config, data.size)
@@ -89,6 +89,6 @@ def replicate(opening: Opening) -> Prepared:
 
 
 def leave_updates(opening: Opening) -> Prepared:
-    """The model's ``train_step`` updates."""
+    """Prepares a model that updates itself in ``train_step``."""
     travelling = Gradients(opening.variables, [], opening.world.data)
     return Prepared(travelling, KerasReducers(travelling.pieces), None, None)

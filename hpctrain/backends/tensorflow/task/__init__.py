@@ -1,6 +1,6 @@
-"""From a Keras task to a model that is equal on all ranks: ``opening``, and a ``dry_call`` of it.
+"""Turns a Keras task into a framework with equal models on all ranks: ``opening``; ``dry_call`` tries it.
 
-``dataset`` reads tf.data pipelines. ``holdings`` finds what state a task keeps; ``overrides`` says what a model's class
-defines itself, and listens to what its steps call. ``sync_batchnorm`` normalises over all ranks. ``by_name`` has losses
-and optimizers that a task or run file names.
+``dataset`` reads tf.data pipelines. ``holdings`` finds state that a task keeps outside its model; ``overrides`` detects
+custom steps of a model's class and intercepts their updates. ``sync_batchnorm`` normalises over all ranks. ``by_name``
+makes losses and optimizers from names.
 """

@@ -1,4 +1,4 @@
-"""Losses of Keras by name, and its own loss objects and functions, as a task's loss."""
+"""Keras losses (names, objects and functions) as a task's loss, and optimizers by name."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hpctrain.errors import UserError
 from hpctrain.tasks.user_errors import no_mean, no_such_loss, not_called, target_of
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-"""Reductions that give the mean over the samples."""
+"""Reductions that return the mean over the samples."""
 SOME = ("mse", "mae", "huber", "binary_crossentropy", "categorical_crossentropy", "sparse_categorical_crossentropy")
 
 
 def of_target(function: Callable[..., Any], target: str, outputs: Any, batch: Mapping[str, Any]) -> Any:
-    """A loss that knows nothing of batches; functions of Keras give one value a sample."""
+    """Applies a Keras loss(target, output) to a batch; functions of Keras return one value per sample."""
     refuse_masked(outputs)
     return keras.ops.mean(function(batch[target], outputs))
 
 
 def refuse_masked(outputs: Any) -> None:
-    """Raises UserError if Keras would leave out masked steps: batches then weigh differently."""
+    """Raises UserError if outputs carry a mask: Keras would skip masked steps, so batches would weigh differently."""
     if any(keras.src.backend.get_keras_mask(one) is not None for one in keras.tree.flatten(outputs)):
         raise UserError(
             "the outputs carry a mask, by which Keras' losses divide differently on each rank",
@@ -33,14 +33,14 @@ def refuse_masked(outputs: Any) -> None:
 
 
 def as_loss(given: Any, fields: Sequence[str]) -> Any:
-    """What a task's ``loss`` stands for: loss(outputs, batch).
+    """Converts a task's ``loss`` to a function loss(outputs, batch).
 
     Args:
-        given: a name, one of Keras' losses, or a function of the user's, which is returned as it is.
+        given: a name, a Keras loss, or the user's function, which is returned unchanged.
         fields: names of a sample's arrays.
 
     Raises:
-        UserError: no such name, or a loss that is not a mean over the samples.
+        UserError: the name is unknown, or the loss is not a mean over the samples.
     """
     if isinstance(given, str):
         try:
@@ -59,11 +59,11 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
 
 
 NAMES = {"lr": "learning_rate", "eps": "epsilon"}
-"""Options that Keras calls otherwise."""
+"""Keras' names of options that differ."""
 
 
 def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> Any:
-    """One that is built with the model's variables when these are known."""
+    """Makes an optimizer by name; it is built later, when the model's variables are known."""
     given = {NAMES.get(key, key): value for key, value in options.items() if key != "betas"}
     given |= dict(zip(("beta_1", "beta_2"), options.get("betas", ()), strict=False))
     return keras.optimizers.get({"class_name": name, "config": given})

@@ -1,7 +1,7 @@
-"""A finite tf.data pipeline as a Dataset: it is run once, and its samples are kept in memory.
+"""A finite tf.data pipeline as a Dataset: it is run once and its samples are kept in memory.
 
-A pipeline can only be read from its beginning, so it could neither be cut into the same samples for any number of ranks
-nor be resumed in its middle. Data that does not fit into memory belongs into an HDF5 file.
+A pipeline can only be read from its start, so it could neither be partitioned identically for any number of ranks nor
+resumed in the middle. Data that does not fit in memory belongs in an HDF5 file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from hpctrain.data.samples import named, stack
 from hpctrain.errors import UserError
 
 MEMORY_BYTES = 4 * 2**30
-"""Most that a pipeline may give: every rank holds all of it."""
+"""Largest size of a pipeline's samples: every rank holds all of them."""
 
 
 def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> ArrayDataset:
-    """The samples of a tf.data.Dataset that gives one sample an element: dicts, tuples or single tensors.
+    """Reads a tf.data.Dataset with one sample per element: dicts, tuples or single tensors.
 
-    With ``ragged`` their arrays may differ in shape, but not in the number of axes.
+    With ``ragged``, arrays may differ in shape, but not in the number of axes.
 
     Raises:
-        UserError: endless, empty, too large for memory, failing, or with samples of different shapes.
+        UserError: the pipeline is endless, empty, too large or failing, or its samples differ in shape.
     """
     if not isinstance(source, tf.data.Dataset):
         raise UserError(f"{type(source).__name__} cannot be opened as data", "give a tf.data.Dataset")
@@ -55,7 +55,7 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
 
 
 def in_order(source: Any) -> Any:
-    """The pipeline, with its elements in the same order each time that it is read."""
+    """Makes the order of the pipeline's elements deterministic."""
     options = tf.data.Options()
     options.deterministic = True
     return source.with_options(options)

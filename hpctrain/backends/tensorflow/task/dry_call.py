@@ -1,4 +1,4 @@
-"""A task's forward pass, loss and metrics on one batch, eagerly; errors name the field and the user's line."""
+"""Runs a task's forward pass, loss and metrics eagerly on one batch; errors name the field and the user's line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.tasks.user_errors import blamed, shapes
 
 
 def try_training(task: KerasTask, passes: Passes, batch: Tensors) -> None:
-    """Raises UserError if the loss cannot be computed, or cannot be trained on."""
+    """Raises UserError if the loss cannot be computed or has no gradients."""
     variables = [variable.value for variable in task.model.trainable_variables]
     with tf.GradientTape() as tape:
         scores = judged(passes, batch, loss_of(task), training=True)
@@ -33,12 +33,12 @@ def try_evaluation(task: KerasTask, passes: Passes, batch: Tensors) -> None:
 
 
 def loss_of(task: KerasTask) -> dict[str, Any]:
-    """By its field; a model that trains itself may have none."""
+    """The loss by its field; empty if there is none, as with a custom ``train_step``."""
     return {"loss": task.loss} if task.loss is not None else {}
 
 
 def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: bool) -> list[BatchScore]:
-    """What functions of the task's, by field, say of the model's outputs."""
+    """Applies the task's functions, by field, to the model's outputs."""
     fix = f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the first array"
     with blamed("the model or forward", fix):
         outputs = passes.outputs(batch, training)
@@ -58,7 +58,7 @@ def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: 
 
 
 def describe(outputs: Any) -> str:
-    """Shapes and types, in words."""
+    """Describes shapes and types of outputs in words."""
     if isinstance(outputs, Mapping):
         return f"a dict of {shapes(outputs)}"
     if isinstance(outputs, tf.Tensor):

@@ -1,4 +1,4 @@
-"""State that a Keras task keeps outside its model: in its optimizer, and what that wraps, and in its loss."""
+"""Finds state that a Keras task keeps outside its model: in its optimizers, its loss and ``forward``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSORS = (tf.Tensor, tf.Variable, keras.Variable)
 
 
 class KerasLeaves(HostLeaves):
-    """TensorFlow's tensors and variables as well; they come back as tensors."""
+    """HostLeaves plus TensorFlow tensors and variables, which are restored as tensors."""
 
     def kind(self, value: Any) -> str | None:
         if not isinstance(value, TENSORS):
@@ -48,47 +48,47 @@ class KerasLeaves(HostLeaves):
 
 VARIABLES = (keras.Variable, tf.Variable)
 HOLDERS = (keras.Layer, keras.Metric)
-"""What has a list of its variables."""
+"""Classes with a list of their variables."""
 GENERATORS = (keras.random.SeedGenerator, tf.random.Generator)
 
 
 def is_end(value: Any) -> bool:
-    """What is not gone into."""
+    """Whether a value is a leaf, whose contents are not searched."""
     return isinstance(value, (*VARIABLES, *HOLDERS, *GENERATORS, tf.Tensor, np.ndarray))
 
 
 def optimizers_in(optimizer: Any) -> dict[str, keras.optimizers.Optimizer]:
-    """Those that an optimizer, or a dict of them, holds, by path, inner ones first, and itself."""
+    """Optimizers in an optimizer or a dict of them, including itself, by path; inner ones first."""
     places = list(reached(optimizer, is_end))
     return {path: value for path, value in reversed(places) if isinstance(value, keras.optimizers.Optimizer)}
 
 
 @dataclass(eq=False)
 class Holdings:
-    """Variables of a task's optimizer, of those that it wraps, and of the loss and ``forward``."""
+    """Variables of a task's optimizer and those that it wraps, of the loss and of ``forward``."""
 
     optimizer: Any
-    """The task's, built; equal on all ranks. Or a dict of them, of a model that trains itself."""
+    """The task's built optimizer, equal on all ranks; a dict of optimizers for a custom ``train_step``."""
     others: Mapping[str, Any]
-    """What sees each rank's own samples, by name: the loss, ``forward``."""
+    """Objects that process a rank's own samples, by name: the loss, ``forward``."""
     model: keras.Model
-    """Its own variables are not looked at."""
+    """The model, whose variables are skipped."""
     known: Sequence[tf.Variable]
-    """Other variables that are saved by other names."""
+    """Further variables that are saved under other names."""
     apart: Iterable[Any] = ()
     """Objects that are saved under their own names: their contents are skipped."""
     own: OwnSlots | None = None
-    """Where the optimizer's state lies, if its weights are sharded."""
+    """Place of the optimizer's state, if its weights are sharded."""
 
     def __post_init__(self) -> None:
         self.skipped = {id(each) for each in self.apart}
         self.made_with = {tensor.name for tensor in self.found()}
 
     def tensors(self) -> list[VariableTensor]:
-        """``optimizer/...`` and ``held/<loss, forward or optimizer>/<path>``.
+        """All variables: ``optimizer/...`` and ``held/<loss, forward or optimizer>/<path>``.
 
         Raises:
-            UserError: there are variables that were not there from the start, and would not be at a resume.
+            UserError: a variable was created after the start, so it would be missing at a resume.
         """
         found = self.found()
         late = [tensor.name for tensor in found if tensor.name not in self.made_with]
@@ -100,7 +100,7 @@ class Holdings:
         return found
 
     def found(self) -> list[VariableTensor]:
-        """Each variable once."""
+        """Finds each variable once."""
         seen = {id(native(variable)) for variable in (*self.model.variables, *self.known)}
         optimizers = optimizers_in(self.optimizer)
         of_optimizers = [each for path, one in optimizers.items() for each in self.of_optimizer(path, one)]
@@ -119,7 +119,7 @@ class Holdings:
         return found
 
     def held(self, root: str, value: Any, placement: Placement) -> Iterator[VariableTensor]:
-        """Variables in attributes, closures and globals; weights of layers are equal on all ranks."""
+        """Variables in attributes, closures and globals of a value; weights of layers are replicated."""
         for path, each in reached(value, lambda each: is_end(each) or id(each) in self.skipped):
             for name, variable, is_weight in variables_of(path, each) if id(each) not in self.skipped else ():
                 shared = Placement.REPLICATED if is_weight else placement
@@ -129,28 +129,28 @@ class Holdings:
                     yield VariableTensor(f"{kind}/{root}/{name or 'itself'}", native(variable), shared)
 
     def of_optimizer(self, path: str, optimizer: keras.optimizers.Optimizer) -> list[VariableTensor]:
-        """Of one, with its path before the names of slots."""
+        """Variables of one optimizer, with its path as prefix."""
         return optimizer_tensors(optimizer, self.model, f"{path}." if path else "", self.own)
 
     def reseed(self, seed: int) -> None:
-        """Begins other streams of the random generators that are held."""
+        """Reseeds the held random generators."""
         states = [tensor.variable for tensor in self.tensors() if tensor.name.startswith("rng/held/")]
         for number, state in enumerate(states):
             words = np.random.SeedSequence([seed, number]).generate_state(int(np.prod(state.shape)), np.uint32)
             state.assign(tf.cast(words, state.dtype))
 
     def refuse_strangers(self, arrays: Iterable[str]) -> None:
-        """Raises UserError if something was saved for which there is no variable."""
+        """Raises UserError if a saved array has no variable."""
         refuse_unplaced(arrays, self.made_with)
 
 
 def native(variable: Any) -> Any:
-    """The tf.Variable."""
+    """The tf.Variable of a Keras variable; others are returned unchanged."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def variables_of(path: str, value: Any) -> list[tuple[str, Any, bool]]:
-    """(name, variable, whether it is a layer's weight) of a value at a path."""
+    """Lists (name, variable, whether it is a layer's weight) of a value at a path."""
     if isinstance(value, VARIABLES):
         return [(path, value, False)]
     if isinstance(value, GENERATORS):

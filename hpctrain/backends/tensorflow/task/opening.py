@@ -1,4 +1,4 @@
-"""From a KerasTask to a framework: what it uses is checked, variables get names, and ranks the same model."""
+"""Opens a KerasTask as a framework: checks its features, names its variables and makes the ranks' models equal."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from hpctrain.train.hooks import rate_hook
 from hpctrain.train.stateful import Kept
 
 STRATEGIES: Sequence[Planner] = (zero1.planned, strategy.planned)
-"""The first that a run uses prepares its model."""
+"""Strategies in order; the first one that the run uses prepares its model."""
 
 
 def open_keras(
     task: KerasTask, world: World, config: StepSettings, clock: StepClock, choice: ReducerChoice
 ) -> KerasFramework:
-    """A framework whose model and optimizer are equal on all ranks; noise is each rank's own. Collective.
+    """Opens a framework whose model and optimizer are equal on all ranks; random state is per rank. Collective.
 
     Args:
-        task: its model has weights.
+        task: the task, whose model has been built.
         world: the ranks.
-        config: what shapes an update.
-        clock: marks where the time of a step goes.
-        choice: how the reducer is chosen.
+        config: settings of an update.
+        clock: records the time of each phase.
+        choice: chooses the reducer.
 
     Raises:
-        UserError: Keras runs on another backend, TensorFlow began before this rank had chosen its GPU, the ranks'
-            models differ, or the reducer that the configuration names cannot be used.
+        UserError: Keras runs on another backend, TensorFlow was initialized before this rank chose its GPU, the ranks'
+            models differ, or the configured reducer cannot be used.
     """
     require_trainable(task)
     layers = joint_layers(task.model, config.train.sync_batchnorm)
@@ -84,7 +84,7 @@ def open_keras(
 def assembled(
     opening: Opening, prepared: Prepared, named: Named, joint: SyncBatchNorm | None, objects: Sequence[Kept]
 ) -> KerasFramework:
-    """The framework of a model that a strategy has prepared, and that is equal on all ranks."""
+    """Assembles the framework of a prepared model that is equal on all ranks."""
     task, config, group = opening.task, opening.config, opening.world.data
     train, batch_norms = config.train, joint or BatchNorms()
     averaged = opening.variables if train.ema_decay is not None else []
@@ -123,13 +123,13 @@ def require_trainable(task: KerasTask) -> None:
 def model_features(
     task: KerasTask, policy: str, layers: Sequence[keras.layers.Layer], ranks: int
 ) -> dict[Feature, Any]:
-    """What a task's model and optimizer use.
+    """Features that a task's model and optimizer use.
 
     Args:
-        task: with what its model brings along.
-        policy: of layers that compute in the run's precision.
-        layers: that normalise over all ranks.
-        ranks: that the model is trained on.
+        task: the task, completed from its model.
+        policy: dtype policy of layers that compute in the run's precision.
+        layers: layers that normalise over all ranks.
+        ranks: number of data-parallel ranks.
     """
     model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
     optimizers = list(optimizers_in(task.optimizer).values())

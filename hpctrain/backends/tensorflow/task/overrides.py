@@ -1,4 +1,4 @@
-"""What a Keras model's class overrides of training and evaluation, and what its own steps return."""
+"""Detects a Keras model's custom training and evaluation steps, reads their results and intercepts their updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.tasks.definition import KerasTask
 
 
 def trains_itself(model: Any) -> bool:
-    """Whether a model's class overrides a step of Keras, or what it consists of: then it is trained by its steps."""
+    """Whether a model's class overrides a Keras step or a part of it; it is then trained by its own steps."""
     kind = type(model)
     return isinstance(model, keras.Model) and (
         kind.train_step is not keras.Model.train_step
@@ -26,7 +26,7 @@ def trains_itself(model: Any) -> bool:
 
 
 def evaluates_itself(model: keras.Model) -> bool:
-    """Whether an evaluation is the model's ``test_step``: its own one, or Keras' if it has a loss for that."""
+    """Whether evaluations use the model's ``test_step``: a custom one, or Keras' if the model has a loss for it."""
     kind = type(model)
     if kind.test_step is not keras.Model.test_step:
         return True
@@ -36,7 +36,7 @@ def evaluates_itself(model: keras.Model) -> bool:
 
 
 def scalars(logs: Any, name: str) -> dict[str, tf.Tensor]:
-    """What a step returned, by name.
+    """Reads a step's result as scalars by name.
 
     Raises:
         UserError: it is not a dict of scalars.
@@ -48,7 +48,7 @@ def scalars(logs: Any, name: str) -> dict[str, tf.Tensor]:
         )
     found: dict[str, tf.Tensor] = {}
     for key, value in logs.items():
-        if isinstance(value, Mapping):  # of compiled metrics
+        if isinstance(value, Mapping):  # compiled metrics
             found |= scalars(value, name)
             continue
         scalar = tf.cast(tf.convert_to_tensor(value), tf.float32)
@@ -63,7 +63,7 @@ def scalars(logs: Any, name: str) -> dict[str, tf.Tensor]:
 
 
 def tested(task: KerasTask, batch: Mapping[str, tf.Tensor]) -> dict[str, tuple[tf.Tensor, tf.Tensor]]:
-    """(sum, weight) of what the model's ``test_step`` says of a batch; in a TensorFlow function."""
+    """(sum, weight) of the results of the model's ``test_step``, by name; call it in a TensorFlow function."""
     task.model.reset_metrics()
     samples = tf.cast(tf.shape(next(iter(batch.values())))[0], tf.float32)
     logs = scalars(task.model.test_step(task.fit_data(dict(batch))), "test_step")
@@ -76,10 +76,10 @@ Apply = Callable[[Any, Any], None]
 
 @contextlib.contextmanager
 def intercepted(handle: Callable[[keras.optimizers.Optimizer, Apply, Any, Any], None]) -> Iterator[None]:
-    """In the body, ``optimizer.apply(gradients, variables)`` is ``handle(optimizer, apply, gradients, variables)``.
+    """In the body, ``optimizer.apply(gradients, variables)`` calls ``handle(optimizer, apply, gradients, variables)``.
 
-    It is the classes that are changed, and changed back at the end: so no optimizer escapes, wherever it is kept. What
-    an optimizer applies inside its own ``apply``, by other optimizers or by its base class, is left alone.
+    Patches the optimizer classes and restores them at the end, so that no optimizer is missed, wherever it is kept.
+    Nested calls, of other optimizers or a base class within ``apply``, are not intercepted.
     """
     inside = False
 
@@ -109,7 +109,7 @@ def intercepted(handle: Callable[[keras.optimizers.Optimizer, Apply, Any, Any], 
 
 
 def family(cls: type) -> set[Any]:
-    """A class, those that it is derived from, and all that are derived from it."""
+    """A class with its bases and all its subclasses."""
     found: set[Any] = set(cls.__mro__)
     waiting: list[Any] = [cls]
     while waiting:
@@ -120,28 +120,28 @@ def family(cls: type) -> set[Any]:
 
 
 WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceStridedSliceAssign")
-"""What the names of operations begin with that change a variable, their first input."""
+"""Prefixes of types of operations that change a variable, their first input."""
 
 
 def written_by_own_values(
     graph: tf.Graph, inputs: Sequence[tf.Tensor], equal: Iterable[tf.Variable], summed: Sequence[tf.Tensor]
 ) -> tf.Variable | None:
-    """A variable that must be equal on all ranks, and gets a value that no exchange has made equal; None if none does.
+    """Finds a variable that must be equal on all ranks but is assigned a per-rank value; None if there is none.
 
-    Writes inside nested functions (``tf.cond``) are not seen.
+    Writes inside nested functions (``tf.cond``) are not detected.
 
     Args:
-        graph: of a traced function.
-        inputs: of it that differ between ranks.
-        equal: variables that are equal on all ranks.
-        summed: what came out of exchanges.
+        graph: graph of a traced function.
+        inputs: its inputs that differ between ranks.
+        equal: variables that must be equal on all ranks.
+        summed: results of exchanges.
     """
     by_handle = {id(variable.handle): variable for variable in equal}
     shared = {inside.name: by_handle[id(outside)] for outside, inside in graph.captures if id(outside) in by_handle}
     resources = [inside.name for _, inside in graph.captures if inside.dtype == tf.resource]
     own = {each.name for each in inputs} | {name for name in resources if name not in shared}
     clean = {each.name for each in summed}
-    for operation in graph.get_operations():  # in the order in which they were made, so that inputs come first
+    for operation in graph.get_operations():  # in order of creation, so that inputs come first
         names = [each.name for each in operation.inputs]
         if own.isdisjoint(names):
             continue

@@ -1,5 +1,4 @@
-"""BatchNormalization over the samples of all ranks. Layers stay what they are; only what they compute in training
-changes."""
+"""BatchNormalization over the samples of all ranks. Layers keep their class; only training statistics change."""
 
 from __future__ import annotations
 
@@ -21,24 +20,24 @@ from hpctrain.train.clock import StepClock
 
 
 def joint_layers(model: keras.Model, everywhere: bool) -> list[BatchNormalization]:
-    """The layers that are to normalise over the samples of all ranks: all, or those with ``synchronized=True``."""
+    """Layers to normalise over the samples of all ranks: all of them, or those with ``synchronized=True``."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, BatchNormalization)]
     return [layer for layer in layers if everywhere or layer.synchronized]
 
 
 class SyncBatchNorm(JointStatistics):
-    """Layers of a model that normalise over the samples of all ranks while it trains.
+    """Makes layers normalise over the samples of all ranks in training.
 
-    Ranks meet in Python functions that TensorFlow calls, one after the other in the order of the trace: TensorFlow
-    itself would run them in whatever order, and ranks that wait in different ones would wait for ever.
+    Exchanges are Python functions that TensorFlow calls, chained in the order of the trace: otherwise TensorFlow could
+    run them in different orders on different ranks, which would deadlock.
 
     Args:
-        layers: of ``joint_layers``.
-        group: the ranks that see different samples; several.
-        clock: gets the time of waiting.
+        layers: layers from ``joint_layers``.
+        group: the ranks that see different samples; more than one.
+        clock: records the time spent waiting.
 
     Raises:
-        UserError: a layer computes its statistics in its own way.
+        UserError: a layer overrides the computation of statistics.
     """
 
     def __init__(self, layers: Sequence[BatchNormalization], group: Group, clock: StepClock) -> None:
@@ -51,19 +50,19 @@ class SyncBatchNorm(JointStatistics):
                 )
         self.layers = {id(layer) for layer in layers}
         self.variables = [variable.value for layer in layers for variable in layer.non_trainable_variables]
-        """Equal on all ranks: moving statistics."""
+        """Moving statistics, equal on all ranks."""
         super().__init__(group, clock)
         self.graph: Any = None
         self.last: list[tf.Tensor] = []
-        """The last meeting in the trace."""
+        """The last exchange in the trace."""
 
     def follow(self) -> None:
-        """Moving statistics become those of rank 0. Collective."""
+        """Sets moving statistics to those of rank 0. Collective."""
         broadcast(self.everyone, self.variables, "follow BatchNorm's statistics")
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
-        """While forward and backward pass of a micro-batch are traced."""
+        """Context in which forward and backward pass of a micro-batch are traced."""
 
         def moments(layer: BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
             return self.moments(inputs, mask, layer) if id(layer) in self.layers else self.own(layer, inputs, mask)
@@ -76,13 +75,13 @@ class SyncBatchNorm(JointStatistics):
             BatchNormalization._moments = self.own
 
     def before(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Pieces of gradients, which are exchanged when all meetings are over."""
+        """Makes the exchange of gradient pieces wait for all exchanges of statistics."""
         with tf.control_dependencies(self.last):
             return [*pieces[:-1], tf.identity(pieces[-1])]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def moments(self, inputs: tf.Tensor, mask: tf.Tensor | None, layer: BatchNormalization) -> Any:
-        """Mean and biased variance of each channel over all ranks, of what the mask leaves; differentiable."""
+        """Mean and biased variance of each channel over all ranks, without masked positions; differentiable."""
         axes = layer._reduction_axes
         channels = inputs.shape[layer.axis]
         shape = [1] * inputs.shape.rank
@@ -115,7 +114,7 @@ class SyncBatchNorm(JointStatistics):
     def _joined(
         self, function: Callable[..., Any], parts: Sequence[Any], length: int, layer: BatchNormalization
     ) -> tf.Tensor:
-        """What a meeting of the ranks returns, in float64; after all earlier ones."""
+        """Runs an exchange after all earlier ones; returns its float64 result."""
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise UserError(
                 f"{layer.path} is in a loop, a branch or a tf.function of the model, where ranks cannot communicate",

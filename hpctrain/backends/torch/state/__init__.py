@@ -1,4 +1,4 @@
-"""Weights and random states as named ``tensors``, and the ``source`` of all state, moving averages among it.
+"""Model state: named ``tensors`` for weights and random states, and the ``source`` of all state, including the EMA.
 
-``optimizer`` names what optimizers hold, and ``scheduler`` sets rates.
+``optimizer`` names optimizer state, and ``scheduler`` steps PyTorch's learning-rate schedulers.
 """

@@ -1,4 +1,4 @@
-"""The optimizer of a torch task, and those that it holds: their state as named tensors, and their learning rates."""
+"""State of a torch task's optimizers as named tensors, and their learning rates."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Group = dict[str, Any]
 
 
 class Together(Optimizer):
-    """Several optimizers that follow the same loss, as one.
+    """Several optimizers for the same loss, combined into one.
 
     Args:
-        each: no two of which update the same parameter.
+        each: the optimizers, which must update disjoint sets of parameters.
     """
 
     each: tuple[Optimizer, ...] = ()
@@ -40,35 +40,35 @@ class Together(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """Those of each, as they are now: an optimizer that loads its state makes new ones."""
+        """All current groups: an optimizer replaces its groups when it loads its state."""
         return [group for one in self.each for group in one.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:
-        """Nothing: there are no others."""
+        """Ignored: the groups are those of the optimizers."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which hold copies of each."""
+        """State for copying, including the optimizers."""
         known = super().__getstate__()
         return {"defaults": known["defaults"], "state": known["state"], "each": self.each}
 
     def step(self, closure: Any = None) -> Any:
-        """Each takes its own."""
+        """Steps each optimizer."""
         for one in self.each:
             one.step()
 
 
 def common(defaults: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings that all have: schedulers look there whether there is a momentum."""
+    """Settings that all optimizers have: schedulers look there for a momentum."""
     first, *others = defaults
     return {key: value for key, value in first.items() if all(key in other for other in others)}
 
 
 def joined(optimizer: Any) -> Any:
-    """A task's optimizer, or several by name, where lists of them have become one.
+    """Combines lists of optimizers, in a task's optimizer or in a dict of optimizers by name.
 
     Raises:
-        UserError: a list holds something else, nothing, or two optimizers of the same parameter.
+        UserError: a list is empty, holds something else, or holds two optimizers of the same parameter.
     """
     if isinstance(optimizer, Mapping):
         return {name: joined(one) for name, one in optimizer.items()}
@@ -91,46 +91,46 @@ def joined(optimizer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the optimizers that a task's optimizer is made of."""
+    """One of the optimizers in a task's optimizer."""
 
     path: str
-    """Where the task's optimizer holds it; empty for that itself."""
+    """Path within the task's optimizer; empty for that itself."""
     optimizer: Optimizer
     speaks: bool = False
-    """Whether it, or what holds it, has its own ``state_dict``, and so is saved by that."""
+    """Whether it, or an object that holds it, has a custom ``state_dict`` by which it is saved."""
 
     @property
     def prefix(self) -> str:
-        """Begins the names of its slots."""
+        """Prefix of the names of its slots."""
         return f"{self.path}." if self.path else ""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the state of parameters lies in that of whole ones, if optimizers have parts of them."""
+    """Places optimizer state of partitioned parameters within that of whole ones."""
 
     slices: Mapping[int, Slices] = field(default_factory=dict)
-    """Where what an optimizer has of a parameter lies in the whole one, by id."""
+    """Place of this rank's part in the whole parameter, by id of the part."""
     common: frozenset[str] = frozenset()
-    """Names of slots that have no rows, such as a count of steps: they are the same for all parts of a parameter."""
+    """Names of slots without rows, such as a step count, which are equal for all parts of a parameter."""
 
     def slices_of(self, slot: str, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Slices | None:
-        """Where a slot of a parameter lies if it is cut as that is.
+        """Place of a slot if it is cut like its parameter; None if it is not.
 
         Args:
-            slot: its name.
-            shape: of its value here, or as it was saved.
-            parameter: as the optimizer has it.
-            is_saved: which shape it is.
+            slot: name of the slot.
+            shape: shape of its value on this rank, or as saved.
+            parameter: the parameter as the optimizer has it.
+            is_saved: whether ``shape`` is the saved one.
         """
         slices = self.slices.get(id(parameter))
         whole = None if slices is None else slices.whole if is_saved else tuple(parameter.shape)
         return slices if shape == whole and slot not in self.common else None
 
     def placed(self, tensor: TorchTensor | ArrayTensor, slot: str, parameter: Tensor) -> Sequence[StateTensor]:
-        """A slot as this rank saves it; nothing if another one does.
+        """A slot as this rank saves it; empty if another rank saves it.
 
-        Raises UserError if a slot of a parameter that is cut has another shape.
+        Raises UserError if a slot of a partitioned parameter has another shape.
         """
         known = self.slices.get(id(parameter))
         if known is None:
@@ -146,16 +146,16 @@ class Slots:
         if known.rows is None:
             return [tensor]
         cut = Cut(tensor.shape, (0,) * len(tensor.shape), known.copy, known.copies)
-        return [replace(tensor, placement=Placement.CUT, cut=cut)] if known.starts else []  # who has the first row
+        return [replace(tensor, placement=Placement.CUT, cut=cut)] if known.starts else []  # the first row's rank
 
 
 class OptimizerState:
-    """State of all parts, the inner ones first, so that what an outer one only passes on has the inner one's name.
+    """State of all optimizers. Inner ones come first, so that state that a wrapper shares has the inner one's name.
 
     Args:
-        every: all parts, inner ones first.
-        names: of the model's parameters, and of parts of them, by id.
-        slots: where state lies if optimizers have parts of parameters.
+        every: all optimizers, inner ones first.
+        names: names of the model's parameters and of parts of them, by id.
+        slots: places of state if optimizers have parts of parameters.
     """
 
     def __init__(self, every: Sequence[Part], names: Mapping[int, str], slots: Slots) -> None:
@@ -166,18 +166,18 @@ class OptimizerState:
         self.initial_rates = {place: float(group["lr"]) for place, group in self.rated_groups()}
         self.made_with = dict(self.group_numbers())
         self.rate_factors: Factors = 1.0
-        """What the rates were multiplied by last."""
+        """Last factors applied."""
 
     def rated_groups(self) -> Iterator[tuple[tuple[str, int], Group]]:
-        """Groups that have a learning rate, by part and number; those that parts share come once for each."""
+        """Groups with a learning rate, by optimizer and number; shared groups appear once for each optimizer."""
         for part in self.every:
             groups = enumerate(part.optimizer.param_groups)
             yield from (((part.path, index), group) for index, group in groups if "lr" in group)
 
     def set_rates(self, factors: Factors) -> None:
-        """Multiplies the learning rates as they were when the task was made; ``OwnRates`` leaves them.
+        """Sets learning rates to the original ones times ``factors``; ``OwnRates`` leaves them unchanged.
 
-        Raises UserError if there are not as many factors as parameter groups.
+        Raises UserError if the numbers of factors and parameter groups differ.
         """
         if factors == self.rate_factors or isinstance(factors, OwnRates):
             return
@@ -202,7 +202,7 @@ class OptimizerState:
         return factors[place[1]]
 
     def group_numbers(self) -> Iterator[tuple[str, float]]:
-        """Numbers of the groups, except the rates, by name: some optimizers count or adapt there."""
+        """Numbers in parameter groups except rates, by name: some optimizers keep counters or adapted values there."""
         for name, index, group in groups_of(self.parts):
             for key, value in group.items():
                 if key != "lr" and isinstance(value, (bool, int, float)):
@@ -211,7 +211,7 @@ class OptimizerState:
     def held(self) -> Iterator[tuple[Part, Group, Tensor, dict[str, Any]]]:
         """(part, group, parameter, slots) of each parameter that has state, once."""
         seen: set[int] = set()
-        states = [part.optimizer.state for part in self.parts]  # an outer part may make its own up at each look
+        states = [part.optimizer.state for part in self.parts]  # a wrapper may create it at each access
         for part, state in zip(self.parts, states, strict=True):
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -221,10 +221,10 @@ class OptimizerState:
                         yield part, group, parameter, slots
 
     def tensors(self) -> list[StateTensor]:
-        """``optimizer/<slot>/<parameter>``; empty before the first update.
+        """State as ``optimizer/<slot>/<parameter>``; usually empty before the first update.
 
         Raises:
-            UserError: an optimizer holds what is neither tensor nor number, or state of what is not a parameter.
+            UserError: an optimizer holds state that is neither a tensor nor a number, or that belongs to no parameter.
         """
         tensors: list[StateTensor] = []
         for part in self.parts:
@@ -252,11 +252,11 @@ class OptimizerState:
         return tensors
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Gives each parameter the state of its name, on its own device; groups keep what they have for rates.
+        """Loads each parameter's state by name, on the parameter's device; learning rates are not loaded.
 
-        State is put into the mappings that are there, since parts may share them.
+        State is put into the existing mappings, since optimizers may share them.
         """
-        self.rate_factors = math.nan  # the rates of the run file hold, not the saved ones
+        self.rate_factors = math.nan  # the run file's rates replace the saved ones
         found: dict[str, dict[str, str]] = {}
         for key in arrays:
             kind, _, rest = key.partition("/")
@@ -283,7 +283,7 @@ class OptimizerState:
                     group[key] = tensor_of(arrays[full]).to(device)
 
     def to_device(self) -> None:
-        """Moves state that is there from the start (Adagrad's) to where its parameters are."""
+        """Moves state that exists from the start (Adagrad's) to the devices of its parameters."""
         for part in self.every:
             if part.speaks and part.optimizer.state:
                 part.optimizer.load_state_dict(part.optimizer.state_dict())
@@ -294,7 +294,7 @@ class OptimizerState:
 
 
 def groups_of(parts: Sequence[Part]) -> Iterator[tuple[str, str, Group]]:
-    """Each parameter group once, with a name of its part's groups, and its number there."""
+    """Each parameter group once, with the name prefix of its optimizer's groups and its number."""
     seen: set[int] = set()
     for part in parts:
         for index, group in enumerate(part.optimizer.param_groups):
@@ -315,7 +315,7 @@ def refuse_strangers(optimizer: Optimizer) -> None:
 
 
 def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict[str, str]:
-    """Those slots of a parameter that are one part's, by their own names, and the name of each in what was saved."""
+    """Saved names of a parameter's slots that belong to one optimizer, by slot name."""
     others = [other.prefix for other in parts if len(other.prefix) > len(part.prefix)]
     mine = {name: key for name, key in slots.items() if name.startswith(part.prefix)}
     return {
@@ -328,7 +328,7 @@ def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict
 def put_slots(
     state: Any, group: Group, parameter: Tensor, names: Mapping[str, str], saved: SavedArrays, slots: Slots
 ) -> None:
-    """Replaces the state of a parameter by the saved values, each slot under its name."""
+    """Replaces the state of a parameter by the saved values."""
     state.pop(parameter, None)
     if names:
         state[parameter] = {
@@ -340,7 +340,7 @@ def put_slots(
 def slot_value(
     slot: str, name: str, saved: SavedArrays, group: Group, parameter: Tensor, slots: Slots
 ) -> Tensor | float:
-    """A slot as the optimizer keeps it."""
+    """Loads a slot in the form in which the optimizer keeps it."""
     if slot.endswith(NUMBER):
         number = float(saved[name])
         return int(number) if number.is_integer() else number
@@ -357,6 +357,6 @@ def slot_value(
 
 
 def device_of(slot: str, group: Group, parameter: Tensor) -> torch.device:
-    """Where a slot lies: on its parameter's device, except counts that are read on the host, as torch has it."""
+    """Device of a slot: its parameter's, except for step counts that torch keeps on the host."""
     on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
     return torch.device("cpu") if on_host else parameter.device

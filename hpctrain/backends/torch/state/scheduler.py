@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of PyTorch, attached to the loop; their state is saved as hooks' is."""
+"""Hook that steps PyTorch's learning-rate schedulers; their state is saved like that of other hooks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hpctrain.train.schedule import OwnRates, Schedule
 
 
 class SchedulerHook(RateHook):
-    """Steps a scheduler, which sets the rates of the optimizer's parameter groups by itself.
+    """Steps a scheduler, which itself sets the rates of the optimizer's parameter groups.
 
     Args:
-        given: the task's.
-        optimizer: the task's.
+        given: the task's scheduler.
+        optimizer: the task's optimizer.
 
     Raises:
-        UserError: ``given`` makes no scheduler, or one that needs a metric and is not stepped by evaluations.
+        UserError: ``given`` makes no scheduler, or one that needs a metric but is not stepped by evaluations.
     """
 
     name = "scheduler"
@@ -50,7 +50,7 @@ class SchedulerHook(RateHook):
         return self.own_rates
 
     def own_rates(self, step: int) -> OwnRates:
-        """Of the update after ``step`` done ones, also when that is done by now."""
+        """Rates of the update after ``step`` completed ones, even if that update is done by now."""
         if self.known is None or self.known[0] != step:
             self.known = step, OwnRates(rates(self.optimizer)[0] / self.initial_rate)
         return self.known[1]
@@ -73,7 +73,7 @@ class SchedulerHook(RateHook):
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a scheduler has set in the parameter groups (rates, momentum, betas) is part of it."""
+        """State of the scheduler and the values it set in parameter groups (rates, momentum, betas)."""
         return {"scheduler": self.scheduler.state_dict(), "groups": [numbers(each) for each in self.groups]}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -88,33 +88,33 @@ class SchedulerHook(RateHook):
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer."""
+        """Parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
 
 def rates(optimizer: Optimizer) -> list[float]:
-    """Learning rate of each parameter group."""
+    """Learning rates of the parameter groups."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, and pairs of them, of a parameter group."""
+    """Numbers, and tuples of numbers, in a parameter group."""
     plain = {key: float(value) if key == "lr" else value for key, value in group.items() if key != "params"}
     return {key: value for key, value in plain.items() if is_number(value) or is_pair(value)}
 
 
 def is_number(value: Any) -> bool:
-    """Of Python."""
+    """Whether it is a Python number."""
     return isinstance(value, (bool, int, float))
 
 
 def is_pair(value: Any) -> bool:
-    """Such as the betas of Adam."""
+    """Whether it is a tuple of numbers, such as Adam's betas."""
     return isinstance(value, tuple) and all(map(is_number, value))
 
 
 def put_numbers(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Puts back what ``numbers`` gave."""
+    """Restores values from ``numbers``."""
     for key, value in values.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)
@@ -123,7 +123,7 @@ def put_numbers(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def as_before(saved: Any, current: Any) -> Any:
-    """Saved state with Counters (MultiStepLR's milestones) if the scheduler's state has them."""
+    """Converts saved state to the types of the scheduler's state, such as Counter for MultiStepLR's milestones."""
     if isinstance(current, Counter):
         return Counter(saved)
     if isinstance(saved, dict) and isinstance(current, dict):

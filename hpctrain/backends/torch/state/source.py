@@ -1,4 +1,4 @@
-"""The state of a PyTorch run on this rank, to and from named arrays."""
+"""Saves and loads the state of a PyTorch run on this rank as named arrays."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hpctrain.train.stateful import Kept, unchanged
 
 
 class Averages:
-    """Of what this rank has of trained parameters; none without a decay.
+    """Moving averages of this rank's trained parameters.
 
     Args:
-        partition: what this rank has of the model.
-        model: whose parameters.
-        names: of them, by id.
-        decay: of the averages; None: none are kept.
+        partition: this rank's part of the model.
+        model: the model.
+        names: names of its parameters, by id.
+        decay: decay of the averages; None keeps none.
     """
 
     def __init__(self, partition: Partition, model: Module, names: Mapping[int, str], decay: float | None) -> None:
@@ -41,17 +41,17 @@ class Averages:
         self.values = [parameter.detach().clone() for parameter in self.parameters] if decay else []
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The averages of some parameters."""
+        """Averages of the given parameters."""
         known = {id(one): average for one, average in zip(self.parameters, self.values, strict=False)}
         return [known[id(one)] for one in parameters] if known else []
 
     def swap(self) -> None:
-        """Gives the model the averages, and these the parameters' values; a second call puts both back."""
+        """Exchanges parameters and averages; a second call restores both."""
         if self.values:
             self.partition.swap(self.parameters, self.values)
 
     def tensors(self) -> list[tensors.TorchTensor]:
-        """``ema/<parameter>``."""
+        """Averages as ``ema/<parameter>``."""
         found: list[tensors.TorchTensor] = []
         for parameter, average in zip(self.parameters, self.values, strict=bool(self.values)):
             name = self.names[id(parameter)]
@@ -69,13 +69,13 @@ class TorchState:
     averages: Averages
     holdings: Holdings
     tilings: Mapping[str, Tiling]
-    """How any number of ranks would cut parameters, by name."""
+    """How parameters are cut for any number of ranks, by name."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]]
     """See strategies.strategy.Prepared."""
     other_names: Mapping[str, str]
     meta_init: frozenset[str]
     seed: int
-    """Of the run."""
+    """Seed of the run."""
 
     def state(self) -> list[StateTensor]:
         scaler = [tensor for scale in self._scales() for tensor in scale.tensors()]
@@ -97,9 +97,9 @@ class TorchState:
         return self.placed(found)
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Each rank's own state may be missing (another number of ranks): it then keeps what it has."""
+        """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
         saved = as_saved(arrays)
-        arrays = DerivedArrays({plain_name(name): (saved, name) for name in saved})  # 0.2 saved those of compiled ones
+        arrays = DerivedArrays({plain_name(name): (saved, name) for name in saved})  # 0.2 saved compiled names
         load_tensors([*self._model(), *self.averages.tensors()], arrays)
         self.meta_init = frozenset()
         self.optimizer_state.load(arrays)
@@ -110,13 +110,13 @@ class TorchState:
             counter.array[...] = arrays.get(counter.name, 0)
         load_residues(self._residues(), arrays)
         tensors.load_random(self.parts.compute.device, arrays)
-        self.parts.batch_norms.follow()  # each rank may have had its own when they were saved
+        self.parts.batch_norms.follow()  # statistics may have been saved per rank
 
     def reseed(self, step: int) -> None:
         rank_seed = derive(self.seed, 1, self.parts.world.data.rank, step)  # dropout must differ between ranks
         seed_python(rank_seed)
         torch.manual_seed(rank_seed)
-        if step:  # before the first one, the task's own seeds hold
+        if step:  # before the first step, the task's own seeds apply
             self.holdings.reseed(rank_seed)
 
     def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
@@ -135,19 +135,19 @@ class TorchState:
         return self.parts.exchanges.used.residues if self.parts.exchanges.used else {}
 
     def _scales(self) -> list[LossScale]:
-        """Of all optimizers."""
+        """Loss scales of all optimizers."""
         return [each.rule.loss_scale for each in self.parts.trained.values() if each.rule.loss_scale is not None]
 
 
 @contextlib.contextmanager
 def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], device: torch.device) -> Iterator[None]:
-    """What passes in the body change in model, loss, the task's objects and random states is put back.
+    """Restores what passes in the body change in the model, the loss, the task's objects and random states.
 
     Args:
-        model: on its device.
-        holdings: what the task's functions hold.
-        objects: the task's, whose state is saved.
-        device: of the model.
+        model: the model, on its device.
+        holdings: state held by the task's functions.
+        objects: objects of the task whose state is saved.
+        device: the model's device.
     """
     buffers_of = [(dict(module._buffers), module) for module in model.modules()]
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -157,7 +157,7 @@ def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], dev
             yield
     finally:
         for buffers, module in buffers_of:
-            module._buffers.update(buffers)  # a forward pass may have put new tensors in their place
+            module._buffers.update(buffers)  # a forward pass may have replaced them
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""Names of the tensors that make up a torch model, its optimizer and its random states, and copies of them."""
+"""Named tensors of a torch model, its optimizer and random states; reads and writes weight files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling, part_of
 
 CPU = torch.device("cpu")
 NUMBER = ".number"
-"""Ends the slot names of optimizer state that is a Python number."""
+"""Suffix of names of optimizer slots that are Python numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,30 @@ class TorchTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> str:
-        """Logical dtype."""
+        """Dtype of the tensor, such as float32 or bfloat16."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
     def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
-        """Asynchronous if the tensor is on a GPU and ``out`` is page-locked."""
+        """See StateTensor. Asynchronous if the tensor is on a GPU and ``out`` is page-locked."""
         source = self.tensor.detach()
-        if source.shape != out.shape:  # of a small tensor, taking a part is as long as copying it
+        if source.shape != out.shape:  # for small tensors slicing costs as much as copying
             source = source[part_of(begin, out.shape)]
         host_tensor(out, self.tensor.dtype).copy_(source, non_blocking=True)
 
     def assign(self, value: NDArray[Any], first_row: int = 0) -> None:
-        """Takes over a host array as ``copy_into`` gives it."""
+        """Assigns a host array in the format of ``copy_into``."""
         target = self.tensor[first_row : first_row + len(value)] if value.ndim else self.tensor
         with torch.no_grad():
             target.copy_(host_tensor(np.require(value, requirements=["C", "W"]), self.tensor.dtype))
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
-        """Rows are copied to their place as they come."""
+        """Loads rows by copying them to their places as they arrive."""
         yield self.assign
 
 
@@ -72,28 +72,28 @@ def tensors_of(
     placement: Placement = Placement.REPLICATED,
     is_trained: bool = False,
 ) -> list[TorchTensor]:
-    """A tensor of the state; of a parameter that is cut, one for each part that is here."""
+    """Wraps a tensor of the state; for a partitioned parameter, one for each part on this rank."""
     if slices is None:
         return [TorchTensor(name, tensor, placement, is_trained)]
     return [TorchTensor(name, view, Placement.CUT, is_trained, cut) for view, cut in slices.views(tensor)]
 
 
 def host_tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """A writable host array as a tensor over the same memory; bfloat16 is held as uint16."""
+    """Wraps a writable host array as a tensor over the same memory; bfloat16 is stored as uint16."""
     return torch.from_numpy(array.view(np.int16)).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)
 
 
 def tensor_of(value: NDArray[Any]) -> torch.Tensor:
-    """A copy of a saved array as a tensor on the host."""
+    """Copies a saved array to a tensor on the host."""
     array = np.require(value, requirements=["C", "W"])
     return host_tensor(array, torch.bfloat16 if array.dtype == np.uint16 else torch.float32).clone()
 
 
 def module_tensors(module: Module) -> Iterator[tuple[str, torch.Tensor, Placement]]:
-    """What of a module's ``state_dict`` are parameters, then what are buffers, each in the order of the modules.
+    """Parameters, then buffers, of a module's ``state_dict``, each in the order of the modules.
 
-    Names are those that it has without ``torch.compile``.
-    Buffers are each rank's own: what a forward pass changes there (running statistics) follows the rank's samples.
+    Names are those without ``torch.compile``. Buffers are per rank: what a forward pass changes in them (running
+    statistics) depends on the rank's samples.
     """
     kept = module.state_dict(keep_vars=True).keys()
     parameters = ((name, parameter.data, Placement.REPLICATED) for name, parameter in module.named_parameters())
@@ -104,17 +104,17 @@ def module_tensors(module: Module) -> Iterator[tuple[str, torch.Tensor, Placemen
 
 
 def state_of(model: Module) -> dict[str, torch.Tensor]:
-    """Tensors of a model's ``state_dict``, which may hold what is none: the extra state of modules."""
+    """Tensors of a model's ``state_dict``, without the extra state of modules."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def model_tensors(model: Module, equal: Container[str] = (), own: Partition | None = None) -> list[TorchTensor]:
-    """``model/<name>`` of a model's tensors.
+    """A model's tensors as ``model/<name>``.
 
     Args:
-        model: whose.
+        model: the model.
         equal: names of buffers that are equal on all ranks.
-        own: what this rank has of parameters that are cut or sharded.
+        own: this rank's part of partitioned parameters.
     """
     slices, held = (own.places, own.held) if own else ({}, {})
     trained = {plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -127,12 +127,12 @@ def model_tensors(model: Module, equal: Container[str] = (), own: Partition | No
 
 
 def other_names(model: Module) -> dict[str, str]:
-    """Names under which ``state_dict`` holds a shared tensor once more (tied weights), and the one it is saved by."""
+    """Further names of shared tensors (tied weights) in ``state_dict``, with the name under which each is saved."""
     first = {id(tensor): plain_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {
         plain_name(name): first.get(id(tensor), plain_name(name))
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor)  # and not extra state
+        if isinstance(tensor, torch.Tensor)  # skip extra state
     }
     return {name: saved for name, saved in held.items() if name != saved}
 
@@ -146,7 +146,7 @@ def random_tensors(device: torch.device) -> list[ArrayTensor]:
 
 
 def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Takes over the random states that are there; a rank that is new keeps its own seed."""
+    """Restores saved random states; a new rank without any keeps its own."""
     restore_host_random_state(arrays)
     if "rng/torch" in arrays:
         torch.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch"], np.uint8)))
@@ -156,7 +156,7 @@ def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Non
 
 @contextmanager
 def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
-    """This process's random states, and that of a GPU, are afterwards what they were before."""
+    """Restores this process's random states, and a GPU's, after the body."""
     before = {tensor.name: np.array(tensor.array) for tensor in random_tensors(device)}
     try:
         yield
@@ -165,7 +165,7 @@ def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> str:
-    """SHA-256 over the values in order, hexadecimal."""
+    """Returns the hexadecimal SHA-256 of the values in order."""
     return digest_of(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)
 
 
@@ -174,24 +174,27 @@ INNER = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Arrays (bfloat16 as uint16) and logical types by name, of a ``state_dict`` or of a mapping that holds one.
+    """Reads a file with a ``state_dict``, or a mapping that holds one, without running code from it.
 
-    Only tensors are read (``weights_only=True``): no code of the file is run.
+    Only tensors are read (``weights_only=True``).
 
     Args:
-        file: open.
-        path: of the file, for people.
-        known: logical types that the caller can read.
+        file: the open file.
+        path: its path, for messages.
+        known: dtypes that the caller supports.
+
+    Returns:
+        Arrays (bfloat16 as uint16) and dtypes, by name.
 
     Raises:
-        UserError: it is none, or holds more than tensors, lists, mappings and numbers.
-        OSError: it cannot be read now.
+        UserError: it is not such a file, or holds more than tensors, lists, mappings and numbers.
+        OSError: it cannot be read.
     """
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # PyTorch raises what it finds: UnpicklingError, RuntimeError, EOFError, KeyError
+    except Exception as error:  # UnpicklingError, RuntimeError, EOFError, KeyError, ...
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{path} is not a file of PyTorch that holds only weights: {first[:200]}",
@@ -200,7 +203,7 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
     state = state_dict_in(content, path)
     arrays, dtypes = {}, {}
     for name, value in state.items():
-        if str(name).endswith("_extra_state"):  # which is state, but no weight
+        if str(name).endswith("_extra_state"):  # state, but not a weight
             continue
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             kind = f"a {value.layout}" if isinstance(value, torch.Tensor) else kind_of(value)
@@ -215,7 +218,7 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
 
 
 def state_dict_in(content: Any, path: Path) -> Mapping[str, Any]:
-    """The model's state in what was saved."""
+    """Finds the model's state in a file's content. Raises UserError."""
     inner = next((content[key] for key in INNER if key in content), content) if isinstance(content, Mapping) else None
     if not isinstance(inner, Mapping) or not any(isinstance(value, torch.Tensor) for value in inner.values()):
         raise UserError(
@@ -226,10 +229,10 @@ def state_dict_in(content: Any, path: Path) -> Mapping[str, Any]:
 
 def write_weights(state: Mapping[str, Any], path: Path) -> None:
     """Writes tensors for ``torch.load(path, weights_only=True)``."""
-    with open(path, "wb") as file:  # else an error of the disk comes as one of torch
+    with open(path, "wb") as file:  # otherwise torch would hide an error of the disk
         torch.save(dict(state), file)
 
 
 def tensor_over(array: NDArray[Any], dtype: str) -> torch.Tensor:
-    """A tensor over the memory of an array of this logical type; bfloat16 comes as uint16."""
+    """Wraps an array of this dtype as a tensor over the same memory; bfloat16 is stored as uint16."""
     return host_tensor(array, torch.bfloat16 if dtype == "bfloat16" else torch.float32)

@@ -1,8 +1,8 @@
-"""From a PyTorch task to a model on this rank's device: ``opening``, after ``checks`` and a dry call.
+"""Turns a PyTorch task into a framework on this rank's device: ``opening``, with ``checks`` of the task.
 
-Models built without values get memory in ``opening``. ``holdings`` finds state that a task keeps outside its model and
-optimizers; hidden states are ``carried`` over batches. ``shares`` are parameters by optimizer. ``recompute`` repeats
-layers in the backward pass, and ``sync_batchnorm`` normalises over all ranks. ``data_loader`` adapts torch Datasets,
-and takes dataset, order and collate_fn out of a DataLoader. ``by_name`` has losses and optimizers that a task or run
-file names.
+Models on the meta device get memory in ``opening``. ``holdings`` finds state that a task keeps outside its model and
+optimizers; ``carried`` carries hidden states over batches. ``shares`` groups parameters by optimizer. ``recompute``
+recomputes activations in the backward pass, and ``sync_batchnorm`` normalises over all ranks. ``data_loader`` adapts
+torch Datasets and takes dataset, order and collate_fn from a DataLoader. ``by_name`` makes losses and optimizers from
+names.
 """

@@ -1,4 +1,4 @@
-"""Losses of PyTorch by name, and its own loss objects and functions, as a task's loss."""
+"""PyTorch losses (names, objects and functions) as a task's loss, and optimizers by name."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ NAMES: dict[str, Callable[..., Tensor]] = {
 
 
 def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """A loss that knows nothing of batches."""
+    """Applies a loss(output, target) to a batch."""
     return function(outputs, batch[target])
 
 
 def as_loss(given: Any, fields: Sequence[str]) -> Any:
-    """What a task's ``loss`` stands for: loss(outputs, batch).
+    """Converts a task's ``loss`` to a function loss(outputs, batch).
 
     Args:
-        given: a name, one of torch's losses, or a function of the user's, which is returned as it is.
+        given: a name, a torch loss, or the user's function, which is returned unchanged.
         fields: names of a sample's arrays.
 
     Raises:
-        UserError: no such name, or a loss that is not a mean over the samples.
+        UserError: the name is unknown, or the loss is not a mean over the samples.
     """
     if isinstance(given, str):
         if given not in NAMES:
@@ -55,7 +55,7 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
 
 
 def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optim.Optimizer | None:
-    """One of all parameters that are trained; None if the model is not a module, which is reported elsewhere."""
+    """Makes an optimizer of all trained parameters; None if the model is not a module, which is reported elsewhere."""
     if not isinstance(model, nn.Module):
         return None
     given = {("alpha" if (name, key) == ("rmsprop", "rho") else key): value for key, value in options.items()}

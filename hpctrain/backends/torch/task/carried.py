@@ -1,4 +1,4 @@
-"""State of a recurrent network that is carried from batch to batch."""
+"""Recurrent state that is carried from batch to batch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from hpctrain.train.stateful import kept_state
 
 
 class CarriedState:
-    """A recurrent network's state after the last batch: a lane for each of this rank's samples; see LaneSampler.
+    """A recurrent network's state after the last batch, with one lane for each of this rank's samples; see LaneSampler.
 
-    A task declares it, ``state={"lanes": PerRank(carried, on_other_ranks="split")}``, and has it begin again with each
-    epoch, ``hooks=[carried.new_each_epoch()]``. Its ``forward`` asks for the state before a batch, and keeps the next.
+    A task declares it with ``state={"lanes": PerRank(carried, on_other_ranks="split")}`` and resets it each epoch with
+    ``hooks=[carried.new_each_epoch()]``. Its ``forward`` gets the state before a batch and keeps the one after it.
 
     Args:
-        axis: of the lanes in each tensor; 1 is that of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
+        axis: axis of the lanes in each tensor; 1 for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
     """
 
     def __init__(self, axis: int = 1) -> None:
         self.axis = axis
         self.hidden: Any = None
-        """A tensor, or tensors in tuples, lists and dicts; None at a beginning."""
+        """A tensor, or nested tuples, lists and dicts of tensors; None at the start of an epoch."""
 
     def get(self, model: torch.nn.Module) -> Any:
-        """The state before this batch; None at the beginning of an epoch, and while ``model`` does not train."""
+        """Returns the state before this batch; None at the start of an epoch, and while ``model`` does not train."""
         return self.hidden if model.training else None
 
     def keep(self, model: torch.nn.Module, hidden: Any) -> None:
-        """Notes the state behind this batch, without its history; nothing while ``model`` does not train."""
+        """Keeps ``hidden``, detached, as the state after this batch; does nothing while ``model`` does not train."""
         if model.training:
             self.hidden = mapped(torch.Tensor.detach, hidden)
 
     def new_each_epoch(self) -> BaseHook:
-        """A hook that forgets the state at the end of each epoch: the text begins again."""
+        """Returns a hook that resets the state at the end of each epoch, when the text starts over."""
         return NewEachEpoch(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,12 +51,12 @@ class CarriedState:
         self.hidden = saved["hidden"]
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All lanes, in the order of the ranks."""
+        """Concatenates the lanes of all ranks, in order."""
         parts = [state["hidden"] for state in states if state["hidden"] is not None]
         return {"hidden": mapped(lambda *each: torch.cat(each, self.axis), *parts) if parts else None}
 
     def split(self, whole: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-        """As many lanes as the rank has samples in a batch."""
+        """Returns this rank's lanes, one for each of its samples in a batch."""
 
         def part(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.tensor_split(ranks, self.axis)[rank].contiguous()
@@ -71,15 +71,15 @@ class NewEachEpoch(BaseHook):
         self.carried = carried
 
     def after_step(self, training: Training, result: StepResult) -> None:
-        """The batch was the last of its epoch, or not."""
+        """Resets the state after the last batch of an epoch."""
         if training.state.batch == 0:
             self.carried.load_state_dict({"hidden": None})
 
 
 def carried_by(task: TorchTask) -> str | None:
-    """Which state that a task declares is carried from batch to batch, for a person; None if there is none.
+    """Describes the carried state that a task declares; None if there is none.
 
-    Raises UserError if it is not declared as each rank's own.
+    Raises UserError if it is not declared as PerRank.
     """
     carried = [one for one in kept_state(task.state) if isinstance(one.value, CarriedState)]
     for shared in (one for one in carried if one.rule is None):
@@ -91,7 +91,7 @@ def carried_by(task: TorchTask) -> str | None:
 
 
 def mapped(function: Callable[..., torch.Tensor], first: Any, *others: Any) -> Any:
-    """Applies the function to the tensors at each place of equal structures."""
+    """Applies a function to corresponding tensors of equal nested structures."""
     if isinstance(first, Mapping):
         return {name: mapped(function, first[name], *(each[name] for each in others)) for name in first}
     if isinstance(first, (tuple, list)):

@@ -1,5 +1,5 @@
-"""What of a task cannot be trained, in sentences, before the first step; its forward pass, loss and metrics on one
-batch, with errors that name the field and the user's line."""
+"""Checks a task before the first step, and tries its forward pass, loss and metrics on one batch; errors name the
+field and the user's line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpctrain.tasks.user_errors import blamed, of_float64, shapes
 
 
 def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises UserError if a model cannot be trained by one backward pass and one step of optimizers an update."""
+    """Raises UserError if a model cannot be trained with one backward pass and one optimizer step per update."""
     own = set()
     for name, parameter in model.named_parameters():
         own.add(id(parameter))
@@ -52,7 +52,7 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called before or after each step."""
+    """Whether the optimizer has step hooks."""
     known = vars(optimizer)
     return any(known.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
 
@@ -60,14 +60,14 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def model_features(
     model: torch.nn.Module, parts: Sequence[Part], joins: bool, ranks: int, unsuited: str | None = None
 ) -> dict[Feature, Any]:
-    """What a model and its optimizers use.
+    """Features that a model and its optimizers use.
 
     Args:
-        model: all of the task's as one.
+        model: the task's models as one.
         parts: its optimizers.
-        joins: whether BatchNorm layers are to normalise over all ranks.
-        ranks: that the model is trained on.
-        unsuited: kind of an optimizer with unusual state.
+        joins: whether BatchNorm layers normalise over all ranks.
+        ranks: number of data-parallel ranks.
+        unsuited: class of an optimizer with unusual state, if any.
     """
     volumes = [name for name, parameter in model.named_parameters() if parameter.ndim == 5]
     compiled = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
@@ -93,7 +93,7 @@ def model_features(
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """By the task: what such a part calls is not seen."""
+    """Whether the task compiled this module, so that calls inside it cannot be intercepted."""
     by_itself = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
     return by_itself or module._compiled_call_impl is not None
 
@@ -102,23 +102,25 @@ SCALAR = "return its mean over the samples, a scalar, or (sum, weight), two scal
 
 
 def require_scalar(loss: torch.Tensor) -> None:
-    """Raises UserError if a loss is one value a sample."""
+    """Raises UserError if a loss is not a scalar."""
     if loss.numel() != 1:
         raise UserError(f"the loss has shape {list(loss.shape)}", SCALAR)
 
 
 def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "") -> Any:
-    """The loss; raises UserError if it cannot be computed, or cannot be trained on.
+    """Computes the loss. Raises UserError if it cannot be computed or has no gradients.
 
     Args:
-        batch: on the model's device.
-        hint: what else may be wrong with the partition of the model; a sentence.
+        task: the task.
+        model: the model.
+        batch: a batch on the model's device.
+        hint: a sentence on what may be wrong with the partition of the model.
     """
     outputs = forward(task, model, batch, hint)
     told = describe(outputs)
     fix = f"loss(outputs, batch) gets outputs {told}, and the batch, a dict of {shapes(batch)}"
     with blamed("loss", told_with(fix, hint)), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")  # broadcast: rarely what is meant
+        warnings.filterwarnings("error", message="Using a target size")  # a broadcast that is rarely intended
         score = task.loss(outputs, batch)
     require_score(score, "loss")
     total = score[0] if isinstance(score, tuple) else score
@@ -131,7 +133,7 @@ def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = ""
 
 
 def try_sharded(loss: Tensor) -> None:
-    """Raises UserError if a loss asks sharded parameters for more than their layers give it. Collective."""
+    """Raises UserError if a loss uses sharded parameters outside their layers. Collective."""
     try:
         loss.backward()
     except RuntimeError as error:
@@ -156,13 +158,13 @@ def try_metrics(task: Task, model: Any, batch: Mapping[str, Tensor]) -> None:
 
 
 def judges(task: Task) -> dict[str, Callable[[Any, Any], Any]]:
-    """What an evaluation reports, by name. A task with a custom step may have no loss."""
+    """Functions that an evaluation reports, by name. A task with a custom step may have no loss."""
     loss = {} if task.loss is None else {"loss": task.loss}
     return {**loss, **task.mean_metrics}
 
 
 def forward(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "") -> Any:
-    """The outputs; ``hint`` as for ``try_loss``."""
+    """Runs the forward pass; ``hint`` as for ``try_loss``."""
     fix = (
         f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the model gets the first array"
         f"{of_float64(batch)}"
@@ -175,12 +177,12 @@ def forward(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "")
 
 
 def told_with(fix: str, hint: str) -> str:
-    """What to do, and a sentence more if there is one."""
+    """Appends a hint, if there is one, to a fix."""
     return f"{fix}. {hint}" if hint else fix
 
 
 def require_score(score: Any, field: str) -> None:
-    """Raises UserError unless it is a scalar, or two."""
+    """Raises UserError unless a score is a scalar or a tuple of two scalars."""
     if score is None:
         raise UserError(f"{field} returned None", f"a return is missing: {SCALAR}")
     parts = score if isinstance(score, tuple) else (score,)
@@ -197,7 +199,7 @@ def require_score(score: Any, field: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """Shapes and types, in words."""
+    """Describes shapes and types in words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, dict):

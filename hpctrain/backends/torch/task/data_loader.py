@@ -1,5 +1,5 @@
-"""A torch Dataset, or a DataLoader given as data: its dataset, order and collate_fn, or what would mean something
-else here."""
+"""Adapts torch Datasets, and DataLoaders given as data: takes their dataset, order and collate_fn, and refuses settings
+that would mean something else here."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Sampler = Callable[[Epoch], NDArray[np.int64]]
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """What the run file says of batches and their order."""
+    """The run file's settings of batches and their order."""
 
     sizes: tuple[int, ...]
-    """Samples of one update: over all ranks, of one rank, and of one of its micro-batches."""
+    """Samples per update over all ranks, on one rank, and in one of its micro-batches."""
     shuffle: str
     """``data.shuffle``."""
     drop_last: bool
@@ -39,12 +39,12 @@ class Batches:
 
 
 def without_loaders(task: Task, batches: Batches) -> Task:
-    """The task with datasets in place of DataLoaders, and with the sampler and collate_fn of these.
+    """Replaces DataLoaders in a task by their datasets, samplers and collate_fn.
 
-    Workers and pinned memory change no number and are left to hpctrain, which prefetches by itself.
+    Workers and pinned memory do not affect results and are ignored: hpctrain prefetches itself.
 
     Raises:
-        UserError: something about a DataLoader would mean something else here; names it.
+        UserError: a setting of a DataLoader would mean something else here.
     """
     several = isinstance(task.validation, Mapping)
     sets = dict(task.validation) if several else {"": task.validation}
@@ -68,8 +68,8 @@ def without_loaders(task: Task, batches: Batches) -> Task:
 
 
 def collate_of(task: Task, loaders: Sequence[data.DataLoader[Any]]) -> Callable[[list[dict[str, Any]]], Any] | None:
-    """The task's, or what does the same as that of its loaders; raises UserError if they are not all the same."""
-    functions: list[Any] = []  # no set: a dataclass has no hash
+    """Returns the task's collate function, or one equal to its loaders'. Raises UserError if they differ."""
+    functions: list[Any] = []  # not a set: functions may be unhashable dataclasses
     for loader in loaders:
         function = None if loader.collate_fn is data.default_collate else loader.collate_fn
         if function not in functions:
@@ -94,7 +94,7 @@ def check_batches(loader: data.DataLoader[Any], batches: Batches) -> None:
 
 
 def check_validation(loader: data.DataLoader[Any]) -> None:
-    """Raises UserError if not every sample would be validated once."""
+    """Raises UserError unless every sample is validated exactly once."""
     if loader.drop_last:
         raise UserError("the DataLoader of validation has drop_last=True", "leave it out: every sample counts once")
     if (found := order_of(loader)) is not None and found not in (in_order, shuffled):
@@ -103,10 +103,10 @@ def check_validation(loader: data.DataLoader[Any]) -> None:
 
 
 def sampler_of(task: Task, loader: data.DataLoader[Any], shuffle: str) -> Sampler | None:
-    """The sampler: the one that does what the loader's does, or none if ``data.shuffle`` does so.
+    """Returns a sampler equivalent to the loader's; None if ``data.shuffle`` already has that effect.
 
     Raises:
-        UserError: there is none, or the task or the run file says something else.
+        UserError: there is no equivalent, or it conflicts with the task or the run file.
     """
     if isinstance(loader.dataset, data.IterableDataset):
         return task.sampler
@@ -126,7 +126,7 @@ def sampler_of(task: Task, loader: data.DataLoader[Any], shuffle: str) -> Sample
 
 
 def order_of(loader: data.DataLoader[Any]) -> Sampler | None:
-    """What the loader's sampler does, as a function of the epoch; None for one of a kind that is not known."""
+    """The order of the loader's sampler as a function of the epoch; None for unknown samplers."""
     sampler: Any = loader.sampler
     kind = type(sampler)
     if kind is data.SequentialSampler:
@@ -146,22 +146,22 @@ def order_of(loader: data.DataLoader[Any]) -> Sampler | None:
 
 
 def in_order(epoch: Epoch) -> NDArray[np.int64]:
-    """All samples, as they lie."""
+    """All samples in order."""
     return np.arange(epoch.num_samples)
 
 
 def shuffled(epoch: Epoch) -> NDArray[np.int64]:
-    """All samples, in another order each epoch."""
+    """All samples, shuffled differently each epoch."""
     return epoch.rng.permutation(epoch.num_samples)
 
 
 def shuffled_subset(indices: list[int], epoch: Epoch) -> NDArray[np.int64]:
-    """Some samples, in another order each epoch."""
+    """Some samples, shuffled differently each epoch."""
     return epoch.rng.permutation(np.array(indices, np.int64))
 
 
 def example_of(dataset: Any) -> Any:
-    """Its first sample, as it gives it; raises UserError if it only gives samples in order."""
+    """Returns the dataset's first sample. Raises UserError if it has no random access."""
     if isinstance(dataset, data.IterableDataset):
         fix = "leave collate_fn out of it, and give TorchTask(collate=...)"
         raise UserError("a DataLoader of an IterableDataset has a collate_fn", fix)
@@ -170,7 +170,7 @@ def example_of(dataset: Any) -> Any:
 
 
 class Collate:
-    """A DataLoader's collate_fn as a task's: it gets samples as the dataset gives them, and its tensors get names."""
+    """A DataLoader's collate_fn as a task's: passes samples in the dataset's form, and names the returned tensors."""
 
     def __init__(self, function: Callable[[list[Any]], Any], example: Any) -> None:
         self.function = function
@@ -180,10 +180,10 @@ class Collate:
         return f"the DataLoader's collate_fn {self.function!r} (workers need TorchTask(collate=...) instead)"
 
     def __call__(self, samples: list[dict[str, Any]]) -> Sample:
-        """One batch of arrays.
+        """Makes one batch of arrays.
 
         Raises:
-            UserError: the function returns something else than tensors, or other parts than samples have.
+            UserError: the function returns something other than tensors, or a different number of parts.
         """
         made = self.function([self.as_given(sample) for sample in samples])
         if isinstance(made, Mapping):
@@ -195,7 +195,7 @@ class Collate:
         return named(tuple(map(host, parts)), tuple(samples[0]))
 
     def as_given(self, sample: Mapping[str, Any]) -> Any:
-        """A sample in the form in which the dataset gives it."""
+        """Converts a sample to the form in which the dataset returns it."""
         if isinstance(self.example, Mapping):
             return {name: as_kind(value, self.example.get(name)) for name, value in sample.items()}
         if isinstance(self.example, (tuple, list)):
@@ -204,7 +204,7 @@ class Collate:
 
 
 def as_kind(value: Any, example: Any) -> Any:
-    """An array as a tensor, a list, a tuple, a plain number or an array, whatever the example is."""
+    """Converts an array to the type of the example: tensor, list, tuple, number or array."""
     if isinstance(example, torch.Tensor):
         return torch.as_tensor(value)
     if isinstance(example, (list, tuple)):
@@ -214,7 +214,7 @@ def as_kind(value: Any, example: Any) -> Any:
 
 
 class TorchDataset:
-    """Samples of a torch Dataset, one by one. Use ``adapted``, which checks it."""
+    """Reads a torch Dataset sample by sample. Make it with ``adapted``, which checks the dataset."""
 
     def __init__(self, source: Any, fields: Mapping[str, Field], names: tuple[str, ...] | None) -> None:
         self.source = source
@@ -231,7 +231,7 @@ class TorchDataset:
         return stack(samples, indices.tolist(), type(self.source).__name__, self.fields)
 
     def fingerprint(self) -> str:
-        """Of class, length and fields only: the content may be random, and reading it may be slow."""
+        """Hash of class, length and fields only: the content may be random and slow to read."""
         source = type(self.source)
         return hashlib.sha256(f"{source.__qualname__} {len(self)} {layout(self.fields)}".encode()).hexdigest()
 
@@ -246,14 +246,14 @@ class SeededTorchDataset(TorchDataset):
 
 
 def seeded_sample(source: Any, index: int, names: tuple[str, ...] | None, seed: int) -> Sample:
-    """One sample, for which global generators begin at this seed."""
+    """Reads one sample after seeding the global generators."""
     seed_python(seed)
     torch.default_generator.manual_seed(seed)
     return sample_of(source, index, names)
 
 
 def never_draws(source: Any) -> bool:
-    """Whether reading is known to draw no random numbers: tensors, and parts and rows of such datasets."""
+    """Whether reading surely draws no random numbers: TensorDatasets, and subsets and concatenations of them."""
     if type(source) is data.Subset:
         return never_draws(source.dataset)
     if type(source) is data.ConcatDataset:
@@ -262,9 +262,9 @@ def never_draws(source: Any) -> bool:
 
 
 def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> TorchDataset:
-    """A map-style torch Dataset whose samples are dicts, tuples or single tensors, arrays or numbers.
+    """Adapts a map-style torch Dataset whose samples are dicts, tuples or single tensors, arrays or numbers.
 
-    With ``ragged`` their arrays may differ in shape, but not in the number of axes.
+    With ``ragged``, arrays may differ in shape, but not in the number of axes. Raises UserError.
     """
     kind = type(source).__name__
     if isinstance(source, data.DataLoader):
@@ -288,7 +288,7 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
 
 
 def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
-    """One sample's arrays; raises UserError naming it if the user's code fails."""
+    """Reads one sample's arrays. Raises UserError that names the sample if the user's code fails."""
     try:
         sample = source[index]
         if isinstance(sample, Mapping):
@@ -304,5 +304,5 @@ def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
 
 
 def host(value: Any) -> Any:
-    """A tensor as an array in host memory; anything else as it is."""
+    """Converts a tensor to an array in host memory; returns other values unchanged."""
     return value.numpy(force=True) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""State that a torch task keeps outside its model: in its optimizer, and what that wraps, and in its loss."""
+"""Finds state that a torch task keeps outside its model: in its optimizers, its loss, ``forward`` and ``step``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from hpctrain.train.stateful import Stateful, value_of
 from hpctrain.train.tree import HostLeaves, Leaves, tree_tensors, tree_value
 
 PLAIN_MODULE = frozenset(vars(Module())) - {"_modules"}
-"""Attributes that torch itself gives every module."""
+"""Attributes that every torch module has."""
 PLAIN_OPTIMIZER = frozenset(vars(SGD([torch.zeros(1)], lr=1.0)))
-"""The same for optimizers."""
+"""Attributes that every torch optimizer has."""
 
 
 def attributes(value: Any, own: bool) -> Iterable[str]:
-    """What is gone into: of optimizers and modules all that is not torch's own, or the extra state that is saved."""
+    """Attributes to search; in optimizers and modules, all but torch's own and saved extra state."""
     if isinstance(value, Optimizer):
         return [name for name in vars(value) if name not in PLAIN_OPTIMIZER]
     if isinstance(value, Module):
@@ -44,46 +44,46 @@ def attributes(value: Any, own: bool) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Root:
-    """An object of a task, besides the model, that may hold state."""
+    """An object of a task, other than the model, that may hold state."""
 
     name: str
     value: Any
     placement: Placement
-    """Of what it holds: the optimizer's is equal on all ranks. What sees each rank's own samples has its own state,
-    except the parameters of modules."""
+    """Placement of its state: the optimizer's is equal on all ranks; objects that process a rank's own samples have
+    per-rank state, except for parameters of modules."""
 
 
 @dataclass
 class Found:
-    """What a root holds, by path."""
+    """State that a root holds, by path."""
 
     modules: dict[str, Module]
     speakers: dict[str, Any]
-    """Objects that say themselves what their state is, generators among them."""
+    """Objects with ``state_dict`` and ``load_state_dict``, and random generators."""
     loose: dict[str, Any]
-    """Numbers, arrays and tensors in plain attributes: they are not saved."""
+    """Numbers, arrays and tensors in plain attributes, which are not saved."""
 
 
 UPDATES = 2
-"""First ones between which what changes and is not saved is looked for."""
+"""Number of first updates in which changes of unsaved values are detected."""
 OLD_LOOSE = "/own/"
-"""Part of the names by which versions up to 0.3 saved what is in plain attributes."""
+"""Part of the names under which versions up to 0.3 saved values in plain attributes."""
 
 
 class Holdings:
     """State that a task keeps outside its model and the ``state`` of its optimizers.
 
-    - Modules: their parameters and buffers.
-    - Objects with ``state_dict`` and ``load_state_dict``, and the extra state of modules: what these give.
+    - Modules: their parameters and buffers, and their extra state.
+    - Objects with ``state_dict`` and ``load_state_dict``: what these return.
 
     Args:
-        optimizer: the task's; equal on all ranks.
-        others: what sees each rank's own samples, by name: the loss, ``forward``.
-        model: its own tensors are not looked at, its extra state is.
-        apart: objects that are saved under their own names: their contents are skipped.
+        optimizer: the task's optimizer, equal on all ranks.
+        others: objects that process a rank's own samples, by name: the loss, ``forward``, ``step``.
+        model: the model; its tensors are skipped, but its extra state is included.
+        apart: objects that are saved under their own names; their contents are skipped.
 
     Raises:
-        UserError: the extra state of a module cannot be put back.
+        UserError: the extra state of a module cannot be restored.
     """
 
     def __init__(self, optimizer: Any, others: Mapping[str, Any], model: Module, apart: Iterable[Any] = ()) -> None:
@@ -96,7 +96,7 @@ class Holdings:
         self.extra_state = extra_states("model", "", model)
         self.signs: dict[str, str] = {}
         self.undeclared: dict[str, None] = {}
-        """What looks like state and is not saved, for people, in the order in which it was seen."""
+        """Names of values that seem to be state but are not saved, in the order in which they were found."""
         for root in self.roots:
             found = self.find(root)
             self.signs |= {f"{root.name}: {path}": sign(value) for path, value in found.loose.items()}
@@ -115,7 +115,7 @@ class Holdings:
         ]
 
     def find(self, root: Root) -> Found:
-        """What a root holds now. Raises UserError if names of state would differ between processes."""
+        """Finds the state that a root holds now. Raises UserError if its names would differ between processes."""
         ids = set(self.modules)
         optimizers = []
         found = Found({}, {}, {})
@@ -139,14 +139,14 @@ class Holdings:
         return found
 
     def tensors(self, known: Iterable[Tensor], updates: int) -> list[StateTensor]:
-        """``held/<root>/<kind>/<path>``.
+        """State as ``held/<root>/<kind>/<path>``.
 
         Args:
-            known: tensors that are saved by other names; their memory is not looked at again.
-            updates: how many there have been since the task was made.
+            known: tensors that are saved under other names.
+            updates: number of updates since the task was made.
 
         Raises:
-            UserError: there is state that could not be put back.
+            UserError: there is state that could not be restored.
         """
         memory = {tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers(), *known)}
         tensors: list[StateTensor] = []
@@ -160,7 +160,7 @@ class Holdings:
         return tensors + extra_tensors(self.extra_state, self.leaves)
 
     def _look_at(self, root: Root, found: Found, memory: set[int]) -> None:
-        """Notes what has changed in plain attributes. What a loss makes while it works is taken for caches and logs."""
+        """Records changed plain attributes. Attributes that a loss adds later are assumed to be caches and logs."""
         for path, value in found.loose.items():
             if isinstance(value, Tensor) and value.data_ptr() in memory:
                 continue
@@ -170,9 +170,9 @@ class Holdings:
                 self.undeclared[name] = None
 
     def snapshot(self) -> Callable[[], None]:
-        """What puts back, when it is called, all that forward passes may change, whether they have or not.
+        """Returns a function that restores everything that forward passes may change.
 
-        Besides state that is saved these are values in plain attributes, closures and globals.
+        Besides saved state, these are values in plain attributes, closures and globals.
         """
         tensors = extra_tensors(self.extra_state, self.leaves)
         plain: list[Callable[[], object]] = []
@@ -193,10 +193,10 @@ class Holdings:
         return put_back
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Takes over what is there by name; what is missing stays as it is.
+        """Loads state by name; missing state is unchanged.
 
         Raises:
-            UserError: something was saved for which there is no place, or which does not fit.
+            UserError: a saved array has no place or does not fit.
         """
         taken = {name for name in arrays if OLD_LOOSE in name}
         for root in self.roots:
@@ -214,11 +214,11 @@ class Holdings:
 
     @property
     def leaves(self) -> TorchLeaves:
-        """With the model's device, as it is by now."""
+        """Leaves with the model's current device."""
         return TorchLeaves(next(self.model.parameters()).device)
 
     def reseed(self, seed: int) -> None:
-        """Begins other streams of the random generators that are held."""
+        """Reseeds the held random generators."""
         speakers = [speaker for root in self.roots for speaker in self.find(root).speakers.values()]
         for number, generator in enumerate(one for one in speakers if isinstance(one, Generator)):
             generator.reseed(derive(seed, number))
@@ -229,7 +229,7 @@ class Holdings:
 
 
 def parameters_in(value: Any) -> Iterable[Tensor]:
-    """Those of an optimizer or a module."""
+    """Parameters of an optimizer or a module."""
     if isinstance(value, Optimizer):
         return [each for group in value.param_groups for each in group["params"]]
     return value.parameters() if isinstance(value, Module) else ()
@@ -246,7 +246,7 @@ def refuse_ids(root: str, paths: Iterable[str], ids: set[int]) -> None:
 
 
 def module_state(root: Root, found: Found) -> list[TorchTensor]:
-    """Parameters and buffers of the modules that a root holds, as far as they are in their ``state_dict``."""
+    """Parameters and buffers, as far as they are in ``state_dict``, of the modules that a root holds."""
     return [
         TorchTensor(f"held/{root.name}/module/{path}{'.' if path else ''}{name}", tensor, placement)
         for path, module in found.modules.items()
@@ -255,7 +255,7 @@ def module_state(root: Root, found: Found) -> list[TorchTensor]:
 
 
 def speaker_state(root: Root, found: Found, leaves: Leaves) -> list[StateTensor]:
-    """What objects say their state is."""
+    """State of objects with a ``state_dict``."""
     return [
         tensor
         for path, speaker in found.speakers.items()
@@ -270,18 +270,18 @@ def speaker_state(root: Root, found: Found, leaves: Leaves) -> list[StateTensor]
 
 
 def speaker_name(root: Root, path: str, speaker: Any) -> str:
-    """Names of what an object says begin so."""
+    """Name prefix of such an object's state."""
     return f"{'rng/' if isinstance(speaker, Generator) else ''}held/{root.name}/dict/{path or 'itself'}"
 
 
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 HOST, DEVICE = "host", "device"
-"""Where a tensor was, in its kind."""
+"""Device of a tensor, in its kind."""
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A random generator of the user's own, as a speaker."""
+    """A user's random generator, with ``state_dict`` and ``load_state_dict``."""
 
     value: torch.Generator | np.random.Generator | random.Random
 
@@ -299,7 +299,7 @@ class Generator:
             self.value.bit_generator.state = state
 
     def reseed(self, seed: int) -> None:
-        """Begins another stream."""
+        """Seeds the generator."""
         if isinstance(self.value, torch.Generator):
             self.value.manual_seed(seed)
         elif isinstance(self.value, random.Random):
@@ -317,7 +317,7 @@ def speaks(value: Any) -> bool:
 
 
 def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module]]:
-    """Modules within one that say themselves what else their state is, by the names of that. Raises UserError."""
+    """Modules within one that have extra state, with its name. Raises UserError if it cannot be restored."""
     found = [
         (plain_name(".".join(filter(None, (path, name)))) or "itself", each)
         for name, each in module.named_modules()
@@ -344,10 +344,10 @@ def extra_tensors(modules: Iterable[tuple[str, Module]], leaves: Leaves) -> list
 
 
 class TorchLeaves(HostLeaves):
-    """Tensors as well.
+    """HostLeaves plus tensors.
 
     Args:
-        device: where those go that were not on the host.
+        device: device of tensors that were not on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -359,7 +359,7 @@ class TorchLeaves(HostLeaves):
         if value.layout is not torch.strided or value.is_quantized:
             return None
         place = HOST if value.device.type == "cpu" else DEVICE
-        return f"{place} uint16" if value.dtype == torch.uint16 else place  # saved as bfloat16 is
+        return f"{place} uint16" if value.dtype == torch.uint16 else place  # stored like bfloat16
 
     def tensor(self, name: str, value: Any, placement: Placement) -> StateTensor:
         return (
@@ -375,14 +375,14 @@ class TorchLeaves(HostLeaves):
 
 
 def below(name: str, arrays: Mapping[str, NDArray[Any]], taken: set[str]) -> dict[str, NDArray[Any]]:
-    """Arrays whose names begin with a name, without it; notes them as taken."""
+    """Arrays below a name, with that prefix removed; adds them to ``taken``."""
     found = {full: arrays[full] for full in arrays if full.startswith(f"{name}/")}
     taken.update(found)
     return {full.removeprefix(f"{name}/"): array for full, array in found.items()}
 
 
 SAMPLE = 4096
-"""Values of an array or tensor by which a change is seen."""
+"""Number of values of an array or tensor that are compared to detect a change."""
 
 
 def is_loose(value: Any) -> bool:
@@ -395,11 +395,11 @@ def is_loose(value: Any) -> bool:
 
 
 MOST_BYTES = 16 << 20
-"""Of a tensor or array whose values are put back after passes: a larger one is data."""
+"""Largest tensor or array whose values are restored after passes: larger ones are assumed to be data."""
 
 
 def can_refill(value: Any) -> bool:
-    """Whether a loose value's own memory is put back after passes: they leave parameters alone."""
+    """Whether a loose value is restored in place after passes; parameters are not, since passes do not change them."""
     if isinstance(value, np.ndarray):
         return value.flags.writeable and value.nbytes <= MOST_BYTES
     is_filled = isinstance(value, Tensor) and not isinstance(value, Parameter) and 0 not in value.stride()
@@ -407,21 +407,21 @@ def can_refill(value: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """A tensor's or array's values."""
+    """Copies a tensor's or array's values."""
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
 def refill(value: Any, before: Any) -> None:
     """Copies a tensor's or array's values back."""
     if isinstance(value, Tensor):
-        with torch.inference_mode():  # the tensor may have been made there
+        with torch.inference_mode():  # the tensor may be an inference tensor
             value.copy_(before)
     else:
         value[...] = before
 
 
 def sign(value: Any) -> str:
-    """Changes when a number, array or tensor does."""
+    """Returns a text that changes when a number, array or tensor does."""
     if isinstance(value, Tensor):
         return digest([value.detach().flatten()[:SAMPLE]])
     return hashlib.sha256(value.flat[:SAMPLE].tobytes()).hexdigest() if isinstance(value, np.ndarray) else repr(value)

@@ -1,4 +1,4 @@
-"""From a PyTorch task to a model that is on this rank's device, equal on all ranks, and partitioned as the run says."""
+"""Opens a PyTorch task as a framework: checks it, moves its model to the device, and distributes it over ranks."""
 
 from __future__ import annotations
 
@@ -52,25 +52,24 @@ def open_torch(
     open_exchange: OpenExchange = exchange_for,
     stage_choice: StageChoice = BY_PARAMETERS,
 ) -> TorchFramework:
-    """A framework whose model is on this rank's device and equal on all ranks. Collective.
+    """Opens a framework whose model is on this rank's device and equal on all ranks. Collective.
 
     Args:
-        task: a TorchTask.
+        task: the task.
         world: the ranks.
-        config: what shapes an update.
-        clock: marks where the time of a step goes.
-        choice: how the reducer is chosen.
-        open_exchange: opens what ranks that have parts of one model exchange tensors by.
-        stage_choice: how layers are distributed over stages.
+        config: settings of an update.
+        clock: records the time of each phase.
+        choice: chooses the reducer.
+        open_exchange: opens the exchange of tensors between ranks that hold parts of one model.
+        stage_choice: how layers are distributed over pipeline stages.
 
     Raises:
-        UserError: the task cannot be trained, the ranks' models differ, or the reducer that the configuration names
-            cannot be used.
+        UserError: the task cannot be trained, the ranks' models differ, or the configured reducer cannot be used.
     """
     train = config.train
     device = pick_device(world.local_rank)
     require_same_kind(device, world)
-    if train.threads is not None:  # a supervisor has set it in the environment; mpirun has not
+    if train.threads is not None:  # a supervisor sets it in the environment, but mpirun does not
         torch.set_num_threads(train.threads)
     compute = compute_of(train, device)
     opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
@@ -96,7 +95,7 @@ def look_at(
     open_exchange: OpenExchange,
     stage_choice: StageChoice,
 ) -> Opening:
-    """Raises UserError if a task cannot be trained as the configuration says."""
+    """Checks a task and collects what strategies need. Raises UserError if it cannot be trained as configured."""
     model = whole_model(task)
     own = {"loss": task.loss, "forward": task.forward, "step": task.step}
     holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
@@ -127,7 +126,7 @@ def look_at(
 
 
 def make_equal(model: torch.nn.Module, everyone: Group) -> None:
-    """Gives all ranks the first one's values; raises UserError if their models differ. Collective."""
+    """Broadcasts rank 0's weights. Raises UserError if the ranks' models differ. Collective."""
     tensors = state_of(model)
     described = [
         (name, tuple(tensor.shape), str(tensor.dtype) + (" without values" if tensor.is_meta else ""))
@@ -140,14 +139,14 @@ def make_equal(model: torch.nn.Module, everyone: Group) -> None:
 def assembled(
     opening: Opening, prepared: Prepared, updates: Updates, choice: ReducerChoice, doubled: Mapping[str, str]
 ) -> TorchFramework:
-    """The framework of a model that strategies have prepared. Collective.
+    """Assembles the framework of a prepared model. Collective.
 
     Args:
-        opening: with the model.
-        prepared: what has become of it.
-        updates: of ``prepared``.
-        choice: how the reducer is chosen.
-        doubled: see train.framework.StateSource.
+        opening: the task and its model.
+        prepared: the model as prepared by strategies.
+        updates: ``prepared.updates``.
+        choice: chooses the reducer.
+        doubled: further names of shared tensors, see ``other_names``.
     """
     task, model, world, compute = opening.task, opening.model, opening.world, opening.compute
     train, partition = opening.config.train, prepared.partition
@@ -205,7 +204,7 @@ MADE = "the task made it on the meta device"
 def parameters_on_meta(model: Module, parts: Sequence[Part]) -> list[str]:
     """Names of the parameters that are on the meta device.
 
-    Raises UserError if buffers are, or optimizers hold something there: no file would be sure to have that.
+    Raises UserError if buffers or optimizer state are, since a file might not contain them.
     """
     found = [plain_name(name) for name, parameter in model.named_parameters() if parameter.is_meta]
     buffer = next((name for name, one in model.named_buffers() if one.is_meta), None)
@@ -227,7 +226,7 @@ def parameters_on_meta(model: Module, parts: Sequence[Part]) -> list[str]:
 
 
 def move(model: Module, device: torch.device, memory_format: torch.memory_format) -> None:
-    """Brings what has values to a device; what has none stays on the meta device."""
+    """Moves a model to a device; tensors on the meta device stay there."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(device, memory_format=memory_format)  # type: ignore[call-overload]
         return
@@ -238,18 +237,18 @@ def move(model: Module, device: torch.device, memory_format: torch.memory_format
 
 
 def planned(opening: Opening) -> Strategy:
-    """For parameters that this rank keeps."""
+    """The strategy that allocates parameters on the meta device; used by every run."""
     return functools.partial(materialize, opening)
 
 
 def materialize(opening: Opening, prepared: Prepared) -> Prepared:
-    """Parameters on the meta device get memory, once other strategies have cut them."""
+    """Allocates parameters on the meta device after other strategies have partitioned them."""
     give_memory(opening.model, opening.compute.device)
     return prepared
 
 
 def give_memory(model: Module, device: torch.device) -> None:
-    """Puts zeros in place of parameters on the meta device; they stay the same objects to whoever holds them."""
+    """Allocates zeros for parameters on the meta device; the Parameter objects stay the same."""
     for parameter in model.parameters():
         if parameter.is_meta:
             made = Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Layers whose activations are not kept for the backward pass, but computed again in it: less memory, more time."""
+"""Activation checkpointing: recomputes layers' activations in the backward pass to save memory at the cost of time."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from hpctrain.errors import UserError
 
 
 def planned(opening: Opening) -> Strategy:
-    """``train.recompute``; no layer, if it names none."""
+    """The strategy for ``train.recompute``; does nothing if it names no layer."""
     return functools.partial(save_memory, opening)
 
 
 def save_memory(opening: Opening, prepared: Prepared) -> Prepared:
-    """Less memory for activations, on each rank."""
+    """Makes the configured layers recompute their activations."""
     recompute(opening.model, opening.config.train.recompute, prepared.partition.region)
     return prepared
 
 
 def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[str]:
-    """Has layers of a model recompute, in place; their names, parameters and results stay what they are, bit for bit.
+    """Makes layers of a model recompute, in place. Names and parameters do not change; results are bitwise identical.
 
     Args:
-        model: any.
-        patterns: of names of layers, such as ``blocks.*``; ``*`` means all layers. A layer inside one that matches is
-            part of it.
-        region: of the layers that are cut over ranks; those compute again as they are cut.
+        model: the model.
+        patterns: patterns of layer names, such as ``blocks.*``; ``*`` means all layers. A layer inside a matching one
+            is part of it.
+        region: region of the layers that are cut over ranks.
 
     Returns:
-        the names of the layers.
+        The names of the layers.
 
     Raises:
-        UserError: a pattern matches no layer, or one whose code the task has compiled.
+        UserError: a pattern matches no layer, or one that the task has compiled.
     """
     layers = dict(_outermost(model, patterns))
     for pattern in patterns:
@@ -63,7 +63,7 @@ def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[st
 
 
 def refuse_part(pattern: str, model: Module, layers: Iterable[str]) -> None:
-    """Raises UserError if a pattern matches what is inside a layer, and so part of it."""
+    """Raises UserError if a pattern matches only a module inside a layer that already recomputes."""
     inside = next((name for name, _ in model.named_modules() if fnmatchcase(name, pattern)), "")
     layer = next((name for name in layers if inside.startswith(f"{name}.")), None)
     if layer is not None:
@@ -74,8 +74,7 @@ def refuse_part(pattern: str, model: Module, layers: Iterable[str]) -> None:
 
 
 def traced_parts(module: Module) -> Iterable[Module]:
-    """Modules that the compiler traces, if this is compiled: by torch.compile, which puts another module around it,
-    or in place."""
+    """Modules that the compiler traces if this module is compiled, by torch.compile (a wrapper) or in place."""
     if type(module).__name__ == "OptimizedModule":
         return module._orig_mod.modules()  # type: ignore[union-attr]
     return module.modules() if module._compiled_call_impl is not None else ()
@@ -91,25 +90,25 @@ def _outermost(module: Module, patterns: Sequence[str], path: str = "") -> Itera
 
 
 class Recomputed:
-    """A layer's forward pass that keeps its inputs only.
+    """A layer's forward pass that saves only its inputs.
 
-    What the layer changes in its own buffers (running statistics, power iterations) it changes once: the second pass
-    begins with what the first one began with, and leaves no trace.
+    The layer's buffers (running statistics, power iterations) are updated only once: the second pass starts from the
+    same values as the first, and its changes are undone.
 
     Args:
         layer: the module.
-        region: which it may begin inside, end inside, or be in between: its second pass draws the random numbers of the
-            first, and meets the same ranks.
+        region: region of cut layers, which the layer may overlap; the second pass draws the same random numbers and
+            exchanges with the same ranks as the first.
     """
 
     def __init__(self, layer: Module, region: Region) -> None:
         self.layer = layer
         self.region = region
         self.changing: set[str] | None = None
-        """Buffers that a forward pass changes; all others are masks and tables. Known after the first pass."""
+        """Names of buffers that a forward pass changes (others are masks and tables); None before the first pass."""
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The layer's outputs."""
+        """Computes the layer's outputs."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before: dict[str, torch.Tensor] = {}
@@ -125,7 +124,7 @@ class Recomputed:
         yield
         if not self.layer.training:
             return
-        if self.changing is None:  # by value: BatchNorm's kernels do not count a version
+        if self.changing is None:  # by value: BatchNorm's kernels do not increment versions
             self.changing = {
                 name for name, buffer in self.layer.named_buffers() if not torch.equal(buffer, before[name])
             }

@@ -1,4 +1,4 @@
-"""Several models of a task as one, and which of their parameters each optimizer has."""
+"""Combines a task's models into one, and assigns their parameters to its optimizers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import TorchTask
 
 ONLY = ""
-"""Stands for the optimizer of a task that has one, without a name."""
+"""Name of the optimizer of a task with a single one."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The parameters of one optimizer that want gradients, in the model's order."""
+    """The parameters of one optimizer that require gradients, in the model's order."""
 
     pairs: Sequence[tuple[str, Parameter]]
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """As a module gives them."""
+        """Names and parameters, as from a module."""
         return iter(self.pairs)
 
     def those_of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
-        """Which of some parameters are of the share."""
+        """Filters the parameters that belong to this share."""
         own = {id(parameter) for _, parameter in self.pairs}
         return [parameter for parameter in parameters if id(parameter) in own]
 
 
 def whole_model(task: TorchTask) -> torch.nn.Module:
-    """All models of a task as one, in which a name is the first part of its parameters' names. Raises UserError."""
+    """Combines a task's models into one, in which parameter names start with the model's name. Raises UserError."""
     if not isinstance(task.model, Mapping):
         model: torch.nn.Module = task.model
         return model
@@ -46,12 +46,12 @@ def whole_model(task: TorchTask) -> torch.nn.Module:
 
 
 def shares_of(task: TorchTask, model: torch.nn.Module, parts: Sequence[Part]) -> dict[str, Share]:
-    """Which parameters each optimizer's gradients are those of: of an only optimizer all that want gradients.
+    """Parameters by optimizer; a single optimizer gets all that require gradients.
 
     Args:
-        task: whose optimizers.
-        model: all of its models as one.
-        parts: all optimizers, and those in them.
+        task: the task.
+        model: its models as one.
+        parts: all optimizers, including wrapped ones.
 
     Raises:
         UserError: an optimizer trains nothing, or two train the same parameter.

@@ -1,4 +1,4 @@
-"""BatchNorm over the samples of all ranks. Modules stay what they are; only what they compute in training changes."""
+"""BatchNorm over the samples of all ranks. Modules keep their class; only their statistics in training change."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hpctrain.train.clock import IntervalClock, StepClock
 
 
 def wants_joint_statistics(model: Module, configured: bool) -> bool:
-    """Whether the run file asks for it, or all BatchNorm layers of the model do by being ``torch.nn.SyncBatchNorm``.
+    """Whether the run file asks for it, or all BatchNorm layers of the model are ``torch.nn.SyncBatchNorm``.
 
     Raises:
-        UserError: some of them are, which cannot be distinguished from the others.
+        UserError: only some of them are, and these cannot be distinguished from the others.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return configured  # by the task: then SyncBatchNorm meets other ranks by itself
+        return configured  # by the task: SyncBatchNorm then communicates itself
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     own = [name for name, module in layers.items() if isinstance(module, torch.nn.SyncBatchNorm)]
     if own and len(own) < len(layers) and not configured:
@@ -37,7 +37,7 @@ def wants_joint_statistics(model: Module, configured: bool) -> bool:
 
 
 def joint_names(model: Module) -> frozenset[str]:
-    """Names of the buffers that are equal on all ranks then: running statistics and their counters."""
+    """Names of the buffers that are then equal on all ranks: running statistics and their counters."""
     return frozenset(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -47,12 +47,12 @@ def joint_names(model: Module) -> frozenset[str]:
 
 
 class SyncBatchNorm(JointStatistics):
-    """BatchNorm layers of a model that normalise over the samples of all ranks while it trains.
+    """Makes a model's BatchNorm layers normalise over the samples of all ranks in training.
 
     Args:
-        model: on its device.
-        group: the ranks that see different samples; several.
-        clock: gets the time of waiting.
+        model: the model, on its device.
+        group: the ranks that see different samples; more than one.
+        clock: records the time spent waiting.
     """
 
     def __init__(self, model: Module, group: Group, clock: StepClock) -> None:
@@ -63,24 +63,24 @@ class SyncBatchNorm(JointStatistics):
         return OverRanks(self)
 
     def trial(self) -> OverRanks:
-        """One sample may be all that a rank has, of which nothing is learnt."""
+        """Context for a dry call: not collective, and a single sample is enough."""
         return OverRanks(JointStatistics(Group("alone"), IntervalClock()), fewest=1)
 
     def follow(self) -> None:
-        """Running statistics become those of rank 0. Collective."""
+        """Sets running statistics to those of rank 0. Collective."""
         buffers = [buffer for name, buffer in self.model.named_buffers() if name in self.names]
         broadcast(self.everyone, buffers, "follow BatchNorm's statistics")
 
 
 class OverRanks:
-    """While it is entered, ``torch.nn.functional.batch_norm`` in training normalises over the samples of all ranks.
+    """Context in which ``torch.nn.functional.batch_norm`` in training normalises over the samples of all ranks.
 
-    All BatchNorm modules call that function, ``torch.nn.SyncBatchNorm`` included, and do so wherever they run: in the
-    backward pass, too, which computes checkpointed parts of a model again, and on another thread if it is on a GPU.
+    All BatchNorm modules call that function, including ``torch.nn.SyncBatchNorm``, also during the recomputation of
+    checkpointed layers in the backward pass, which on a GPU runs on another thread.
 
     Args:
-        statistics: where the ranks meet.
-        fewest: values of a channel over all ranks, below which there is no training.
+        statistics: joins statistics over the ranks.
+        fewest: smallest number of values per channel over all ranks that can be trained on.
     """
 
     def __init__(self, statistics: JointStatistics, fewest: int = 2) -> None:
@@ -104,7 +104,7 @@ class OverRanks:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """See torch.nn.functional.batch_norm. Collective, if it trains."""
+        """See torch.nn.functional.batch_norm. Collective if ``training``."""
         if not training:
             return self.own(input, running_mean, running_var, weight, bias, False, momentum, eps)
         outputs, mean, variance, count = Normalized.apply(  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class OverRanks:
 
 
 class Normalized(torch.autograd.Function):
-    """Outputs, and mean, biased variance and count of each channel over all ranks; computed in float32 or float64."""
+    """Computes outputs, and mean, biased variance and count per channel over all ranks, in float32 or float64."""
 
     @staticmethod
     def forward(
@@ -170,20 +170,20 @@ class Normalized(torch.autograd.Function):
 
 
 def wide(values: Tensor) -> Tensor:
-    """In float32 or float64."""
+    """Casts half precision to float32."""
     return values.float() if values.dtype in HALVES else values
 
 
 def axes(values: Tensor) -> list[int]:
-    """All but that of the channels, the second."""
+    """All axes but the second, that of the channels."""
     return [0, *range(2, values.ndim)]
 
 
 def along(channels: Tensor, like: Tensor) -> Tensor:
-    """One value a channel, to be broadcast along the channels of other values."""
+    """Reshapes one value per channel to broadcast against ``like``."""
     return channels.view(1, -1, *[1] * (like.ndim - 2))
 
 
 def on_host(values: Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """On a GPU, waits for it."""
+    """Copies values to the host as float64; waits for a GPU."""
     return values.detach().to("cpu", torch.float64).numpy()

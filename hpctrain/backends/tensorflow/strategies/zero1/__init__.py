@@ -1,4 +1,4 @@
-"""Optimizer state sharded over the data ranks: ``strategy`` decides what may be cut, as ``probe`` finds by trying.
+"""ZeRO-1: optimizer state sharded over the data ranks. ``strategy`` shards what ``probe`` finds can be cut.
 
-``sharded`` scatters gradients and gathers parameters.
+``sharded`` reduce-scatters gradients and gathers parameters.
 """

@@ -1,6 +1,6 @@
-"""Asks a Keras optimizer how its variables may be sharded over ranks: copies of it are tried on small ones.
+"""Finds how a Keras optimizer's variables can be sharded, by trying copies of it on small variables.
 
-All variables are tried at once, under their own names, since some optimizers (Muon) choose by the name what they do.
+All variables are tried together and under their own names, since some optimizers (Muon) act by name.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ from hpctrain.errors import UserError
 from hpctrain.parallel.sharded import LEAST_RATE, STEPS, small, uneven_rows
 
 VECTOR = 32
-"""Elements, or a multiple of what a core computes at once. Kernels may round what is beyond in another way (a root, in
-its last bit): that says nothing of the optimizer."""
+"""Elements per cut: a multiple of any SIMD width. Kernels may round a remainder differently (the last bit of a root),
+which says nothing about the optimizer."""
 
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """How the variables of an optimizer may be sharded."""
+    """How an optimizer's variables can be sharded."""
 
     is_alone: bool
-    """Whether the update of each depends on nothing of others: else they cannot be sharded at all."""
+    """Whether each variable's update is independent of the others; if not, they cannot be sharded."""
     by_rows: tuple[bool, ...]
-    """Of each variable, whether its rows are updated apart from each other, with the same bits."""
+    """For each variable, whether its rows can be updated separately with bitwise identical results."""
     common: frozenset[str]
-    """Slots that are not cut with the rows."""
+    """Names of slots that are not cut with the rows."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A variable's stand-in."""
+    """A small stand-in for a variable."""
 
     weight: keras.Variable
     value: NDArray[Any]
     gradients: tuple[NDArray[Any], ...]
-    """Of each step."""
+    """One gradient per step."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of some variables in a few steps."""
+    """Variables and slots after a few steps."""
 
     values: Mapping[int, NDArray[Any]]
-    """By index."""
+    """Values by index."""
     slots: Mapping[int, Mapping[str, NDArray[Any]]]
     others: Sequence[NDArray[Any]]
-    """Variables of the optimizer that belong to none of them."""
+    """Optimizer variables that belong to no weight."""
 
 
 def try_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> OptimizerTraits:
-    """Updates small variables whole, some of them without the others, and cut into rows. Changes nothing.
+    """Updates small variables whole, in halves of the set, and cut into rows, on copies of the optimizer.
 
     Args:
-        optimizer: as the task made it, not built.
-        variables: those that it is to update.
+        optimizer: the task's optimizer, not built.
+        variables: the variables that it will update.
 
     Raises:
-        UserError: it cannot be copied, or fails.
+        UserError: it cannot be copied, or fails on the copies.
     """
     random = np.random.default_rng(1)
     steps = STEPS * (optimizer.gradient_accumulation_steps or 1)
@@ -108,8 +108,10 @@ def try_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[ker
 
 
 def kinds_of(slots: Mapping[int, Mapping[str, NDArray[Any]]], every: Mapping[int, Tried]) -> list[list[int]]:
-    """Indices of variables that an optimizer treats in the same way: of one shape and type and the same slots,
-    whose names differ in numbers only."""
+    """Groups indices of variables that an optimizer treats the same.
+
+    They have equal shapes, dtypes and slots, and names that differ only in digits.
+    """
     found: dict[object, list[int]] = {}
     for index, one in every.items():
         made = tuple(sorted((name, slot.shape) for name, slot in slots[index].items()))
@@ -119,14 +121,14 @@ def kinds_of(slots: Mapping[int, Mapping[str, NDArray[Any]]], every: Mapping[int
 
 
 def cut(tried: Mapping[int, Tried]) -> Iterator[dict[int, Tried]]:
-    """First the first parts of all variables, and so on; some have fewer than others."""
+    """Yields the first parts of all variables, then the second, and so on; some have fewer parts."""
     cuts = {index: cuts_of(one.value.shape) for index, one in tried.items()}
     for number in range(max(map(len, cuts.values()))):
         yield {index: part_of(one, cuts[index][number]) for index, one in tried.items() if number < len(cuts[index])}
 
 
 def found_in(some: Trial, whole: Trial) -> bool:
-    """Whether variables came out bitwise as they did together with others."""
+    """Whether variables are bitwise identical to those updated together with all others."""
     return (
         equal(some.others, whole.others)
         and all(equal([value], [whole.values[index]]) for index, value in some.values.items())
@@ -135,7 +137,7 @@ def found_in(some: Trial, whole: Trial) -> bool:
 
 
 def goes_by_rows(tried: Tried, index: int, whole: Trial, parts: Sequence[Trial], common: frozenset[str]) -> bool:
-    """Whether rows that were updated apart are, with their slots, what the whole variable is, bit for bit."""
+    """Whether separately updated rows and their slots are bitwise identical to those of the whole variable."""
     own = [part for part in parts if index in part.values]
     first = np.asarray(tf.cast(tried.value, tried.weight.dtype))
     if len(own) < 2 or equal([whole.values[index]], [first]):
@@ -157,14 +159,14 @@ def goes_by_rows(tried: Tried, index: int, whole: Trial, parts: Sequence[Trial],
 
 
 def drawn(variable: keras.Variable, random: np.random.Generator, steps: int, scale: float) -> Tried:
-    """A small variable of the same kind."""
+    """Draws a small stand-in for a variable."""
     shape = even(small(tuple(variable.shape)))
     gradients = tuple(random.choice([1.0, 3.0]) * random.normal(size=shape) for _ in range(steps))
     return Tried(variable, scale * np.asarray(random.normal(size=shape)), gradients)
 
 
 def even(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """With rows, or parts of a vector, that fill VECTOR."""
+    """Pads a shape so that rows, or parts of a vector, are multiples of VECTOR."""
     if not shape or shape[0] < 2:
         return shape
     count = -(-shape[-1] // VECTOR)
@@ -172,26 +174,26 @@ def even(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def cuts_of(shape: tuple[int, ...]) -> list[slice]:
-    """Uneven parts of the first axis, of a vector in multiples of VECTOR."""
+    """Uneven parts of the first axis; for vectors in multiples of VECTOR."""
     if len(shape) != 1 or shape[0] < 2:
         return uneven_rows(shape)
     return [slice(VECTOR * one.start, VECTOR * one.stop) for one in uneven_rows((shape[0] // VECTOR,))]
 
 
 def part_of(tried: Tried, rows: slice) -> Tried:
-    """Rows of it; a number stays as it is."""
+    """Rows of a stand-in; a scalar is returned unchanged."""
     if not tried.value.ndim:
         return tried
     return replace(tried, value=tried.value[rows], gradients=tuple(one[rows] for one in tried.gradients))
 
 
 class Copy:
-    """A copy of an optimizer, built of stand-ins.
+    """A copy of an optimizer, built on stand-ins.
 
     Args:
-        optimizer: not built.
-        rate: in place of the rate of a schedule, or of 0.
-        every: its variables, by index.
+        optimizer: the optimizer to copy, not built.
+        rate: learning rate that replaces a schedule or 0.
+        every: stand-ins by index.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, rate: float, every: Mapping[int, Tried]) -> None:
@@ -205,12 +207,12 @@ class Copy:
         build_on(self.optimizer, [one.weight for one in every.values()], self.parts)
 
     def step(self, number: int) -> None:
-        """One update."""
+        """Makes update ``number``."""
         given = [tf.cast(one.gradients[number], part.dtype) for one, part in self.pairs()]
         self.optimizer.apply(given, self.parts)
 
     def trial(self) -> Trial:
-        """How they stand."""
+        """Returns the current values and slots."""
         index_of = {flat(one.weight.path): index for index, one in self.every.items()}
         slots: dict[int, dict[str, NDArray[Any]]] = {index: {} for index in self.every}
         others = []
@@ -222,12 +224,12 @@ class Copy:
         return Trial({i: np.asarray(part.value) for i, part in zip(self.every, self.parts, strict=True)}, slots, others)
 
     def pairs(self) -> Iterator[tuple[Tried, keras.Variable]]:
-        """Stand-ins, and the variables that they are here."""
+        """Pairs of stand-ins and their variables in this copy."""
         return zip(self.every.values(), self.parts, strict=True)
 
 
 def run(optimizer: keras.optimizers.Optimizer, rate: float, every: Mapping[int, Tried]) -> Trial:
-    """What comes of all steps of a copy."""
+    """Runs all steps on a copy; returns the outcome."""
     own = Copy(optimizer, rate, every)
     for number in range(len(next(iter(every.values())).gradients)):
         own.step(number)
@@ -235,7 +237,7 @@ def run(optimizer: keras.optimizers.Optimizer, rate: float, every: Mapping[int, 
 
 
 def copied(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """With the same settings and separate variables. Keras' own way of copying knows registered classes alone."""
+    """Copies an optimizer with its settings. Keras' own way of copying works only for registered classes."""
     own: keras.optimizers.Optimizer = object.__new__(type(optimizer))
     strategy = optimizer._distribution_strategy
     own.__dict__.update(copy.deepcopy(vars(optimizer), {id(optimizer): own, id(strategy): strategy}))
@@ -243,13 +245,13 @@ def copied(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """A learning rate with which something happens."""
+    """A nonzero learning rate for trials."""
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate)) or LEAST_RATE
 
 
 @contextlib.contextmanager
 def names_kept() -> Iterator[None]:
-    """Keras numbers variables without a name: those that are made later are called as if none had been made here."""
+    """Restores Keras' counters of automatic names, so that later variables are named as if none were made here."""
     counted = global_state.get_global_attribute("object_name_uids")
     before = None if counted is None else counted.copy()
     try:
@@ -259,12 +261,12 @@ def names_kept() -> Iterator[None]:
 
 
 def same_slots(ones: Mapping[str, NDArray[Any]], others: Mapping[str, NDArray[Any]]) -> bool:
-    """Bit for bit."""
+    """Whether slots are bitwise identical."""
     return ones.keys() == others.keys() and all(equal([one], [others[name]]) for name, one in ones.items())
 
 
 def equal(ones: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> bool:
-    """Bit for bit."""
+    """Whether arrays are bitwise identical."""
     return len(ones) == len(others) and all(
         one.shape == other.shape and one.tobytes() == other.tobytes() for one, other in zip(ones, others, strict=True)
     )

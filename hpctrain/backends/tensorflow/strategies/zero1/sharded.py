@@ -1,5 +1,5 @@
-"""Variables of a Keras model whose optimizer's state is sharded, and a reducer: each rank gets summed gradients of the
-rows that it updates, and in the end all variables."""
+"""Shards a Keras model's variables over ranks. Its reducer gives each rank the summed gradients of its rows, then
+gathers all updated variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.reduce.host_allreduce import views
 from hpctrain.reduce.layout import Layout
 
 NOTHING = "hpctrain_nothing"
-"""Name of what an optimizer updates where a rank has no rows, so that it counts its steps."""
+"""Name of the placeholder that an optimizer updates on a rank without rows, so that it counts its steps."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OwnRows:
     piece: RowRange
     whole: keras.Variable
     part: keras.Variable
-    """What the optimizer has in its place: of the same name. It gets the values of the whole one before each update."""
+    """Variable of the same name that the optimizer updates instead; set from the whole one before each update."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class Sharded:
     """The variables of a model, sharded over the ranks."""
 
     pieces: Pieces
-    """As which their gradients travel."""
+    """Pieces of their gradients."""
     shares: Shares
     rank: int
-    """In the group over which they are sharded."""
+    """This rank's number in the group over which they are sharded."""
     rows: tuple[OwnRows, ...]
-    """This rank's own."""
+    """Rows that this rank updates."""
     updated: tuple[keras.Variable, ...]
-    """What the optimizer has: the parts of ``rows`` or, if there are none, a number that stands for nothing."""
+    """Variables of the optimizer: the parts of ``rows``, or a placeholder if there are none."""
 
 
 def shard(variables: Sequence[keras.Variable], pieces: Pieces, by_rows: Sequence[bool], group: Group) -> Sharded:
-    """Shares variables out; touches no other rank.
+    """Partitions variables over the ranks. Not collective.
 
     Args:
-        variables: those to train, in the order of the pieces.
-        pieces: of their gradients.
-        by_rows: of each, whether it may be cut between rows.
+        variables: the trained variables, in the order of the pieces.
+        pieces: pieces of their gradients.
+        by_rows: for each, whether it may be cut between rows.
         group: the ranks.
     """
     weighed = [
@@ -78,13 +78,13 @@ def shard(variables: Sequence[keras.Variable], pieces: Pieces, by_rows: Sequence
 
 
 def size_of(variable: keras.Variable) -> int:
-    """In bytes."""
+    """Size of a variable in bytes."""
     elements: int = math.prod(variable.shape)
     return elements * int(tf.as_dtype(variable.dtype).size)
 
 
 def layout_of(pieces: Pieces) -> Layout:
-    """Of each variable's gradient in the flat buffer of the pieces, some of which hold several."""
+    """Layout by variable of the pieces' flat buffer; a piece may hold several variables."""
     known = pieces.layout
     offsets = [0] * len(pieces.variable_shapes)
     sizes = [math.prod(shape) for shape in pieces.variable_shapes]
@@ -95,7 +95,7 @@ def layout_of(pieces: Pieces) -> Layout:
 
 
 def stand_in(whole: keras.Variable, value: Any) -> keras.Variable:
-    """A variable of another value, and perhaps another shape, that is to an optimizer what the whole one is."""
+    """Makes a variable with another value, and perhaps shape, that an optimizer treats like the whole one."""
     *scopes, name = whole.path.split("/")
     with contextlib.ExitStack() as stack:
         for number, scope in enumerate(scopes):
@@ -109,12 +109,12 @@ def stand_in(whole: keras.Variable, value: Any) -> keras.Variable:
 def build_on(
     optimizer: keras.optimizers.Optimizer, wholes: Sequence[keras.Variable], parts: Sequence[keras.Variable]
 ) -> None:
-    """Has an optimizer that is not built update parts in place of whole variables, and decay those that it would.
+    """Builds an optimizer on parts instead of whole variables, keeping exclusions from weight decay.
 
     Args:
-        optimizer: not built.
-        wholes: some variables, perhaps excluded from its weight decay.
-        parts: what replaces each; there may be more behind them.
+        optimizer: the optimizer, not built.
+        wholes: whole variables, some perhaps excluded from weight decay.
+        parts: replacements in the same order; further ones may follow.
     """
     known = vars(optimizer)
     if excluded := known.get("_exclude_from_weight_decay"):
@@ -126,13 +126,13 @@ def build_on(
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, weights: Sequence[str]) -> list[tuple[keras.Variable, str, str]]:
-    """(variable, slot, weight) of an optimizer that is built; of what belongs to no weight, its name and nothing.
+    """(variable, slot, weight) of a built optimizer; (variable, name, "") for variables of no weight.
 
-    Keras begins names of slots with the path of their weight. Of those that have one name (Adafactor's), the slot is
-    the attribute in which the optimizer keeps one for each weight.
+    Keras prefixes slot names with the path of the weight. Where all have the same name (Adafactor), the slot is the
+    attribute in which the optimizer keeps one variable per weight.
 
     Args:
-        optimizer: built.
+        optimizer: the built optimizer.
         weights: flat paths of its weights.
     """
     named = [(one, *slot_of(one.path, weights)) for one in optimizer.variables]
@@ -152,19 +152,19 @@ def slots_of(optimizer: keras.optimizers.Optimizer, weights: Sequence[str]) -> l
 
 
 def slot_of(path: str, weights: Sequence[str]) -> tuple[str, str]:
-    """(slot, weight) by a path such as ``adam/model_dense_kernel_momentum``."""
+    """Parses a path such as ``adam/model_dense_kernel_momentum`` into (slot, weight)."""
     own = path.split("/", 1)[-1]
     weight = max((each for each in weights if own.startswith(f"{each}_")), key=len, default="")
     return (own[len(weight) + 1 :], weight) if weight else (own, "")
 
 
 def flat(path: str) -> str:
-    """A weight's path as optimizers write it before the names of slots."""
+    """A weight's path in the form that optimizers use in slot names."""
     return path.replace("/", "_")
 
 
 class ShardedReducer:
-    """See reduce.tensorflow_reducer.Reducer. The sums are those of this rank's rows alone, then the slots."""
+    """See reducer.Reducer. The sums are those of this rank's rows, then the slots."""
 
     lends = meets = True
 
@@ -178,7 +178,7 @@ class ShardedReducer:
         self.sums = own_rows(sharded, exchange.buffer)
         places = {one.ctypes.data: one for one in (exchange.buffer, *exchange.leaving)}
         self.leaving = [own_rows(sharded, one) for one in places.values()]
-        """This rank's rows, in each place that it leaves them in."""
+        """This rank's rows in each buffer that they must be written to."""
         self.close = exchange.close
 
     def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
@@ -200,12 +200,12 @@ class ShardedReducer:
         return list(totals)
 
     def spread(self, updated: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
-        """All variables, as all ranks together have updated them; in a TensorFlow function or outside.
+        """Gathers all updated variables from all ranks; works inside and outside of TensorFlow functions.
 
         Args:
-            updated: this rank's rows.
+            updated: this rank's updated rows.
             before: called when they are complete.
-            after: called when the others' are there.
+            after: called when those of all ranks have arrived.
         """
 
         def gathered(*arrays: NDArray[Any]) -> list[NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""``parallel.shard: optimizer``: each rank's optimizer updates some rows of the weights, and all ranks get them."""
+"""``parallel.shard: optimizer``: each rank's optimizer updates some rows of the weights; all ranks then gather them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from hpctrain.train.state import Cut
 
 
 def planned(opening: Opening) -> Strategy | None:
-    """None on one rank, too."""
+    """Returns the strategy if ``parallel.shard`` is set and there are several ranks."""
     is_used = Feature.SHARD in opening.features and opening.world.data.size > 1
     return functools.partial(shard_weights, opening) if is_used else None
 
 
 def shard_weights(opening: Opening) -> Prepared:
-    """Gives the optimizer the rows that this rank updates."""
+    """Builds the optimizer on the rows that this rank updates. Collective."""
     task, data = opening.task, opening.world.data
     variables = opening.variables
     travelling = Gradients(variables, [], data)
@@ -52,7 +52,7 @@ def shard_weights(opening: Opening) -> Prepared:
 
 
 def require_rows(opening: Opening, tensors: Sequence[VariableTensor]) -> None:
-    """Raises UserError if the optimizer holds what has no rows."""
+    """Raises UserError if the optimizer holds state that cannot be placed in rows."""
     if any(tensor.name.startswith("held/optimizer/") for tensor in tensors):
         kind = type(opening.task.optimizer).__name__
         refuse({**opening.features, Feature.OWN_OPTIMIZER_STATE: kind})
@@ -65,24 +65,24 @@ def share_out(
     group: Group,
     features: Uses,
 ) -> tuple[Sharded, OwnSlots]:
-    """Shards variables, and builds an optimizer of this rank's rows. Collective.
+    """Shards variables and builds the optimizer on this rank's rows. Collective.
 
     Args:
-        optimizer: of the task, not built.
-        variables: those that it updates.
-        pieces: of their gradients.
+        optimizer: the task's optimizer, not built.
+        variables: the variables that it updates.
+        pieces: pieces of their gradients.
         group: the ranks.
-        features: of the run.
+        features: features of the run.
 
     Returns:
-        The variables, and where the optimizer's state lies in that of whole ones.
+        The sharded variables, and the place of the optimizer's state within that of whole weights.
 
     Raises:
-        UserError: ranks made different models, or the optimizer cannot be sharded.
+        UserError: the ranks' models differ, or the optimizer cannot be sharded.
     """
     described = [(one.path, tuple(one.shape), one.dtype) for one in variables]
     require_same_model(group, described, "variables")
-    broadcast(group, [one.value for one in variables], "receive the model")  # state may begin at them
+    broadcast(group, [one.value for one in variables], "receive the model")  # state may start from the weights
     verdict = try_optimizer(optimizer, variables)
     told = group.allgather((verdict.is_alone, verdict.by_rows), "compare how optimizer state may be cut")
     coupled = not all(is_alone for is_alone, _ in told)
@@ -101,15 +101,15 @@ def share_out(
 
 @dataclass(eq=False)
 class ShardedUpdate:
-    """See passes.WeightUpdate: ``run`` gets the sums of this rank's rows, and has all ranks get each other's."""
+    """See passes.WeightUpdate. ``run`` gets the sums of this rank's rows, updates them and gathers all ranks' rows."""
 
     optimizer: keras.optimizers.Optimizer
-    """Built of the rows."""
+    """Built on this rank's rows."""
     variables: Sequence[keras.Variable]
-    """All of the model that are trained."""
+    """All trained variables of the model."""
     reducer: ShardedReducer
     clock: StepClock
-    """Marks the times of the update and of what follows."""
+    """Marks the times of the update and the gather."""
     applying: Applying
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class ShardedUpdate:
         self.apply = tf.function(self._apply, jit_compile=self.applying.train.compile or None, autograph=False)
 
     def run(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> tf.Tensor:
-        """True, when it is done; there are no rows of tables."""
+        """See WeightUpdate; ``rows`` is empty."""
         with tf.control_dependencies([self.apply(sums)]):
             updated = [each.part.value.read_value() for each in self.sharded.rows]
             everything = self.reducer.spread(updated, self.updated, self.arrived)
@@ -130,7 +130,7 @@ class ShardedUpdate:
             return tf.constant(True)
 
     def _apply(self, sums: Sequence[tf.Tensor]) -> tf.Tensor:
-        for each in self.sharded.rows:  # weights may have been loaded, or changed by the task
+        for each in self.sharded.rows:  # weights may have been loaded or changed by the task
             each.part.assign(each.piece.of(each.whole.value))
         updated = list(self.sharded.updated)
         given = sums or [tf.zeros_like(one.value) for one in updated]
