@@ -1,4 +1,4 @@
-"""Handwritten digits made up by a DCGAN with PyTorch: two networks, trained in turns by a step of the task's own."""
+"""A DCGAN in PyTorch that generates handwritten digits: two networks, trained alternately by a custom training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 from hpctrain import TorchTask
 
 NOISE = 16
-"""Random numbers that an image is made of."""
+"""Size of the noise vector from which an image is generated."""
 Models = Mapping[str, nn.Module]
 Batch = dict[str, torch.Tensor]
 
@@ -22,7 +22,7 @@ Batch = dict[str, torch.Tensor]
 def generator(width: int = 32) -> nn.Module:
     """float32[n, NOISE] -> float32[n, 1, 8, 8] in 0 to 1 (Radford et al. 2015, for small images).
 
-    GroupNorm replaces BatchNorm, whose statistics would be those of each rank's samples.
+    Uses GroupNorm, because BatchNorm would compute its statistics from each rank's own samples.
     """
     return nn.Sequential(
         nn.Unflatten(1, (NOISE, 1, 1)),
@@ -38,7 +38,7 @@ def generator(width: int = 32) -> nn.Module:
 
 
 def discriminator(width: int = 32) -> nn.Module:
-    """float32[n, 1, 8, 8] -> float32[n]: logits of an image being a real one."""
+    """float32[n, 1, 8, 8] -> float32[n]: logit that the image is real."""
     return nn.Sequential(
         nn.Conv2d(1, width, kernel_size=4, stride=2, padding=1),
         nn.LeakyReLU(0.2),
@@ -52,12 +52,12 @@ def discriminator(width: int = 32) -> nn.Module:
 
 
 def should_be(real: float, logits: torch.Tensor) -> torch.Tensor:
-    """Mean loss of a judgement: 1 for real images, 0 for those that are made up."""
+    """Mean binary cross-entropy of the logits against one label: 1 for real, 0 for generated."""
     return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, real))
 
 
 def step(ctx: Any, batch: Batch) -> None:
-    """The discriminator learns to tell images apart, then the generator to be taken for real."""
+    """Train the discriminator to tell real from generated images, then the generator to fool it."""
     judge = ctx.models["discriminator"]
     made_up = ctx.models["generator"](batch["noise"])
     told_apart = should_be(1, judge(batch["image"])) + should_be(0, judge(made_up.detach()))
@@ -68,29 +68,29 @@ def step(ctx: Any, batch: Batch) -> None:
 
 
 def add_noise(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Noise that depends on the sample and the epoch, and not on the rank that draws it."""
+    """Add noise that depends on the sample and the epoch, not on the rank that draws it."""
     return {**sample, "noise": rng.standard_normal(NOISE, np.float32)}
 
 
 def forward(models: Models, batch: Batch) -> Batch:
-    """What is judged in a validation, and predicted: made-up images, and the logits of both kinds."""
+    """Outputs for validation and prediction: generated images, and the logits of real and generated ones."""
     image = models["generator"](batch["noise"])
     judge = models["discriminator"]
     return {"image": image, "real": judge(batch["image"]), "made_up": judge(image)}
 
 
 def recognised(outputs: Batch, batch: Batch) -> torch.Tensor:
-    """Share of real images that are taken for real."""
+    """Fraction of real images classified as real."""
     return (outputs["real"] > 0).float().mean()
 
 
 def fooled(outputs: Batch, batch: Batch) -> torch.Tensor:
-    """Share of made-up images that are taken for real."""
+    """Fraction of generated images classified as real."""
     return (outputs["made_up"] > 0).float().mean()
 
 
 def task(lr: float = 1e-3) -> TorchTask:
-    """On scikit-learn's handwritten digits, the last 297 of which are held out."""
+    """The task, on scikit-learn's handwritten digits; the last 297 are held out."""
     digits = (load_digits().images[:, None] / 16).astype(np.float32)
     train, image = digits[:-297], digits[-297:]
     noise = np.random.default_rng(0).standard_normal((len(image), NOISE), np.float32)

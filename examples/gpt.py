@@ -1,6 +1,6 @@
-"""A GPT on a file of tokens that ``hpctrain data pack`` made of text, whose layers can all be cut, with PyTorch.
+"""A GPT in PyTorch whose layers can all be split across ranks, on a token file made by ``hpctrain data pack``.
 
-Rotary positions (Su et al. 2021), grouped queries (Ainslie et al. 2023), RMSNorm, SwiGLU (Shazeer 2020).
+Rotary positions (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), RMSNorm, SwiGLU (Shazeer 2020).
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from hpctrain import TorchTask, UserError, columns, cross_entropy, packed_notes,
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 NORMS: dict[str, Any] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 PADDED_TO = 64
-"""The vocabulary is filled up to a multiple of it, so that ranks can share it out; what is added never occurs."""
+"""The vocabulary is padded to a multiple of this, so that ranks can split it; the added tokens never occur."""
 BASE = 10_000.0
-"""Of the wavelengths of rotary positions."""
+"""Base of the rotary frequencies."""
 
 
 class Block(nn.Module):
     """Causal self-attention and a feed-forward network, each after a normalisation and with a residual connection.
 
     Args:
-        width: of the inputs and outputs.
-        heads: of the queries.
-        kv_heads: of keys and values: each serves ``heads / kv_heads`` heads of queries.
-        hidden: width within the feed-forward network.
-        gated: whether it is SwiGLU, or has a plain GELU.
-        norm: class of the normalisations.
+        width: size of the inputs and outputs.
+        heads: number of query heads.
+        kv_heads: number of key and value heads; each serves ``heads / kv_heads`` query heads.
+        hidden: inner width of the feed-forward network.
+        gated: whether the feed-forward network is a SwiGLU rather than a plain GELU.
+        norm: class of the normalisation layers.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, gated: bool, norm: Any) -> None:
         super().__init__()
         self.head_width, self.queries, self.gated = width // heads, heads // kv_heads, gated
         self.norm1, self.norm2 = norm(width), norm(width)
-        # group by group: its queries, its key, its value, so that a rank can have some of the groups
+        # ordered by group (its queries, its key, its value), so that a rank can hold a subset of the groups
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head_width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, hidden * (2 if gated else 1), bias=False)  # the gate first
@@ -54,7 +54,7 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(hidden))
 
     def attended(self, qkv: Tensor) -> Tensor:
-        """Of as many groups as there are: all of them, or those of a rank."""
+        """Attention over the groups in ``qkv``: all of them, or one rank's."""
         grouped = qkv.unflatten(-1, (-1, self.queries + 2, self.head_width)).permute(0, 2, 3, 1, 4)
         rotated = rotate(grouped[:, :, :-1])  # [n, groups, queries and key, t, head_width]
         queries, key, value = rotated[:, :, :-1], rotated[:, :, -1:], grouped[:, :, -1:]
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Turns each pair of values, half the last axis apart, by an angle in proportion to its place in the text.
+    """Rotate each pair of values half the last axis apart by an angle proportional to its position in the sequence.
 
     Args:
         x: float[..., t, even].
@@ -77,7 +77,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Gpt(nn.Module):
-    """int64[n, t] tokens -> float[n, t, vocabulary] logits of the next token at each place; t is free."""
+    """int64[n, t] tokens -> float[n, t, vocabulary] logits of the next token at each position, for any t."""
 
     def __init__(self, words: int, width: int, blocks: list[Block], norm: Any, tied: bool) -> None:
         super().__init__()
@@ -86,17 +86,19 @@ class Gpt(nn.Module):
         self.norm, self.head = norm(width), nn.Linear(width, words, bias=False)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                ends_branch = name.endswith((".out", ".down"))  # of which two a block add up (Radford et al. 2019)
+                ends_branch = name.endswith(
+                    (".out", ".down")
+                )  # two per block add to the residual (Radford et al. 2019)
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * len(blocks)) if ends_branch else 0.02)
         if tied:
             self.head.weight = self.words.weight
 
     def layers(self) -> list[nn.Module]:
-        """One after the other, each of which gets what the one before it gives."""
+        """Layers in order of application."""
         return [self.words, *self.blocks, self.norm, self.head]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """All layers."""
+        """Apply all layers."""
         x = tokens
         for layer in self.layers():
             x = layer(x)
@@ -104,12 +106,12 @@ class Gpt(nn.Module):
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """Logits of all tokens but the first."""
-    return model(batch["tokens"][:, :-1].long())  # files hold 16 bits, with which torch cannot do much
+    """Logits of every token except the first."""
+    return model(batch["tokens"][:, :-1].long())  # files may hold 16-bit tokens; embeddings need int64
 
 
 def targets(batch: dict[str, Tensor]) -> Tensor:
-    """All tokens but the first."""
+    """All tokens except the first."""
     return batch["tokens"][:, 1:].long()
 
 
@@ -119,7 +121,7 @@ def loss(logits: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def accuracy(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Share of the tokens that were the likeliest ones."""
+    """Fraction of tokens that were the most likely prediction."""
     return (logits.argmax(-1) == targets(batch)).double().mean()
 
 
@@ -138,22 +140,22 @@ def task(
     lr: float = 1e-3,
     weight_decay: float = 0.1,
 ) -> TorchTask:
-    """The task.
+    """Build the task.
 
     Args:
-        train: token file of ``hpctrain data pack``; its context is that of the model.
-        validation: likewise, with the same tokenizer.
-        width: of the model.
-        blocks: number of layers.
-        heads: of the queries; ``kv_heads`` of keys and values, by default as many.
-        kv_heads: see ``heads``.
-        hidden: width of the feed-forward network; by default 4 times that of the model, or 8/3 where it is gated.
+        train: token file made by ``hpctrain data pack``; sets the sequence length.
+        validation: another one, made with the same tokenizer.
+        width: width of the model.
+        blocks: number of transformer blocks.
+        heads: number of query heads.
+        kv_heads: number of key and value heads; by default ``heads``.
+        hidden: inner width of the feed-forward network; by default 4 times the model's width, or 8/3 times if gated.
         feed_forward: swiglu or gelu.
         norm: rms or layer.
-        tied: the last layer has the weight of the first one, so that they cannot be in different stages of a pipeline.
-        dtype: of parameters; float64 for tests.
+        tied: share the weight of the first and last layer, which must then be in the same pipeline stage.
+        dtype: dtype of the parameters; float64 for tests.
         lr: learning rate.
-        weight_decay: of matrices.
+        weight_decay: weight decay of matrices; vectors have none.
     """
     kv_heads = kv_heads or heads
     if width % (2 * heads) or heads % kv_heads:
@@ -195,7 +197,7 @@ def task(
 
 
 def vocabulary_of(train: str, validation: str | None) -> int:
-    """Number of tokens that there are."""
+    """Return the vocabulary size noted in the token file. Raises UserError if tokenizers differ."""
     notes = packed_notes(train)
     if "vocabulary" not in notes:
         raise UserError(

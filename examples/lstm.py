@@ -11,7 +11,7 @@ from hpctrain import CarriedState, LaneSampler, PerRank, TorchTask
 
 
 class LanguageModel(nn.Module):
-    """int64[n, t] tokens -> float32[n, t, vocabulary] logits of the next ones."""
+    """int64[n, t] tokens -> float32[n, t, vocabulary] logits of the next token."""
 
     def __init__(self, vocabulary, units, carried):
         super().__init__()

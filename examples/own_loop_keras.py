@@ -1,11 +1,11 @@
-"""Your own Keras loop on MPI ranks: python own_loop_keras.py, or mpirun -n 4 python -m mpi4py own_loop_keras.py."""
+"""A custom Keras loop on MPI ranks: python own_loop_keras.py, or mpirun -n 4 python -m mpi4py own_loop_keras.py."""
 
 import keras
 import tensorflow as tf
 
 from hpctrain import KerasGradients, ReduceConfig, connect, keras_broadcast, keras_reducer
 
-BATCH, STEPS = 64, 200  # samples of all ranks together
+BATCH, STEPS = 64, 200  # BATCH: samples per step over all ranks
 
 world = connect()
 keras.utils.set_random_seed(0)

@@ -1,11 +1,11 @@
-"""Your own PyTorch loop on MPI ranks: python own_loop_torch.py, or mpirun -n 4 python -m mpi4py own_loop_torch.py."""
+"""A custom PyTorch loop on MPI ranks: python own_loop_torch.py, or mpirun -n 4 python -m mpi4py own_loop_torch.py."""
 
 import torch
 from torch.nn import functional
 
 from hpctrain import ReduceConfig, connect, torch_broadcast, torch_reducer
 
-BATCH, STEPS = 64, 200  # samples of all ranks together
+BATCH, STEPS = 64, 200  # BATCH: samples per step over all ranks
 
 torch.manual_seed(0)
 world = connect()
@@ -18,7 +18,7 @@ values = (points[:, :1] * points[:, 1:]).sin()
 
 
 def gradients(reducer, step=0):
-    """This rank's share of a batch, and the sum over all ranks; gives the mean loss of the whole batch."""
+    """Compute gradients of this rank's share of a batch and sum them over all ranks; return the batch's mean loss."""
     batch = torch.arange(step * BATCH, (step + 1) * BATCH)[world.rank :: world.size] % len(points)
     reducer.begin()
     loss = functional.mse_loss(model(points[batch]), values[batch], reduction="sum") / BATCH

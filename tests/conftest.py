@@ -1,4 +1,4 @@
-"""What holds for every test: which may be left out, and what none may leave behind."""
+"""Hooks and fixtures for all tests: which tests may be skipped, and checks that none leaves anything behind."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ settings.register_profile("shared machine", deadline=None, suppress_health_check
 settings.load_profile("shared machine")
 
 NOT_PERMITTED = "not permitted here: "
-"""Begin of a skip reason that CI accepts."""
+"""Prefix of a skip reason that CI accepts."""
 _AT_THE_TOP = re.compile(r'(?m)^(import \S*|from \S*( import .*)?|\w.*importorskip\(")(torch|tensorflow|keras)')
-"""A framework, or a file of ours or of the tests that is named after the framework that it imports."""
+"""Imports of a framework, or of a module of hpctrain or the tests named after the framework that it imports."""
 _OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
-"""Environment variables that the frameworks and pytest set when they are imported."""
+"""Prefixes of environment variables that pytest and the frameworks set when imported."""
 
 
 def pytest_configure() -> None:
-    """What a shell starts in the background ignores interrupts, and children inherit that; not what handles them."""
+    """Install a SIGINT handler: background jobs of a shell ignore SIGINT, and children would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out what this machine lacks the tools for."""
+    """Skip tests whose tools this machine lacks."""
     lacks = {
         "world_size": ("mpirun", lambda: mpi.find_mpirun() is None),
         "slurm": ("slurmctld", lambda: shutil.which("slurmctld", path=_with_sbin()) is None),
@@ -49,12 +49,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """For ``make check`` a file that is slow to import is not read: each worker would take seconds for that."""
+    """With ``make check``, do not collect files that import a framework: each worker would spend seconds on that."""
     return True if _for_check(config) and _imports_a_framework(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that import a framework are slow."""
+    """Mark tests whose file imports a framework as slow."""
     for item in items:
         if _imports_a_framework(item.path):
             item.add_marker(pytest.mark.slow)
@@ -62,12 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """With ``--dist loadfile``: the tests of a file share its launches, and all tests of Slurm one Slurm."""
+    """With ``--dist loadfile``, keep the tests of a file together, and those of Slurm and other batch systems."""
     return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 class OneWaits(LoadFileScheduling):
-    """Gives a process all of a file, or all that mostly wait for a cluster's daemons, while those of others compute."""
+    """Assigns whole files to workers, and all tests that mostly wait for a cluster's daemons to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
@@ -76,7 +76,7 @@ class OneWaits(LoadFileScheduling):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """With HPCTRAIN_CI=1 a test that is skipped for want of a tool fails: a gate that leaves tests out is none."""
+    """With HPCTRAIN_CI=1, turn the skip of a test into a failure: CI must not leave tests out."""
     report = yield
     if not item.get_closest_marker("gpu"):
         _refuse_skip(report)
@@ -85,7 +85,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """The same for whole files that leave themselves out (importorskip)."""
+    """The same for whole files that skip themselves (importorskip)."""
     report = yield
     if "gpu" not in collector.nodeid.split("/"):
         _refuse_skip(report)
@@ -100,9 +100,9 @@ def mpirun() -> Callable[..., mpi.Result]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves a thread running or the environment changed fails, and does not spoil the next one.
+    """Fail a test that leaves a thread running or the environment changed, and restore the environment.
 
-    For ``make check``, so does one that imports a framework: that is slow.
+    With ``make check``, also fail one that imports a framework: that is slow.
     """
     environment, threads, modules = dict(os.environ), set(threading.enumerate()), set(sys.modules)
     yield
@@ -140,7 +140,7 @@ def _still_running(before: set[threading.Thread], patience_s: float) -> list[thr
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """A skip is a failure in CI, unless the reason is that the kernel or a container forbids what the test does."""
+    """Turn a skip into a failure in CI, unless the kernel or a container forbids what the test does."""
     if os.environ.get("HPCTRAIN_CI") != "1" or not report.skipped or hasattr(report, "wasxfail"):
         return
     if NOT_PERMITTED not in str(report.longrepr):

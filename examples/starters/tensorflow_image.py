@@ -1,4 +1,4 @@
-"""Classes of pictures, with Keras."""
+"""Image classification with Keras."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CLASSES = 4
 
 
 def images(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Made-up pictures, a bright spot in one of four corners; put your own in their place.
+    """Synthetic images with a bright spot in one of four corners; replace them with your own.
 
-    Arrays with a leading sample axis, the path of an HDF5 file that ``hpctrain data pack`` has made, or a Dataset.
+    May return arrays with a leading sample axis, the path of an HDF5 file made by ``hpctrain data pack``, or a Dataset.
     """
     random = np.random.default_rng(seed)
     label = random.integers(0, CLASSES, samples)
@@ -28,13 +28,13 @@ def images(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def accuracy(output: Any, batch: Any) -> Any:
-    """Share of right answers."""
+    """Fraction of correct predictions."""
     right = ops.equal(ops.cast(ops.argmax(output, 1), "int64"), ops.cast(batch["label"], "int64"))
     return ops.mean(ops.cast(right, "float32"))
 
 
 def task(width: int = 8, lr: float = 3e-3) -> KerasTask:
-    """What is trained; ``task_args`` in the run file sets the arguments."""
+    """Build the task; ``task_args`` in the run file sets the arguments."""
     model = keras.Sequential(
         [
             keras.Input((16, 16, 1)),

@@ -1,4 +1,4 @@
-"""Points on a ring made up by one network and judged by another, with Keras: two optimizers in turns."""
+"""A small GAN with Keras that generates points on a ring: two networks, each with its own optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOISE = 4
 
 
 def points(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Points at a distance of 1 from the origin, and noise to make others of; put your own in their place."""
+    """Points at distance 1 from the origin, and noise to generate others from; replace them with your own."""
     random = np.random.default_rng(seed)
     angle = random.uniform(0, 2 * np.pi, samples)
     point = np.stack([np.cos(angle), np.sin(angle)], axis=1)
@@ -24,7 +24,7 @@ def points(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class Ring(keras.Model):  # type: ignore[misc]
-    """Two networks and their optimizers; ``train_step`` is called for each step, as by ``fit``."""
+    """Two networks and their optimizers; ``train_step`` is called for each step, as in ``fit``."""
 
     def __init__(self, lr: float) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class Ring(keras.Model):  # type: ignore[misc]
         self.for_maker, self.for_judge = (keras.optimizers.Adam(lr, beta_1=0.5) for _ in range(2))
 
     def call(self, noise: Any) -> Any:
-        """Points of noise."""
+        """Generate points from noise."""
         return self.maker(noise)
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """Tells points apart better, then makes better ones."""
+        """Update the judge, which tells real points from generated ones, then the maker."""
         point, noise = data
         with tf.GradientTape() as tape:
             real, false = self.judge(point), self.judge(self.maker(noise))
@@ -50,7 +50,7 @@ class Ring(keras.Model):  # type: ignore[misc]
         return {"judge": judged, "loss": made}
 
     def test_step(self, data: Any) -> dict[str, Any]:
-        """Mean distance of made-up points from the ring."""
+        """Mean distance of generated points from the ring."""
         return {"error": ops.mean(ops.abs(ops.norm(self(data[1]), axis=1) - 1))}
 
 
@@ -61,7 +61,7 @@ def network(inputs: int, outputs: int) -> keras.Model:
 
 
 def task(lr: float = 3e-3) -> KerasTask:
-    """What is trained; ``task_args`` in the run file sets the arguments."""
+    """Build the task; ``task_args`` in the run file sets the arguments."""
     return KerasTask(
         model=Ring(lr),
         fit_data=lambda batch: (batch["point"], batch["noise"]),

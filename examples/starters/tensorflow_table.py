@@ -1,4 +1,4 @@
-"""A number from the columns of a table, with Keras."""
+"""Regression on the columns of a table with Keras."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ COLUMNS = 8
 
 
 def rows(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Made-up rows of a table, and a number to predict; put your own in their place.
+    """Synthetic rows of a table, and a number to predict; replace them with your own.
 
-    Arrays with a leading sample axis, or a CSV or Parquet file that ``hpctrain data pack`` has made into HDF5.
+    May return arrays with a leading sample axis, or the path of an HDF5 file that ``hpctrain data pack`` made from CSV
+    or Parquet.
     """
     random = np.random.default_rng(seed)
     columns = random.normal(size=(samples, COLUMNS)).astype(np.float32)
@@ -25,12 +26,12 @@ def rows(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def error(output: Any, batch: Any) -> Any:
-    """Mean distance to the right number."""
+    """Mean absolute error."""
     return ops.mean(ops.abs(output - batch["value"]))
 
 
 def task(width: int = 64, lr: float = 3e-3) -> KerasTask:
-    """What is trained; ``task_args`` in the run file sets the arguments."""
+    """Build the task; ``task_args`` in the run file sets the arguments."""
     model = keras.Sequential(
         [keras.Input((COLUMNS,)), layers.Dense(width, "relu"), layers.Dense(width, "relu"), layers.Dense(1)]
     )

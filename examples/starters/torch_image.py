@@ -1,4 +1,4 @@
-"""Classes of pictures, with PyTorch."""
+"""Image classification with PyTorch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CLASSES = 4
 
 
 def images(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Made-up pictures, a bright spot in one of four corners; put your own in their place.
+    """Synthetic images with a bright spot in one of four corners; replace them with your own.
 
-    Arrays with a leading sample axis, the path of an HDF5 file that ``hpctrain data pack`` has made, or a Dataset.
+    May return arrays with a leading sample axis, the path of an HDF5 file made by ``hpctrain data pack``, or a Dataset.
     """
     random = np.random.default_rng(seed)
     label = random.integers(0, CLASSES, samples)
@@ -28,12 +28,12 @@ def images(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def accuracy(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Share of right answers."""
+    """Fraction of correct predictions."""
     return (output.argmax(1) == batch["label"]).float().mean()
 
 
 def task(width: int = 8, lr: float = 3e-3) -> TorchTask:
-    """What is trained; ``task_args`` in the run file sets the arguments."""
+    """Build the task; ``task_args`` in the run file sets the arguments."""
     model = nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),
         nn.ReLU(),

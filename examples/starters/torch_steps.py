@@ -1,4 +1,4 @@
-"""Points on a ring made up by one network and judged by another, with PyTorch: two optimizers in turns."""
+"""A small GAN with PyTorch that generates points on a ring: two networks, each with its own optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOISE = 4
 
 
 def points(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Points at a distance of 1 from the origin, and noise to make others of; put your own in their place."""
+    """Points at distance 1 from the origin, and noise to generate others from; replace them with your own."""
     random = np.random.default_rng(seed)
     angle = random.uniform(0, 2 * np.pi, samples)
     point = np.stack([np.cos(angle), np.sin(angle)], axis=1)
@@ -24,7 +24,7 @@ def points(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def step(ctx: Any, batch: dict[str, torch.Tensor]) -> None:
-    """One call for each step; ``backward`` and ``update`` may be called as often as you like."""
+    """Run one training step; it may call ``backward`` and ``update`` any number of times."""
     made_up = ctx.models["maker"](batch["noise"])
     real, false = ctx.models["judge"](batch["point"]), ctx.models["judge"](made_up.detach())
     ctx.backward(functional.softplus(-real).mean() + functional.softplus(false).mean(), "judge")
@@ -34,7 +34,7 @@ def step(ctx: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 def error(made_up: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean distance of made-up points from the ring."""
+    """Mean distance of generated points from the ring."""
     return (made_up.norm(dim=1) - 1).abs().mean()
 
 
@@ -44,7 +44,7 @@ def layers(inputs: int, outputs: int) -> nn.Module:
 
 
 def task(lr: float = 3e-3) -> TorchTask:
-    """What is trained; ``task_args`` in the run file sets the arguments."""
+    """Build the task; ``task_args`` in the run file sets the arguments."""
     models = {"maker": layers(NOISE, 2), "judge": layers(2, 1)}
     return TorchTask(
         model=models,

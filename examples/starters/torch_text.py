@@ -1,4 +1,4 @@
-"""Classes of texts, with PyTorch."""
+"""Text classification with PyTorch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ WORDS = 100
 
 
 def texts(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Made-up texts as numbers of words, one of which decides the class; put your own in their place.
+    """Synthetic texts as word ids, one of which decides the class; replace them with your own.
 
-    Arrays with a leading sample axis, all texts of one length, an HDF5 file of ``hpctrain data pack``, or a Dataset.
+    May return arrays with a leading sample axis (all texts of one length), the path of an HDF5 file made by
+    ``hpctrain data pack``, or a Dataset.
     """
     random = np.random.default_rng(seed)
     words = random.integers(2, WORDS, (samples, 24))
@@ -26,12 +27,12 @@ def texts(samples: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def accuracy(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Share of right answers."""
+    """Fraction of correct predictions."""
     return (output.argmax(1) == batch["label"]).float().mean()
 
 
 def task(width: int = 16, lr: float = 3e-3) -> TorchTask:
-    """What is trained; ``task_args`` in the run file sets the arguments."""
+    """Build the task; ``task_args`` in the run file sets the arguments."""
     words = nn.EmbeddingBag(WORDS, width, mode="max")
     nn.init.normal_(words.weight, std=0.05)
     model = nn.Sequential(words, nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 2))

@@ -1,4 +1,4 @@
-"""Runs that several tests look at and none changes, each launched once; and hosts with separate networks."""
+"""Fixtures: finished runs that several tests read, each launched once, and hosts with separate networks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.support.mpi import Result
 
 @dataclass(frozen=True)
 class Ended:
-    """A run of two ranks that has come to its end."""
+    """A finished run of two ranks."""
 
     folder: Path
-    """Of its run file; its run folder is ``run`` in there."""
+    """Folder of the run file; the run folder is ``run`` inside it."""
     said: Result
-    """Of ``hpctrain run``, the exit code included."""
+    """Output and exit code of ``hpctrain run``."""
 
     @property
     def run(self) -> Path:
-        """Its run folder: to be read only."""
+        """The run folder; tests must only read it."""
         return self.folder / "run"
 
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[netns.Network]:
-    """Three hosts."""
+    """A network of three hosts."""
     folder = tmp_path / "network"
     folder.mkdir()
     try:
@@ -43,7 +43,7 @@ def network(tmp_path: Path) -> Iterator[netns.Network]:
 
 @pytest.fixture(scope="session")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    """`ended(mode)`: the run of programs/launch_task.py whose rank 1 misbehaves so, or of which none does."""
+    """`ended(mode)`: a run of programs/launch_task.py whose rank 1 misbehaves in this mode; by default none does."""
 
     @functools.cache
     def run(mode: str = "") -> Ended:

@@ -1,4 +1,4 @@
-"""Without a compiler and without Horovod: a framework's wheel alone, and MPI from the wheels of PyPI."""
+"""hpctrain works without a compiler and Horovod, with one framework and MPI from PyPI wheels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def train(self, name: str, *command: str) -> dict[str, Any]:
-        """Trains digits for a few epochs; the events of the run by name."""
+        """Train on digits for a few epochs, and return the run's events by name."""
         env = rank_environment({"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": ""})
         words = [
             str(self.folder / "bin" / "hpctrain"), *command, str(ROOT / "examples" / TASKS[self.framework]),
@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     made = Environment(request.param, tmp_path_factory.mktemp(request.param))
     venv.create(made.folder)
-    # Compiling all of a framework takes twice the time of installing it: the first run compiles what it imports.
+    # Byte-compiling a whole framework takes twice as long as installing it; the first run compiles what it imports.
     pip(made.python, "install", "--no-compile", "-c", CONSTRAINTS, f"{wheel}[{made.framework},examples]")
     return made
 

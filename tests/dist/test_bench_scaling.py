@@ -1,4 +1,4 @@
-"""``hpctrain bench scaling`` on this machine's ranks, and its model on hosts with slow links."""
+"""Tests of ``hpctrain bench scaling`` on this machine's ranks, and of its model on hosts with slow links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import netns
 from tests.support.command import hpctrain, write_run
 
 RATE = "200mbit"
-"""So slow that two cores can serve four hosts, and the links are what limits."""
+"""Slow enough that links, not the two cores that serve four hosts, are the bottleneck."""
 RATE_BYTES_PER_S = 200e6 / 8
 SIZES = (2**18, 2**20, 2**22)
 WITHIN = 0.25
@@ -23,7 +23,7 @@ WITHIN = 0.25
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[netns.Network]:
-    """Four hosts."""
+    """A network of four hosts."""
     try:
         with netns.network(4, RATE, tmp_path) as made:
             yield made
@@ -32,7 +32,7 @@ def network(tmp_path: Path) -> Iterator[netns.Network]:
 
 
 def measured(network: netns.Network, hosts: int, out: Path) -> list[Sample]:
-    """Exchanges on the first hosts, by the benchmark's own program."""
+    """Measure exchanges on the first hosts with the benchmark's program."""
     sizes = ",".join(map(str, SIZES))
     network.mpirun(hosts, "hpctrain.bench.scaling.exchange", "--out", out, "--bytes", sizes, "--rounds", 1)
     rows = json.loads(out.read_text())["rows"]

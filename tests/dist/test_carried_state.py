@@ -1,4 +1,4 @@
-"""State carried from batch to batch: the example agrees with the same program by hand, on 1, then 2, then 4 ranks."""
+"""State carried from batch to batch: the example matches a handwritten program, on 1, then 2, then 4 ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.command import PROJECT, events, hpctrain, write_run
 
 CHARACTERS, CONTEXT, UNITS, LR, LANES, STEPS = 2000, 8, 16, 0.02, 8, 80
 LEAST_GAIN = 0.3
-"""What validation has to gain, or the rate falls."""
+"""Improvement of validation below which the learning rate drops."""
 PARTS = ((1, 10), (2, 37), (4, STEPS))
-"""Ranks, and the step after which they evaluate and stop: each time in the middle of an epoch."""
+"""Ranks, and the step after which they evaluate and stop, always in the middle of an epoch."""
 
 
 def by_hand() -> tuple[list[float], list[float], list[float]]:
-    """Losses and rates after each step, losses by evaluation, of one process without anything of ours but the seed."""
+    """Losses and rates after each step, and evaluation losses, of one process that uses only hpctrain's seed."""
     text = Path(pydoc_data.topics.__file__).read_text(encoding="utf-8")[:CHARACTERS]
     vocabulary, codes = np.unique(list(text), return_inverse=True)
     samples = (len(codes) - 1) // CONTEXT

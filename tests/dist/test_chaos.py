@@ -1,6 +1,6 @@
-"""What befalls a run by a fixed seed leaves no trace in it: samples, losses and weights are those of a quiet one.
+"""Faults drawn from a fixed seed leave no trace in a run: samples, losses and weights match an undisturbed one.
 
-``HPCTRAIN_CHAOS`` sets the number of faults of each plan; without it two plans get five each.
+``HPCTRAIN_CHAOS`` sets the number of faults of each plan; without it, two plans get five each.
 """
 
 from __future__ import annotations

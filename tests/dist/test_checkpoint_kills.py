@@ -1,4 +1,4 @@
-"""Ranks killed at random moments: every announced checkpoint is sound, every restart resumes, and the end is the same.
+"""Ranks killed at random moments: every announced checkpoint is intact, every restart resumes, and results match.
 
 ``HPCTRAIN_KILLS`` sets the number of kills (20 by default); ``HPCTRAIN_SEED`` repeats their order of ranks and moments.
 """
@@ -29,17 +29,17 @@ PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
 KILLS = int(os.environ.get("HPCTRAIN_KILLS", "20"))
 SEED = int(os.environ.get("HPCTRAIN_SEED", int.from_bytes(os.urandom(4), "little")))
 CASES = [("torch", 2, 0.5), ("torch", 4, 0.25), ("tensorflow", 2, 0.15), ("tensorflow", 4, 0.1)]
-"""Framework, ranks, and share of the kills."""
+"""Framework, number of ranks, and share of the kills."""
 
 
 def options(framework: str, **more: Any) -> str:
-    """A run that always saves, and keeps two."""
+    """Options of a run that saves all the time and keeps two checkpoints."""
     task = f"{ROOT}/tests/tasks/{framework}_resume_task.py:task"
     return json.dumps({"task": task, "steps": 1_000_000, "every_steps": 1, **more})
 
 
 class Attempt:
-    """Ranks that run until they are killed."""
+    """An attempt whose ranks run until they are killed."""
 
     def __init__(self, ranks: int, framework: str, folder: Path, records: Path) -> None:
         self.pid_files = [records / f"{rank}.pid" for rank in range(ranks)]
@@ -57,18 +57,18 @@ class Attempt:
         )
 
     def pids(self) -> list[int]:
-        """Of all ranks, once all have started."""
+        """Pids of all ranks, once all have started."""
         return [
             int(wait_for("start of the ranks", lambda path=path: path.exists() and path.read_text(), PATIENCE_S))
             for path in self.pid_files
         ]
 
     def alive(self) -> None:
-        """Raises AssertionError with the ranks' output where they ended by themselves."""
+        """Raise AssertionError with the ranks' output if they ended by themselves."""
         assert self.process.poll() is None, Path(self.log.name).read_text()[-5000:]
 
     def end(self) -> None:
-        """Waits until launcher and ranks are gone."""
+        """Wait until launcher and ranks are gone."""
         try:
             self.process.wait(PATIENCE_S)
         finally:
@@ -78,7 +78,7 @@ class Attempt:
 
 
 def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random, saving: bool) -> None:
-    """Kills a rank at some moment, after the attempt has come to saving checkpoints if ``saving``."""
+    """Kill a rank at a random moment; if ``saving``, after the attempt has started to save checkpoints."""
     try:
         pids = attempt.pids()
         before = len(announced(run_dir))
@@ -93,12 +93,12 @@ def start_and_kill(attempt: Attempt, run_dir: RunDir, luck: random.Random, savin
 
 
 def announced(run_dir: RunDir) -> list[int]:
-    """Steps of the checkpoints that were said to be saved."""
+    """Steps of the checkpoints that were announced."""
     return [event["step"] for event in events(run_dir.path, "checkpoint_saved")]
 
 
 def all_sound(run_dir: RunDir) -> None:
-    """What is listed is sound, and what was announced last is there, or something newer."""
+    """Check that listed checkpoints are intact, and that the last announced one or a newer one is there."""
     store = CheckpointStore(run_dir.checkpoints)
     steps = store.steps()
     for step in steps:
@@ -127,7 +127,7 @@ def test_kills_at_random_moments(
     resumed = [event["step"] for event in events(run_dir.path, "resumed")]
     assert len(resumed) >= resumes and resumed == sorted(resumed), f"seed {SEED}"
 
-    last = CheckpointStore(run_dir.checkpoints).steps()[-1] + 5  # may be there although nobody lived to announce it
+    last = CheckpointStore(run_dir.checkpoints).steps()[-1] + 5  # may exist unannounced, if all ranks died before that
     for folder, notes in ((run_dir.path, records), (tmp_path / "straight", tmp_path / "straight-records")):
         arguments = (PROGRAM, folder, notes, options(framework, stop_after=last))
         mpirun(ranks, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=300, warm=framework)

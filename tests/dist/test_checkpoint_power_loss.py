@@ -1,4 +1,4 @@
-"""Order of system calls, and power losses, where several ranks write one checkpoint."""
+"""Order of system calls, and power losses, when several ranks write one checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of every plan read the part of a checkpoint that they hold, and agree on which checkpoint that is."""
+"""Ranks of every plan read only the part of a checkpoint that they hold, and agree on the checkpoint to read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.world_size(2)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
-    """What each run's ranks have read: bytes, those of their weights and optimizer, and manifests; launched once."""
+    """What each run's ranks read: bytes in all, bytes of weights and optimizer, and manifests; launched once."""
 
     @functools.cache
     def launched() -> dict[str, Any]:
@@ -34,9 +34,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
 
 @pytest.mark.parametrize(("plan", "edges"), [("tensor-again", 0), ("pipeline", 0), ("parameters", 2), ("tensor", 0)])
 def test_a_resume_reads_what_a_rank_holds(found: Callable[[], dict[str, Any]], plan: str, edges: int) -> None:
-    """Each from the checkpoint of the one before it: columns that are put together, rows that are cut into columns.
+    """Each plan resumes from the previous one's checkpoint, joining columns or cutting rows into columns.
 
-    Where a rank's rows end within what was written in one piece, the rest of a block is read as well.
+    If a rank's rows end inside a written block, it reads the rest of the block as well.
     """
     for read, weights, slots, _ in found()[f"{plan}-resumed"]:
         assert weights + slots <= read < 1.01 * (weights + slots) + edges * SUMMED_BYTES
@@ -57,5 +57,5 @@ def test_one_rank_reads_the_manifest_for_all(found: Callable[[], dict[str, Any]]
 
 
 def test_damage_that_one_rank_meets_moves_all_to_the_checkpoint_before(found: Callable[[], dict[str, Any]]) -> None:
-    """Else ranks would begin with parts of different checkpoints."""
+    """Otherwise ranks would start with parts of different checkpoints."""
     assert found()["damaged"] == ["1", "1"]

@@ -1,4 +1,4 @@
-"""Interrupted runs end where uninterrupted ones end."""
+"""Interrupted and resumed runs end with the same results as uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
 TASK = {name: f"{ROOT}/tests/tasks/{name}_resume_task.py" for name in ("torch", "tensorflow")}
 OWN_STEP = f"{ROOT}/tests/tasks/keras_own_steps.py:vae_task"
 STEPS = 22
-"""Batches of 24 out of 112 samples: 5 an epoch, the last of 16; resumes come in the middle of an epoch."""
+"""Steps of a run, 5 per epoch: batches of 24 from 112 samples, the last of 16. Resumes are in mid-epoch."""
 
 
 class Runs:
-    """Starts attempts at runs below a folder, and reads what their ranks recorded."""
+    """Starts attempts of runs in a folder, and reads what their ranks recorded."""
 
     def __init__(self, mpirun: Callable[..., Any], folder: Path) -> None:
         self.mpirun = mpirun
         self.folder = folder
 
     def attempt(self, name: str, ranks: int, check: bool = True, **options: Any) -> Any:
-        """One attempt at a run."""
+        """Run one attempt."""
         program = [PROGRAM, self.folder / name, self.folder / f"{name}-records", json.dumps({"steps": STEPS} | options)]
         warm = "torch" if "torch" in options["task"] else "tensorflow"
         return self.mpirun(ranks, *program, env={"PYTHONPATH": str(ROOT)}, check=check, timeout=150, warm=warm)
 
     def record(self, name: str, rank: int) -> list[dict[str, Any]]:
-        """Lines of a rank."""
+        """Lines recorded by a rank."""
         lines = (self.folder / f"{name}-records" / f"{rank}.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     def losses(self, name: str, rank: int) -> dict[int, Any]:
-        """Loss by step; a repeated step must have repeated its loss and its samples."""
+        """Loss by step; checks that repeated steps had the same loss and samples."""
         found: dict[int, Any] = {}
         for line in self.record(name, rank):
             if "step" in line:
@@ -48,7 +48,7 @@ class Runs:
         return found
 
     def samples(self, name: str, ranks: int) -> dict[int, list[int]]:
-        """Numbers of the samples of each step over all ranks, in order."""
+        """Sample ids of each step over all ranks, in order."""
         found: dict[int, dict[int, list[int]]] = {}
         for rank in range(ranks):
             for line in self.record(name, rank):
@@ -135,7 +135,7 @@ def test_state_outside_of_the_model_goes_along_to_another_number_of_ranks(runs: 
     assert saved[0].keys() == {name for name in saved[1] if not name.startswith("rng/")}
     counts = [arrays["held/optimizer/dict/count/integers"][0] for arrays in saved]
     calls = [arrays["held/model/extra/2/integers"][0] for arrays in saved]
-    assert counts == [5, 8] and calls == [10, 16]  # two micro-batches a step
+    assert counts == [5, 8] and calls == [10, 16]  # two micro-batches per step
 
 
 @pytest.mark.world_size(2)

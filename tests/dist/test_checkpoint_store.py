@@ -1,4 +1,4 @@
-"""The store over real MPI ranks."""
+"""Tests of the checkpoint store on real MPI ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_one_rank_cannot_read_another_one_reads(mpirun: Run, tmp_path: Path
         output = mpirun(3, UNREADABLE, folder, rank, where, env={"PYTHONPATH": str(ROOT)}).stdout
         assert sorted(output.splitlines()) == [f"rank {each} loaded 2 0" for each in range(3)]
     output = mpirun(3, UNREADABLE, folder, "all", where, env={"PYTHONPATH": str(ROOT)}).stdout
-    for rank in range(3):  # every rank says the same, and nothing older is taken in its place
+    for rank in range(3):  # every rank reports the same, and no older checkpoint is used instead
         assert f"rank {rank} ends with 70: {folder}/step-000000002/" in output
         assert "cannot be read now: Input/output error (tried 3 times by different ranks" in output
     assert sorted(os.listdir(folder)) == ["step-000000001", "step-000000002"]
@@ -64,11 +64,13 @@ def test_what_one_rank_cannot_read_another_one_reads(mpirun: Run, tmp_path: Path
 
 @pytest.mark.world_size(4)
 def test_whoever_holds_a_part_writes_it_and_any_other_part_is_read(mpirun: Run, tmp_path: Path) -> None:
-    """Two parts on four ranks, along another axis for each tensor; read in three, and whole."""
+    """Two parts on four ranks, cut along a different axis for each tensor; read in three parts, and whole."""
     assert "saved True" in mpirun(4, PROGRAM, "save-cut", tmp_path, 2).stdout
     for ranks in (3, 1):
         output = mpirun(ranks, PROGRAM, "load-cut", tmp_path).stdout
-        assert float(output.split()[-1]) < {3: 0.99, 1: 1.01}[ranks], output  # in units of the state; blocks of 1 MiB
+        assert float(output.split()[-1]) < {3: 0.99, 1: 1.01}[ranks], (
+            output
+        )  # relative to the state's size; blocks of 1 MiB
     assert verify_checkpoint(CheckpointStore(tmp_path), 1).problems == ()
     with h5py.File(tmp_path / "step-000000001" / "shard-00001-of-00004.h5") as shard:
         places = [f"up[0, {begin}]" for begin in range(512, 1024, 128)]
@@ -77,7 +79,7 @@ def test_whoever_holds_a_part_writes_it_and_any_other_part_is_read(mpirun: Run, 
 
 
 def swap(one: Path, other: Path) -> None:
-    """Each under the other's name."""
+    """Swap the names of two files."""
     aside = one.with_name("aside")
     one.rename(aside)
     other.rename(one)
@@ -85,7 +87,7 @@ def swap(one: Path, other: Path) -> None:
 
 
 def writes_are_shared(folder: Path) -> None:
-    """Plain h5py puts the split tensor together; no shard is much larger than another."""
+    """Check that plain h5py can assemble the split tensor, and that no shard is much larger than another."""
     shards = sorted(folder.glob("*.h5"))
     rows = []
     for shard in shards:
@@ -99,7 +101,7 @@ def writes_are_shared(folder: Path) -> None:
 
 
 def the_docs_read_the_same(folder: Path) -> None:
-    """The page's example for plain h5py gives what the store gives, the ranks' own statistics included."""
+    """Check that the docs' h5py example reads the same as the store, including per-rank statistics."""
     text = (ROOT / "docs" / "checkpoint-format.md").read_text()
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "import h5py" in each]
     example = example.replace("checkpoints/step-000000100", str(folder)).replace(
@@ -119,7 +121,7 @@ def the_docs_read_the_same(folder: Path) -> None:
 def test_one_rank_or_one_of_a_node_writes_what_all_share(
     mpirun: Run, tmp_path: Path, mode: str, writers: list[int]
 ) -> None:
-    """Four ranks of this host share a writer; the others write what is theirs. Any number of ranks reads it."""
+    """Four ranks of this host share a writer, or each writes its own part. Any number of ranks can read the result."""
     mpirun(4, PROGRAM, "save", tmp_path, mode)
     sizes = [shard.stat().st_size for shard in sorted((tmp_path / "step-000000002").glob("*.h5"))]
     assert [rank for rank, size in enumerate(sizes) if size > 12_000_000 / len(writers)] == writers
@@ -144,7 +146,7 @@ def test_one_that_is_given_up_makes_way_for_the_one_that_waits(mpirun: Run, tmp_
 @pytest.mark.tour
 @pytest.mark.world_size(2)
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A tmpfs of 16 MB, in a mount namespace of the test's own."""
+    """The disk is a tmpfs of 16 MB in a separate mount namespace."""
     launcher = find_mpirun()
     assert launcher
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if is_open_mpi(launcher) else []

@@ -1,4 +1,4 @@
-"""World, Group and the sums over ranks, on real ranks."""
+"""Tests of World, Group and sums over ranks, on real ranks."""
 
 from __future__ import annotations
 

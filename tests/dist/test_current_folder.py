@@ -1,4 +1,4 @@
-"""A folder whose files are called like modules of the standard library: nothing of ours runs them."""
+"""hpctrain runs no file of the current folder, even if it is named like a standard library module."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PROGRAM = str(Path(sys.executable).with_name("hpctrain"))
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
-    """The folder."""
+    """A folder with a file for each standard library module."""
     (tmp_path / "trap").mkdir()
     shadow_the_standard_library(tmp_path / "trap")
     return tmp_path / "trap"
 
 
 def run(trap: Path, *command: str) -> Result:
-    """Runs a command there."""
+    """Run a command in that folder."""
     return run_in_group(list(command), environment(), trap, timeout=200)
 
 
@@ -89,7 +89,7 @@ def test_a_run_with_workers_monitor_and_a_task_from_elsewhere(trap: Path, tmp_pa
 
 @pytest.mark.parametrize("place", ["beside the task", "in the current folder"])
 def test_ours_is_imported_before_the_tasks_folder_is_looked_into(trap: Path, tmp_path: Path, place: str) -> None:
-    """A task's folder comes first once it is loaded, as a script's does; until then nothing of it runs."""
+    """A task's folder comes first on the path once the task is loaded, as for a script; before, none of it runs."""
     (trap / "first.py").write_text(f"import os\nopen({str(trap / 'loaded')!r}, 'w').close()\nos._exit(7)\n")
     task = f"{trap}/first.py:task" if place == "beside the task" else "first:task"
     config = {"name": "r", "task": task, "run_dir": str(tmp_path / "run"), "train": {"steps": 1, "global_batch": 1}}

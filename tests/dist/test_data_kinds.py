@@ -1,4 +1,4 @@
-"""Variable lengths, samplers, datasets that draw, tables in a store, streams: the same samples on any ranks."""
+"""Variable lengths, samplers, random datasets, tables in a store, streams: same samples on any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def train(ranks: int, *parts: str, cwd: Path, kinds: Sequence[str] = KINDS, **environment: str) -> None:
-    """Runs of FOLDER:STEPS, each of which resumes what is there, or is killed."""
+    """Launch runs, each given as FOLDER:STEPS, that resume what is there or are killed."""
     env, dies = {"PYTHONPATH": str(ROOT), **environment}, "KILLED_AT" in environment
     done = mpirun(ranks, PROGRAM, ",".join(kinds), *parts, cwd=cwd, env=env, timeout=200, warm="torch", check=not dies)
     assert bool(done.returncode) == dies
@@ -33,7 +33,7 @@ def train(ranks: int, *parts: str, cwd: Path, kinds: Sequence[str] = KINDS, **en
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    """With the rows of the kind ``arrays`` in a table of several row groups, and in an HDF5 file."""
+    """Set up an object store with the rows of the kind ``arrays`` in a table of several row groups and in HDF5."""
     import pyarrow
     from pyarrow import parquet
     from pyarrow.fs import FileSystem
@@ -57,7 +57,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectSto
 
 
 def seen(folder: Path, ranks: int, kinds: Sequence[str] = KINDS, steps: int | None = None) -> dict[str, list[str]]:
-    """Samples in the order of the global batches of the first steps, by kind; forgets them."""
+    """Read and delete the recorded samples, in order of the global batches of the first steps, by kind."""
     found = {}
     for kind in kinds:
         files = [folder / f"{kind}-{rank}" for rank in range(ranks)]

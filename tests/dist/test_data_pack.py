@@ -1,4 +1,4 @@
-"""A table that several ranks pack: the file that one makes, byte for byte; an error is told once."""
+"""Several ranks pack a table into the same file, byte for byte, as one does, and report an error once."""
 
 from __future__ import annotations
 

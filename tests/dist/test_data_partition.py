@@ -1,4 +1,4 @@
-"""Ranks of a real MPI job, with worker processes, see the same global batches whatever their number."""
+"""Any number of real MPI ranks, with worker processes, sees the same global batches."""
 
 from pathlib import Path
 

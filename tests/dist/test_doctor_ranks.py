@@ -1,4 +1,4 @@
-"""The doctor on two ranks: what MPI really does between them."""
+"""Tests of the doctor on two real MPI ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_the_connection_between_ranks_is_measured():
 
 def test_a_broken_mpi_is_one_problem_with_its_fix(tmp_path):
     result = hpctrain("run", "-n", 2, "--doctor", env={"OMPI_MCA_btl": "nonsense", "UCX_TLS": "nonsense"}, code=None)
-    if result.returncode:  # MPICH and some builds do not read these
+    if result.returncode:  # MPICH and some builds ignore these variables
         assert "problem ranks" in result.stdout, result.output
         assert "fix: " in result.stdout

@@ -1,4 +1,4 @@
-"""A run of version 0.1 on two ranks, killed once and then asked to stop: told of, verified, resumed and reported."""
+"""A two-rank run of version 0.1, killed once and then stopped, can be shown, verified, resumed and reported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs on the machines of each engine: by ssh or `hpctrain node`, on a real Ray, Spark, Grid Engine and Slurm.
+"""Runs on the hosts of each engine: by ssh or `hpctrain node`, and on real Ray, Spark, Grid Engine and Slurm.
 
-Ranks are killed, a host is lost, the run is stopped and resumed, to the weights of an undisturbed local run; programs
-of others give the numbers of their own launchers.
+Ranks are killed, a host is lost, the run is stopped and resumed, and its weights match an undisturbed local run.
+Programs written for other launchers print the same numbers as under those.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.support.warm_ranks import variables
 PROGRAMS = Path(__file__).parent / "programs"
 TASK = PROJECT / "tests" / "tasks" / "torch_waiting_task.py"
 JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"}
-"""Processes of Spark start in half the time, and would compute longer."""
+"""Makes Spark's processes start in half the time, at the expense of computing speed."""
 STEPS = 60
 
 pytestmark = [pytest.mark.world_size(6)]
@@ -47,30 +47,30 @@ pytestmark = [pytest.mark.world_size(6)]
 
 @dataclass(frozen=True)
 class Place:
-    """Three hosts of an engine, as the user of a run and as those who harm it see them."""
+    """Three hosts of an engine, with what the tests need to start runs on them and to harm them."""
 
     hosts: Sequence[str]
-    """Names; supervisors are on the first."""
+    """Host names; supervisors are on the first."""
     launch: Mapping[str, Any]
     """Keys of ``launch``."""
     command: Callable[..., list[str]]
-    """That of words which are to run where runs are started."""
+    """Makes a command that runs words where runs are started."""
     environment: Mapping[str, str]
-    """There."""
+    """Environment variables there."""
     kill: Callable[[str, int], object]
-    """Kills a process of a host, by its number there."""
+    """Kills a process on a host, given its pid there."""
     lose: Callable[[str], object]
-    """Takes a host away."""
+    """Makes a host fail."""
     ranks: Mapping[str, str] = field(default_factory=dict)
-    """Variables of ranks that train."""
+    """Environment variables of ranks that train."""
     queued: bool = False
-    """Whether runs are submitted, in place of `hpctrain run`."""
+    """Whether runs are submitted as jobs instead of with `hpctrain run`."""
     for_two: Mapping[str, Any] = field(default_factory=dict)
     """Keys of ``launch`` with which a run is resumed on two hosts."""
 
     @contextmanager
     def started(self, file: Path, resumes: bool = False) -> Iterator[subprocess.Popen[str]]:
-        """A run, or the rest of one without a spare host, until its end: the process that waits for it."""
+        """Start a run, or resume one without a spare host; return the process that waits for its end."""
         options = {"spare_nodes": 0, **self.for_two} if resumes else {}
         words = ["resume" if resumes else "submit", file, "--wait"] if self.queued else ["run", file]
         for key, value in options.items():
@@ -81,7 +81,7 @@ class Place:
 
 @contextmanager
 def process(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that is killed at last."""
+    """A process that is killed at the end."""
     child = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield child
@@ -91,7 +91,7 @@ def process(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[su
 
 
 def on_network(network: netns.Network, launch: Mapping[str, Any], local: Mapping[str, str], **more: Any) -> Place:
-    """A place whose hosts have networks of their own; ``local``: variables for whoever starts a run there."""
+    """A place on hosts with separate networks; ``local`` is the environment of whoever starts a run there."""
     return Place(
         network.names,
         launch,
@@ -123,7 +123,7 @@ def weights(run: Path, attempt: int) -> set[str]:
 
 
 def said_by(program: str, *arguments: object, **more: str) -> str:
-    """The last line that a program of programs/ prints; an argument that is no text is written as JSON or a path."""
+    """Last line printed by a program of programs/; arguments other than strings are passed as JSON or paths."""
     words = [each if isinstance(each, Path) else json.dumps(each) for each in arguments]
     command = [sys.executable, PROGRAMS / program, *words]
     done = subprocess.run(command, env=environment(more), capture_output=True, text=True, timeout=300)
@@ -132,7 +132,7 @@ def said_by(program: str, *arguments: object, **more: str) -> str:
 
 
 def require(package: str) -> Path:
-    """The folder of a package, which is not imported; skips the test without it."""
+    """Folder of a package, without importing it; skips the test if it is missing."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         pytest.skip(f"{package} is not installed")
@@ -140,7 +140,7 @@ def require(package: str) -> Path:
 
 
 def require_spark() -> Path:
-    """The folder of Spark; skips the test without it."""
+    """Folder of Spark; skips the test if it is missing."""
     if not shutil.which("java"):
         pytest.skip("this machine lacks java (Debian: default-jre-headless)")
     return require("pyspark")
@@ -148,7 +148,7 @@ def require_spark() -> Path:
 
 @contextmanager
 def on_hosts(network: netns.Network) -> Iterator[None]:
-    """Whatever is started on them ends with it."""
+    """A context that ends everything started on the hosts in it."""
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ def on_hosts(network: netns.Network) -> Iterator[None]:
 
 @contextmanager
 def runners(network: netns.Network, folder: Path) -> Iterator[Place]:
-    """On each host a new `hpctrain node` after each run: keys of ``launch``, and variables for the supervisor."""
+    """A place with an `hpctrain node` on each host, started again after each run."""
     ticket = folder / "ticket"
     loop = f"while :; do {sys.executable} -m hpctrain node {ticket}; done"
     nodes = [
@@ -183,7 +183,11 @@ def ray(network: netns.Network, folder: Path) -> Iterator[Place]:
             (["--head", "--port=6379", "--include-dashboard=false"], *[[f"--address={head}"]] * 2)
         ):
             words = network.on(host, program, "start", *to, f"--node-ip-address={network.addresses[host]}", *few)
-            for last in (False, False, True):  # Ray gives a node 30 s to start, which a busy machine may not keep
+            for last in (
+                False,
+                False,
+                True,
+            ):  # Ray allows a node 30 s to start, which may be too short on a busy machine
                 done = subprocess.run(words, env=own, capture_output=True, text=True, timeout=120)
                 if done.returncode == 0:
                     break
@@ -194,7 +198,7 @@ def ray(network: netns.Network, folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def spark(network: netns.Network, folder: Path) -> Iterator[Place]:
-    """A Spark cluster: its master on the first host, a worker on each."""
+    """A Spark cluster with its master on the first host and a worker on each."""
     program = require_spark() / "bin" / "spark-class"
     python = {**JAVA, "PYSPARK_PYTHON": sys.executable}
     master = f"spark://{network.addresses[0]}:7077"
@@ -232,7 +236,7 @@ def spark(network: netns.Network, folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def hosts(network: netns.Network, folder: Path) -> Iterator[Place]:
-    """No engine: a remote shell."""
+    """A place without an engine, reached by a remote shell."""
     shell = f"{network.folder}/agent {{host}}"
     launch = {"hosts": network.addresses, "remote_shell": shell}
     with on_hosts(network):
@@ -241,7 +245,7 @@ def hosts(network: netns.Network, folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def gridengine(network: netns.Network, folder: Path) -> Iterator[Place]:
-    """A Grid Engine: its master on the first host, which jobs prefer."""
+    """A Grid Engine with its master on the first host, which jobs prefer."""
     if grid_engine.missing():
         pytest.skip(f"{NOT_PERMITTED}Grid Engine is not installed (gridengine-master, -exec and -client)")
     with on_hosts(network):
@@ -252,7 +256,7 @@ def gridengine(network: netns.Network, folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def slurm(network: netns.Network, folder: Path) -> Iterator[Place]:
-    """A Slurm, whose nodes share one network."""
+    """A Slurm cluster, whose nodes share one network."""
     if reason := slurm_cluster.missing():
         pytest.skip(reason)
     with slurm_cluster.two_nodes(folder) as cluster:
@@ -273,7 +277,7 @@ ENGINES = {each.__name__: each for each in (hosts, runners, ray, spark, gridengi
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[netns.Network]:
-    """Three hosts, for all tests here."""
+    """A network of three hosts for all tests in this file."""
     try:
         with netns.network(3, "1gbit", tmp_path_factory.mktemp("network")) as made:
             yield made
@@ -283,13 +287,13 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[netns.Network]
 
 @pytest.fixture(scope="module", params=ENGINES)
 def place(request: pytest.FixtureRequest, network: netns.Network, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """That of an engine; the last test of an engine may leave it with fewer hosts."""
+    """The place of an engine; an engine's last test may leave it with fewer hosts."""
     with ENGINES[request.param](network, tmp_path_factory.mktemp(request.param)) as made:
         yield made
 
 
 def launch_of(place: Place, request: pytest.FixtureRequest, spares: int) -> dict[str, Any]:
-    """Keys of ``launch``: two hosts, and spare ones."""
+    """Keys of ``launch`` for two hosts plus spares."""
     launch = {"engine": request.node.callspec.params["place"], "nodes": 2, "spare_nodes": spares, "ranks_per_node": 1}
     launch |= place.launch
     if "hosts" in launch:
@@ -298,14 +302,14 @@ def launch_of(place: Place, request: pytest.FixtureRequest, spares: int) -> dict
 
 
 OF_ENGINES = {"hosts": ["multiworker"], "ray": ["ddp"], "spark": ["ddp"]}
-"""Programs that `make test-all` runs; `make torture` runs all of them on each."""
+"""Programs that `make test-all` runs on each engine; `make torture` runs all of them."""
 if foreign.ALL:
     OF_ENGINES = {name: ["ddp", "multiworker", "lightning", "accelerate"] for name in OF_ENGINES}
 
 
 @pytest.fixture(scope="module")
 def own_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Those that a program prints under its own launcher."""
+    """Losses that a program prints under its own launcher."""
 
     @functools.cache
     def losses(name: str) -> list[str]:
@@ -354,7 +358,7 @@ def test_a_job_of_grid_engine_that_is_told_of_its_end_saves_and_runs_again(
     with place.started(write_run(tmp_path, run_dir=str(run), launch=launch)) as child:
         wait_for("ranks", lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), LAUNCH_S)
         [shell] = Path(place.environment["SGE_ROOT"], "hosts").glob("*/active_jobs/*/job_pid")
-        os.killpg(int(shell.read_text()), signal.SIGUSR2)  # what -notify asks for
+        os.killpg(int(shell.read_text()), signal.SIGUSR2)  # sent by Grid Engine because of -notify
         text, _ = child.communicate(timeout=LAUNCH_S)
     logs = text + "".join(path.read_text() for path in run.glob("logs/*"))
     assert [endings(run, attempt) for attempt in (1, 2)] == [["stop_requested"] * 2, ["completed"] * 2], logs
@@ -363,7 +367,7 @@ def test_a_job_of_grid_engine_that_is_told_of_its_end_saves_and_runs_again(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Weights of an undisturbed local run."""
+    """Weights of an undisturbed local run on two ranks."""
     folder = tmp_path_factory.mktemp("two")
     file = run_file(folder / "here", {"env": variables("torch", environment())})
     hpctrain("run", "-n", 2, file)
@@ -398,7 +402,7 @@ def test_a_killed_rank_a_lost_host_and_a_stop_leave_the_weights_of_a_local_run(
         assert lost
         place.lose(lost)
         wait_for_attempt(3, child)
-        (gate / "slow").touch()  # so that ranks see the request in time
+        (gate / "slow").touch()  # so that ranks notice the request in time
         (run / "STOP").touch()
         (gate / "go-3").touch()
         text = said(child)
@@ -422,7 +426,7 @@ def test_a_killed_rank_a_lost_host_and_a_stop_leave_the_weights_of_a_local_run(
 def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_ones_like_six_on_one(
     network: netns.Network, tmp_path: Path
 ) -> None:
-    """With ``overlap`` sums have the same bits on any number of nodes."""
+    """With ``overlap``, sums are bitwise identical on any number of nodes."""
     gate, folder, reduce = tmp_path / "gate", tmp_path / "there", {"kind": "mpi", "overlap": "on"}
     gate.mkdir()
     ticket, ranks_env = tmp_path / "ticket", variables("torch", environment())
@@ -445,7 +449,9 @@ def test_three_nodes_end_with_a_killed_supervisor_and_six_ranks_resume_on_new_on
         child.kill()
         ends = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
         assert [node.returncode for node in nodes] == [70, 70, 70]
-        assert not any("TimeoutError" in each for each in ends)  # they see that it has gone, and wait for no silence
+        assert not any(
+            "TimeoutError" in each for each in ends
+        )  # they notice at once that it is gone, without waiting for a timeout
         wait_for("end of all ranks", lambda: all(map(gone, ranks)))
         (gate / "go-2").touch()
         nodes = [started(stack, host, "node", ticket) for host in range(3)]
@@ -474,7 +480,7 @@ def test_a_sweep_of_ray_tune_hears_of_each_evaluation_and_ends_runs_early(tmp_pa
     assert {lr: count for lr, (count, _) in found.items()} == {"1e-05": 1, "0.0001": 1, "0.001": 3, "0.005": 3}
     assert found["0.005"][1]["step"] == 60 and found["0.005"][1]["accuracy"] > found["0.0001"][1]["accuracy"]
     for lr in ("1e-05", "0.0001"):
-        words = collect(RunDir(tmp_path / lr), 1)  # none are left once the supervisor has recorded them
+        words = collect(RunDir(tmp_path / lr), 1)  # the supervisor has recorded and removed them
         assert len(words) <= 1
         wait_for("end of the rank", lambda words=words: all(gone(word.pid) for word in words))
 

@@ -1,4 +1,4 @@
-"""``hpctrain explain`` names what ended real runs on real ranks, and says so where it cannot know."""
+"""``hpctrain explain`` names what ended real runs on real ranks, and says so if it cannot know."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 
 
 def explained(folder: Path) -> dict[str, Any]:
-    """What the command says of the run in a folder."""
+    """Output of the command for the run in a folder."""
     result = hpctrain("explain", folder / "run", "--json")
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
@@ -136,7 +136,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @contextmanager
 def memory_limit(limit_bytes: int) -> Iterator[Path]:
-    """A control group of our own (version 1 or 2) that real memory limits hold in."""
+    """A cgroup (version 1 or 2) with a real memory limit."""
     old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     parent, limit = (old, "memory.limit_in_bytes") if old.is_dir() else (new, "memory.max")
     group = parent / f"hpctrain-test-{os.getpid()}"
@@ -184,7 +184,7 @@ def test_what_is_not_known_is_said_to_be_unknown(ended: Callable[[str], Ended], 
     (tmp_path / "run" / "run.json").unlink()
     events = tmp_path / "run" / "events.jsonl"
     lines = [json.loads(line) for line in events.read_text().splitlines()]
-    old = [json.dumps(line | {"time": line["time"] - 120}) for line in lines]  # fresh ones may be of a live run
+    old = [json.dumps(line | {"time": line["time"] - 120}) for line in lines]  # recent ones may belong to a live run
     events.write_text("".join(f"{line}\n" for line in old))
     assert explained(tmp_path)["cause"] == "unknown"
 

@@ -1,4 +1,4 @@
-"""A run that was given up for dead and wakes finds that another goes on: it ends by itself and changes nothing."""
+"""A supervisor presumed dead that wakes up after another took over its run ends by itself and changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = {"train": {"steps": 5000}, "checkpoint": {"every_steps": 2, "keep_last": 
 
 
 def take_over(run: RunDir) -> LiveLock:
-    """What a supervisor on another machine does first, that has not heard of the holder for long."""
+    """Do what a supervisor on another machine does first if the holder has long been silent."""
     for path in (run.lock_file, *run.path.glob("locks/run/*.json")):
         os.utime(path, (1.0, 1.0))
     lock = LiveLock(run, dataclasses.replace(myself(), machine="another machine"))
@@ -48,7 +48,7 @@ def stop(family: list[psutil.Process]) -> None:
 
 
 def ends_replaced(child: subprocess.Popen[str], run: RunDir, lock: LiveLock, steps: list[str]) -> str:
-    """Waits for the end of the replaced attempt, and looks at what is left; what it said."""
+    """Wait for the end of the replaced attempt, check what it left, and return its output."""
     said = child.communicate(timeout=PATIENCE_S)[1]
     assert child.returncode == 76, said
     assert "has been replaced by" in said or "has been taken over by" in said
@@ -62,7 +62,7 @@ def ends_replaced(child: subprocess.Popen[str], run: RunDir, lock: LiveLock, ste
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process does anything; one that nobody collects does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""``hpctrain.fit`` in a program of one's own is what ``hpctrain train`` is: session, last words, run folder."""
+"""``hpctrain.fit`` in a user's program behaves like ``hpctrain train``: session, last words, run folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_file(folder: Path, **sections: Any) -> Path:
-    """Six steps, with validation."""
+    """Write a run file with six steps and validation."""
     settings: dict[str, Any] = {
         "task": TASK,
         "task_args": {"step_s": 0},
@@ -34,13 +34,13 @@ def run_file(folder: Path, **sections: Any) -> Path:
 
 
 def alone(scenario: str, path: Path, *words: str) -> Result:
-    """The program as one process."""
+    """Run the program as one process."""
     command = [*python("torch"), str(PROGRAM), scenario, str(path), *words]
     return run_in_group(command, environment(), path.parent, timeout=120)
 
 
 def told(result: Result) -> list[dict[str, Any]]:
-    """What the program said of its summaries."""
+    """What the program printed of its summaries."""
     assert result.returncode == 0, result.output
     return [json.loads(line) for line in re.findall(r"^told (.*)$", result.stdout, re.M)]
 

@@ -1,6 +1,6 @@
-"""Programs of others under our supervisor: they get the variables of their own launcher, and give its numbers.
+"""Programs for other launchers under hpctrain's supervisor: same variables and numbers as under their own launcher.
 
-With HPCTRAIN_FOREIGN=all each kind of program is compared with its own launcher, else Horovod's for PyTorch alone.
+With HPCTRAIN_FOREIGN=all, each kind of program is compared with its own launcher, otherwise only Horovod with PyTorch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.world_size(2)
 
 
 def weights(text: str) -> float:
-    """What a program says of its own at its end."""
+    """What a program prints about its weights at its end."""
     found = re.search(r"weights (-?[\d.]+)", text)
     assert found, text
     return float(found[1])
@@ -50,7 +50,7 @@ def test_a_script_for_torchrun_gives_its_numbers_and_its_death_is_explained(tmp_
     program = (sys.executable, foreign.PROGRAMS / "foreign_ddp.py", "die")
     said = hpctrain("run", "-n", 2, "--name", "dies", "--", *program, cwd=tmp_path, code=70)
     assert weights(said.stdout) == -0.104762, "what torchrun --standalone --nproc-per-node 2 prints"
-    how = r"(exit code 1|killed by SIGABRT)"  # gloo's threads may abort while the program closes
+    how = r"(exit code 1|killed by SIGABRT)"  # gloo's threads may abort while the program exits
     assert re.search(rf"rank 1 on \S+: .*{how} \(.*the disk of the data is gone\)", said.stderr), said.stderr
 
 

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are of format 1, in tests/support/format_1, are resumed as if they had never stopped."""
+"""Runs with checkpoints of format 1, in tests/support/format_1, resume as if they had never stopped."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BEFORE_NORM = {
         "model/batch_normalization/moving_variance",
     },
 }
-"""The layer before BatchNorm, and what is counted of its outputs. Their scale and shift change no loss: the gradients
-are rounding errors, which differ between processors, and Adam makes whole steps of them."""
+"""The layer before BatchNorm, and the statistics of its outputs. Their scale and shift do not affect the loss, so that
+gradients are rounding errors, which differ between processors, and by which Adam takes full steps."""
 FREE = 2 * 6 * 0.01
-"""How far two runs can part there: six updates at the learning rate, in opposite directions."""
+"""How far two runs can diverge there: six updates at the learning rate, in opposite directions."""
 
 
 @pytest.mark.world_size(2)
@@ -48,7 +48,7 @@ def test_the_run_ends_where_the_program_that_saved_it_would_have_ended(run: str,
     store = CheckpointStore(folder / run / "checkpoints")
     loaded, expected = store.load(), np.load(OLD / f"{run}-12.npz")
     assert loaded.step == 12 and store.manifest(12).shards[0].has_index
-    for name in expected.files:  # what it saved at step 12, on two ranks; statistics are the mean of both
+    for name in expected.files:  # saved at step 12 on two ranks; statistics are the mean of both
         atol = FREE if name in BEFORE_NORM[run] else 1e-6
         np.testing.assert_allclose(loaded.arrays[name], expected[name], rtol=1e-5, atol=atol, err_msg=name)
     assert BEFORE_NORM[run] < set(expected.files)

@@ -1,4 +1,4 @@
-"""env/gpu-proof runs where there is no GPU, too: each kind of row, over gloo and MPI on the CPU."""
+"""env/gpu-proof also runs without a GPU: each kind of row, over gloo and MPI on the CPU."""
 
 from __future__ import annotations
 

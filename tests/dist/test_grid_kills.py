@@ -1,4 +1,4 @@
-"""Eight ranks with each part of two models: any of them dies or hangs, is named by its place, and another plan goes on.
+"""Eight ranks in a grid: any rank that dies or hangs is named with its place, and another plan resumes the run.
 
 ``HPCTRAIN_GRID_KILLS=all`` kills each of the eight ranks once.
 """
@@ -19,12 +19,12 @@ from tests.support.command import ONE_ATTEMPT, events, hpctrain, last_words, wri
 
 TASK = Path(__file__).parent / "programs" / "grid_trouble_task.py"
 STEPS, DIES_AT = 16, 5
-"""Of all, and at which one is killed at the earliest: once the first checkpoint is whole."""
+"""Number of steps, and the earliest step at which a rank is killed, after the first checkpoint is complete."""
 GRID = {"tensor": 2, "pipeline": 2}
-"""Of the eight ranks; two see different samples."""
+"""Plan of the eight ranks; two of them see different samples."""
 VICTIMS = {"all": range(8)}.get(os.environ.get("HPCTRAIN_GRID_KILLS", ""), [1, 6])
 OTHERS: list[tuple[int, dict[str, Any]]] = [(2, {"pipeline": 2}), (2, {"tensor": 2}), (1, {})]
-"""Ranks and plan of those that go on."""
+"""Ranks and plans that resume the run."""
 
 pytestmark = pytest.mark.world_size(8)
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.world_size(8)
 def run(
     folder: Path, ranks: int, plan: Mapping[str, Any], trouble: Mapping[str, Any] | None = None, code: int = 0
 ) -> str:
-    """One attempt, to its end: what it has said."""
+    """Run one attempt to its end, and return its output."""
     file = write_run(
         folder,
         task=f"{TASK}:task",
@@ -51,7 +51,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a run in one process that nothing befalls; made once."""
+    """Folder of an undisturbed run in one process; made once."""
 
     @functools.cache
     def made() -> Path:
@@ -63,7 +63,7 @@ def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step; what was repeated counts once, as it was the last time."""
+    """Loss by step; of repeated steps, the last one counts."""
     return {event["step"]: event["loss"] for event in events(folder / "run", "train")}
 
 

@@ -1,4 +1,4 @@
-"""The Horovod wheel that install-horovod makes computes what it should. Never both of its modules in one process."""
+"""The Horovod wheel built by install-horovod computes correctly; its two modules are never in the same process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_setting_up_again_takes_seconds_and_builds_nothing() -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_the_wheel_names_no_folder_of_the_environment_it_was_built_in(framework: str) -> None:
-    """It is cached and serves other environments, which may outlive that one."""
+    """The wheel is cached for other environments, which may outlive that one."""
     folder = Path(importlib.metadata.distribution("horovod").locate_file(f"horovod/{framework}"))
     library = next(folder.glob("mpi_lib*.so"))
     told = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout

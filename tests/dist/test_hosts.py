@@ -1,4 +1,4 @@
-"""`hpctrain run` over hosts with separate networks: weights as of a local run, and what a lost rank or host costs."""
+"""`hpctrain run` on hosts with separate networks: same weights as a local run, also after losing a rank or host."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ if socket.gethostname().endswith("-2"):
     own = time.time
     time.time = lambda: own() + 20.0
 """
-"""A sitecustomize.py by which the clock of the second host is ahead."""
+"""A sitecustomize.py that sets the clock of the second host ahead."""
 
 
 def start(network: netns.Network, file: Path) -> subprocess.Popen[str]:
-    """The command on the first host."""
+    """Start the command on the first host."""
     (file.parent / "sitecustomize.py").write_text(SKEW)
     interfaces = {name: f"{netns.SUBNET}.0/24" for name in ("PRTE_MCA_prte_if_include", "OMPI_MCA_btl_tcp_if_include")}
     words = network.on(0, sys.executable, "-m", "hpctrain", "run", file)
@@ -66,7 +66,7 @@ def start(network: netns.Network, file: Path) -> subprocess.Popen[str]:
 
 
 def hosts(network: netns.Network, **more: Any) -> dict[str, Any]:
-    """Keys of ``launch``: two hosts, unless ``more`` says otherwise."""
+    """Keys of ``launch`` for two hosts, unless ``more`` overrides them."""
     return {
         "hosts": network.addresses[:2],
         "ranks_per_node": 2,
@@ -80,7 +80,7 @@ def test_a_host_whose_cable_is_pulled_costs_no_snapshot_and_the_weights_are_thos
 ) -> None:
     hpctrain("run", "-n", 4, run_file(tmp_path / "here"), warm="torch")
     run, tiers = tmp_path / "there" / "run", {"memory": {"every_steps": 5, "copies": 1, "path": "$TMPDIR"}}
-    shell = f"{network.folder}/agent {{host}} {{command}}"  # as batch systems' tools get it
+    shell = f"{network.folder}/agent {{host}} {{command}}"  # in the form that batch systems' tools receive
     more = {"hosts": network.addresses, "spare_nodes": 1, "remote_shell": shell}
     checkpoint, gate = {"every_steps": 1000, "tiers": tiers}, Gate(tmp_path / "gate").close(1)
     child = start(network, run_file(run.parent, 62, checkpoint, **hosts(network, **more)))

@@ -1,4 +1,4 @@
-"""A rank whose steps give large blocks back to the kernel keeps them instead, and computes the same."""
+"""A rank keeps large blocks of memory that its steps would return to the kernel, and computes the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.command import events, hpctrain, write_run
 
 BLOCK_PAGES = 64 * 256
-"""Of the activations of a layer."""
+"""Pages of a layer's activations."""
 STEPS = 40
 
 
@@ -24,7 +24,7 @@ def test_steps_keep_large_blocks_unless_the_user_has_chosen(tmp_path: Path) -> N
         said[name] = hpctrain("train", run, cwd=folder, env=env, warm="torch").output
         counts = list(map(int, (folder / "faults").read_text().split()))[STEPS // 2 :]
         of_steps = [after - before for before, after in itertools.pairwise(counts)]
-        faults[name] = statistics.median(of_steps)  # a step now and then finds no gap that is large enough
+        faults[name] = statistics.median(of_steps)  # now and then a step finds no gap that is large enough
         losses[name] = [event["loss"] for event in events(folder / "runs" / name, "train")]
     assert faults["kept"] < BLOCK_PAGES / 10
     assert "from step" in said["kept"] and "on it is kept" in said["kept"]

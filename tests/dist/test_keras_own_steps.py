@@ -1,4 +1,4 @@
-"""Keras models with a ``train_step`` of their own on real MPI ranks: 1, 2 and 4 train as Keras does in one process."""
+"""Keras models with their own ``train_step`` train on 1, 2 and 4 real MPI ranks as Keras does in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
-    """On so many ranks, run once."""
+    """Results on this number of ranks, run once."""
     result = mpirun(ranks, PROGRAM, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="tensorflow")
     found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     return found
@@ -37,7 +37,7 @@ def test_two_optimizers_on_ranks_train_as_keras_does_in_one_process(ranks: int) 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_of_tables_train_as_keras_does_in_one_process(ranks: int) -> None:
-    """A table is updated alone, by rows, and together with all else, whole."""
+    """A table is updated by rows when alone, and as a whole together with other weights."""
     found = results(ranks)["looked up"]
     assert found["weights"] < 1e-6 and len(set(found["hashes"])) == 1
     assert found["tables"] == ([1, 1] if ranks > 1 else [1, 0])

@@ -1,5 +1,5 @@
-"""Plans that are killed at a random update and resume, of a model that has weights without elements as well. What was
-not killed evaluates at other steps, which changes nothing."""
+"""Plans that are killed at a random update and resume, with a model that also has empty weights. Runs that are not
+killed evaluate at other steps, which changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rendered containers of a Kubernetes Job run here, each on a host with its own network: no cluster has them."""
+"""The containers of a rendered Kubernetes Job, run on hosts with separate networks instead of a cluster."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ sys.exit({"again": 75, "finish": 0, "fail": 3}[phase])
 
 
 class StandIn:
-    """What Kubernetes' Job controller and kubelet do with a manifest, as far as it is asked for here.
+    """Does what Kubernetes' Job controller and kubelet do with a manifest, as far as these tests need it.
 
     Attributes:
-        codes: of the pods that have ended, by index.
-        failures: those that count.
+        codes: exit codes of pods that have ended, by index.
+        failures: number of failures that count.
     """
 
     def __init__(self, objects: list[dict[str, Any]], network: netns.Network, folder: Path) -> None:
@@ -73,7 +73,7 @@ class StandIn:
         self.failures = 0
 
     def start(self, index: int) -> None:
-        """A pod, with the container's command and variables."""
+        """Start a pod with the container's command and variables."""
         (container,) = self.spec["template"]["spec"]["containers"]
         name = self.job["metadata"]["name"]
         given = {
@@ -87,7 +87,7 @@ class StandIn:
         self.pods[index] = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
 
     def end(self, *pods: int) -> None:
-        """SIGTERM, the grace period, SIGKILL for all that is left in a pod when its first process has ended."""
+        """End pods: SIGTERM, the grace period, then SIGKILL for what is left once the first process has ended."""
         for index in pods:
             self.pods[index].send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self.spec["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -105,7 +105,7 @@ class StandIn:
         self.end(index)
 
     def look(self) -> str:
-        """Acts on pods that have ended: an empty text, or how the Job has ended."""
+        """Act on pods that have ended; return how the Job ended, or an empty string."""
         for index, pod in list(self.pods.items()):
             code = pod.poll()
             if code is None:
@@ -125,7 +125,7 @@ class StandIn:
         return ""
 
     def action(self, index: int, code: int) -> str:
-        """The first rule of the pod failure policy that is about a pod."""
+        """Action of the first rule of the pod failure policy that matches a pod."""
         for rule in self.spec["podFailurePolicy"]["rules"]:
             if "onPodConditions" in rule and index in self.disrupted:
                 return str(rule["action"])
@@ -134,7 +134,7 @@ class StandIn:
         return "Count"
 
     def finish(self, patience_s: float = LAUNCH_S) -> str:
-        """How the Job ends."""
+        """Wait for the end of the Job, and return how it ended."""
         end = time.monotonic() + patience_s
         while not (ended := self.look()):
             assert time.monotonic() < end, self.codes
@@ -142,7 +142,7 @@ class StandIn:
         return ended
 
     def close(self) -> None:
-        """As if the Job were deleted."""
+        """End all pods, as when the Job is deleted."""
         self.end(*(index for index, pod in self.pods.items() if pod.poll() is None))
 
 
@@ -154,7 +154,7 @@ INTERFACES = {
 
 
 def cluster(network: netns.Network, folder: Path, phase: str, **pods: Any) -> StandIn:
-    """A Job of three pods, with one rank each."""
+    """A Job of three pods with one rank each."""
     runs = folder / "runs"
     for made in (runs, folder / "image"):
         made.mkdir()

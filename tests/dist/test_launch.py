@@ -1,4 +1,4 @@
-"""`hpctrain run` on real ranks: it is one job, it stops when asked, and nothing outlives it."""
+"""`hpctrain run` on real ranks is one job, stops on request, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.mpi import PATIENCE_S, find_mpirun, rank_environment
 pytestmark = pytest.mark.world_size(2)
 LONG = {"train": {"steps": 2000}, "track": {"every_steps": 1}}
 SLOWLY = {"STEP_S": "0.1"}
-"""For the environment: a resumed run must not differ in its task_args."""
+"""Set in the environment, because a resumed run must not change its task_args."""
 
 
 @pytest.mark.tour
@@ -61,7 +61,7 @@ def test_two_ranks_train_as_one_job(ended: Callable[[str], Ended]) -> None:
 
 
 def test_who_takes_the_names_of_mpiruns_session_folders_stops_nobody(tmp_path: Path) -> None:
-    """They are called by a number that is to be guessed, and any user may make them in a shared folder."""
+    """Their names contain a guessable number, and any user may create them in a shared folder."""
 
     def before() -> None:
         folder = tmp_path / f"ompi.{os.getpid()}"

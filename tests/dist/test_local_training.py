@@ -1,4 +1,4 @@
-"""Ranks that train apart and meet for outer steps, in runs of both frameworks."""
+"""Local training with outer steps (``sync.kind: local``), in both frameworks."""
 
 from __future__ import annotations
 

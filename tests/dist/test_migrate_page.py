@@ -1,4 +1,4 @@
-"""docs/migrate.md: every program before and after the migration trains, as it is on the page."""
+"""Every program of docs/migrate.md trains as written, before and after the migration."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NEEDS = {
     "Keras fit": "keras",
     "DeepSpeed": "deepspeed",
 }
-"""What each program before the migration imports."""
+"""Package that each program imports before the migration."""
 OF_TORTURE = ("lightning", "deepspeed")
-"""Come with ``make torture`` only."""
+"""Programs tested by ``make torture`` only."""
 KEYS = {"DeepSpeed": ["--train.clip_norm", "1.0", "--parallel.shard", "optimizer"]}
 """Options that the page adds."""
 
@@ -61,7 +61,7 @@ def test_the_table_counts_lines() -> None:
 
 
 def code(block: str) -> list[str]:
-    """The lines of a program that do something."""
+    """Lines of code of a program."""
     return [line for line in block.splitlines() if line.strip() and not line.strip().startswith("#")]
 
 

@@ -1,4 +1,4 @@
-"""Hung ranks: who never arrived, where it stands, and an end that leaves nobody behind. Needs permission to trace."""
+"""Hung ranks: the monitor names the rank and its stack, and no process remains. Needs permission to trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HANG_S = 4
 def run(
     mpirun: Callable[..., Any], folder: Path, ranks: int = 2, env: Mapping[str, str] | None = None, **script: Any
 ) -> tuple[dict[str, Any], Result, float]:
-    """Runs the loop into its hang: the event, the launcher's result, and seconds that it all took."""
+    """Run the loop until it hangs; return the event, the launcher's result, and the elapsed seconds."""
     monitor = {"hang_s": HANG_S, "on_hang": "abort"}
     began = time.monotonic()
     words = json.dumps({"steps": 10_000, "monitor": monitor, **script})
@@ -36,14 +36,14 @@ def run(
 
 
 def hangs(folder: Path) -> list[dict[str, Any]]:
-    """The events of that kind; others tell of an exchange, for example."""
+    """Events about hangs."""
     path = folder / "monitor" / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] == "hang"]
 
 
 def nobody_is_left(folder: Path, patience_s: float = PATIENCE_S) -> bool:
-    """Neither ranks nor agents, which may take some seconds to see that their ranks have gone."""
+    """Wait until ranks and agents are gone; agents may take some seconds to notice the end of their ranks."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         ranks = [int(file.read_text()) for file in folder.glob("pid-*")]
@@ -62,7 +62,7 @@ def agent_of(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-@pytest.mark.alone  # times are compared
+@pytest.mark.alone  # compares times
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("trouble", ["stop", "spin"])
@@ -87,7 +87,7 @@ def test_a_hung_rank_is_named_with_its_stack_and_the_attempt_ends(
 
 @pytest.mark.world_size(4)
 def test_a_rank_that_dies_without_notice_is_named(mpirun: Callable[..., Any], tmp_path: Path) -> None:
-    supervised = {RUN_DIR: str(tmp_path), ATTEMPT: "1"}  # mpirun ends the others: who died first is noted
+    supervised = {RUN_DIR: str(tmp_path), ATTEMPT: "1"}  # mpirun ends the others; the first death is recorded
     event, _, _ = run(mpirun, tmp_path, ranks=4, env=supervised, trouble="die", victim=2)
     assert event["kind"] == "died"
     assert [(rank["rank"], rank["state"]) for rank in event["ranks"]] == [(2, "gone")]
@@ -107,17 +107,17 @@ def test_a_suspended_run_goes_on_and_is_not_ended(mpirun: Callable[..., Any], tm
 
 
 def suspend(folder: Path, agents_too: bool) -> None:
-    """Stops the ranks once they have begun, for twice the time that counts as a hang."""
+    """Suspend the ranks once they have started, for twice the time that counts as a hang."""
     deadline = time.monotonic() + PATIENCE_S
     while len(pids := [int(text) for file in folder.glob("pid-*") if (text := file.read_text())]) < 2:
         if time.monotonic() > deadline:
             return
         time.sleep(0.05)
-    time.sleep(1)  # the first steps have their own limit
+    time.sleep(1)  # the first steps have a separate limit
     agents = [process.pid for process in psutil.process_iter() if agent_of(process, folder)] if agents_too else []
     for pid in (*agents, *pids):
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2 * HANG_S)  # what is tested is the passing of time
+    time.sleep(2 * HANG_S)  # the test is about the passing of time
     for pid in (*pids, *agents):
         os.kill(pid, signal.SIGCONT)
     (folder / "suspended").touch()

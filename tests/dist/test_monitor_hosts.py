@@ -1,4 +1,4 @@
-"""The monitor across hosts with networks of their own: where it listens, and that it hears the other host."""
+"""The monitor across hosts with separate networks: its listening address, and reports from the other host."""
 
 from __future__ import annotations
 

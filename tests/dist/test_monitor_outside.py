@@ -1,4 +1,4 @@
-"""Slow-downs made from outside: two computing ranks, one of which shares its processor or is stopped now and then."""
+"""Slowdowns caused from outside: of two computing ranks, one shares its core or is stopped at intervals."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 ACCUSING = ("rank", "host", "pauses")
 MOST_SHARED = 0.1
-"""Of one processor; on a machine that nobody else uses it is 0.01, with the agent, which is nobody's child any more."""
+"""Largest share of one core used by others; on an idle machine it is 0.01, including the orphaned agent."""
 
 pytestmark = pytest.mark.alone
 
 
 def step_of(folder: Path) -> int:
-    """The last window's end, as the live view tells."""
+    """Last step of the newest window, from the live view."""
     try:
         return int(json.loads((folder / "monitor" / "live.json").read_text())["step"])
     except (OSError, ValueError):
@@ -34,7 +34,7 @@ def step_of(folder: Path) -> int:
 
 
 def victim_of(folder: Path, over: threading.Event) -> int | None:
-    """Rank 1's process, once the ranks' baseline is known."""
+    """Process of rank 1, once the ranks' baseline is known."""
     while step_of(folder) < 120:
         if over.wait(0.05):
             return None
@@ -43,7 +43,7 @@ def victim_of(folder: Path, over: threading.Event) -> int | None:
 
 
 def burn(folder: Path, over: threading.Event) -> None:
-    """A foreign process on the processor of rank 1."""
+    """Run a foreign process on rank 1's core."""
     if victim_of(folder, over) is None:
         return
     burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -54,7 +54,7 @@ def burn(folder: Path, over: threading.Event) -> None:
 
 
 def stop_now_and_then(folder: Path, over: threading.Event) -> None:
-    """Rank 1 does not run for 12 of 40 ms."""
+    """Stop rank 1 for 12 of every 40 ms."""
     victim = victim_of(folder, over)
     while victim is not None and not over.wait(0.028):
         with contextlib.suppress(ProcessLookupError):
@@ -65,7 +65,7 @@ def stop_now_and_then(folder: Path, over: threading.Event) -> None:
 
 @contextlib.contextmanager
 def disturbed(how: Callable[[Path, threading.Event], None], folder: Path) -> Iterator[None]:
-    """Disturbs rank 1 from outside while the body runs."""
+    """Disturb rank 1 from outside while the context lasts."""
     over = threading.Event()
     thread = threading.Thread(target=how, args=(folder, over))
     thread.start()
@@ -77,7 +77,7 @@ def disturbed(how: Callable[[Path, threading.Event], None], folder: Path) -> Ite
 
 
 def used_by_others() -> float:
-    """Seconds of processors that went to processes that are not this one's children, and to other machines."""
+    """CPU seconds used by processes other than this one's children, and stolen by other virtual machines."""
     spent = psutil.cpu_times()
     ours = os.times()
     total = spent.user + spent.nice + spent.system + spent.irq + spent.softirq + spent.steal
@@ -87,10 +87,10 @@ def used_by_others() -> float:
 def accused(
     mpirun: Callable[..., Any], how: Callable[[Path, threading.Event], None], home: Path
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Accusations, and all that was confirmed, in a run on a quiet machine: the best of three.
+    """Accusations, and all confirmed events, of a run on a quiet machine: the best of three.
 
-    On a machine that others use too a processor may be slow from the start, or rank 0 be slowed by a neighbour that no
-    counter of this one shows: such a run tells nothing, nor does one during which others took a processor away.
+    On a shared machine, a core may be slow from the start, or a neighbour that no local counter shows may slow rank 0.
+    Such a run proves nothing, nor does one during which others took a core.
     """
     for attempt in range(3):
         folder = home / str(attempt)
@@ -110,7 +110,7 @@ def accused(
 
 
 def is_unexplained(event: dict[str, Any]) -> bool:
-    """Of the rank that nobody disturbed; on a busy machine it is disturbed too, and its counters say so."""
+    """Whether an event accuses the undisturbed rank without its counters showing a disturbance by a busy machine."""
     return event["rank"] != 1 and "for a processor" not in " ".join(event["evidence"])
 
 

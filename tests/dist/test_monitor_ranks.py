@@ -1,4 +1,4 @@
-"""The monitor on real ranks with real exchanges: the work of four or eight is a timed wait, so two cores suffice."""
+"""The monitor on real ranks with real exchanges; their work is a timed wait, so that two cores suffice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.alone
 
 
 def run(mpirun: Callable[..., Any], ranks: int, folder: Path, **script: Any) -> tuple[list[dict[str, Any]], Any]:
-    """Runs the loop; its monitor's events, and what it printed."""
+    """Run the loop; return its monitor's events and its output."""
     result = mpirun(ranks, PROGRAM, folder, json.dumps(script))
     events = folder / "monitor" / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
@@ -38,7 +38,7 @@ def test_each_slow_phase_is_found_and_clears(mpirun: Callable[..., Any], tmp_pat
     slow = [[i % 4, phase, 0.004, 50 + 140 * i, 50 + 140 * i + 60] for i, phase in enumerate(phases)]
     events, result = run(mpirun, 4, tmp_path, steps=80 + 140 * len(phases), slow=slow)
     assert confirmed(events) == [("rank", i % 4, phase) for i, phase in enumerate(phases)]
-    for rank in range(4):  # each incident ends; on a busy machine it may do so after the next one's beginning elsewhere
+    for rank in range(4):  # each incident ends, on a busy machine possibly after the next one begins elsewhere
         incidents = sum(victim == rank for victim, *_ in slow)
         states = [event["state"] for event in events if event["rank"] == rank]
         assert states == ["confirmed", "cleared"] * incidents, events

@@ -1,4 +1,4 @@
-"""The monitor in `hpctrain run`: it changes no result, names the slow rank, and a hang ends in a resumable attempt."""
+"""The monitor in `hpctrain run` changes no result, names the slow rank, and ends a hung attempt resumably."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ for name in ("barrier", "allgather", "broadcast", "sum", "broadcast_array", "beg
 for owner in (mpi_allreduce.FlatAllreduce, shm_allreduce.ShmAllreduce, shm_allreduce.SmallShmAllreduce):
     noting(owner, "finish")
 """
-"""A sitecustomize.py that notes each collective call of a process."""
+"""A sitecustomize.py that records each collective call of a process."""
 
 
 def test_weights_and_collectives_are_the_same_with_and_without(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_weights_and_collectives_are_the_same_with_and_without(tmp_path: Path) -
         calls |= {note.read_text().partition("SmallShmAllreduce finish")[2] for note in notes.iterdir()}
         assert (folder / "run" / "monitor" / "live.json").exists() == enabled
     assert len(hashes) == 1
-    [after_first_exchange] = calls  # the same in the same order on every rank; at the start its agents meet
+    [after_first_exchange] = calls  # the same calls in the same order on every rank; before it, the agents connect
     assert after_first_exchange.count("SmallShmAllreduce finish") == 11, "one exchange a step"
 
 

@@ -1,4 +1,4 @@
-"""The monitor on ranks that share out a model: a rank that waits for its neighbours is not the slow one."""
+"""The monitor with tensor and pipeline plans: a rank that waits for its neighbours is not the slow one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Events = Callable[[str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Of all runs, which are launched together, once."""
+    """Folder of all runs, which are launched together, once."""
 
     @functools.cache
     def launched() -> Path:
@@ -100,13 +100,13 @@ def test_a_rank_that_fails_is_named_with_its_place(folder: Folder) -> None:
 
 
 def test_operations_of_a_ranks_part_are_counted(folder: Folder) -> None:
-    """Two blocks of a 4 x 8 and an 8 x 4 matrix: forward, and twice that backward."""
+    """Two blocks of a 4 x 8 and an 8 x 4 matrix: forward, plus twice as much backward."""
     data = RunView(folder() / "rank").history()
     started = data.last(RunStarted)
     assert started is not None and started.peak_flops_per_s is not None
     assert started.flops_per_sample == 3 * 2 * (2 * 4 * 8 + 2 * 8 * 4)
     rates, used = data.train["samples_per_s"].value, data.train["mfu"].value
     assert len(used) == 3
-    # Of two groups of ranks with samples of their own.
+    # Two groups of ranks with different samples.
     assert used == pytest.approx(rates / 2 * started.flops_per_sample / started.peak_flops_per_s, rel=1e-9)
     assert (used > 0).all()

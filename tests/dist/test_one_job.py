@@ -1,4 +1,4 @@
-"""N ranks are one job: they share the data, hold the same weights, and exchange the gradients' bytes."""
+"""N ranks form one job: they split the data, hold the same weights, and exchange gradients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ranks_see_disjoint_parts_of_all_samples_in_the_same_global_order(ranks:
 
 
 EXPECTED: dict[str, list[list[int]]] = {}
-"""What the first number of ranks saw; the other one must see the same."""
+"""Samples seen by the first number of ranks; the other one must see the same."""
 
 
 @pytest.mark.world_size(2)
@@ -74,7 +74,7 @@ def test_horovods_own_timeline_shows_the_gradients_bytes(tmp_path: Path) -> None
 
 @pytest.mark.world_size(2)
 def test_without_the_exchange_the_ranks_drift_apart(tmp_path: Path) -> None:
-    """Sabotage: what makes the weights equal is the exchange, and the hashes notice where it is missing."""
+    """Without it, the hashes must differ: the exchange is what keeps the weights equal."""
     sabotage = tmp_path / "sabotage.py"
     sabotage.write_text(
         "from hpctrain.reduce import mpi_allreduce, shm_allreduce\n"

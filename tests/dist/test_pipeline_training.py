@@ -1,4 +1,4 @@
-"""Stages that share out a model's layers train as one process does, and their checkpoints fit any other plan."""
+"""Pipeline stages train as one process does, and their checkpoints can be resumed under any other plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALONE = {
     "norms": "alone-norms",
     "initial": "alone-initial",
 }
-"""The run of one process that a run of four must equal."""
+"""The run of one process that each run of four ranks must match."""
 STATE = ("model/", "optimizer/", "ema/")
 
 pytestmark = pytest.mark.world_size(4)
@@ -36,7 +36,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, Found]]:
-    """The folder of all runs, and what came out of each; launched once."""
+    """Folder of all runs, and their results; launched once."""
 
     @functools.cache
     def launched() -> tuple[Path, Found]:
@@ -51,7 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
 
 
 def require_same_state(folder: Path, name: str, step: int = 6) -> None:
-    """Weights, averages, statistics and the optimizer's slots are those of one process, each as a whole tensor."""
+    """Check that weights, averages, statistics and optimizer state match one process, each assembled."""
     found = CheckpointStore(folder / name / "checkpoints").load(step).arrays
     wanted = CheckpointStore(folder / ALONE[name] / "checkpoints").load(step).arrays
     names = [key for key in wanted if key.startswith(STATE)]
@@ -63,8 +63,8 @@ def require_same_state(folder: Path, name: str, step: int = 6) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALONE if name not in ("chain", "initial")])
 def test_stages_train_as_one_process_does(found: Callable[[], tuple[Path, Found]], name: str) -> None:
-    """With uneven micro-batches, fewer of them than stages, and none; clipping, weight decay on matrices alone, moving
-    averages, a loss that is a sum and a weight."""
+    """With uneven, few or no micro-batches, clipping, weight decay on matrices only, moving averages, and a loss that
+    returns a sum and a weight."""
     folder, results = found()
     one = results[ALONE[name]]
     np.testing.assert_allclose(results[name]["losses"], one["losses"], rtol=0, atol=1e-12)
@@ -76,7 +76,7 @@ def test_stages_train_as_one_process_does(found: Callable[[], tuple[Path, Found]
 
 @pytest.mark.parametrize("name", ["pp2-dp2", "pp4", "tp2-pp2"])
 def test_each_rank_has_the_parameters_of_its_stage(found: Callable[[], tuple[Path, Found]], name: str) -> None:
-    """The same bits on all ranks with equal places, and all of the model on the stages together."""
+    """Ranks of the same stage hold bitwise identical parameters, and the stages together hold the whole model."""
     ranks = found()[1][name]["ranks"]
     ((_, _, _, whole, _),) = found()[1]["alone"]["ranks"]
     places: dict[tuple[int, int], set[str]] = {}
@@ -93,7 +93,7 @@ def test_each_rank_has_the_parameters_of_its_stage(found: Callable[[], tuple[Pat
 def test_cut_layers_that_compute_again_train_to_the_same_bits(
     found: Callable[[], tuple[Path, Found]], name: str
 ) -> None:
-    """With other dropout on each rank of a tensor group; layers begin and end outside of the cut part, and inside."""
+    """Dropout differs between ranks of a tensor group; recomputed layers begin and end in or outside the cut part."""
     results = found()[1]
     assert results[name]["losses"] == results["kept"]["losses"]
     assert results[name]["ranks"] == results["kept"]["ranks"]
@@ -108,7 +108,7 @@ def test_all_reducers_work_in_the_data_group_of_each_stage(found: Callable[[], t
 
 
 def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Two stages, one, two with cut layers, four, and one process: the same samples, and the same state in the end."""
+    """Two stages, one, two with cut layers, four, and one process: same samples, and same final state."""
     folder, results = found()
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
     np.testing.assert_allclose(losses, results["alone"]["losses"], rtol=0, atol=1e-12)
@@ -151,7 +151,7 @@ def test_predictions_are_those_of_the_last_stage(found: Callable[[], tuple[Path,
 def test_dropout_differs_between_stages_and_goes_on_after_a_resume(found: Callable[[], tuple[Path, Found]]) -> None:
     results = found()[1]
     drawn = [bits for rank in results["noisy"]["drawn"] for bits in rank.values()]
-    assert len(drawn) == 8  # four blocks, for each of two data ranks
+    assert len(drawn) == 8  # four blocks on each of two data ranks
     assert len(set(drawn)) == 8
     assert results["begun"]["losses"] + results["ended"]["losses"] == results["noisy"]["losses"]
     assert results["ended"]["ranks"] == results["noisy"]["ranks"]

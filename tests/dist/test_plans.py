@@ -1,6 +1,6 @@
-"""Every plan trains as one process does: for a few updates in float64, and for 50 in float32, after which losses and
-weights are those of one process to 1e-5: less could not fail, as without a sum of gradients losses may be as near as
-5e-5.
+"""Every plan trains as one process does: for a few updates in float64, and for 50 in float32.
+
+The tolerance of 1e-5 in float32 is tight enough to fail: without a sum of gradients, losses can be as close as 5e-5.
 
 One plan in float32; all with HPCTRAIN_UPDATES=all, as in `make torture`.
 """
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 UPDATES, FEW = 50, 4
 ON_4 = "tp2 tp4 pp2 pp4 tp2-pp2 zero tp2-zero fsdp fsdp-tp2 tp2-horovod pp2-horovod"
 ON_2 = "tp2 pp2 zero fsdp"
-"""Of the program's plans."""
+"""The program's plans that run on two ranks."""
 EVERY = [*((plan, 4) for plan in ON_4.split()), *((plan, 2) for plan in ON_2.split())]
 TRIED = EVERY if os.environ.get("HPCTRAIN_UPDATES") == "all" else [("tp2", 2)]
 NEAR, EXACT = 1e-5, 1e-12
 WHOLE = {"tables": "whole-tables"}
-"""What one process trains in place of a plan; in place of others, the same model."""
+"""Name of the one-process run to compare a plan with; by default ``alone``."""
 
 pytestmark = pytest.mark.world_size(4)
 Launch = Callable[[str, int], tuple[Path, list[float]]]
@@ -37,7 +37,7 @@ Launch = Callable[[str, int], tuple[Path, list[float]]]
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """`launch(plan, ranks)`: the folder and the losses of its run in float32, which is launched once."""
+    """`launch(plan, ranks)`: folder and losses of a plan's float32 run, launched once."""
     folder = tmp_path_factory.mktemp("float32")
 
     @functools.cache
@@ -49,7 +49,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 def trained(folder: Path, ranks: int, updates: int, dtype: str, *plans: str) -> dict[str, tuple[Path, list[float]]]:
-    """Folder and losses of a run by each plan."""
+    """Train under each plan, and return folder and losses of each run."""
     words = [folder, updates, dtype, *plans]
     said = mpirun(ranks, PROGRAM, *words, env={"PYTHONPATH": str(ROOT)}, timeout=280, warm="torch")
     found = json.loads(said.stdout.strip().splitlines()[-1])
@@ -66,14 +66,14 @@ def test_a_few_updates_by_each_plan_are_those_of_one_process(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("plan", "ranks"), TRIED)
 def test_fifty_updates_are_those_of_one_process(launch: Launch, plan: str, ranks: int) -> None:
-    """With uneven micro-batches, clipping, weight decay on matrices alone, and moving averages."""
+    """With uneven micro-batches, clipping, weight decay on matrices only, and moving averages."""
     require_near(plan, launch("alone", 1), launch(plan, ranks), UPDATES, NEAR)
 
 
 def require_near(
     plan: str, one: tuple[Path, list[float]], many: tuple[Path, list[float]], updates: int, near: float
 ) -> None:
-    """Losses, and weights with their averages."""
+    """Check that losses, weights and their averages are close."""
     assert len(one[1]) == len(many[1]) == updates
     whole, own = (CheckpointStore(folder / "checkpoints").load(updates).arrays for folder, _ in (one, many))
     weights = [key for key in whole if key.startswith(("model/", "ema/"))]

@@ -1,7 +1,7 @@
-"""Programs in the form in which they are published, and their ports (examples/ports): the same numbers in few lines.
+"""Programs in published form and their ports (examples/ports) give the same numbers, and ports change few lines.
 
-On 1 and 2 ranks; with HPCTRAIN_PORTS=all also on 3 and 4, each of them killed and resumed on 1, 2 and 4, and LoRA,
-which needs env/foreign.txt.
+Runs on 1 and 2 ranks; with HPCTRAIN_PORTS=all also on 3 and 4, with each port killed and resumed on 1, 2 and 4, and
+with LoRA, which needs env/foreign.txt.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ PROGRAM = ROOT / "tests/dist/programs/ports.py"
 ALL = os.environ.get("HPCTRAIN_PORTS") == "all"
 RANKS = (1, 2, 3, 4) if ALL else (1, 2)
 STOPS = {1: 8, 2: 17, 3: 23}
-"""Where a run that changes its number of ranks ends its part on so many."""
+"""Step after which a run with changing numbers of ranks stops, by number of ranks."""
 KILLED_AFTER = 13
 LIMIT_S = 240
 
 
 @dataclass(frozen=True)
 class Port:
-    """What is expected of one."""
+    """What is expected of a port."""
 
     written: int
-    """Lines of the port that the original does not have, at most."""
+    """Maximum number of lines of the port that the original does not have."""
     metric: str | None = None
-    """Of the validation, or None."""
+    """Validation metric to compare, or None."""
     draws: float | None = None
-    """How far loss and metric may be from the original's, relatively, since random numbers are drawn otherwise; None if
-    none are drawn."""
+    """Relative tolerance of loss and metric if random numbers are drawn differently from the original; None if none
+    are drawn."""
     alike: bool = True
-    """Whether ranks draw what one process does."""
+    """Whether ranks draw the same random numbers as one process."""
     framework: str = "torch"
 
 
@@ -64,12 +64,12 @@ PAIRS = {
     "vae": Port(written=3, draws=0.02, alike=False, framework="tensorflow"),
 }
 CHAOS_AFTER = {"dcgan": 12}
-"""Steps after which a rounding error has become more than that: Adam moves a weight whose gradient is one by as much as
-any other. In float64 the ranks of this program agree to 1e-15 over all steps."""
+"""Number of steps until rounding errors grow: Adam moves a weight whose gradient is a rounding error as much as any
+other. In float64, the ranks of this program agree to 1e-15 over all steps."""
 SOME = ("dlrm", "tokens")
-"""Sparse tables and a stream. Other tests have the state of each lane, drop-out and Keras' own steps."""
+"""Ports with sparse tables and a stream. Other tests cover per-lane state, dropout and Keras' ``train_step``."""
 PREPARED = ("tokens",)
-"""Whose port makes its data when it is called as a program."""
+"""Ports that make their data when run as a program."""
 CHANGING = tuple(name for name, port in PAIRS.items() if port.alike) if ALL else SOME
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S * 3)]
@@ -77,12 +77,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S * 3)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all runs, and of the data that the programs make."""
+    """Folder of all runs, and of the data that the programs make."""
     return tmp_path_factory.mktemp("ports")
 
 
 def launch(ranks: int, framework: str, folder: Path, entries: list[Any], code: int = 0) -> None:
-    """Trains; see programs/ports.py."""
+    """Train with programs/ports.py."""
     done = mpirun(
         ranks, PROGRAM, json.dumps(entries), cwd=folder, env={"PYTHONPATH": str(ROOT)},
         timeout=LIMIT_S, check=False, warm=framework,
@@ -92,7 +92,7 @@ def launch(ranks: int, framework: str, folder: Path, entries: list[Any], code: i
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Any:
-    """`trained(framework)`: all runs of its programs that are not killed, made once."""
+    """`trained(framework)`: folder of all runs of its programs that are not killed, made once."""
 
     @cache
     def made(framework: str) -> Path:
@@ -101,7 +101,7 @@ def trained(folder: Path) -> Any:
             part = {"stop_after": STOPS[ranks]} if ranks != RANKS[-1] else {}
             entries: list[Any] = [[name, f"{name}-{ranks}", {}] for name in names]
             entries += [[name, f"{name}-changing", part] for name in names if name in CHANGING]
-            if ranks == 1:  # originals come last: TensorFlow keeps the threads that its first user gave it
+            if ranks == 1:  # originals come last: TensorFlow keeps the number of threads set by its first user
                 prepared = [[name, f"{name}-prepared", {"python": "port.py"}] for name in names if name in PREPARED]
                 originals = [[name, f"{name}-original", {"python": "original.py"}] for name in names]
                 entries = [*prepared, *entries, *originals]
@@ -112,14 +112,14 @@ def trained(folder: Path) -> Any:
 
 
 def printed(run: Path, kind: str, value: str) -> list[float]:
-    """What the original says of each ``step`` or ``epoch``; several losses of one are added."""
+    """Values that the original prints for each ``step`` or ``epoch``; several losses on a line are added."""
     lines = (run / "printed").read_text().splitlines()
     found = [re.findall(rf"\b{value}\w* (\S+)", line) for line in lines if line.startswith(f"{kind} ")]
     return [sum(map(float, numbers)) for numbers in found]
 
 
 def losses(run: Path) -> list[float]:
-    """Of each step; those that were repeated count once, and must be what they were."""
+    """Losses of all steps; repeated steps count once, and must have repeated their loss."""
     found: dict[int, float] = {}
     for event in events(run, "train"):
         assert found.setdefault(event["step"], event["loss"]) == event["loss"], event["step"]
@@ -128,12 +128,12 @@ def losses(run: Path) -> list[float]:
 
 
 def validations(run: Path, metric: str) -> list[float]:
-    """Of each epoch."""
+    """Validation metric of each epoch."""
     return [event["metrics"][metric] for event in events(run, "eval")]
 
 
 def assert_alike(name: str, found: list[float], wanted: list[float]) -> None:
-    """Losses of other ranks than those of the wanted ones."""
+    """Check losses against those of another number of ranks."""
     steps = CHAOS_AFTER.get(name, len(wanted))
     assert found[:steps] == pytest.approx(wanted[:steps], rel=1e-6)
     assert found == pytest.approx(wanted, rel=1e-2)
@@ -173,12 +173,12 @@ def test_a_run_that_changes_its_number_of_ranks_gives_the_same_numbers(name: str
 
 
 KILLED = [(name, ranks) for name in (PAIRS if ALL else SOME) for ranks in ((1, 2, 4) if ALL else (2,))]
-"""Programs, and on how many ranks they are killed."""
+"""Programs to kill, and the number of ranks."""
 
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path) -> Any:
-    """`resumed(framework, ranks)`: the runs that are killed on so many, each in its own launch, and resumed in one."""
+    """`resumed(framework, ranks)`: folder of runs that are killed, each in its own launch, and resumed in one."""
 
     @cache
     def made(framework: str, ranks: int) -> Path:
@@ -222,13 +222,13 @@ def test_the_command_of_the_docs(tmp_path: Path) -> None:
 
 
 def code(path: Path) -> list[str]:
-    """The lines of a program that do something."""
+    """Lines of code of a program."""
     lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def written(name: str, folder: Path) -> int:
-    """Lines of a port that the original does not have, by ``diff``."""
+    """Lines of a port that the original does not have, according to ``diff``."""
     for program in ("original", "port"):
         (folder / program).write_text("\n".join(code(PORTS / name / f"{program}.py")) + "\n")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The README does what it says: its task, its run file and its commands, as they stand there."""
+"""The README's task, run file and commands work as written."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ SHORTER = {
     "parallel": ["--contenders", "one,tensor", "--rounds", "1", "--steps", "1"],
     "recovery": ["--contenders", "hpctrain", "--rounds", "1"],
 }
-"""Options that shorten commands that take minutes or need a cluster."""
+"""Options added to commands that would take minutes or need a cluster."""
 EXAMPLES = {
     "digits-keras.yaml": ["--train.epochs", "1"],
     "chartext.yaml": ["--train.steps", "5"],
     "gan.yaml": ["--train.epochs", "2"],
 }
-"""Example run files, and options that keep them short."""
+"""Example run files, and options that shorten them."""
 
 
 def block(text: str, language: str, number: int = 0) -> str:
-    """A fenced block of a page."""
+    """Content of a fenced block of a page."""
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)[number]
 
 
@@ -135,7 +135,7 @@ def test_every_command_of_the_page_on_reports(newcomer: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_the_gpt_of_the_page_on_larger_models(newcomer: Path) -> None:
-    """On two ranks that split the samples, the layers, and the sequence of layers."""
+    """On two ranks that split the samples, each layer, or the sequence of layers."""
     shutil.copytree(PROJECT / "docs", newcomer / "docs")
     section = PARALLEL.partition("## A GPT under any plan")[2].partition("\n## ")[0]
     for words in commands(section):

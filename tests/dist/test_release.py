@@ -1,4 +1,4 @@
-"""What ``make dist`` makes of a commit is the same each time, and works outside of the checkout: here, its core."""
+"""The core of ``make dist``: builds of a commit are reproducible, and work outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of real runs in a real browser: no request, no console message, nothing clipped, the events' values."""
+"""Reports of real runs in a real browser: no requests, no console messages, nothing clipped, values of the events."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ const clipped = [...document.querySelectorAll("svg")].flatMap((picture) => {
 });
 document.title = [document.documentElement.scrollWidth, innerWidth, clipped.length, ...clipped.slice(0, 3)].join("|");
 </script></body>"""
-"""Measures the page where it is drawn: its width, and what reaches beyond the frame of its picture."""
+"""Script that measures the rendered page: its width, and elements that extend beyond their chart's frame."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A report as the browser shows it."""
+    """A report as rendered by the browser."""
 
     dom: str
 
     def drawing(self, section: str) -> str:
-        """The picture of a section."""
+        """The chart of a section."""
         return re.search(r"<svg.*?</svg>", self.dom.split(f'id="{section}"')[1], re.S).group(0)  # type: ignore[union-attr]
 
     def rows(self, section: str) -> list[list[str]]:
-        """The table behind a picture."""
+        """Rows of the table behind a chart."""
         return self._cells(self.dom.split(f'id="{section}"')[1])
 
     def table(self, title: str) -> list[list[str]]:
@@ -75,7 +75,7 @@ class Page:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[[Path], Page]:
-    """Makes the report of a run, opens it in headless Chromium, and checks what holds for every report."""
+    """Make the report of a run, open it in headless Chromium, and check what must hold for every report."""
     if CHROMIUM is None:
         pytest.skip("this machine has no chromium")
 
@@ -103,7 +103,7 @@ def opened(tmp_path: Path) -> Callable[[Path], Page]:
 
 
 def check_loss(page: Page, run: Path, told: list[dict[str, Any]] | None = None) -> None:
-    """There is a picture of the loss, and the table behind it has the events'."""
+    """Check that there is a chart of the loss, and that the table behind it has the events' values."""
     assert "<path" in page.drawing("loss")
     points = [(event["step"], event["loss"]) for event in (events(run, "train") if told is None else told)]
     assert points
@@ -124,7 +124,7 @@ def test_a_finished_run(what: str, tmp_path: Path, opened: Callable[[Path], Page
     run = tmp_path / "runs/run"
     hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     if what == "partly lost":
-        (run / "run.json").write_text((run / "run.json").read_text()[:-20])  # half a file, as a crash may leave it
+        (run / "run.json").write_text((run / "run.json").read_text()[:-20])  # a truncated file, as a crash may leave it
         shutil.rmtree(run / "ranks")
         with open(run / "events.jsonl", "a") as file:
             file.write('{"time": 17')

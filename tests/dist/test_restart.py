@@ -1,4 +1,4 @@
-"""`hpctrain run` starts a failed attempt again in place: same samples in the same order, same weights, bit for bit."""
+"""`hpctrain run` restarts a failed attempt in place, with the same sample order and bitwise identical weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.mpi import LAUNCH_S
 
 pytestmark = pytest.mark.world_size(4)
 STEPS, HELD_AT = 80, 25
-"""Of a run, and where it waits for what befalls it."""
+"""Number of steps of a run, and the step after which it waits for a fault."""
 RESTARTED: dict[str, Any] = {"launch": {}}
 
 
@@ -45,17 +45,17 @@ def launcher_of(pid: int) -> psutil.Process:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step; what was repeated counts once, as it was the last time."""
+    """Loss by step; of repeated steps, the last one counts."""
     return {event["step"]: event["loss"] for event in events(run, "train")}
 
 
 def waits(gate: Gate, run: Path) -> None:
-    """All ranks stand still between two steps."""
+    """Wait until all ranks wait between two steps."""
     gate.await_ranks(4)
 
 
 def saves(gate: Gate, run: Path) -> None:
-    """A checkpoint is being written, or at least the ranks stand still."""
+    """Wait until a checkpoint is being written, or at least the ranks wait between two steps."""
 
     def look() -> bool:
         end = time.monotonic() + 0.5
@@ -72,7 +72,7 @@ def kill_a_rank(pid: int) -> None:
 
 
 def kill_the_parent(pid: int) -> None:
-    """What forks the ranks."""
+    """Kill the process that forks the ranks."""
     next(filter(is_parent, psutil.Process(pid).children())).kill()
 
 

@@ -1,4 +1,4 @@
-"""Snapshots in the node's memory outlive killed ranks: a restart repeats few steps, whatever the disk has."""
+"""Snapshots in node memory survive killed ranks, so that a restart repeats few steps, whatever is on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVERY = 5
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder in the node's memory, in which nothing may stay. Other tests use /dev/shm itself."""
+    """A folder in node memory that must be empty at the end. Other tests use /dev/shm itself."""
     with TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
         assert not list(Path(folder).iterdir())
@@ -79,7 +79,7 @@ def test_a_killed_rank_costs_no_more_than_the_interval_of_the_memory_tier(tmp_pa
     [resumed] = events(run, "resumed")
     assert resumed["tier"] == "memory" and resumed["step"] % EVERY == 0 and resumed["step"] >= 40
     [recovered] = events(run, "recovered")
-    assert recovered["repeated_steps"] < 2 * EVERY  # one is sealed some steps after it was taken
+    assert recovered["repeated_steps"] < 2 * EVERY  # a snapshot is sealed some steps after it is taken
     assert len({event["step"] for event in events(run, "train")}) == STEPS
     assert weights(run, 2) == weights(tmp_path / "whole" / "run"), "bit for bit"
     assert not leftovers(tmp_path)

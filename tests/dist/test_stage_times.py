@@ -1,4 +1,4 @@
-"""Stages take equally long, whatever number of parameters they have, and a resumed run keeps them."""
+"""Stages are balanced by time, not by parameters, and a resumed run keeps them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Launched = Callable[[], tuple[Path, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """The folder of all runs, and what came out of each; launched once."""
+    """Folder of all runs, and their results; launched once."""
 
     @functools.cache
     def launched() -> tuple[Path, dict[str, Any]]:
@@ -39,12 +39,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 def layers(folder: Path, name: str) -> list[tuple[int, ...]]:
-    """Of the stages in each attempt of a run."""
+    """Number of layers of each stage, for each attempt of a run."""
     return [event.layers for event in RunView(folder / name).history().all(RunStarted)]
 
 
 def test_stages_are_cut_where_their_times_are_equal(found: Launched) -> None:
-    """The first layer takes longer than all others together; all have equally many parameters."""
+    """The first layer takes longer than all others together; all have equal numbers of parameters."""
     folder, _ = found()
     assert layers(folder, "timed") == [(1, uneven_stages.LAYERS - 1)]
     noted = json.loads((folder / "timed" / "run.json").read_text())["stages"]
@@ -53,7 +53,7 @@ def test_stages_are_cut_where_their_times_are_equal(found: Launched) -> None:
 
 
 def test_what_was_timed_trains_as_one_process_does(found: Launched) -> None:
-    """Each layer has passed twice in an update, and its counter knows of nothing else."""
+    """Each layer runs twice per update, and its counter contains nothing else, such as the timing."""
     _, results = found()
     model, samples = uneven_stages.chain(slow=-1), uneven_stages.data()
     optimizer = uneven_stages.optimizer_of(model)
@@ -71,7 +71,7 @@ def test_what_was_timed_trains_as_one_process_does(found: Launched) -> None:
 
 
 def test_a_resumed_run_keeps_its_stages_and_their_random_numbers(found: Launched) -> None:
-    """Another layer takes longer by then, as a run that begins then finds."""
+    """By then another layer is the slow one, as a new run finds."""
     folder, results = found()
     assert layers(folder, "other") == [(uneven_stages.LAYERS - 1, 1)]
     assert layers(folder, "again") == [(1, uneven_stages.LAYERS - 1)] * 2
@@ -88,7 +88,7 @@ def test_a_task_says_which_layers_each_stage_has(found: Launched) -> None:
 
 
 def test_operations_of_all_stages_are_counted(found: Launched) -> None:
-    """Products of a vector and a matrix in each layer: forward, and twice that backward; a mean over both stages."""
+    """Matrix-vector products in each layer: forward, plus twice as much backward; averaged over both stages."""
     folder, _ = found()
     data = RunView(folder / "timed").history()
     started = data.last(RunStarted)

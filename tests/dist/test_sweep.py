@@ -1,6 +1,6 @@
-"""Every layer and module that holds weights, and models of many shapes, train on ranks as one process does.
+"""Every layer and module that holds weights, and models of many kinds, train on ranks as one process does.
 
-On 2 ranks, or as many as ``HPCTRAIN_SWEEP_RANKS`` says.
+Runs on 2 ranks, or on ``HPCTRAIN_SWEEP_RANKS``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 RANKS = int(os.environ.get("HPCTRAIN_SWEEP_RANKS", "2"))
 LIMIT_S = 280 if RANKS <= 2 else 1500
 OWN_STATISTICS = {"BatchNormalization", *(f"{lazy}BatchNorm{axes}d" for lazy in ("", "Lazy") for axes in (1, 2, 3))}
-"""Normalise over each rank's part of the batch: docs/numerics.md says so."""
+"""Layers that normalise over each rank's part of the batch, as docs/numerics.md says."""
 
 pytestmark = [pytest.mark.world_size(RANKS), pytest.mark.slow]
 
 
 @functools.cache
 def swept(framework: str) -> dict[str, Any]:
-    """What the sweep found of each model, and which classes it lacks."""
+    """Result of the sweep for each model, and classes that it lacks."""
     program = Path(__file__).parent / "programs" / f"{framework}_sweep.py"
     result = mpirun(RANKS, program, env={"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S, warm=framework)
     found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
@@ -34,7 +34,7 @@ def swept(framework: str) -> dict[str, Any]:
 
 
 def is_right(name: str, found: dict[str, Any]) -> bool:
-    """Whether a model was trained as it should be."""
+    """Whether a model was trained correctly."""
     near = found["difference"] is not None and found["difference"] <= found["accuracy"]
     return (near or name in OWN_STATISTICS) and found["equal"] and found["moved"]
 

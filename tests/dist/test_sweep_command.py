@@ -1,4 +1,4 @@
-"""A sweep with real ranks: rates of the run file's optimizer, a stop, and the table."""
+"""A sweep with real ranks: learning rates of the run file's optimizer, a stop, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose layers are cut over ranks trains as one process does, and its checkpoints fit any other plan."""
+"""Tensor-parallel models train as one process does, and their checkpoints can be resumed under any other plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, Found]]:
-    """The folder of all runs, and what came out of each; launched once."""
+    """Folder of all runs, and their results; launched once."""
 
     @functools.cache
     def launched() -> tuple[Path, Found]:
@@ -44,18 +44,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
 
 
 def wanted_of(name: str) -> str:
-    """The run of one process that a run of many must equal."""
+    """Name of the one-process run that a run must match."""
     return "alone-adagrad" if name.endswith("adagrad") else "adamw"
 
 
 def load_hdf5(path: Path) -> Any:
-    """The outputs in a file of predictions."""
+    """Outputs in a file of predictions."""
     with h5py.File(path) as file:
         return file["output"][...]
 
 
 def require_same_state(folder: Path, name: str, step: int = 6, of: str | None = None, least: int = 80) -> None:
-    """Weights, averages and the optimizer's slots are those of one process, each as a whole tensor."""
+    """Check that weights, averages and optimizer state match one process, each assembled."""
     found = CheckpointStore(folder / name / "checkpoints").load(step).arrays
     wanted = CheckpointStore(folder / (of or wanted_of(name)) / "checkpoints").load(step).arrays
     names = [key for key in wanted if key.startswith(("model/", "optimizer/", "ema/"))]
@@ -73,7 +73,7 @@ def begins_of(store: CheckpointStore, step: int, name: str, axis: int) -> set[in
 
 @pytest.mark.parametrize("name", EXACT)
 def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found]], name: str) -> None:
-    """With accumulation, clipping, weight decay on matrices alone, moving averages, tied and fused weights."""
+    """With accumulation, clipping, weight decay on matrices only, moving averages, tied and fused weights."""
     folder, results = found()
     one = results[wanted_of(name)]
     np.testing.assert_allclose(results[name]["losses"], one["losses"], rtol=0, atol=1e-12)
@@ -84,7 +84,7 @@ def test_cut_layers_train_as_whole_ones_do(found: Callable[[], tuple[Path, Found
 
 @pytest.mark.parametrize(("name", "whole"), [("gpt-2", "gpt"), ("gpt-4", "gpt-plain"), ("gpt-stages", "gpt-plain")])
 def test_the_ready_gpt_trains_as_in_one_process(found: Callable[[], tuple[Path, Found]], name: str, whole: str) -> None:
-    """Grouped heads, SwiGLU, tied and untied ends, a loss of which each rank has some classes, and a pipeline of it."""
+    """Grouped heads, SwiGLU, tied and untied ends, a loss with classes split over ranks, and a pipeline of it."""
     folder, results = found()
     np.testing.assert_allclose(results[name]["losses"], results[whole]["losses"], rtol=0, atol=1e-12)
     assert len(results[name]["losses"]) == 6
@@ -105,7 +105,7 @@ def test_what_is_not_cut_stays_equal_bit_for_bit(
 
 
 def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Two ranks a model, four, one, two, and one process: the same samples, and the same state in the end."""
+    """Two ranks per model, four, one, two, and one process: same samples, and same final state."""
     folder, results = found()
     losses = [loss for step in range(2, 7) for loss in results[f"chain-{step}"]["losses"]]
     np.testing.assert_allclose(losses, results["adamw"]["losses"], rtol=0, atol=1e-12)
@@ -122,8 +122,8 @@ def test_every_plan_goes_on_where_another_one_stopped(found: Callable[[], tuple[
 def test_optimizers_that_are_cut_twice_go_on_at_every_other_plan(
     found: Callable[[], tuple[Path, Found]], end: str
 ) -> None:
-    """Two ranks a model with sharded optimizers, between four ranks a model, whole models that are sharded, and whole
-    ones on four ranks or in one process."""
+    """Two ranks per model with a sharded optimizer, before and after four ranks per model, whole models with a sharded
+    optimizer, and whole ones on four ranks or in one process."""
     folder, results = found()
     names = [*(f"sharded-chain-{step}" for step in range(1, 6)), f"sharded-{end}-6"]
     losses = [loss for name in names for loss in results[name]["losses"]]
@@ -133,7 +133,7 @@ def test_optimizers_that_are_cut_twice_go_on_at_every_other_plan(
 
 
 def test_each_rank_has_its_share_of_what_its_group_has(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Half of AdamW's two moments, to half a row of either at the cut."""
+    """Half of AdamW's two moments, up to half a row of each at the cut."""
     results = found()[1]
     whole, halves = results["horovod"]["slots"], results["sharded"]["slots"]
     row = 4 * 16 // 2
@@ -149,7 +149,7 @@ def test_initial_weights_are_cut_as_they_are_read(found: Callable[[], tuple[Path
 
 
 def test_predictions_are_written_once(found: Callable[[], tuple[Path, Found]]) -> None:
-    """By the first rank of each tensor group; all compute them."""
+    """The first rank of each tensor group writes them; all compute them."""
     folder, _ = found()
     predicted = [load_hdf5(folder / name / "predictions.h5") for name in ("all-four", "horovod", "adamw")]
     for each in predicted[:2]:

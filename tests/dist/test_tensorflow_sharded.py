@@ -1,4 +1,4 @@
-"""Sharded optimizer state of Keras models on real MPI ranks: the numbers of one process, a part of the state each."""
+"""Sharded optimizer state of Keras models on real MPI ranks: same numbers as one process, part of the state on each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROGRAM = Path(__file__).parent / "programs" / "tensorflow_sharded.py"
 ROOT = Path(__file__).parents[2]
 SCENARIOS = {2: ("optimizers", "curves", "overflow", "refused"), 4: ("many", "resumed")}
 HALVES = {"clipped and weighted": 0.5, "compiled": 0.8, "fp16": 0.8, "tables": 0.99, "Muon": 0.9}
-"""By how a model is trained, to what part its loss falls at least."""
+"""Fraction of its initial value that the loss must fall to, by scenario."""
 
 pytestmark = pytest.mark.world_size(4)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`results(ranks)`: all scenarios on so many ranks, or those that are named, run once."""
+    """`results(ranks)`: results of all or the named scenarios on this number of ranks, run once."""
 
     @functools.cache
     def run(ranks: int, *named: str) -> Any:
@@ -36,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def require_exact(found: Any) -> None:
-    """As one process, to rounding in float64: losses, weights, their averages, and slots."""
+    """Check that losses, weights, averages and slots match one process up to rounding in float64."""
     for rank in found["ranks"]:
         assert rank["numbers"] <= 1e-12 and rank["slots"] <= 1e-12
     assert sum(rank["elements"] for rank in found["ranks"]) == found["ranks"][0]["of all"], "each is on one rank"
@@ -75,7 +75,7 @@ def test_a_rank_that_updates_nothing_goes_along(results: Any) -> None:
 
 @pytest.mark.parametrize("name", HALVES)
 def test_curves_are_those_of_a_replicated_run(results: Any, name: str) -> None:
-    """After 14 updates; after 50, clipped and with moving averages, also those of one process."""
+    """After 14 updates; after 50 with clipping and moving averages, also those of one process."""
     found = results(2)["curves"][name]
     print(f"{name}: losses {found[0]['losses']:.1e}, weights {found[0]['numbers']:.1e}")
     assert len({rank["hash"] for rank in found}) == 1

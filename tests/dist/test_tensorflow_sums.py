@@ -1,4 +1,4 @@
-"""Every way of exchanging TensorFlow gradients gives the exact sum of what travels, with the same bits on all ranks."""
+"""Every TensorFlow reducer gives the exact sum of the values sent, bitwise identical on all ranks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def test_sums_are_exact_and_equal_on_all_ranks(ranks: int) -> None:
     wide = {f"{name} in float64" for name in ("mpi-node", "mpi-flat", "horovod-flat")}
     assert set(found) == by_mpi | wide | {"horovod-flat", "horovod-flat-fp16"}
     for name, sums in found.items():
-        in_other_order = 2e-3 if name == "horovod-flat-fp16" else 2e-7  # four terms are added in MPI's own order
+        in_other_order = (
+            2e-3 if name == "horovod-flat-fp16" else 2e-7
+        )  # MPI chooses the order in which four terms are added
         assert sums["same"], name
         assert sums["difference"] <= (0 if ranks == 2 else 1e-15 if name in wide else in_other_order), name

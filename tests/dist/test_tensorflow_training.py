@@ -1,4 +1,4 @@
-"""Keras on real MPI ranks: 1, 2 and 4 train as one process does, by each reducer, with the same bits on all ranks."""
+"""Keras on 1, 2 and 4 real MPI ranks trains as one process does, with each reducer; ranks are bitwise identical."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.mpi import mpirun
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 EVERYWHERE = ("auto", "mpi", "horovod", "accumulate", "clip", "weighted", "wide", "evaluated", "judged", "joined")
-"""What must not depend on the number of ranks."""
+"""Scenarios whose results must not depend on the number of ranks."""
 ELSEWHERE = ("fp16-wire", "int8", "bf16-wire", "bf16", "fp16", "not_finite", "noises", "sabotaged")
 
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
-    """What a program prints as JSON."""
+    """Run a program, and return the JSON it prints."""
     environment = {"PYTHONPATH": str(ROOT)}
     result = mpirun(ranks, PROGRAMS / program, *arguments, env=environment, timeout=240, warm="tensorflow")
     return json.loads(result.stdout.strip().splitlines()[-1])
@@ -31,7 +31,7 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
-    """All scenarios on so many ranks, run once."""
+    """Results of all scenarios on this number of ranks, run once."""
     more = {1: ("tables",), 2: (*ELSEWHERE, "tables")}.get(ranks, ())
     found: dict[str, Any] = run("tensorflow_training.py", ranks, *EVERYWHERE, *more)
     return found
@@ -39,13 +39,13 @@ def results(ranks: int) -> dict[str, Any]:
 
 @functools.cache
 def by_hand() -> list[float]:
-    """Losses of the plain loop."""
+    """Losses of the handwritten loop."""
     found: list[float] = run("tensorflow_plain_loop.py", 1)
     return found
 
 
 def require_same_training(losses: list[float], wanted: list[float]) -> None:
-    """Loss curves agree to 1e-4."""
+    """Check that loss curves agree to 1e-4."""
     np.testing.assert_allclose(losses, wanted, rtol=1e-4)
 
 

@@ -1,5 +1,5 @@
-"""Parameters sharded by rows on real MPI ranks: the numbers of one process, a part of the state on each rank, and
-checkpoints that fit any other plan."""
+"""Parameters sharded by rows on real MPI ranks: same numbers as one process, part of the state on each rank, and
+checkpoints that can be resumed under any other plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Results = Callable[[], Any]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """All scenarios, run once."""
+    """Results of all scenarios, run once."""
 
     @functools.cache
     def run() -> Any:
@@ -37,14 +37,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize("plan", ["two", "four", "recompute", "hybrid"])
 def test_numbers_are_those_of_one_process(results: Results, plan: str) -> None:
-    """Parameters, averages and slots after 6 updates, with accumulation, clipping and groups of weight decay."""
+    """Parameters, averages and slots after 6 updates, with accumulation, clipping and weight decay by group."""
     found = results()["plans"][plan]
     assert found["ids"]
     assert found["difference"] <= 1e-12
 
 
 def test_a_run_goes_on_at_any_other_plan(results: Results) -> None:
-    """Parameters on 2 ranks, whole on 4, optimizer on 2, cut and sharded on 4, parameters on 2, one process."""
+    """Sharded parameters on 2 ranks, whole on 4, optimizer on 2, cut and sharded on 4, parameters on 2, one process."""
     found = results()["plans"]["chain"]
     assert found["ids"]
     assert found["difference"] <= 1e-12
@@ -67,12 +67,12 @@ OPENED = {
     "tensor-pipeline": "tensor pipeline",
     "tables": "data",
 }
-"""Which groups each plan opens."""
+"""Process groups that each plan opens."""
 
 
 @pytest.mark.parametrize("plan", OPENED)
 def test_layers_and_stages_exchange_by_groups_of_torch_as_on_gpus(results: Results, plan: str) -> None:
-    """Parameters, averages and slots after 6 updates, with clipping, and micro-batches that are uneven or few."""
+    """Parameters, averages and slots after 6 updates, with clipping, and with uneven or few micro-batches."""
     found = results()["exchanges"][plan]
     assert found["opened"] == OPENED[plan].split()
     assert found["ids"]
@@ -100,8 +100,8 @@ def test_sizes_that_divide_by_nothing_and_ranks_without_samples(results: Results
     found = results()["uneven"][case]
     assert found["difference"] <= 1e-12
     for largest, together, whole in zip(found["largest"], found["together"], found["whole"], strict=True):
-        assert together == whole or (whole == 1 and largest == 1)  # every rank has numbers
-        assert largest <= max(1, whole / 2)  # 5 rows are 2, 2, 1 and 0
+        assert together == whole or (whole == 1 and largest == 1)  # every rank holds scalars
+        assert largest <= max(1, whole / 2)  # 5 rows are split into 2, 2, 1 and 0
 
 
 def test_layers_of_torch_that_use_their_weights_in_other_ways(results: Results) -> None:
@@ -133,7 +133,7 @@ def test_process_groups_meet_over_mpi(results: Results) -> None:
 
 
 def test_runs_evaluate_and_predict_as_others_do(results: Results) -> None:
-    """20 samples on 4 ranks: batches of evaluations differ in number."""
+    """20 samples on 4 ranks, so that ranks have different numbers of evaluation batches."""
     found = results()["runs"]
     assert found["run"]["reducer"] == "gloo-sharded"
     np.testing.assert_allclose(found["run"]["losses"], found["whole"]["losses"], rtol=0, atol=1e-12)
@@ -155,7 +155,7 @@ def test_low_precision_stays_near(results: Results, precision: str) -> None:
 
 @pytest.mark.parametrize("plan", ["cut", "hybrid"])
 def test_cut_layers_that_compute_again_train_to_the_same_bits(results: Results, plan: str) -> None:
-    """With dropout; by whole parameters, and by rows of them."""
+    """With dropout, for whole parameters and for parameters sharded by rows."""
     found = results()["runs"]
     assert found[f"{plan}, again"] == found[f"{plan}, kept"]
     assert found[f"{plan}, kept"]["losses"] != found["run"]["losses"], "something was dropped"

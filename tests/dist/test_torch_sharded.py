@@ -1,4 +1,4 @@
-"""Sharded optimizer state on real MPI ranks: the numbers of one process, a part of the state on each rank."""
+"""Sharded optimizer state on real MPI ranks: same numbers as one process, part of the state on each rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ OF_GRADIENTS = {
     2: ("optimizers", "bits", "overflow", "replaced", "grown", "frozen"),
     4: ("optimizers", "messages", "uneven", "resumed"),
 }
-"""With ``parallel.shard: gradients``."""
+"""Scenarios with ``parallel.shard: gradients``, by number of ranks."""
 
 pytestmark = pytest.mark.world_size(4)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`results(ranks, shard)`: all scenarios on a number of ranks, run once."""
+    """`results(ranks, shard)`: results of all scenarios, run once."""
 
     @functools.cache
     def run(ranks: int, shard: str = "optimizer") -> Any:
@@ -48,18 +48,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def tried(names: Iterable[str]) -> list[tuple[int, str]]:
-    """On four ranks all, on two some."""
+    """Optimizers to try: all on four ranks, some on two."""
     return [*((4, name) for name in names), *((2, name) for name in names if name in SOME)]
 
 
 def require_exact(found: Any) -> None:
-    """As one process, to rounding in float64: parameters, their averages, and slots."""
+    """Check that parameters, averages and slots match one process up to rounding in float64."""
     for rank in found["ranks"]:
         assert rank["numbers"] <= 1e-12 and rank["slots"] <= 1e-12
 
 
 def require_shares(found: Any) -> None:
-    """Each slot of each element is on one rank, and each rank has its share, to half a row at either end."""
+    """Check that each slot element is on one rank, and that each rank has its share up to half a row at either end."""
     ranks = found["ranks"]
     assert sum(rank["bytes"] for rank in ranks) == found["bytes"]
     for rank in ranks:
@@ -79,7 +79,7 @@ def test_optimizers_that_look_at_tensors_keep_them_whole(results: Any, ranks: in
     found = results(ranks)["optimizers"][name]
     require_exact(found)
     assert sum(rank["bytes"] for rank in found["ranks"]) == found["bytes"]
-    if name != "Muon":  # whose vectors AdamW has
+    if name != "Muon":  # AdamW handles its vectors
         assert not any(rank["cut"] for rank in found["ranks"])
 
 

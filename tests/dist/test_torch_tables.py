@@ -1,5 +1,5 @@
-"""Tables whose rows are shared out over ranks that see different samples: the numbers of one process, a part of the
-tables on each rank, and checkpoints that fit any other plan."""
+"""Embedding tables split by rows over data-parallel ranks: same numbers as one process, part of the tables on each
+rank, and checkpoints that can be resumed under any other plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, Found]]:
-    """The folder of all runs, and what came out of each; launched once."""
+    """Folder of all runs, and their results; launched once."""
 
     @functools.cache
     def launched() -> tuple[Path, Found]:
@@ -45,13 +45,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Path, 
 
 
 def state_of(folder: Path, name: str, step: int = 6) -> dict[str, Any]:
-    """Weights, averages and slots, whole."""
+    """Weights, averages and slots, assembled."""
     arrays = CheckpointStore(folder / name / "checkpoints").load(step).arrays
     return {key: arrays[key] for key in arrays if key.startswith(("model/", "optimizer/", "ema/"))}
 
 
 def require_same_state(folder: Path, name: str, of: str, step: int = 6) -> None:
-    """To 1e-12."""
+    """Check that states agree to 1e-12."""
     mine, wanted = state_of(folder, name, step), state_of(folder, of, step)
     assert mine.keys() == wanted.keys()
     assert len(mine) > 15
@@ -61,7 +61,7 @@ def require_same_state(folder: Path, name: str, of: str, step: int = 6) -> None:
 
 @pytest.mark.parametrize("name", [*(f"{run}-{ranks}" for run in RUNS for ranks in (2, 4)), "horovod-4", "recomputed-4"])
 def test_numbers_are_those_of_one_process(found: Callable[[], tuple[Path, Found]], name: str) -> None:
-    """Losses and all state after 6 updates, with accumulation, clipping, averages, and weight decay of tables alone."""
+    """Losses and all state after 6 updates, with accumulation, clipping, averages, and weight decay of tables only."""
     folder, results = found()
     of = name.rpartition("-")[0]
     one = f"{of if of in RUNS else 'adamw'}-1"
@@ -80,7 +80,7 @@ SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sparse-adam": ("exp_avg", "exp_avg
 def test_each_rank_has_its_rows_and_no_others(
     found: Callable[[], tuple[Path, Found]], optimizer: str, ranks: int
 ) -> None:
-    """Of 23 rows 6, 6, 6 and 5, of 3 rows 1, 1, 1 and none."""
+    """23 rows are split into 6, 6, 6 and 5; 3 rows into 1, 1, 1 and none."""
     held = found()[1][f"{optimizer}-{ranks}"]["held"]
     for name, rows in ROWS.items():
         share = -(-rows // ranks)
@@ -91,7 +91,7 @@ def test_each_rank_has_its_rows_and_no_others(
 
 
 def test_tables_take_no_part_in_sums(found: Callable[[], tuple[Path, Found]]) -> None:
-    """But for the one that is not marked."""
+    """Except for the one that is not marked."""
     results = found()[1]
     deep = 6 * WIDTH * 8 + 8 + 8 + 1
     assert results["adamw-4"]["summed"] == 4 * (deep + 7 * WIDTH)
@@ -99,7 +99,7 @@ def test_tables_take_no_part_in_sums(found: Callable[[], tuple[Path, Found]]) ->
 
 
 def test_a_run_goes_on_at_any_other_plan(found: Callable[[], tuple[Path, Found]]) -> None:
-    """One process, tables on 4 ranks, whole ones, tables, a sharded optimizer, tables on 2, one process."""
+    """One process, tables split on 4 ranks, whole, split, a sharded optimizer, tables split on 2, one process."""
     folder, results = found()
     losses = [loss for step in range(1, 8) for loss in results[f"chain-{step}"]["losses"]]
     wanted = results["adamw-1"]["losses"] + results["adamw-1-7"]["losses"]
@@ -116,7 +116,7 @@ def test_a_resume_repeats_the_same_bits(found: Callable[[], tuple[Path, Found]])
 
 
 def test_initial_weights_are_cut_as_they_are_read(found: Callable[[], tuple[Path, Found]]) -> None:
-    """Also into a model that no rank has had whole."""
+    """Also for a model that no rank has ever held as a whole."""
     folder, results = found()
     np.testing.assert_allclose(results["initial-4"]["losses"], results["initial-1"]["losses"], rtol=0, atol=1e-12)
     assert results["initial-4"]["losses"][0] < results["adamw-4"]["losses"][3]
@@ -136,7 +136,7 @@ def test_what_all_have_alike_is_verified(found: Callable[[], tuple[Path, Found]]
 
 
 def test_a_rank_hashes_the_rows_that_it_has(found: Callable[[], tuple[Path, Found]]) -> None:
-    """As its last words tell; what all have alike is the same on each."""
+    """According to its last words; the hash of replicated state is the same on each."""
     results = found()[1]
     own, shared = zip(*results["adamw-4"]["hashes"], strict=True)
     assert len(set(shared)) == 1 and len({*own, *shared}) == 5
@@ -144,7 +144,7 @@ def test_a_rank_hashes_the_rows_that_it_has(found: Callable[[], tuple[Path, Foun
 
 @pytest.mark.world_size(2)
 def test_an_index_that_no_rank_has_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    """The second rank's own, in the second update."""
+    """The index occurs on the second rank in the second update."""
     given = {"name": "no", "task": f"{ROOT}/tests/tasks/table_tasks.py:outside", "parallel": {"shard": "tables"}}
     (tmp_path / "run.yaml").write_text(json.dumps(given | {"train": {"steps": 2, "global_batch": 8}}))
     done = hpctrain("run", "-n", 2, "run.yaml", cwd=tmp_path, warm="torch", code=None)

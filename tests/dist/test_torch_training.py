@@ -1,4 +1,4 @@
-"""PyTorch on real MPI ranks: 1, 2 and 4 train as one process does, by each reducer, with the same bits on all ranks."""
+"""PyTorch on 1, 2 and 4 real MPI ranks trains as one process does, with each reducer; ranks are bitwise identical."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 REDUCERS = ("auto", "mpi", "horovod", "mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
 OPTIONS = ("accumulate", "clip", "weighted")
-"""What must not depend on the number of ranks, either."""
+"""Options whose results must not depend on the number of ranks, either."""
 OWN_STEPS = ("own", "own-pairs", "own-rows")
-"""Tasks with steps of their own."""
+"""Tasks with a custom ``step``."""
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
     "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed", "watched",
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.world_size(4)
 
 
 def run(program: str, ranks: int, *arguments: str) -> Any:
-    """What a program prints as JSON."""
+    """Run a program, and return the JSON it prints."""
     result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT)}, timeout=240, warm="torch")
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
-    """All scenarios on so many ranks, run once."""
+    """Results of all scenarios on this number of ranks, run once."""
     more = {1: ("evaluated", "judged"), 2: ELSEWHERE, 4: ("judged",)}[ranks]
     found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", "tables", *more)
     return found
@@ -47,7 +47,7 @@ def results(ranks: int) -> dict[str, Any]:
 
 @functools.cache
 def own_results(ranks: int) -> dict[str, Any]:
-    """The same of steps of one's own."""
+    """Results of tasks with a custom ``step``."""
     more = {1: ("own-joined",), 2: OWN_ELSEWHERE, 4: ()}[ranks]
     found: dict[str, Any] = run("torch_training.py", ranks, *OWN_STEPS, *more)
     return found
@@ -55,18 +55,18 @@ def own_results(ranks: int) -> dict[str, Any]:
 
 @functools.cache
 def by_hand(kind: str = "mean") -> list[float]:
-    """Losses of the plain loop."""
+    """Losses of the handwritten loop."""
     found: list[float] = run("torch_plain_loop.py", 1, kind)
     return found
 
 
 def require_same_training(losses: list[float], wanted: list[float], rtol: float = 1e-4, atol: float = 0) -> None:
-    """Loss curves agree."""
+    """Check that loss curves agree."""
     np.testing.assert_allclose(losses, wanted, rtol=rtol, atol=atol)
 
 
 def require_equal_ranks(found: dict[str, Any]) -> None:
-    """Weights bit for bit, and the sums of all other replicated state."""
+    """Check that weights are bitwise identical on all ranks, and that sums of all other replicated state match."""
     assert len(set(found["hashes"])) == 1
     assert all(sums == found["replicated"][0] for sums in found["replicated"])
 
@@ -194,7 +194,7 @@ def test_sparse_gradients_become_dense_or_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks: int) -> None:
-    """The seventh of nine batches has three samples: on four ranks the last has none."""
+    """The seventh of nine batches has three samples, so that the last of four ranks has none."""
     found, one = results(ranks)["tables"], results(1)["tables"]
     assert len(found) == 10
     for name, run_ in found.items():

@@ -1,4 +1,4 @@
-"""A model that no rank could hold begins with the weights of a file: each rank has memory for its own part alone."""
+"""A model too large for any rank starts with weights from a file; each rank has memory only for its own part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.world_size(2)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[int, Any]]:
-    """Bytes of the model, and what came of it; launched once, in fresh processes, whose memory is their own."""
+    """Bytes of the model, and results; launched once, in new processes rather than forks, to measure their memory."""
 
     @functools.cache
     def launched() -> tuple[int, Any]:
@@ -38,7 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[int, A
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_rank_holds_its_part_and_no_more(found: Callable[[], tuple[int, Any]], axis: str) -> None:
-    """Half of the model, and blocks of a few MiB through which it is read."""
+    """A rank's memory is half of the model, plus blocks of a few MiB for reading."""
     size, results = found()
     assert size > 130e6
     assert max(results[f"{axis}-true"]["added"]) < 0.7 * size

@@ -1,4 +1,4 @@
-"""Trackers, read back by their own readers: TensorBoard, Prometheus, W&B, a real MLflow server that dies in mid-run."""
+"""Trackers, read back with their own readers: TensorBoard, Prometheus, W&B, a real MLflow server that dies mid-run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ print(json.dumps(found))
 
 
 def run_python(program: str, argument: str) -> dict[str, Any]:
-    """What a tracker's own reader finds; in a process of its own, for it leaves threads and settings behind."""
+    """Run a tracker's reader in a separate process, because it leaves threads and settings behind."""
     done = subprocess.run([sys.executable, "-c", program, argument], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -78,7 +78,7 @@ def run_python(program: str, argument: str) -> dict[str, Any]:
 
 
 def table(folder: Path) -> Path:
-    """The rows of the task in a table."""
+    """Write the task's rows to a table."""
     import pyarrow
     from pyarrow import parquet
 
@@ -98,8 +98,10 @@ def losses(run: Path) -> list[list[float]]:
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A real server with a database in a folder; ended with everything it started."""
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight more processes, of no use here
+    """A real server with a database in a folder; it is ended with everything it started."""
+    environment = os.environ | {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"
+    }  # avoids eight processes that are not needed here
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     places = ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder / "files")]
     with open(folder / "server.log", "ab") as log:
@@ -122,7 +124,7 @@ def healthy(port: int, page: str = "health") -> bool:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that nobody else is given."""
+    """A reserved port."""
     with reserve_port() as holder:
         yield int(holder.getsockname()[1])
 
@@ -177,7 +179,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
     wait_for("training", lambda: len(events(run, "train")) > 5)
     (run / "STOP").touch()
     assert first.wait(PATIENCE_S) == 75
-    (tmp_path / "over").touch()  # from then on the steps are quick
+    (tmp_path / "over").touch()  # makes the steps fast
     hpctrain("train", run_file, cwd=tmp_path, warm="torch")
     found = run_python(READ_BACK, f"sqlite:///{uri}/mlflow.db")
     assert found["metrics"]["train/loss"] == losses(run)
@@ -192,7 +194,7 @@ def test_mlflow_in_a_folder_goes_on_with_the_same_run_after_a_resume(tmp_path: P
 @pytest.mark.slow
 def test_a_server_that_dies_in_mid_run_costs_nothing_and_is_made_whole(tmp_path: Path, port: int) -> None:
     uri = f"http://127.0.0.1:{port}"
-    over = tmp_path / "over"  # from then on the steps are quick
+    over = tmp_path / "over"  # makes the steps fast once it exists
     run_file = write_run(
         tmp_path,
         task=SLOW,
@@ -233,7 +235,7 @@ def sent(run: Path) -> int:
 def served(
     model: str, registry: Path, environment: dict[str, str], port: int
 ) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """A registered model behind stock MLflow's server; takes inputs, gives outputs."""
+    """Serve a registered model with stock MLflow; yields a function from inputs to outputs."""
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
     environment = {**environment, "MLFLOW_TRACKING_URI": f"sqlite:///{registry}/mlflow.db"}
     with open(registry / "serve.log", "wb") as log:

@@ -1,4 +1,4 @@
-"""The tutorial, from its first command to its last, in a folder of its own."""
+"""The tutorial works from its first command to its last, in a new folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.command import PROJECT, environment, events, hpctrain, ranks_
 from tests.support.mpi import PATIENCE_S
 
 SHORTER = {"bench": ["--steps", "12", "--rounds", "1"], "watch": ["--once"]}
-"""What is added to commands that would take minutes, or need a terminal."""
+"""Options added to commands that would take minutes or need a terminal."""
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_every_step_of_the_tutorial(tmp_path: Path) -> None:
 
 
 def interrupted(words: list[str], meanwhile: list[list[str]], folder: Path, run: Path) -> int:
-    """Runs a command, and others while it trains, between two steps; its exit code."""
+    """Run a command, and others while it waits between two training steps; return its exit code."""
     with started(*words, cwd=folder) as child:
         wait_for("steps", reaches_step(run, 100))
         ranks = ranks_of(child.pid)
@@ -63,7 +63,7 @@ def interrupted(words: list[str], meanwhile: list[list[str]], folder: Path, run:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], subprocess.CompletedProcess[str]]:
-    """Builds a site as ``make docs`` does."""
+    """Build a site as ``make docs`` does."""
     recipe = re.search(r"^docs: .*\n\t.*sphinx-build (.*) docs build/docs$", (PROJECT / "Makefile").read_text(), re.M)
     assert recipe
     options = recipe.group(1).split()
@@ -107,7 +107,7 @@ def test_the_site_fails_on_what_leads_nowhere_and_on_what_is_undocumented(
 
 
 def change(path: Path, before: str, after: str) -> None:
-    """Changes a page."""
+    """Change a page."""
     text = path.read_text(encoding="utf-8")
     assert before in text
     path.write_text(text.replace(before, after), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`hpctrain watch` on a pseudo-terminal, beside a real run from before its start to its end."""
+"""`hpctrain watch` on a pseudo-terminal follows a real run from before its start to its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.pseudo_terminal import OFF, on_a_terminal
 @pytest.mark.world_size(2)
 def test_a_run_of_two_ranks_from_before_its_start_to_its_end(tmp_path: Path) -> None:
     monitor = {"enabled": True, "window_steps": 8}
-    checkpoint = {"every_steps": 70}  # which stays the newest for more pictures than one
+    checkpoint = {"every_steps": 70}  # remains the newest for several pictures
     gate = Gate(tmp_path / "gate").close(1)
     path = misbehaving_run(
         tmp_path,
@@ -58,7 +58,7 @@ def test_a_run_of_two_ranks_from_before_its_start_to_its_end(tmp_path: Path) -> 
 
 @pytest.fixture
 def live_folder(tmp_path: Path) -> Path:
-    """A run that this process holds, and that does nothing."""
+    """Folder of a run whose lock this process holds, but that does nothing."""
     run = RunDir(tmp_path / "run")
     run.create()
     Attempts(run).begin(Attempt(ranks=1))

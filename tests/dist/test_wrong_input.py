@@ -1,4 +1,4 @@
-"""Bad input ends in one clear sentence, once, with the right exit code, on two ranks."""
+"""Bad input on two ranks ends with one clear message, printed once, and the right exit code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ run_on_two = functools.partial(hpctrain, "run", "-n", 2, code=None, warm="torch"
 
 
 def refused(result: Result, code: int, *parts: str) -> None:
-    """One message with these parts, no traceback, this exit code."""
+    """Check for one message with these parts, no traceback, and this exit code."""
     assert result.returncode == code, result.output
     for part in parts:
         assert part in result.stderr, result.output
@@ -49,7 +49,7 @@ def refused(result: Result, code: int, *parts: str) -> None:
 
 
 def assert_explained(run: Path, cause: str, part: str) -> None:
-    """``hpctrain explain`` names the cause and this part of it."""
+    """Check that ``hpctrain explain`` names the cause and this part of it."""
     answer = json.loads(hpctrain("explain", run, "--json").stdout)
     assert answer["cause"] == cause, answer
     assert part in " ".join([answer["title"], *answer["evidence"], answer["advice"]])
@@ -89,7 +89,7 @@ def broken(path: Path) -> None:
 
 
 def absent(path: Path) -> None:
-    """Makes nothing."""
+    """Create nothing."""
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_a_number_names_step_rank_and_samples(ended: Callable
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_weights_that_are_not_numbers_are_not_saved(tmp_path, mode):
-    """The loss of step 4 is finite, its gradient on rank 1 is not; a checkpoint is due after every step."""
+    """At step 4 the loss is finite, but the gradient on rank 1 is not; a checkpoint is due after every step."""
     path = misbehaving_run(tmp_path, "nan-gradient", checkpoint={"every_steps": 1, "mode": mode}, train={"steps": 4})
     result = run_on_two(path)
     refused(result, 76, "the checkpoint of step 4 was not written", "rank 0: model/weight is not finite")
@@ -235,7 +235,7 @@ def test_a_run_folder_that_is_in_use(tmp_path):
 
 
 def run_on_a_disk_that_fills(folder: Path, **sections: object) -> Result:
-    """Two ranks whose run folder is a small file system of its own, which is full from the fourth step on."""
+    """Run two ranks with a run folder on a small separate file system that is full from the fourth step on."""
     mounted = folder / "run"
     mounted.mkdir()
     path = misbehaving_run(

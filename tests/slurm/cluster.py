@@ -1,7 +1,7 @@
-"""A real Slurm of two nodes on this machine, for tests, and of a third one that a test may start.
+"""A real two-node Slurm cluster on this machine, with a third node that a test may start.
 
-Each slurmd lives in its own UTS, process and mount namespace: MPI sees two hosts, a killed node takes all its processes
-with it, and one node's scratch can be made read-only. Needs root and Debian's slurmctld, slurmd, slurm-client, munge.
+Each slurmd runs in its own UTS, PID and mount namespaces: MPI sees separate hosts, killing a node kills all of its
+processes, and one node's scratch can be made read-only. Needs root and Debian's slurmctld, slurmd, slurm-client, munge.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.support.warm_ranks import WARM
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "setpriv")
 NODES = ("n1", "n2")
 THIRD = "n3"
-"""Down until a test starts it; in the partition ``three`` only."""
+"""A node that is down until a test starts it, in the partition ``three`` only."""
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 RANKS = {
-    # Fake nodes share one machine: no shared memory between them, and TCP over the loopback only.
+    # The nodes share one machine, but must not use shared memory between them; TCP uses the loopback only.
     "OMPI_MCA_btl": "tcp,self",
     "OMPI_MCA_btl_tcp_if_include": "lo",
     "OMPI_MCA_pml": "ob1",
@@ -104,7 +104,7 @@ def missing() -> str | None:
 
 @dataclass
 class Cluster:
-    """A running Slurm. ``environment`` is what its commands, and ours, need."""
+    """A running Slurm cluster. ``environment`` is what its commands and hpctrain's need."""
 
     folder: Path
     environment: dict[str, str]
@@ -113,7 +113,7 @@ class Cluster:
     def run(
         self, *command: str | Path, timeout: float = PATIENCE_S, check: bool = True, **options
     ) -> subprocess.CompletedProcess:  # type: ignore[type-arg,no-untyped-def]
-        """Runs a command as a user of this cluster would."""
+        """Run a command as a user of this cluster would."""
         options.setdefault("env", self.environment)
         done = subprocess.run(
             [str(word) for word in command], capture_output=True, text=True, timeout=timeout, **options
@@ -125,16 +125,16 @@ class Cluster:
         return done
 
     def state(self, job: str) -> str:
-        """The job's state as the queue has it; empty when it is purged."""
+        """The job's state in the queue; empty once it is purged."""
         done = self.run("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T", check=False)
         return done.stdout.strip().split("\n")[0]
 
     def shown(self, job: str) -> str:
-        """Everything that Slurm says of the job."""
+        """Everything that Slurm reports about the job."""
         return self.run("scontrol", "show", "job", job, check=False).stdout
 
     def wait(self, job: str, *states: str, timeout: float = LAUNCH_S) -> str:
-        """Returns the job's state once it is one of these."""
+        """Wait until the job is in one of these states, and return it."""
         return until(
             lambda: (state := self.state(job)) in states and state,
             timeout,
@@ -142,7 +142,7 @@ class Cluster:
         )
 
     def processes(self, marker: str) -> dict[int, str]:
-        """Processes (by id, as seen from outside of the nodes) whose command line or environment holds the marker."""
+        """Pids, as seen from outside the nodes, of processes with the marker in command line or environment."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -155,7 +155,7 @@ class Cluster:
         return found
 
     def start_node(self, name: str) -> None:
-        """Starts a node, as after a reboot."""
+        """Start a node, as after a reboot."""
         for part in ("spool", "tmpfs"):
             (self.folder / f"{part}.{name}").mkdir(exist_ok=True)
         scratch = self.folder / "scratch"
@@ -187,7 +187,7 @@ class Cluster:
         self.warm_up(name)
 
     def warm_up(self, name: str) -> None:
-        """Has a node's ranks forked from a process that has imported PyTorch, as soon as that is there."""
+        """Make a node's ranks forks of a process that has imported PyTorch, as soon as that is ready."""
         path = self.socket(name)
         for old in (path, path.with_name(f"{path.name}.new")):
             old.unlink(missing_ok=True)
@@ -196,30 +196,30 @@ class Cluster:
         self.daemons[f"ranks-{name}"] = self.spawn(f"ranks-{name}", ranks)
 
     def socket(self, name: str) -> Path:
-        """Where a node's process that forks ranks listens."""
+        """Socket of the node's process that forks ranks."""
         return self.folder / f"ranks-{name}"
 
     def kill_node(self, name: str) -> None:
-        """The node loses its power: every process on it is gone at once."""
+        """Kill every process on the node at once, as a power failure would."""
         os.kill(self.init(name), signal.SIGKILL)
         for daemon in (name, f"ranks-{name}"):
             self.daemons.pop(daemon).wait(PATIENCE_S)
 
     def init(self, name: str) -> int:
-        """The process that all others of a node end with."""
+        """Pid of the node's init process, with which all of its processes end."""
         daemon = self.daemons[name].pid
         return int(Path(f"/proc/{daemon}/task/{daemon}/children").read_text().split()[0])
 
     def node_state(self, name: str) -> str:
-        """idle, mix, alloc, down ..."""
+        """The node's state: idle, mix, alloc, down ..."""
         return self.run("sinfo", "-h", "-n", name, "-o", "%t", check=False).stdout.strip()
 
     def in_node(self, name: str, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess:  # type: ignore[type-arg]
-        """Runs a command in a node's namespaces."""
+        """Run a command in a node's namespaces."""
         return self.run("nsenter", "-t", str(self.init(name)), "-u", "-p", "-m", *command, check=check)
 
     def spawn(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-        """A daemon that ends with this process."""
+        """Start a daemon that ends with this process."""
         with (self.folder / f"{name}.out").open("ab") as out:
             return subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],
@@ -234,11 +234,11 @@ class Cluster:
 
 @contextmanager
 def two_nodes(base: Path) -> Iterator[Cluster]:
-    """Starts the cluster in a folder, and ends it with everything that runs on it."""
+    """Run a cluster with its files in a folder; at the end, kill it and everything on it."""
     folder, home = base / "slurm", base / "home"
     folder.mkdir()
     home.mkdir()
-    folder.chmod(0o755)  # munged refuses a socket in a folder that others may write
+    folder.chmod(0o755)  # munged refuses a socket in a folder that others can write to
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{SEARCH_PATH}",
         "PYTHONPATH": python_path(WARM, Path(__file__).parents[2]),
@@ -296,7 +296,7 @@ def two_nodes(base: Path) -> Iterator[Cluster]:
 
 
 def until(condition: Callable[[], object], timeout: float, explain: Callable[[], str] = str, pause: float = 0.1):  # type: ignore[no-untyped-def]
-    """Polls a condition; returns its first true value, fails with the explanation after ``timeout`` seconds."""
+    """Poll a condition and return its first true value; fail with the explanation after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while True:
         value = condition()

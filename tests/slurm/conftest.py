@@ -1,4 +1,4 @@
-"""One real two-node Slurm for all tests of this folder."""
+"""Fixtures: one real two-node Slurm cluster for all tests in this folder, and runs on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.mpi import PATIENCE_S
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs Slurm."""
+    """Mark all tests in this folder as needing Slurm."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slurm)
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
-    """A running Slurm with nodes n1 and n2."""
+    """A running Slurm cluster with nodes n1 and n2."""
     if reason := slurm.missing():
         pytest.skip(reason)
     with slurm.two_nodes(tmp_path_factory.mktemp("slurm")) as running:
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 @pytest.fixture
 def new_run(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """``new_run(**keys)`` writes a run file; at its end the test leaves no job and no process."""
+    """``new_run(**keys)`` writes a run file; after the test, its jobs are cancelled and its processes awaited."""
     made: list[Run] = []
 
     def make(**keys: object) -> Run:
@@ -57,7 +57,7 @@ TASK = f"{Path(__file__).parent}/programs/slow_digits.py:task"
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits as HDF5, packed once."""
+    """The digits dataset as HDF5, packed once."""
     from hpctrain.tasks.digits_data import pack
 
     folder = tmp_path_factory.mktemp("digits")
@@ -66,10 +66,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def training(digits: Path, sleep_s: float = 0.0, **keys: Any) -> dict[str, Any]:
-    """Keys of the run file of a short training run; some go to its task, see programs/slow_digits.py.
+    """Keys for the run file of a short training run; some are arguments of its task, programs/slow_digits.py.
 
-    Ranks are forked from a process that has imported PyTorch, if none is to die: who notices what first would not be
-    as it is with ranks that Slurm itself has started.
+    Ranks are forked from a process that has imported PyTorch, unless one is to die: with forked ranks, failures would
+    be noticed in a different order than with ranks started by Slurm.
     """
     if keys.get("fault") in ("kill", "eat", "exit"):
         keys["launch"] = {**keys.get("launch", {}), "env": {"WARM_RANKS": ""}}
@@ -89,20 +89,20 @@ def train(new_run: Callable[..., Run], digits: Path) -> Callable[..., Run]:
 
 @dataclass(frozen=True)
 class SideRun:
-    """A run beside the tests, submitted before the first of them: it mostly sleeps."""
+    """A run in the background of the tests, submitted before the first of them; it mostly sleeps."""
 
     run: Run
     job: str
 
     def end(self) -> Run:
-        """The run, once it has ended."""
+        """Wait until the run has ended, and return it."""
         self.run.wait(self.job, "COMPLETED", "FAILED")
         return self.run
 
 
 @pytest.fixture(scope="session")
 def side_run(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SideRun]]:
-    """``side_run(**keys)`` submits a run; ``side_run.all`` are those that were."""
+    """``side_run(**keys)`` submits a run; ``side_run.all`` lists the submitted ones."""
     folder = tmp_path_factory.mktemp("side")
     made: list[SideRun] = []
 
@@ -119,15 +119,15 @@ def side_run(cluster: slurm.Cluster, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def undisturbed_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
-    """The run whose weights all others have to end with."""
+    """The uninterrupted run whose final weights all others must match."""
     return side_run(**training(digits, launch={"launcher": "srun"}))
 
 
 @pytest.fixture(scope="session")
 def signalled_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
-    """A run that is longer than two time limits.
+    """A run that takes longer than two time limits.
 
-    Slurm looks at its clock every 30 s, so the signal comes 22 to 52 s after a start. The steps take 106 s.
+    Slurm checks time limits every 30 s, so the signal comes 22 to 52 s after a start. The steps take 106 s.
     """
     keys = {"track": {"every_steps": 1}, "checkpoint": {"interval": "none"}, "slurm": {"time": "1", "signal_s": 8}}
     return side_run(**training(digits, 2.2, slow_attempts=2, **keys))
@@ -135,7 +135,7 @@ def signalled_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
 
 @pytest.fixture(scope="session")
 def unsignalled_run(side_run: Callable[..., SideRun], digits: Path) -> SideRun:
-    """A run whose job is ended 60 to 90 s after its start, and was told nothing before."""
+    """A run whose job is killed 60 to 90 s after its start, without a prior signal."""
     limit = {"time": "1", "skip": ["--signal"]}
     return side_run(**training(digits, 1.9, checkpoint={"every_steps": 4}, slurm=limit))
 
@@ -150,12 +150,12 @@ def _side_runs_come_first(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(undisturbed_run: SideRun) -> str:
-    """Hash of the weights that nothing disturbed."""
+    """Hash of the weights of the undisturbed run."""
     return undisturbed_run.end().weights()
 
 
 @pytest.fixture
 def alone(side_run: Callable[..., SideRun]) -> None:
-    """For tests that take a node away, or its memory: no side run is left."""
+    """Wait until all side runs have ended, for tests that disable a node or fill its memory."""
     for side in side_run.all:  # type: ignore[attr-defined]
         side.end()

@@ -1,4 +1,4 @@
-"""A run on the test cluster, as its user sees it."""
+"""A run on the test cluster, as its user sees it, with helpers for tests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.slurm.cluster import Cluster, until
 from tests.support.mpi import LAUNCH_S, PATIENCE_S
 
 STEPS = 48
-"""Of the training runs of these tests."""
+"""Number of steps of the tests' training runs."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run file, its folder and our commands on it."""
+    """A run file, its folder, and hpctrain commands on it."""
 
     cluster: Cluster
     file: Path
@@ -32,7 +32,7 @@ class Run:
 
     @classmethod
     def write(cls, cluster: Cluster, home: Path, **keys: Any) -> Run:
-        """Writes a run file for two nodes of two ranks; ``launch`` and ``slurm`` are merged into its sections."""
+        """Write a run file for two nodes with two ranks each; ``launch`` and ``slurm`` are merged into its sections."""
         home.mkdir(parents=True)
         launch = {"nodes": 2, "ranks_per_node": 2, **keys.pop("launch", {})}
         launch["slurm"] = {"profile": "local-test", "signal_s": 20, **keys.pop("slurm", {})}
@@ -42,34 +42,34 @@ class Run:
 
     @property
     def marker(self) -> str:
-        """Text that only processes of this run have in their command line or environment."""
+        """Text in the command line or environment of this run's processes only."""
         return self.folder.parent.name
 
     @property
     def dir(self) -> RunDir:
-        """The run folder's reader."""
+        """The run folder."""
         return RunDir(self.folder)
 
     def hpctrain(
         self, *words: object, check: bool = True, timeout: float = LAUNCH_S
     ) -> subprocess.CompletedProcess[str]:
-        """Runs one of our commands on the login node."""
+        """Run an hpctrain command on the login node."""
         return self.cluster.run("hpctrain", *map(str, words), check=check, timeout=timeout, cwd=self.file.parent)
 
     def submit(self, *options: object) -> str:
-        """The id of the submitted job."""
+        """Submit the run, and return the job's id."""
         return self.hpctrain("submit", self.file, "--parsable", *options).stdout.strip()
 
     def status(self) -> dict[str, Any]:
-        """What ``hpctrain status --json`` says of the run."""
+        """Output of ``hpctrain status --json``."""
         return dict(json.loads(self.hpctrain("status", self.folder, "--json").stdout)[0])
 
     def watch(self) -> dict[str, Any]:
-        """What ``hpctrain watch --json`` says of the run."""
+        """Output of ``hpctrain watch --json``."""
         return dict(json.loads(self.hpctrain("watch", self.folder, "--json").stdout))
 
     def cause(self, attempt: int = 1) -> str:
-        """What ``hpctrain explain`` would have called the cause right after an attempt: on what was there then."""
+        """The cause that ``hpctrain explain`` would have named right after an attempt, from the files of that time."""
         then = self.folder.with_name(f"after-{attempt}")
         shutil.copytree(self.folder, then)
         info = json.loads((then / "run.json").read_text())
@@ -83,26 +83,26 @@ class Run:
         return str(json.loads(self.hpctrain("explain", then, "--json").stdout)["cause"])
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Events of one name."""
+        """Events with this name."""
         return [event.to_json() for event in RunView(self.dir.path).events() if event.name == name]
 
     def computed(self) -> list[int]:
-        """Steps that any attempt reported, with repetitions: nothing is resolved here."""
+        """Steps reported by any attempt, including repeated ones."""
         lines = [json.loads(line) for line in self.dir.events.read_text().splitlines()]
         return [event["step"] for event in lines if event["event"] == "train"]
 
     def verdicts(self) -> list[str]:
-        """What followed from each attempt."""
+        """Verdict on each attempt."""
         verdicts = [attempt.verdict for attempt in Attempts(self.dir).all()]
         return [verdict.action.value if verdict else "none" for verdict in verdicts]
 
     def codes(self) -> list[str]:
-        """Why each attempt ended, for programs."""
+        """Machine-readable reason why each attempt ended."""
         verdicts = [attempt.verdict for attempt in Attempts(self.dir).all()]
         return [verdict.code.value if verdict else "none" for verdict in verdicts]
 
     def weights(self) -> str:
-        """The hash of the last attempt's weights, which all ranks agree on."""
+        """Hash of the last attempt's weights, which must be equal on all ranks."""
         words = last_words.read(self.dir, Attempts(self.dir).all()[-1].number)
         assert words is not None
         hashes = {word.weights_hash for word in words.ranks}
@@ -110,18 +110,18 @@ class Run:
         return str(hashes.pop())
 
     def log(self) -> str:
-        """Everything that the run has printed."""
+        """Everything that the run printed."""
         return "\n".join(
             f"== {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.folder.glob("logs/*"))
         )
 
     def wait(self, job: str, *states: str, timeout: float = LAUNCH_S) -> str:
-        """The job's state once it is one of these; fails with the logs."""
+        """Wait until the job is in one of these states, and return it; a failure shows the logs."""
         try:
             return self.cluster.wait(job, *states, timeout=timeout)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
     def wait_for(self, condition: Any, timeout: float = PATIENCE_S) -> Any:
-        """Polls a condition; fails with the logs."""
+        """Poll a condition; a failure shows the logs."""
         return until(condition, timeout, self.log)

@@ -1,4 +1,4 @@
-"""``hpctrain bench scaling --slurm``: each size is a job on nodes of its own."""
+"""Tests of ``hpctrain bench scaling --slurm``, which runs each size as a separate job."""
 
 from __future__ import annotations
 

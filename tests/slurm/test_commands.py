@@ -1,4 +1,4 @@
-"""Plain commands as Slurm jobs: nodes, signals, requeue and logs without our trainer."""
+"""Tests of plain commands as Slurm jobs: nodes, signals, requeue and logs without hpctrain's trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that the monitor found slow of their own are left out when Slurm runs the job again."""
+"""A requeued Slurm job excludes hosts that the monitor found to be slow."""
 
 from __future__ import annotations
 

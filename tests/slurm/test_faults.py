@@ -1,4 +1,4 @@
-"""What breaks in a job, and what the run makes of it: named, within seconds, nothing lost, nothing left behind."""
+"""Faults in a job are named within seconds, and the run loses nothing and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.mpi import PATIENCE_S
 
 @pytest.fixture
 def small_node(cluster: Cluster, alone: None) -> Iterator[None]:
-    """Node n1 gets little memory, by a control group (version 1) that its daemon and all jobs on it are in."""
+    """Limit node n1's memory by a cgroup (version 1) that contains its daemon and all jobs on it."""
     root = Path("/sys/fs/cgroup/memory")
     folder = root / f"hpctrain-test-{os.getpid()}"
     try:
@@ -35,12 +35,12 @@ def small_node(cluster: Cluster, alone: None) -> Iterator[None]:
 
 
 def first_verdict(run: Run) -> dict[str, object]:
-    """How the first attempt ended."""
+    """Verdict on the first attempt."""
     return dict(Attempts(run.dir).info()["attempts"][0]["verdict"])
 
 
 def assert_lost(run: Run, host: str) -> None:
-    """The first attempt ended since a node was lost, whatever its end did to the ranks elsewhere."""
+    """Check that the first attempt ended because a node was lost, however the ranks elsewhere ended."""
     verdict = first_verdict(run)
     assert (verdict["host"], verdict["cause"]) == (host, "node"), f"{verdict}\n{run.log()}"
     assert run.cause() == "node"
@@ -73,7 +73,7 @@ def test_requeues_have_a_cap_that_counts_those_by_hand(new_run: Callable[..., Ru
 
 
 def test_a_rank_that_leaves_early_is_named(train: Callable[..., Run]) -> None:
-    run = train(0.4, fault="exit", rank=1, at=5, launch={"max_failures": 1})  # agents watch by then
+    run = train(0.4, fault="exit", rank=1, at=5, launch={"max_failures": 1})  # the agents are watching by then
     job = run.submit()
     run.wait(job, "FAILED")
     verdict = first_verdict(run)
@@ -110,7 +110,7 @@ def test_a_node_that_cannot_start_its_ranks_is_named_and_the_next_attempt_gets_a
 ) -> None:
     run = new_run(launch={"command": ["true"], "launcher": "srun"}, slurm={"extra": ["--hold"]})
     job = run.submit()
-    # What a slurmstepd that was killed leaves behind: the socket of its PMIx server. The preflight is step 0.
+    # A killed slurmstepd leaves the socket of its PMIx server behind. The preflight is step 0.
     (cluster.folder / "spool.n2" / f"stepd.slurm.pmix.{job}.1").touch()
     cluster.run("scontrol", "release", job)
     run.wait(job, "COMPLETED", "FAILED")

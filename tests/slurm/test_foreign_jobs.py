@@ -1,4 +1,4 @@
-"""A run folder that names jobs of other runs: Slurm itself tells whose a job is."""
+"""For a run folder that names jobs of other runs, Slurm is asked which run a job belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of others as jobs on two nodes give the numbers of their own launchers on one machine."""
+"""Programs written for other launchers print the same numbers as a job on two nodes as under their own launcher."""
 
 from __future__ import annotations
 

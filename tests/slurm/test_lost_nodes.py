@@ -1,4 +1,4 @@
-"""A job that loses a node of three, or two at once, continues on the others. On a spare: dist/test_engines.py."""
+"""A job that loses one of three nodes, or two at once, continues on the rest. For spares: dist/test_engines.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.slurm.run import STEPS, Run
 
 @pytest.fixture(scope="module")
 def third_node(cluster: Cluster) -> Iterator[None]:
-    """n3, as long as these tests run."""
+    """Keep n3 up for the tests in this file."""
     cluster.start_node(THIRD)
     yield
     cluster.kill_node(THIRD)
@@ -42,7 +42,7 @@ def test_a_run_survives_the_loss_of_nodes_of_three(
         run.wait_for(lambda: run.events("recovered") or cluster.state(job) != "RUNNING")
     finally:
         for name in lost:
-            cluster.start_node(name)  # or the job is COMPLETING until Slurm gives the node up
+            cluster.start_node(name)  # otherwise the job stays COMPLETING until Slurm gives up on the node
     run.wait(job, "COMPLETED", "FAILED", "PENDING")
     first, second = Attempts(run.dir).all()
     assert first.verdict is not None and first.verdict.code == "node" and first.verdict.host in lost, run.log()

@@ -1,4 +1,4 @@
-"""Jobs that lose a node or a rank, and are relaunched: all ranks start again each time, and none crashes of itself.
+"""Jobs that lose a node or a rank are relaunched: all ranks start again each time, and none crashes on its own.
 
 ``HPCTRAIN_RELAUNCHES`` sets the number of relaunches (1 by default).
 """
@@ -23,23 +23,23 @@ from tests.support.mpi import LAUNCH_S
 PROGRAM = Path(__file__).parent / "programs" / "meeting.py"
 RELAUNCHES = int(os.environ.get("HPCTRAIN_RELAUNCHES", "1"))
 A_JOB = 4
-"""Relaunches of each job: a node that is lost leaves what the following attempts have to get around."""
+"""Relaunches per job; more than one, because a lost node leaves files that later attempts must cope with."""
 JOBS = 4
-"""That run at a time."""
+"""Jobs that run concurrently."""
 RANKS = 4
 CRASHES = ("SIGSEGV", "Segmentation fault", "signal 11", "SIGBUS", "SIGABRT", "free(): ", "malloc(): ")
-"""What ranks and launchers say of a crash."""
+"""Words in the output of ranks and launchers that indicate a crash."""
 
 
 def of_job(cluster: Cluster, run: Run, job: str, node: str) -> dict[int, str]:
-    """Processes of a job on one node: its ranks, and what Slurm and mpirun started them with."""
+    """Processes of a job on one node: its ranks, and the processes of Slurm and mpirun that started them."""
     inside = os.readlink(f"/proc/{cluster.init(node)}/ns/pid")
     found = cluster.processes(run.marker) | cluster.processes(f"slurmstepd: [{job}.")
     return {pid: command for pid, command in found.items() if namespace(pid) == inside}
 
 
 def namespace(pid: int) -> str | None:
-    """Of a process's number; none if it has ended."""
+    """PID namespace of a process; none if it has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
@@ -47,7 +47,7 @@ def namespace(pid: int) -> str | None:
 
 
 def lose(cluster: Cluster, run: Run, job: str, whole_node: bool) -> None:
-    """Takes away all that a job has on its second node, or one rank there."""
+    """Kill everything of a job on its second node, or one rank there."""
     there = of_job(cluster, run, job, "n2")
     victims = there if whole_node else [max(pid for pid, words in there.items() if PROGRAM.name in words)]
     for pid in victims:
@@ -55,7 +55,7 @@ def lose(cluster: Cluster, run: Run, job: str, whole_node: bool) -> None:
 
 
 def wait_for_meeting(run: Run, job: str, met: Path, attempt: int) -> None:
-    """Until all ranks of an attempt have met; fails if the job has ended instead."""
+    """Wait until all ranks of an attempt have met; fail if the job ends instead."""
 
     def have_met() -> bool:
         assert run.cluster.state(job) not in ("FAILED", "COMPLETED"), run.log()
@@ -65,7 +65,7 @@ def wait_for_meeting(run: Run, job: str, met: Path, attempt: int) -> None:
 
 
 def survive(cluster: Cluster, run: Run, met: Path, times: int) -> None:
-    """Submits a job and has it relaunched, alternately after the loss of a node and of a rank."""
+    """Submit a job and make it relaunch, after the loss of a node and of a rank alternately."""
     job = run.submit()
     for attempt in range(1, times + 1):
         wait_for_meeting(run, job, met, attempt)

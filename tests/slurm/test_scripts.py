@@ -1,4 +1,4 @@
-"""Scripts as the real sbatch reads them."""
+"""Tests of rendered and example job scripts with the real sbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training through everything that a cluster does to a job: the promises of docs/slurm.md."""
+"""Training survives what a cluster does to a job, as docs/slurm.md promises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.slurm.run import STEPS, Run
 
 
 def assert_trained_on_two_nodes(run: Run) -> None:
-    """All steps on 4 ranks of 2 hosts; status says so."""
+    """Check that all steps ran on 4 ranks on 2 hosts, and that status says so."""
     status = run.status()
     assert (status["state"], status["progress"]["step"]) == ("finished", STEPS), run.log()
     started = run.events("run_started")[0]
@@ -34,7 +34,7 @@ def test_digits_on_two_nodes_with_mpirun(train: Callable[..., Run], undisturbed:
     run.wait(run.submit(), "COMPLETED", "FAILED")
     assert_trained_on_two_nodes(run)
     assert run.weights() == undisturbed
-    # The same run, when the queue has forgotten its job:
+    # The same run, once the queue has forgotten its job:
     (run.folder / "jobs.jsonl").write_text('{"job": "999999", "time": 0, "cwd": "/", "chain": 0}\n')
     status = run.status()
     assert (status["state"], status["job_state"]) == ("finished", "UNKNOWN")
@@ -42,7 +42,7 @@ def test_digits_on_two_nodes_with_mpirun(train: Callable[..., Run], undisturbed:
 
 
 def test_preempted_and_requeued_by_hand_it_goes_on(train: Callable[..., Run], undisturbed: str) -> None:
-    big = "5G"  # of the 8 that a node has: two such jobs do not fit, beside anything else
+    big = "5G"  # of a node's 8: two such jobs do not fit together
     run = train(0.5, slow_attempts=2, track={"every_steps": 1}, slurm={"partition": "scavenge", "memory": big})
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
@@ -68,7 +68,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes(
     job = run.submit()
     run.wait(job, "COMPLETED", "FAILED")
     first = Attempts(run.dir).info()["attempts"][0]["verdict"]
-    # Where Slurm ended a node's agent before it could note a death, srun reports all of the node's ranks in one line.
+    # If Slurm ended a node's agent before it could record a death, srun reports all of the node's ranks in one line.
     first_on_n2 = {3} if noted_deaths(run.dir, 1) else {2, 3}
     assert (first["host"], first["action"]) == ("n2", "requeue") and first["rank"] in first_on_n2, run.log()
     assert "SIGKILL" in first["reason"]
@@ -96,7 +96,7 @@ def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: 
     job = run.submit()
     run.wait_for(lambda: run.events("train"))
     run.hpctrain("stop", run.folder)
-    run.wait(job, "FAILED")  # Slurm calls every exit code but 0 a failure; 75 means: run me again
+    run.wait(job, "FAILED")  # Slurm treats every exit code except 0 as a failure; 75 means: run again
     assert run.verdicts() == ["stop"]
     assert run.dir.newest_checkpoint_step() == run.events("run_finished")[-1]["step"] < STEPS
     job = run.hpctrain("resume", run.folder, "--parsable").stdout.strip()
@@ -107,7 +107,7 @@ def test_stop_saves_and_is_not_requeued(train: Callable[..., Run], undisturbed: 
 def test_data_is_staged_to_every_node(
     train: Callable[..., Run], undisturbed: str, digits: Path, cluster: Cluster
 ) -> None:
-    scratch = cluster.folder / "scratch"  # a file system of its own on each node
+    scratch = cluster.folder / "scratch"  # a separate file system on each node
     run = train(launch={"stage_in": [str(digits)]}, slurm={"scratch": str(scratch)})
     job = run.submit()
     run.wait(job, "COMPLETED", "FAILED")
@@ -122,7 +122,7 @@ def test_time_limit_ends_with_the_same_weights(signalled_run: SideRun, undisturb
     assert run.verdicts() == ["requeue", "requeue", "done"], run.log()
     assert run.computed() == list(range(1, STEPS + 1)), "each step is computed once"
     assert run.weights() == undisturbed
-    # A signal that comes before the first step of an attempt leaves no event: what each attempt says is its verdict.
+    # A signal before the first step of an attempt leaves no event, so the verdicts are checked.
     assert run.codes() == ["time_limit", "time_limit", "completed"]
     assert {event["by"] for event in run.events("stop_requested")} <= {"signal SIGUSR1"}
     assert [run.cause(number) for number in (1, 2, 3)] == run.codes()

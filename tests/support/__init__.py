@@ -1,1 +1,1 @@
-"""What several tests share: running programs on MPI ranks."""
+"""Helpers shared by tests."""

@@ -1,4 +1,4 @@
-"""Runs on some ranks, with checkpoints, that end early and go on at another plan."""
+"""Training attempts on ranks that end early and are resumed under another plan."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SETTINGS = {"global_batch": 25, "accumulate": 2, "clip_norm": 0.05, "ema_decay":
 
 
 def furthest(ones: Sequence[Any], others: Sequence[Any]) -> float:
-    """Largest difference, relative to the larger of 1 and the number."""
+    """Largest difference, relative to the reference value or to 1, whichever is larger."""
     pairs = zip(ones, others, strict=True)
     return max(float(np.max(np.abs(one - other) / np.maximum(1, np.abs(other)), initial=0)) for one, other in pairs)
 
 
 class Recorder(BaseHook):
-    """The numbers of the samples of each step, and an early end."""
+    """Records the sample ids of each step, and stops after a given step."""
 
     def __init__(self, framework: Framework, group: Group, last: int) -> None:
         self.group, self.last = group, last
@@ -48,7 +48,7 @@ class Recorder(BaseHook):
         framework.step = self.recording  # type: ignore[method-assign]
 
     def recording(self, micro_batches: Any, global_samples: int) -> Any:
-        """The step itself."""
+        """Record the sample ids, then run the step itself."""
         mine = [int(number) for batch in micro_batches for number in batch["id"]]
         told = self.group.allgather(mine, "name the samples")
         self.ids.append([number for rank in told for number in rank])
@@ -68,17 +68,17 @@ def attempt(
     open_exchange: OpenExchange | None = None,
     **train: Any,
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Samples of each step, and all numbers of the state, each whole; resumes from what lies in the folder.
+    """Train, resuming from the folder's checkpoints; return the sample ids of each step, and the whole state.
 
     Args:
-        world: ranks that all make the same call.
-        folder: of the run.
-        parallel: how the model is shared out.
-        task: of the run; its samples have an ``id``.
-        steps: of the whole run.
-        last: step after which it stops.
-        open_exchange: see open_torch; by default as the devices ask for it.
-        train: more of the run file's section.
+        world: the ranks, which all make the same call.
+        folder: the run folder.
+        parallel: the plan.
+        task: the task of the run; its samples have an ``id``.
+        steps: number of steps of the whole run.
+        last: step after which this attempt stops; by default the last one.
+        open_exchange: see open_torch; by default chosen by device.
+        train: further keys of the ``train`` section.
     """
     world = in_grid(world, parallel.tensor, parallel.pipeline)
     config = Config(
@@ -116,7 +116,7 @@ def attempt(
 
 
 def whole_state(framework: Framework, group: Group) -> dict[str, Any]:
-    """Parameters, averages and slots of all ranks together."""
+    """Gather parameters, averages and optimizer state from all ranks and assemble each tensor."""
     mine = [each for each in framework.state() if each.placement in (Placement.REPLICATED, Placement.CUT)]
     pieces = [(each.name, each.cut and [each.cut.shape, each.cut.begin], value_of(each).tolist()) for each in mine]
     found: dict[str, Any] = {}

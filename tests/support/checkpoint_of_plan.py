@@ -1,4 +1,4 @@
-"""Checkpoints of several shards, written by one process as the ranks of a plan write them; and what is done to them."""
+"""Checkpoints of several shards, written by one process as a plan's ranks would, and functions that forge them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hpctrain.checkpoint.format.shard import ShardImage, skeleton
 from hpctrain.checkpoint.format.shard_index import framed, read_text
 
 Part = tuple[TensorPiece, NDArray[Any]]
-"""What a rank writes of a tensor: where it lies, and its values."""
+"""A rank's part of a tensor: its place, and its values."""
 
 
 def parts_of(
     name: str, values: NDArray[Any], axis: int, count: int, dtype: str = "", rank: int | None = None
 ) -> list[Part]:
-    """A tensor in so many parts of about the same size along an axis; one part of a scalar."""
+    """Split a tensor into ``count`` parts of about equal size along an axis; a scalar is a single part."""
     tensor = TensorSpec(name, values.shape, dtype or values.dtype.name, rank)
     if not values.shape:
         return [(TensorPiece(tensor, Box((), ())), values)]
@@ -38,7 +38,10 @@ def parts_of(
 
 
 def write_shards(folder: CheckpointFolder, step: int, shards: Sequence[Sequence[Part]], ranks: int = 1) -> Path:
-    """A checkpoint in which each of these lists is a shard; ``ranks`` have state of their own."""
+    """Write a checkpoint with one shard for each of these lists, and return its folder.
+
+    ``ranks`` is the number of ranks with state of their own.
+    """
     partial = folder.partial(step, "plan")
     folder.prepare_folder(partial)
     for index, parts in enumerate(shards):
@@ -51,7 +54,7 @@ def write_shards(folder: CheckpointFolder, step: int, shards: Sequence[Sequence[
 
 
 def forge_manifest(folder: Path, change: Callable[[Any], None]) -> None:
-    """Changes the manifest of a checkpoint and gives it a right checksum; leaves it if nothing is another."""
+    """Change the manifest of a checkpoint and give it a valid checksum; leave the file alone if nothing changed."""
     path = folder / MANIFEST_FILE
     before, manifest = (json.loads(path.read_bytes())["manifest"] for _ in range(2))
     change(manifest)
@@ -62,9 +65,9 @@ def forge_manifest(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def forge_index(path: Path, change: Callable[[Any], None]) -> None:
-    """Changes the index of a shard and gives it a right checksum; leaves it if nothing is another.
+    """Change the index of a shard and give it a valid checksum; leave the file alone if nothing changed.
 
-    The file keeps its size if that can be.
+    The file keeps its size if the new index fits.
     """
     with open(path, "rb") as file:
         text = read_text(file.fileno(), path)

@@ -1,4 +1,4 @@
-"""Choices of a reducer that no run makes."""
+"""Reducer choices that no real run makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.reduce.reducer_choice import R, ReducerChoice, Reducers
 
 
 class Rehearsed(ReducerChoice):
-    """Rehearses twice although one rank has nothing to choose from."""
+    """Rehearses twice, although a single rank has nothing to choose from."""
 
     def known(self, reducers: Reducers[R]) -> R | None:
         """See ReducerChoice."""
@@ -25,7 +25,7 @@ class Rehearsed(ReducerChoice):
 
 
 class NoExchange(ReducerChoice):
-    """Ranks that train apart."""
+    """Gives every rank a reducer that exchanges nothing."""
 
     def known(self, reducers: Reducers[R]) -> R:
         """See ReducerChoice."""

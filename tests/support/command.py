@@ -1,4 +1,4 @@
-"""Run ``hpctrain`` from a test as a user does, and read what it left."""
+"""Run ``hpctrain`` from a test as a user does, and read what it leaves behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.mpi import LAUNCH_S, PATIENCE_S, Result, rank_environment, ru
 from tests.support.warm_ranks import STAND_IN, variables
 
 ONE_ATTEMPT = {"max_failures": 0}
-"""For the section ``launch``: what fails is not started again."""
+"""A ``launch`` section without restarts."""
 PROJECT = Path(__file__).parents[2]
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
 MISBEHAVING = PROJECT / "tests" / "dist" / "programs" / "launch_task.py"
@@ -35,9 +35,9 @@ def hpctrain(
     code: int | None = 0,
     warm: str = "",
 ) -> Result:
-    """Runs a command to its end; fails the test unless it ends with ``code`` (None: any).
+    """Run a command to completion; fail the test unless it exits with ``code`` (None: any).
 
-    With ``warm``, "torch" or "tensorflow", processes that train have imported that framework before.
+    With ``warm``, "torch" or "tensorflow", ranks are forked from a process that has imported that framework.
     """
     command = [*HPCTRAIN, *map(str, words)]
     result = run_in_group(command, environment(_ready(warm) | dict(env or {})), cwd, timeout)
@@ -50,7 +50,7 @@ def hpctrain(
 def started(
     *words: object, env: Mapping[str, str] | None = None, cwd: Path | None = None, warm: str = ""
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command under way; whatever is left of it at the end is killed. ``warm`` as above."""
+    """A running command; whatever remains of it at the end is killed. ``warm`` as in ``hpctrain``."""
     child = subprocess.Popen(
         [*HPCTRAIN, *map(str, words)],
         env=environment(_ready(warm) | dict(env or {})),
@@ -72,7 +72,7 @@ def started(
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a user who has set nothing; the number of threads is the launcher's own business."""
+    """Environment of a user who has set nothing, not even OMP_NUM_THREADS, which the launcher sets."""
     made = rank_environment({"PYTHONPATH": str(PROJECT), **(extra or {})})
     del made["OMP_NUM_THREADS"]
     return made
@@ -83,14 +83,14 @@ def _ready(warm: str) -> dict[str, str]:
 
 
 def write_run(folder: Path, **keys: Any) -> Path:
-    """A run file in a folder."""
+    """Write a run file to a folder, and return its path."""
     path = folder / "run.yaml"
     path.write_text(json.dumps({"name": "run", **keys}))  # JSON is YAML
     return path
 
 
 def misbehaving_run(folder: Path, mode: str = "", train: Mapping[str, Any] | None = None, **sections: Any) -> Path:
-    """A run file for the task of programs/launch_task.py, with its run folder at <folder>/run."""
+    """Write a run file for the task of programs/launch_task.py, with the run folder <folder>/run."""
     return write_run(
         folder,
         task=f"{MISBEHAVING}:task",
@@ -102,17 +102,17 @@ def misbehaving_run(folder: Path, mode: str = "", train: Mapping[str, Any] | Non
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
-    """Events of a name in a run folder."""
+    """Events with this name in a run folder."""
     return [event.to_json() for event in RunView(run).events() if event.name == name]
 
 
 def reaches_step(run: Path, step: int) -> Callable[[], bool]:
-    """A condition: the run has reported a step."""
+    """A condition for ``wait_for``: the run has reported this step or a later one."""
     return lambda: any(event["step"] >= step for event in events(run, "train"))
 
 
 def last_words(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
-    """Last words of all ranks of an attempt, in their order."""
+    """Last words of all ranks of an attempt, in rank order."""
     words = read_words(RunDir(run), attempt)
     assert words is not None
     return [word.to_json() for word in words.ranks]
@@ -124,7 +124,7 @@ def endings(run: Path, attempt: int = 1) -> list[str]:
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """Polls until a condition gives something true, and returns that."""
+    """Poll until a condition returns something true, and return that."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
@@ -149,21 +149,21 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
-    """Ranks below a supervisor, by process number."""
+    """Ranks below a supervisor, sorted by pid."""
     found = []
     for each in processes_of(pid):
-        with suppress(psutil.NoSuchProcess):  # something that the supervisor has asked, and that has answered
+        with suppress(psutil.NoSuchProcess):  # a helper of the supervisor that has already ended
             found += [each] if "train" in (words := each.cmdline()) and str(STAND_IN) not in words else []
     return sorted(found, key=lambda each: each.pid)
 
 
 def is_parent(process: psutil.Process) -> bool:
-    """Whether it forks a run's ranks."""
+    """Whether a process is the one that forks a run's ranks."""
     return "hpctrain.launch.forks.parent" in process.cmdline()
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Command lines of processes that still work on a run folder."""
+    """Pids and command lines of processes that still work on a run folder."""
     needle = str(folder)
     found = []
     for process in psutil.process_iter(["cmdline", "environ", "status"]):

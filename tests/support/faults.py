@@ -1,4 +1,4 @@
-"""System calls that fail where a file server would fail them."""
+"""System calls that fail as with a faulty file server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 
 class FileServer:
-    """Fails system calls on files and folders whose path contains a text, some times or for ever.
+    """Makes system calls fail on paths that contain a given text, a number of times or always.
 
     Args:
-        code: of errno.
-        where: part of the path.
-        call: name of the function of ``os``.
-        times: how often it fails.
+        code: errno of the failure.
+        where: text that the path contains.
+        call: name of the function in ``os``.
+        times: number of failures.
     """
 
     def __init__(self, code: int, where: str, call: str, times: float = 1) -> None:
@@ -27,12 +27,12 @@ class FileServer:
         self.failed = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FileServer:
-        """Puts itself in front of the system."""
+        """Replace the function in ``os``."""
         monkeypatch.setattr(os, self.call, self.in_front_of(getattr(os, self.call)))
         return self
 
     def in_front_of(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that fails or does what the real one does."""
+        """Wrap a function so that it fails where it should, and otherwise calls the real one."""
 
         def call(target: Any, *rest: Any, **options: Any) -> Any:
             path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)

@@ -1,4 +1,4 @@
-"""Programs of others that are compared with their own launchers, and what they print."""
+"""Programs written for other launchers, run under their own launcher for comparison, and what they print."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ LIMIT_S = 240
 
 
 def by_mpirun(file: str, *arguments: str) -> list[str]:
-    """As for Horovod."""
+    """Command for MPI programs, such as Horovod's."""
     return rank_command(2, Path(file), *arguments)
 
 
 def by_torchrun(*words: str) -> list[str]:
-    """As for all that takes its variables."""
+    """Command for programs that read torchrun's variables."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
 
 
 def by_itself(*words: str) -> list[str]:
-    """As for a program that starts its ranks."""
+    """Command for a program that starts its own ranks."""
     return [sys.executable, *words]
 
 
 def by_tf_config(*words: str) -> list[str]:
-    """Two processes, each with the variable that tells it of the other."""
+    """Command for two processes that find each other through TF_CONFIG."""
     holders = [reserve_port(), reserve_port()]
     hosts = [f"127.0.0.1:{holder.getsockname()[1]}" for holder in holders]
     for holder in holders:
-        holder.close()  # TensorFlow's server shares its port with nobody
+        holder.close()  # TensorFlow's server needs the port for itself
     told = [json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": at}}) for at in (0, 1)]
     first, second = (f"TF_CONFIG={shlex.quote(each)} {shlex.join([sys.executable, *words])}" for each in told)
     return ["sh", "-c", f"{second} & {first}; wait"]
@@ -48,18 +48,18 @@ def by_tf_config(*words: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Program:
-    """One of them."""
+    """A foreign program."""
 
     file: str
     own: Callable[..., list[str]]
-    """The command by its own launcher."""
+    """Makes the command with its own launcher."""
     arguments: Sequence[str] = ()
     across: Sequence[str] | None = None
-    """Its arguments where each of its two ranks has a node; None: the same."""
+    """Arguments for two nodes with one rank each; None: the same ones."""
     convention: str = "auto"
-    """The value of launch.convention that it needs."""
+    """Required value of launch.convention."""
     launcher: str = "auto"
-    """The value of launch.launcher that it needs in a job."""
+    """Required value of launch.launcher in a job."""
 
     def words(self, nodes: int = 1) -> list[str]:
         """The program's file and arguments."""
@@ -67,7 +67,7 @@ class Program:
         return [str(PROGRAMS / self.file), *arguments]
 
     def under_its_own_launcher(self, folder: Path) -> Result:
-        """The program on two ranks of this machine, without us."""
+        """Run the program on two ranks of this machine, without hpctrain."""
         return run_in_group(self.own(*self.words()), environment(), folder, LIMIT_S)
 
 
@@ -86,5 +86,5 @@ COMPARED = tuple(KINDS) if ALL else ("horovod-torch",)
 
 
 def losses(text: str) -> list[str]:
-    """What a program says of its steps or epochs, to the last digit."""
+    """Lines in which a program prints the loss of a step or epoch, with all digits."""
     return re.findall(r"^(?:step|epoch) \d+ loss \S+$", text, re.M)

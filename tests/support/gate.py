@@ -1,4 +1,4 @@
-"""Training that waits behind a step, until a test has done to it what it wants to do."""
+"""A gate at which training waits after a step until the test opens it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from tests.support.command import wait_for
 
 @dataclass(frozen=True)
 class Gate:
-    """What tests see of it: attempts in whose name there is a file wait."""
+    """The test's side: an attempt waits as long as there is a file for it in the folder."""
 
     folder: Path
 
     def close(self, *attempts: int) -> Gate:
-        """Has attempts wait."""
+        """Make attempts wait."""
         self.folder.mkdir(exist_ok=True)
         for attempt in attempts:
             (self.folder / f"hold-{attempt}").touch()
         return self
 
     def await_ranks(self, ranks: int, attempt: int = 1) -> None:
-        """Returns when all of them wait."""
+        """Return when this number of ranks are waiting."""
         wait_for("ranks that wait", lambda: len(list(self.folder.glob(f"held-{attempt}-*"))) == ranks)
 
     def open(self, attempt: int = 1) -> None:
-        """Lets them go on."""
+        """Let the attempt continue."""
         (self.folder / f"hold-{attempt}").unlink()
 
 
 class Hold(BaseHook):
-    """Waits behind a number of an attempt's updates, if a test has closed its gate.
+    """The training side: waits after a number of updates of an attempt, if the test has closed the gate.
 
     Args:
-        gate: the folder.
-        at: the number of updates.
-        pause_s: how long each update of such an attempt takes besides, so that work in the background keeps up.
+        gate: the folder of the gate.
+        at: number of updates before the wait.
+        pause_s: extra seconds per update of such an attempt, so that background work keeps up.
     """
 
     def __init__(self, gate: str, at: int, pause_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""A real Grid Engine on hosts with networks of their own: Debian's gridengine-master, -exec and -client."""
+"""A real Grid Engine on hosts with separate networks, from Debian's gridengine-master, -exec and -client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ worker_threads 1
 scheduler_threads 1
 """
 CONFIGURATION = {"execd_spool_dir": "{cell}/hosts", "min_uid": "0", "min_gid": "0", "load_report_time": "00:00:01"}
-"""Root submits; of lost hosts Grid Engine hears no more within seconds."""
+"""Root may submit jobs, and lost hosts are detected within seconds."""
 CONFIGURATION |= {"max_unheard": "00:00:04"}
 SCHEDULE = {"schedule_interval": "0:0:1", "flush_submit_sec": "1", "flush_finish_sec": "1"}
 SCHEDULE |= {"job_load_adjustments": "NONE", "queue_sort_method": "seqno"}
@@ -46,16 +46,19 @@ urgency_slots min
 accounting_summary FALSE
 qsort_args NONE
 """
-"""Of parallel jobs: one slot on each host, and qrsh starts what runs there."""
+"""Parallel environment: one slot per host, where qrsh starts processes."""
 
 
 def missing() -> bool:
-    """Whether this machine lacks it."""
+    """Whether this machine lacks Grid Engine."""
     return not all((PROGRAMS / name).exists() for name in ("sge_qmaster", "sge_execd", "qsub"))
 
 
 def start(network: Network, folder: Path) -> dict[str, str]:
-    """Starts it on all hosts, with the master on the first one; they end it. The variables of its commands."""
+    """Start Grid Engine on all hosts, with the master on the first; return the environment for its commands.
+
+    Its processes end with the hosts.
+    """
     cell = folder / "cell"
     for each in ("default/common", "spool/job_scripts", "hosts", "bin", "utilbin"):
         (cell / each).mkdir(parents=True)
@@ -80,7 +83,7 @@ def start(network: Network, folder: Path) -> dict[str, str]:
         return said[0]
 
     def written(name: str, text: str, **values: str) -> Path:
-        """A file with other values of some keys."""
+        """Write a configuration file with some keys changed."""
         for key, value in values.items():
             text = re.sub(rf"(?m)^{key} .*", f"{key} {value.format(cell=cell)}", text)
         (cell / name).write_text(text)

@@ -1,4 +1,4 @@
-"""What others may leave for a user of hpctrain: folders that shadow modules, run folders with traps in them."""
+"""Hostile input to hpctrain: folders that shadow modules, and run folders to set traps in."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from tests.support.command import HPCTRAIN, environment
 from tests.support.mpi import Result, run_in_group
 
 SOMEBODY = 65534
-"""A user that is not root."""
+"""Id of a user who is not root."""
 PYTHONS_OWN = {"importlib", "antigravity", "this"}
-"""``python -m`` itself imports the first before it looks at the package; the others are jokes."""
+"""Not shadowed: ``python -m`` imports the first before it looks for the package; the others are jokes."""
 
 
 def shadow_the_standard_library(folder: Path) -> Path:
-    """Fills a folder with a file for each module of the standard library; the file in which they tell that they ran."""
+    """Shadow each standard library module with a file in a folder; return the file where they record that they ran."""
     told = folder / "ran.txt"
-    here = {name for name in sys.stdlib_module_names - PYTHONS_OWN if importlib.util.find_spec(name)}  # not Windows'
+    here = {
+        name for name in sys.stdlib_module_names - PYTHONS_OWN if importlib.util.find_spec(name)
+    }  # excludes modules of other platforms
     for name in here:
         line = f"import os\nopen({str(told)!r}, 'a').write({name!r} + os.linesep)\nraise ImportError('not {name}')\n"
         (folder / f"{name}.py").write_text(line)
@@ -32,7 +34,7 @@ def shadow_the_standard_library(folder: Path) -> Path:
 
 
 def as_somebody() -> list[str]:
-    """Words before a command that run it as a user who is not root, and may read whatever Python it lies in."""
+    """Command prefix that runs a command as a user who is not root but may read all files."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         return []
     ids = [f"--reuid={SOMEBODY}", f"--regid={SOMEBODY}", "--clear-groups"]
@@ -40,7 +42,7 @@ def as_somebody() -> list[str]:
 
 
 def look(*words: object, env: Mapping[str, str] | None = None, timeout: float = 60) -> Result:
-    """Runs a command of hpctrain as somebody, with little memory and little time."""
+    """Run an hpctrain command as another user, with limited memory and time."""
     limited = [sys.executable, "-c", LIMITED, *as_somebody(), *HPCTRAIN, *map(str, words)]
     quiet = {"HOME": "/nonexistent", "OPENBLAS_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"}
     return run_in_group(limited, environment({**quiet, **(env or {})}), None, timeout)
@@ -52,11 +54,11 @@ LIMITED = (
     f"resource.setrlimit(resource.RLIMIT_AS, ({MOST_MEMORY}, {MOST_MEMORY}))\n"
     "os.execvp(sys.argv[1], sys.argv[1:])\n"
 )
-assert resource.RLIMIT_AS  # where there is none, the limit above is none
+assert resource.RLIMIT_AS  # without it, the limit above would not exist
 
 
 def sound_run(folder: Path) -> Path:
-    """A run folder that looks like one of a completed run, by another user where we are root."""
+    """Fill a folder like that of a completed run, and return it."""
     for name in ("logs", "ranks", "monitor", "checkpoints"):
         (folder / name).mkdir(parents=True)
     (folder / "run.yaml").write_text("name: wave\ntask: 'x.py:task'\n")
@@ -76,11 +78,11 @@ def sound_run(folder: Path) -> Path:
 
 
 def event(name: str, step: Any, **fields: Any) -> dict[str, Any]:
-    """An event of the first attempt."""
+    """An event of the first attempt, as JSON."""
     return {"time": 100.0 + (step if isinstance(step, int) else 0), "event": name, "step": step, "attempt": 1, **fields}
 
 
 def write_events(folder: Path, *events: Mapping[str, Any]) -> None:
-    """Appends events to a run folder."""
+    """Append events to a run folder's log."""
     with open(folder / "events.jsonl", "a") as file:
         file.write("".join(json.dumps(each) + "\n" for each in events))

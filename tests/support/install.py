@@ -1,4 +1,4 @@
-"""hpctrain installed as users do it: from a wheel, into environments of their own."""
+"""Build and install hpctrain as users do: from a wheel, into a separate environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def build_wheel(room: Path) -> Path:
-    """A wheel of this checkout, built as those on an index are: from the sdist of a copy."""
+    """Build a wheel of this checkout as for an index: from the sdist of a copy."""
     sources = room / "sources"
     for name in ("hpctrain", "slurm", "examples/starters"):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -28,7 +28,7 @@ def build_wheel(room: Path) -> Path:
 
 
 def pip(python: Path, *words: object) -> None:
-    """Runs this environment's pip on one; its output is part of the failure."""
+    """Run this environment's pip for another interpreter; a failure shows its output."""
     command = [
         sys.executable,
         "-m",

@@ -1,8 +1,8 @@
-"""What ranks take of checkpoints of layers that plans cut along either axis: memory_of_columns.py <folder>.
+"""Measure reading checkpoints whose layers plans cut along either axis: memory_of_columns.py <folder>.
 
-A state of 64 MB, of few tensors and of hundreds, half of them weights and half an optimizer's, is saved at some plans
-and read at others. Prints JSON: of each reader, bytes read from files in units of those that it takes, and what it held
-at most beyond them in MiB.
+A state of 64 MB in few or in hundreds of tensors, half weights and half optimizer state, is saved under some plans and
+read under others. Prints JSON: for each reader, bytes read from files relative to the bytes it needs, and its peak
+extra memory in MiB.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from tests.support.memory_of_plans import Memory, take
 from tests.support.memory_of_reading import measured
 
 STATES = {"few": (12, (444, 3008)), "hundreds": (240, (264, 256))}
-"""Number of tensors, and the shape of each; no block ends with a row of the large ones."""
+"""Number of tensors, and the shape of each; in the large ones no block ends at the end of a row."""
 Plan = tuple[int, Callable[[int, int, int, tuple[int, ...]], Box]]
-"""Number of ranks; what one has of a tensor, by its own number, that of the tensor and how many there are, and its
-shape. Layers of odd number are cut along axis 1; the second half of the tensors are an optimizer's."""
+"""Number of ranks, and a function (rank, tensor number, number of tensors, shape) -> the rank's part of a tensor.
+
+Odd layers are cut along axis 1; the second half of the tensors is optimizer state."""
 
 
 def whole(rank: int, number: int, count: int, shape: tuple[int, ...]) -> Box:
-    """Each rank has all."""
+    """Each rank holds the whole tensor."""
     return everything(shape)
 
 
 def layers(ranks: int) -> Plan:
-    """``parallel.tensor``."""
+    """The plan of ``parallel.tensor``."""
 
     def part(rank: int, number: int, count: int, shape: tuple[int, ...]) -> Box:
         length = -(-shape[number % 2] // ranks)
@@ -51,7 +52,7 @@ def layers(ranks: int) -> Plan:
 
 
 def optimizer(ranks: int) -> Plan:
-    """``parallel.shard: optimizer``: runs of rows."""
+    """The plan of ``parallel.shard: optimizer``, which splits optimizer state by ranges of rows."""
 
     def part(rank: int, number: int, count: int, shape: tuple[int, ...]) -> Box:
         if number < count // 2:
@@ -80,11 +81,11 @@ READERS = {
     "tensor 4": ("tensor 2",),
     "shard 4": ("data 1", "tensor 2", "tensor 4"),
 }
-"""Plans that read what one has saved."""
+"""Plans that read a checkpoint, by the plan that saved it."""
 
 
 class Rank(Group):
-    """One of several, which are asked for nothing."""
+    """A group with a rank and a size, but without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__("some")
@@ -92,12 +93,12 @@ class Rank(Group):
 
 
 def values_of(number: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Of a tensor."""
+    """Values of a tensor."""
     return np.random.default_rng(number).random(shape, dtype=np.float32)
 
 
 def held(plan: Plan, rank: int, count: int, shape: tuple[int, ...], is_saved: bool = False) -> list[Memory]:
-    """What a rank of a plan has of all tensors: their values, or memory that was touched."""
+    """A rank's parts of all tensors: with their values, or as touched memory to read into."""
     tensors = []
     for number in range(count):
         box = plan[1](rank, number, count, shape)
@@ -112,7 +113,7 @@ def held(plan: Plan, rank: int, count: int, shape: tuple[int, ...], is_saved: bo
 
 
 def save(store: CheckpointStore, step: int, plan: Plan, count: int, shape: tuple[int, ...]) -> None:
-    """As its ranks do, one after the other."""
+    """Save as the plan's ranks do, one after another."""
     for rank in range(plan[0]):
         saver = Saver(store, KEEP_ALL, Rank(rank, plan[0]), range(plan[0]), "plans", peers=Group("data"))
         saver.begin(held(plan, rank, count, shape, is_saved=True), step, {})
@@ -124,16 +125,16 @@ def save(store: CheckpointStore, step: int, plan: Plan, count: int, shape: tuple
 
 
 def require_right(tensors: list[Memory], shape: tuple[int, ...]) -> None:
-    """That all values are what was saved."""
+    """Check that all values are the saved ones."""
     for tensor in tensors:
         saved, begin = values_of(int(tensor.name.rpartition("/")[2]), shape), tensor.cut.begin if tensor.cut else (0, 0)
         assert np.array_equal(tensor.array, saved[Box(begin, tensor.shape).index]), tensor.name
 
 
 def found_by(store: CheckpointStore, step: int, plan: Plan, count: int, shape: tuple[int, ...]) -> tuple[float, float]:
-    """What the last rank but one takes, see above."""
+    """Measure the plan's last but one rank: bytes read relative to those needed, and extra memory in MiB."""
     tensors = held(plan, max(0, plan[0] - 2), count, shape)
-    take(store, step, tensors)  # what is imported, and made once, is not counted
+    take(store, step, tensors)  # so that imports and caches are not counted
     require_right(tensors, shape)
     num_bytes, more = measured(partial(take, store, step, tensors))
     return num_bytes / sum(tensor.array.nbytes for tensor in tensors), more / 2**20
@@ -143,7 +144,7 @@ if __name__ == "__main__":
     store = CheckpointStore(sys.argv[1])
     found = {}
     for step, (kind, plan) in enumerate((kind, plan) for kind in STATES for plan in READERS):
-        child = os.fork()  # what it frees must not be there to be used again
+        child = os.fork()  # so that the reader does not reuse memory freed by the writer
         if not child:
             save(store, step, PLANS[plan], *STATES[kind])
             os._exit(0)

@@ -1,8 +1,7 @@
-"""What ranks of plans take of large checkpoints: memory_of_plans.py <folder>; prints a line of JSON.
+"""Measure how ranks of different plans read large checkpoints: memory_of_plans.py <folder>; prints a line of JSON.
 
-A state of 128 MB, of few tensors and of 5,000, as two ranks write it that cut half of the tensors by rows and half by
-columns. Of each reader: bytes read from files in units of those that it takes, what it held at most beyond them in MiB,
-and its seconds.
+A state of 128 MB, in few tensors or in 5,000, is written as by two ranks that cut half of the tensors by rows and half
+by columns. For each reader: bytes read from files relative to those it needs, peak extra memory in MiB, and seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ KINDS = {"few": 8, "5,000": 5000}
 
 
 class Memory(ArrayTensor):
-    """A tensor that takes over values."""
+    """A tensor in memory that values can be loaded into."""
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[NDArray[Any], int], None]]:
@@ -46,13 +45,13 @@ class Memory(ArrayTensor):
 
 
 def shape_of(count: int) -> tuple[int, int]:
-    """Of each of so many tensors; no block ends with a row of the large ones."""
+    """Shape of each of ``count`` tensors; in the large ones no block ends at the end of a row."""
     width = WIDTH if count > 100 else 3001
     return STATE_BYTES // count // 4 // width, width
 
 
 def save(store: CheckpointStore, count: int) -> None:
-    """As two ranks do; step is the number of tensors."""
+    """Save a checkpoint as two ranks do; its step is the number of tensors."""
     rng = np.random.default_rng(count)
     shards: list[list[Any]] = [[], []]
     for number in range(count):
@@ -63,7 +62,7 @@ def save(store: CheckpointStore, count: int) -> None:
 
 
 def held(count: int, is_mine: Callable[[int], bool], axis: Callable[[int], int | None]) -> list[Memory]:
-    """Memory of a rank for its half of some tensors, or for all of each, touched."""
+    """Touched memory of a rank for half or all of each tensor that it holds."""
     tensors = []
     for number in filter(is_mine, range(count)):
         whole, along = shape_of(count), axis(number)
@@ -75,7 +74,7 @@ def held(count: int, is_mine: Callable[[int], bool], axis: Callable[[int], int |
 
 
 def take(store: CheckpointStore, step: int, tensors: list[Memory]) -> None:
-    """As a framework does."""
+    """Load a checkpoint into tensors as a framework does."""
 
     def use(loaded: Loaded) -> dict[str, NDArray[Any]]:
         load_tensors(tensors, loaded.arrays)
@@ -85,13 +84,13 @@ def take(store: CheckpointStore, step: int, tensors: list[Memory]) -> None:
 
 
 def export(store: CheckpointStore, step: int) -> None:
-    """To a file of safetensors."""
+    """Export to a safetensors file."""
     with store.opened(step) as loaded:
         export_safetensors(loaded, store.path / "out.safetensors")
 
 
 def readers_of(store: CheckpointStore, count: int) -> dict[str, tuple[Callable[[], Any], int]]:
-    """What reads the checkpoint of so many tensors, and the bytes that it takes."""
+    """Readers of the checkpoint with ``count`` tensors, each with the number of bytes it needs."""
     plans = {
         "the same plan": held(count, lambda number: True, lambda number: number % 2),
         "a stage": held(count, lambda number: number < count // 2, lambda number: None),
@@ -109,18 +108,18 @@ def readers_of(store: CheckpointStore, count: int) -> dict[str, tuple[Callable[[
 
 if __name__ == "__main__":
     folder = CheckpointStore(sys.argv[1])
-    child = os.fork()  # what it frees must not be there to be used again
+    child = os.fork()  # so that the readers do not reuse memory freed by the writer
     if not child:
         for number in KINDS.values():
             save(folder, number)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    verify.hdf5_problems = lambda *_: []  # in a process of its own
+    verify.hdf5_problems = lambda *_: []  # it runs in a separate process, whose memory would not be counted
     found: dict[str, tuple[float, float, float]] = {}
     for kind, number in KINDS.items():
         for name, (reader, size) in readers_of(folder, number).items():
             begin = time.perf_counter()
-            reader()  # what is imported, and made once, is not counted
+            reader()  # so that imports and caches are not counted
             seconds = time.perf_counter() - begin
             num_bytes, more = measured(reader)
             found[f"{kind}: {name}"] = num_bytes / size, more / 2**20, seconds

@@ -1,7 +1,7 @@
-"""What reading a large checkpoint takes: memory_of_reading.py <torch or tensorflow> <folder>; prints a line of JSON.
+"""Measure reading a large checkpoint: memory_of_reading.py <torch or tensorflow> <folder>; prints a line of JSON.
 
-Of each reader: bytes read from files, and what it held at most beyond what it was to fill, in units of the bytes of
-the state and in MiB.
+For each reader: bytes read from files relative to the size of the state, and peak memory beyond the state that it
+fills, in MiB.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hpctrain.comm.world import alone
 from hpctrain.train.framework import Framework
 from hpctrain.train.stateful import value_of
 
-WIDTH = 3001  # rows that no block ends with; tensors that malloc gives back to the system at once
+WIDTH = 3001  # no block ends at the end of a row, and malloc returns such large tensors to the system at once
 
 
 def torch_framework() -> Framework:
-    """A model of 36 MB and Adam, 108 MB together."""
+    """A PyTorch model of 36 MB with Adam, 108 MB together."""
     import torch
 
     from tests.tasks.torch_tasks import make_framework
@@ -40,7 +40,7 @@ def torch_framework() -> Framework:
 
 
 def step(framework: Framework) -> None:
-    """Has an optimizer of PyTorch make its state."""
+    """Make a PyTorch optimizer create its state."""
     import torch
 
     for parameter in framework.model.parameters():
@@ -50,7 +50,7 @@ def step(framework: Framework) -> None:
 
 
 def tensorflow_framework() -> Framework:
-    """The same of Keras."""
+    """The same model in Keras."""
     import keras
 
     from tests.tasks.tensorflow_tasks import make_framework
@@ -59,12 +59,12 @@ def tensorflow_framework() -> Framework:
 
 
 def status(key: str) -> int:
-    """Bytes that the kernel says this process has."""
+    """A memory figure of this process from /proc/self/status, in bytes."""
     return int(re.findall(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
 
 
 def measured(work: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that a piece of work reads, and how many more it holds meanwhile than before and afterwards."""
+    """Bytes that a call reads, and its peak memory in bytes beyond that before and after it."""
     total, real_preadv, real_read = [0], os.preadv, os.read
 
     def preadv(descriptor: int, views: Any, offset: int, flags: int = 0) -> int:
@@ -77,7 +77,7 @@ def measured(work: Callable[[], Any]) -> tuple[int, int]:
         total[0] += len(data)
         return data
 
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = status("VmRSS")
     os.preadv, os.read = preadv, read
     try:
@@ -108,12 +108,12 @@ if __name__ == "__main__":
 
     def take(readers: dict[str, tuple[Callable[[], Any], str]]) -> dict[str, tuple[float, float]]:
         for reader, _ in readers.values():
-            reader()  # what is imported, and made once, is not counted
+            reader()  # so that imports and caches are not counted
         amounts = {name: (measured(reader), sizes[held]) for name, (reader, held) in readers.items()}
         return {name: (count / held, more / 2**20) for name, ((count, more), held) in amounts.items()}
 
     framework.close()
-    new = [make(), make()]  # before their first step, as at a resume
+    new = [make(), make()]  # before their first step, as on resume
     each = iter(new)
     found = take(
         {

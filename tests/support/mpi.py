@@ -18,18 +18,18 @@ from tests.support import warm_ranks
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
-"""How long a test waits for anything that takes seconds on a machine with nothing else to do."""
+"""Timeout for anything that takes seconds on an idle machine."""
 LAUNCH_S = 240.0
-"""The same for a whole launch."""
+"""Timeout for a whole launch."""
 _AS_ROOT = {f"{prefix}_ALLOW_RUN_AS_ROOT{suffix}": "1" for prefix in ("PRTE", "OMPI") for suffix in ("", "_CONFIRM")}
 GIVES_WAY = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-"""Ranks that wait give way: two tests share the cores, which ranks that spin would keep."""
+"""Makes waiting ranks yield the core instead of spinning, because two tests share the cores."""
 _FRESH = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HOROVOD_", "HPCTRAIN_")
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a program on ranks ended, with what all of them printed."""
+    """Exit code and output of a command, such as one that runs all ranks."""
 
     returncode: int
     stdout: str
@@ -57,7 +57,7 @@ def is_open_mpi(mpirun: str) -> bool:
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment for ranks: one thread each, quiet, nothing inherited from a launcher around the tests.
 
-    Python finds what the tests find, too: ``make torture`` has packages there that the environment is without.
+    PYTHONPATH includes that of the tests: ``make torture`` has packages there that the environment lacks.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FRESH)}
     env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"} | _AS_ROOT
@@ -70,12 +70,12 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def python_path(*folders: Path | str) -> str:
-    """PYTHONPATH of these folders, then of those that the tests have."""
+    """A PYTHONPATH of these folders, followed by that of the tests."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_in_group(command: list[str], env: Mapping[str, str], cwd: Path | None, timeout: float) -> Result:
-    """Run a command in its own session; at the time limit end all of it and raise AssertionError with its output."""
+    """Run a command in its own session; on timeout, end all of it and raise AssertionError with its output."""
     with own_session(env) as session:
         child = subprocess.Popen(
             command, env=session, cwd=cwd, text=True, errors="replace", start_new_session=True,
@@ -121,12 +121,12 @@ def rank_command(ranks: int, program: Path | str, *args: object, warm: str = "")
 
 
 def python(warm: str) -> list[str]:
-    """What runs a program: Python, or what has it forked from a process that has imported a framework."""
+    """Command prefix that runs a program: Python, or a stand-in for a fork of a process with a framework imported."""
     return warm_ranks.command(warm, rank_environment({"PYTHONPATH": str(ROOT)})) if warm else [sys.executable]
 
 
 def _end(child: subprocess.Popen[str]) -> tuple[str, str]:
-    for number in (signal.SIGTERM, signal.SIGKILL):  # mpirun takes its ranks with it on TERM
+    for number in (signal.SIGTERM, signal.SIGKILL):  # on TERM, mpirun ends its ranks
         try:
             os.killpg(child.pid, number)
             return child.communicate(timeout=30)

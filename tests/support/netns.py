@@ -1,7 +1,7 @@
 """Several hosts on one machine, joined by a switch with links of a chosen rate: real MPI over TCP between them.
 
-Each host is a network namespace with its own host name and TMPDIR; its link to the switch (a bridge in one more
-namespace) lets through ``rate`` in each direction. They share the machine's cores, memory and files.
+Each host is a network namespace with its own host name and TMPDIR. Its link to the switch, a bridge in another
+namespace, is limited to ``rate`` in each direction. Hosts share the machine's cores, memory and files.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ INTERFACES = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm,tcp",
 }
-"""Variables by which Open MPI uses the links between the hosts."""
+"""Variables that make Open MPI use the links between the hosts."""
 ETC = Path("/etc/netns")
-"""Where ip looks for what a namespace has in place of files of /etc."""
+"""Where ip looks for a namespace's replacements of files in /etc."""
 PREFIX = "hpctrain"
-"""Names of namespaces: hpctrain-<pid of the test>-<host>, so that those of a killed test can be told and removed."""
+"""Prefix of namespaces, hpctrain-<pid of the test>-<host>, so that those of a killed test can be found and removed."""
 REFUSED = r"not permitted|[Pp]ermission denied|not supported|qdisc kind is unknown|Unknown device type|Read-only file"
-"""What ip, tc and unshare say where the kernel or a container forbids what they are asked."""
+"""Messages of ip, tc and unshare if the kernel or a container forbids the request."""
 
 
 class NotPermitted(Exception):
-    """This machine forbids it; the message begins as a skip reason must."""
+    """This machine does not permit network namespaces; the message starts as CI requires of a skip reason."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts that are up."""
+    """A network of running hosts."""
 
     names: tuple[str, ...]
-    """Of the hosts, and of their namespaces."""
+    """Names of the hosts and of their namespaces."""
     folder: Path
 
     @property
     def addresses(self) -> list[str]:
-        """Of the hosts, in their order."""
+        """IP addresses of the hosts, in order."""
         return [f"{SUBNET}.{index + 1}" for index in range(len(self.names))]
 
     def on(self, host: int, *words: object) -> list[str]:
-        """The command that runs words on a host, from 0: ``subprocess.run(network.on(1, "ip", "address"))``."""
+        """Command that runs words on a host, counted from 0: ``subprocess.run(network.on(1, "ip", "address"))``."""
         return [str(self.folder / "agent"), self.addresses[host], shlex.join(map(str, words))]
 
     def cut(self, host: int) -> None:
-        """Cuts the link of a host, as if its cable were pulled."""
+        """Cut the link of a host, as if its cable were pulled."""
         self._set_link(host, "down")
 
     def heal(self, host: int) -> None:
-        """Joins the link again."""
+        """Restore the link of a host."""
         self._set_link(host, "up")
 
     def _set_link(self, host: int, state: str) -> None:
@@ -83,7 +83,7 @@ class Network:
         timeout: float = mpi.LAUNCH_S,
         check: bool = True,
     ) -> mpi.Result:
-        """Runs a Python file (Path) or module (str) on the first hosts; arguments as in ``mpi.mpirun``. Open MPI 5."""
+        """Run a Python file (Path) or module (str) on the first hosts; arguments as in ``mpi.mpirun``. Open MPI 5."""
         launcher = mpi.find_mpirun()
         assert launcher, "no mpirun beside this Python or on PATH"
         places = ",".join(f"{address}:{ranks_per_host}" for address in self.addresses[:hosts])
@@ -98,22 +98,22 @@ class Network:
         try:
             result = mpi.run_in_group(command, mpi.rank_environment(shared | dict(env or {})), cwd, timeout)
         finally:
-            _end_processes(self.names)  # daemons on other hosts are no children of a mpirun that had to be killed
+            _end_processes(self.names)  # a killed mpirun leaves its daemons on other hosts
         assert not check or result.returncode == 0, f"exit {result.returncode}: {command[-1]}\n{result.output}"
         return result
 
 
 @contextmanager
 def network(hosts: int, rate: str, folder: Path) -> Iterator[Network]:
-    """Hosts with links of a rate such as ``1gbit`` or ``200mbit``; nothing of them remains afterwards.
+    """Create hosts with links of a rate such as ``1gbit`` or ``200mbit``, and remove them afterwards.
 
     Args:
-        hosts: how many, up to 200.
-        rate: of each link in each direction, as tc writes it.
-        folder: an empty one that all hosts see, such as tmp_path.
+        hosts: number of hosts, up to 200.
+        rate: rate of each link in each direction, in tc's notation.
+        folder: an empty folder that all hosts see, such as tmp_path.
 
     Raises:
-        NotPermitted: the kernel or a container does not let us.
+        NotPermitted: the kernel or a container forbids it.
     """
     _check_tools()
     _remove_of_the_dead()
@@ -134,7 +134,7 @@ def network(hosts: int, rate: str, folder: Path) -> Iterator[Network]:
 
 
 def _connect(host: str, address: str, switch: str, port: str, rate: str) -> None:
-    """A host with one shaped link; both of its ends are shaped, for both directions."""
+    """Create a host with one link, shaped at both ends to limit both directions."""
     _do("ip", "netns", "add", host)
     _do("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
     _do("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
@@ -147,7 +147,10 @@ def _connect(host: str, address: str, switch: str, port: str, rate: str) -> None
 
 
 def _write_agent(made: Network) -> None:
-    """What mpirun calls in place of ssh, with a host and a command. MPI tells hosts by their names."""
+    """Write the script that mpirun calls instead of ssh, with a host and a command.
+
+    It sets the host name, by which MPI distinguishes hosts.
+    """
     cases = []
     for name, address in zip(made.names, made.addresses, strict=True):
         temporary = made.folder / name
@@ -167,7 +170,7 @@ def _write_agent(made: Network) -> None:
 
 
 def _write_names(made: Network) -> None:
-    """The hosts find each other by their names: ip shows each namespace its own /etc/hosts."""
+    """Write each namespace's /etc/hosts, so that hosts find each other by name."""
     lines = (f"{address} {name}\n" for name, address in zip(made.names, made.addresses, strict=True))
     text = "".join([Path("/etc/hosts").read_text(), *lines])
     try:
@@ -201,7 +204,7 @@ def _existing() -> list[str]:
 
 
 def _remove_of_the_dead() -> None:
-    """Namespaces of a test that was killed."""
+    """Remove namespaces of tests that were killed."""
     _remove([name for name in _existing() if not Path("/proc", name.split("-")[1]).exists()])
 
 
@@ -211,13 +214,13 @@ def _remove(names: Sequence[str]) -> None:
     for name in left:
         _do("ip", "netns", "del", name)
         shutil.rmtree(ETC / name, ignore_errors=True)
-    for name in names:  # of Open MPI's ranks that were killed with their host
+    for name in names:  # left by Open MPI ranks that were killed with their host
         for segment in Path("/dev/shm").glob(f"sm_segment.{name}.*"):
             segment.unlink(missing_ok=True)
 
 
 def _end_processes(names: Sequence[str], patience_s: float = mpi.PATIENCE_S) -> None:
-    """Kills what still runs on the hosts, and returns when it is gone."""
+    """Kill all processes on the hosts, and return when they are gone."""
     deadline = time.monotonic() + patience_s
     while pids := [int(pid) for name in names for pid in _do("ip", "netns", "pids", name).split()]:
         assert time.monotonic() < deadline, f"processes {pids} of {', '.join(names)} do not end"

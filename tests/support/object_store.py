@@ -1,4 +1,4 @@
-"""An S3 server on this machine (moto), in a process of its own, which fails when it is told to."""
+"""A local S3 server (moto) in a separate process, which fails on demand."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ REFUSALS = {
     "expired": ("400 Bad Request", "ExpiredToken", "The provided token has expired."),
     "skewed": ("403 Forbidden", "RequestTimeTooSkewed", "The difference between the times is too large."),
 }
-"""What it answers, by how it fails."""
+"""HTTP status, S3 error code and message of each way to refuse a request."""
 SLOW_S = 0.2
 
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """The server, and what clients need in their environment to talk to it."""
+    """A running server."""
 
     url: str
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of this server and none of the user's."""
+        """Environment variables with which clients use this server rather than any settings of the user."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ALLOW_HTTP": "true",
@@ -49,13 +49,13 @@ class ObjectStore:
         }
 
     def make_bucket(self, name: str) -> str:
-        """Its URI."""
+        """Create a bucket, and return its URI."""
         request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
         DIRECTLY.open(request, timeout=60).close()
         return f"s3://{name}"
 
     def publish(self, bucket: str) -> None:
-        """Lets clients without credentials read a bucket."""
+        """Let clients without credentials read a bucket."""
         rule = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{bucket}/*"}
         content = json.dumps({"Version": "2012-10-17", "Statement": [rule]}).encode()
         kind = {"Content-Type": "application/json"}
@@ -63,18 +63,18 @@ class ObjectStore:
         DIRECTLY.open(request, timeout=60).close()
 
     def fail(self, how: str, times: int) -> None:
-        """The next reads of objects: ``half`` (the connection ends in the middle), ``slow``, or one of ``REFUSALS``.
+        """Make the next reads of objects fail: ``half`` (truncated answer), ``slow``, or one of ``REFUSALS``.
 
-        With ``all-`` before it, requests of any kind; of those, ``all-flaky`` refuses three of ten.
+        With the prefix ``all-``, requests of any kind; ``all-flaky`` refuses 30% of them.
         """
         self._ask(f"/fail/{how}/{times}")
 
     def kill(self, pid: int, request: int) -> None:
-        """A process, as this request from now on arrives, of which the body may be on its way."""
+        """Kill a process when the nth request from now on arrives (n = ``request``); its body may be in transit."""
         self._ask(f"/kill/{pid}/{request}")
 
     def reads(self) -> int:
-        """How many reads of objects there have been."""
+        """Number of reads of objects so far."""
         return int(self._ask("/reads"))
 
     def _ask(self, path: str) -> bytes:
@@ -85,7 +85,7 @@ class ObjectStore:
 
 @contextlib.contextmanager
 def serving() -> Iterator[ObjectStore]:
-    """Ends with the body, and with this process."""
+    """Run a server until the context or this process ends."""
     words = [sys.executable, "-W", "ignore", "-m", "tests.support.object_store"]
     root = Path(__file__).parents[2]
     with subprocess.Popen(words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -97,7 +97,7 @@ def serving() -> Iterator[ObjectStore]:
 
 
 def failing(application: Application) -> Application:
-    """An S3 server that can be told to fail."""
+    """Wrap the WSGI application of an S3 server so that it fails on demand."""
     lock = threading.Lock()
     state: dict[str, Any] = {"how": "", "times": 0, "reads": 0, "left": 0}
     chance = random.Random(0)
@@ -145,13 +145,13 @@ def failing(application: Application) -> Application:
 
 
 def main() -> None:
-    """Serves until standard input ends."""
+    """Serve until standard input is closed."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Silent(WSGIRequestHandler):
         def log(self, type: str, message: str, *args: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     application = failing(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Silent)

@@ -1,6 +1,6 @@
-"""``python -m tests.support.pictures FOLDER``: makes the pictures of the docs, from real runs of the tutorial's files.
+"""``python -m tests.support.pictures FOLDER``: makes the images of the docs from real runs of the tutorial's files.
 
-Takes minutes, and a quiet machine: the pictures show what was measured. Needs chromium.
+Takes minutes and needs an idle machine, because the images show measurements. Needs chromium.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support import tutorial
 from tests.support.command import HPCTRAIN, environment, hpctrain, reaches_step, started, wait_for
 
 MOST_BYTES = 150_000
-"""Of one picture."""
+"""Largest size of an image."""
 SLOW = '''
 import time
 
@@ -57,7 +57,7 @@ def task(world: World) -> TorchTask:
 
 
 def main(folder: Path) -> None:
-    """All of them."""
+    """Make all images."""
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as room:
         work = Path(room)
@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
 
 
 def watch(work: Path, picture: Path) -> None:
-    """The live view of a run in its middle; the run is then stopped, so that the report shows a resume."""
+    """Draw the live view of a run halfway; then stop the run, so that the report shows a resume."""
     run = work / "runs" / "bearings"
     words = ("run", "-n", 2, work / "bearings.yaml", "--run_dir", run)
     with started(*words, cwd=work) as child:
@@ -87,12 +87,12 @@ def watch(work: Path, picture: Path) -> None:
         hpctrain("stop", run)
         child.wait(120)
     drawing = console.export_svg(title="hpctrain watch runs/bearings")
-    drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.S)  # nothing is fetched from elsewhere
+    drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.S)  # the image must not load fonts from the web
     picture.write_text(drawing, encoding="utf-8")
 
 
 def report(work: Path, picture: Path) -> None:
-    """The upper part of the report of that run, resumed and complete."""
+    """Draw the upper part of the report of that run, resumed and completed."""
     run = work / "runs" / "bearings"
     hpctrain("run", "-n", 2, "bearings.yaml", "--run_dir", run, cwd=work, timeout=300)
     hpctrain("report", run)
@@ -111,7 +111,7 @@ def report(work: Path, picture: Path) -> None:
 
 
 def scaling(work: Path, picture: Path) -> None:
-    """What ``bench scaling`` draws."""
+    """Draw the charts of ``bench scaling``."""
     words = next(words for words in tutorial.commands() if words[1:3] == ["bench", "scaling"])
     hpctrain(*words[1:], "--output", work / "scaling", cwd=work, timeout=600)
     result = json.loads((work / "scaling" / "scaling.json").read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def scaling(work: Path, picture: Path) -> None:
 
 
 def heat(work: Path, picture: Path) -> None:
-    """The monitor's map of a run on four ranks, one of which is slowed."""
+    """Draw the monitor's heat map of a run on four ranks, one of which is slow."""
     (work / "slow.py").write_text(SLOW)
     run = work / "slow"
     options = "--task slow.py:task --train.epochs 15 --monitor.window_steps 16 --reduce.kind mpi"
@@ -131,14 +131,14 @@ def heat(work: Path, picture: Path) -> None:
 
 
 def save_charts(charts: Sequence[Chart], whole: Path, picture: Path) -> None:
-    """Charts of ours, by way of a larger picture."""
+    """Save hpctrain's charts, scaled down from a larger image."""
     with drawing.own_settings():
         drawing.figure_of(charts, titles=True).savefig(whole, dpi=160)
     save_small(whole, picture)
 
 
 def save_small(source: Path, picture: Path) -> None:
-    """At most 1100 pixels wide, in 128 colours."""
+    """Save an image at most 1100 pixels wide, in 128 colours."""
     with Image.open(source) as image:
         plain = image.convert("RGB")
         plain.thumbnail((1100, 2000))

@@ -1,8 +1,8 @@
-"""A file system that forgets: replays recorded system calls and gives the states that a power loss could leave.
+"""A model of a file system: replays recorded system calls and produces states that a power loss could leave.
 
-What is certain after a power loss is what fsync promises: the bytes of a file that was synced, and the names in a
-folder that was synced. Of later changes, those to one folder's names survive in order up to any point (a journal),
-independently of other folders and of the bytes of files, which may be there wholly, partly, or not at all.
+After a power loss only what was fsynced is certain: the bytes of a synced file, and the names in a synced folder.
+Later changes to one folder's names survive in order up to some point, as in a journal, independently of other folders
+and of file contents, which may survive wholly, partly, or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATH_OF_DESCRIPTOR = re.compile(r"^(?:\d+|AT_FDCWD)<((?:\\x[0-9a-f]{2})*)>")
 
 @dataclass
 class File:
-    """Bytes as the program sees them, and as the disk certainly has them."""
+    """Bytes of a file as the program sees them, and those certainly on disk."""
 
     data: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
@@ -28,24 +28,24 @@ class File:
 
 @dataclass
 class Folder:
-    """Names as the program sees them, as the disk certainly has them, and the changes in between, in order."""
+    """Names as the program sees them, those certainly on disk, and the changes in between, in order."""
 
     names: dict[str, File | Folder] = field(default_factory=dict)
     durable: dict[str, File | Folder] = field(default_factory=dict)
     pending: list[tuple[str, str | None, File | Folder | None]] = field(default_factory=list)
 
     def change(self, remove: str, add: str | None = None, node: File | Folder | None = None) -> None:
-        """Removes a name, and adds one (its own, to make something)."""
+        """Remove a name and add one; to create something, both are the new name."""
         apply(self.names, remove, add, node)
         self.pending.append((remove, add, node))
 
     def sync(self) -> None:
-        """fsync of the folder."""
+        """Apply fsync of the folder."""
         self.durable, self.pending = dict(self.names), []
 
 
 def apply(names: dict[str, File | Folder], remove: str, add: str | None, node: File | Folder | None) -> None:
-    """One change of a folder's names."""
+    """Apply one change to a folder's names."""
     names.pop(remove, None)
     if add is not None and node is not None:
         names[add] = node
@@ -64,7 +64,7 @@ class Call:
 
 
 def parse(log: str) -> Iterator[Call]:
-    """Calls from the output of ``strace -f -y -xx``, of those that change files or sync them."""
+    """Parse the output of ``strace -f -y -xx`` into the calls that change or sync files."""
     unfinished: dict[str, str] = {}
     for line in log.splitlines():
         process = line.split(maxsplit=1)[0]
@@ -79,7 +79,7 @@ def parse(log: str) -> Iterator[Call]:
 
 
 def understand(name: str, arguments: str, result: int) -> Iterator[Call]:
-    """A call from its text."""
+    """Parse one call."""
     strings = [unescape(text) for text in STRING.findall(arguments)]
     opened = PATH_OF_DESCRIPTOR.match(arguments)
     path = unescape(opened[1]).decode() if opened else ""
@@ -100,19 +100,19 @@ def understand(name: str, arguments: str, result: int) -> Iterator[Call]:
 
 
 def unescape(text: str) -> bytes:
-    """Bytes from strace's hexadecimal escapes."""
+    """Decode strace's hexadecimal escapes."""
     return bytes.fromhex(text.replace("\\x", ""))
 
 
 class Disk:
-    """Everything below a folder that exists from the start."""
+    """Contents of a folder that exists from the start."""
 
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
         self.top = Folder()
 
     def inside(self, path: str) -> bool:
-        """Whether the model knows the path."""
+        """Whether a path lies in the folder."""
         return path == self.root or path.startswith(self.root + "/")
 
     def find(self, path: str) -> File | Folder:
@@ -124,7 +124,7 @@ class Disk:
         return node
 
     def do(self, call: Call) -> None:
-        """Replays a call."""
+        """Replay a call."""
         parent, name = (
             (self.find(str(Path(call.path).parent)), Path(call.path).name) if call.path != self.root else (None, "")
         )
@@ -153,15 +153,15 @@ class Disk:
             parent.change(name, Path(call.other).name, parent.names[name])
 
     def leave(self, target: Path, luck: random.Random | float) -> None:
-        """Writes to ``target`` what a power loss could leave now.
+        """Write to ``target`` a state that a power loss at this point could leave.
 
-        ``luck`` is the share of unsynced changes that survive: a number, or random for each folder and file.
+        ``luck`` is the fraction of unsynced changes that survive: a number, or random for each folder and file.
         """
         leave_folder(self.top, target, luck)
 
 
 def leave_folder(folder: Folder, target: Path, luck: random.Random | float) -> None:
-    """A folder's names, with its files."""
+    """Write a folder's surviving names and files."""
     names = dict(folder.durable)
     for change in folder.pending[: survivors(len(folder.pending), luck)]:
         apply(names, *change)
@@ -176,7 +176,7 @@ def leave_folder(folder: Folder, target: Path, luck: random.Random | float) -> N
 
 
 def survivors(count: int, luck: random.Random | float) -> int:
-    """How many of so many changes survive."""
+    """Number of changes, out of ``count``, that survive."""
     if isinstance(luck, random.Random):
         return luck.choice([0, count, luck.randint(0, count)])
     return int(count * luck)

@@ -1,4 +1,4 @@
-"""What recorded system calls of a checkpoint store must have in common, however many ranks made them."""
+"""Checks of recorded system calls of a checkpoint store, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.comm.group import Group
 from tests.support.power_loss import Call, Disk, parse
 
 STEPS = (1, 2, 2, 3, 4)
-"""What the program saves: the number of a save is in its ``meta`` and its values."""
+"""Steps that the program saves; the index of a save is in its ``meta`` and its values."""
 PROGRAM = """
 import os, sys
 import numpy as np
@@ -35,20 +35,20 @@ for save, step in enumerate((1, 2, 2, 3, 4)):
     world.everyone.barrier("announce one after the other")
 """
 ANNOUNCED = "announced"
-"""File that stands for the user who is told."""
+"""File that stands for the user, who is told of each save."""
 TRACED = "openat,mkdir,rename,renameat,renameat2,unlink,unlinkat,rmdir,pwrite64,write,fsync,fdatasync"
 STATES = 6
-"""Random states tried after each call, beside the luckiest and the unluckiest."""
+"""Number of random states tried after each call, besides the best and the worst."""
 
 
 def record(root: Path, launch: Sequence[str], environment: Mapping[str, str], world: str) -> list[Call]:
-    """All calls of the program below ``root/disk``, with announcements among them.
+    """Run the program and return its calls below ``root/disk``, including announcements.
 
     Args:
         root: an empty folder.
-        launch: command that the program, a Python file, and its arguments are put behind.
-        environment: of the command.
-        world: ``alone`` or ``connect``, as a program on ranks would.
+        launch: command prefix for the program, a Python file, and its arguments.
+        environment: environment of the command.
+        world: ``alone``, or ``connect`` for a program on ranks.
     """
     if not shutil.which("strace"):
         pytest.skip("this machine has no strace")
@@ -71,7 +71,7 @@ def announces(call: Call) -> bool:
 
 
 def check_order(calls: Sequence[Call]) -> None:
-    """Everything is synced before the rename, and the rename before anything is said."""
+    """Check that everything is synced before the rename, and the rename before the announcement."""
     top = next(str(Path(call.other).parent) for call in calls if call.name == "rename")
     dirty: set[str] = set()
     unsynced_folders: set[str] = set()
@@ -97,7 +97,7 @@ def check_order(calls: Sequence[Call]) -> None:
 
 
 def check_losses(root: Path, calls: Sequence[Call], scratch: Path, seed: int) -> None:
-    """A power loss after any call leaves a sound checkpoint, as new as what was announced."""
+    """Check that a power loss after any call leaves an intact checkpoint at least as new as the last announced."""
     disk, luck = Disk(str(root / "disk")), random.Random(seed)
     announced = None
     for number, call in enumerate(calls):
@@ -114,14 +114,14 @@ def check_losses(root: Path, calls: Sequence[Call], scratch: Path, seed: int) ->
 
 
 def restarts(folder: Path, announced: int | None, where: str) -> None:
-    """What the next attempt does: sweep, list, load."""
+    """Do what the next attempt does (sweep, list, load), and check the checkpoints."""
     store = CheckpointStore(folder, group=Group("alone"))
     store.sweep()
     steps = store.steps()
     if not steps:
         assert announced is None, where
         return
-    for step in steps:  # not only the newest: nothing partial is ever listed
+    for step in steps:  # all, not only the newest, because a partial one must never be listed
         loaded = store.load(step)
         for array in loaded.arrays.values():
             np.testing.assert_array_equal(array, np.float32(loaded.meta["save"]))

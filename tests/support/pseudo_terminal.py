@@ -1,4 +1,4 @@
-"""Run ``hpctrain`` on a pseudo-terminal from a test, and see what a person would."""
+"""Run ``hpctrain`` on a pseudo-terminal from a test, and see what a user would."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from tests.support.mpi import PATIENCE_S
 
 SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[()][A-Z0-9]|[=>78])")
 ON, OFF = "\x1b[?1049h", "\x1b[?1049l"
-"""To the alternate screen and back."""
+"""Escape sequences that switch to the alternate screen and back."""
 
 
 @dataclass
 class Terminal:
-    """A terminal with one command in it."""
+    """A terminal that runs one command."""
 
     child: subprocess.Popen[bytes]
     keyboard: int
     text: str = ""
 
     def read(self, seconds: float) -> bool:
-        """Takes in what the command writes; whether it has not ended."""
+        """Read the command's output for up to some seconds; return False once the command has ended."""
         ready, _, _ = select.select([self.keyboard], [], [], seconds)
         try:
             data = os.read(self.keyboard, 1 << 16) if ready else b"-"
-        except OSError:  # nobody has the other side open any more
+        except OSError:  # the other side is closed
             data = b""
         self.text += data.decode(errors="replace") if ready else ""
         return bool(data)
 
     def wait_for(self, what: str, condition: Callable[[str], object], timeout_s: float = PATIENCE_S) -> None:
-        """Reads until the newest picture fulfils a condition."""
+        """Read until the newest picture satisfies a condition."""
         deadline = time.monotonic() + timeout_s
         while not condition(self.pictures()[-1] if self.pictures() else ""):
             assert time.monotonic() < deadline and self.read(0.2), f"no {what}; the terminal shows\n{self.text}"
 
     def press(self, keys: bytes) -> None:
-        """As on a keyboard."""
+        """Send keys, as from a keyboard."""
         os.write(self.keyboard, keys)
 
     def end(self, timeout_s: float = PATIENCE_S) -> int:
-        """Reads until the command has ended; its exit code."""
+        """Read until the command has ended, and return its exit code."""
         deadline = time.monotonic() + timeout_s
         while self.read(0.2):
             assert time.monotonic() < deadline, f"no end; the terminal shows\n{self.text}"
         return self.child.wait(PATIENCE_S)
 
     def pictures(self) -> list[str]:
-        """What the alternate screen showed, one after the other, without colours."""
+        """Successive contents of the alternate screen, without colours."""
         drawn = self.text.partition(ON)[2].partition(OFF)[0].split("\x1b[H")
         return [plain for each in drawn if (plain := SEQUENCE.sub("", each).replace("\r", "")).strip()]
 
     def left_behind(self) -> str:
-        """What stands on the terminal after the alternate screen was left."""
+        """Contents of the terminal after the alternate screen was left."""
         return SEQUENCE.sub("", self.text.rpartition(OFF)[2]).replace("\r", "")
 
 
 @contextmanager
 def on_a_terminal(*words: object, columns: int = 100, rows: int = 40) -> Iterator[Terminal]:
-    """A command on a terminal of its own; what is left of it at the end is killed."""
+    """A command on its own terminal; it is killed if it still runs at the end."""
     keyboard, screen = pty.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     made = {**environment(), "TERM": "xterm-256color"}

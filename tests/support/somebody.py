@@ -1,6 +1,6 @@
-"""``python -m tests.support.somebody -m pytest FILE``: Python with these words, by root started as another user.
+"""``python -m tests.support.somebody -m pytest FILE``: runs Python with these arguments, as another user if root.
 
-That user may read everything, and writes to the folder for temporary files alone.
+That user may read everything, but writes only to the folder for temporary files.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Attempts at a run, each of which is killed as it sends checkpoints: store_kills.py FOLDER URL SERVER KILLS SEED."""
+"""Attempts of a run, each killed while it uploads checkpoints: store_kills.py FOLDER URL SERVER KILLS SEED."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hpctrain.run.events import CheckpointStored
 from tests.support.object_store import ObjectStore
 
 VALUES = 1_500_000
-"""Of 8 bytes: a shard is sent in two parts."""
+"""Number of 8-byte values, so that a shard is uploaded in two parts."""
 MOST_REQUESTS = 40
-"""Of an attempt, after which it is killed: enough for a few checkpoints."""
+"""Largest number of requests before an attempt is killed: enough for a few checkpoints."""
 
 
 def weight(step: int) -> np.ndarray:
-    """What the checkpoint of a step holds."""
+    """Values in the checkpoint of a step."""
     return np.random.default_rng(step).random(VALUES)
 
 
 def attempt(folder: Path, url: str, announced: Path, server: ObjectStore, request: int) -> None:
-    """Resumes from the store, as the run folder is lost, and saves on; ends after a look if it is not to be killed."""
+    """Resume from the store, as if the run folder were lost, and save until killed; only check if ``request`` is 0."""
     keep = Retention(2)
     remote = open_remote(StoreTierConfig(url), folder, Group("alone"), keep, lambda: None)
     assert remote
@@ -59,7 +59,7 @@ def attempt(folder: Path, url: str, announced: Path, server: ObjectStore, reques
 
 
 def main(folder: Path, url: str, server: ObjectStore, kills: int, seed: int) -> None:
-    """Raises AssertionError if an attempt ends in another way than it should."""
+    """Run the attempts. Raises AssertionError if one ends other than expected."""
     announced = folder / "announced"
     announced.touch()
     chance = random.Random(seed)

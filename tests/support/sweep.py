@@ -1,4 +1,4 @@
-"""Training of many models on ranks, each beside one process with the joined batches. Knows no framework."""
+"""Train many models on ranks, and compare each with one process on the global batches. Independent of frameworks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from hpctrain.errors import RunFailed, UserError
 from tests.support.attempts import furthest
 
 UPDATES, SAMPLES = 3, 9
-"""Global batches and their size: the parts of 2 and of 4 ranks differ, and none has fewer than 2 samples."""
+"""Number and size of global batches: parts are uneven on 2 and 4 ranks, and none has fewer than 2 samples."""
 PATIENCE_S = 60.0
-"""For the other ranks where this one has crashed: where they have not, they wait for it in an exchange."""
+"""How long a crashed rank waits for the others, which hang in an exchange unless they crashed, too."""
 
 Batch = dict[str, NDArray[Any]]
 Weights = list[NDArray[np.float64]]
 
 
 class Judged(Protocol):
-    """Any model and its training."""
+    """A model and its training."""
 
     @property
     def accuracy(self) -> float:
-        """Largest difference between ranks and one process."""
+        """Largest allowed difference between ranks and one process."""
 
 
 Problem = TypeVar("Problem", bound=Judged)
@@ -41,20 +41,20 @@ Problem = TypeVar("Problem", bound=Judged)
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one model."""
+    """Result for one model."""
 
     accuracy: float
-    """That is expected."""
+    """Largest allowed difference."""
     difference: float | None = None
-    """Largest one between a weight on ranks and in one process, relative to the larger of 1 and the weight."""
+    """Largest difference of a weight between ranks and one process, relative to the weight or to 1 if larger."""
     equal: bool = False
-    """Whether all ranks hold the same weights, bit for bit."""
+    """Whether weights are bitwise identical on all ranks."""
     moved: bool = False
-    """Whether weights changed at all."""
+    """Whether any weight changed."""
     refusal: str | None = None
-    """The sentence with which the model was refused."""
+    """Message with which the model was refused."""
     crash: str | None = None
-    """Any other error."""
+    """Traceback of any other error."""
 
 
 def sweep(
@@ -64,14 +64,14 @@ def sweep(
     exact: Callable[[Problem], Weights],
     missing: set[str],
 ) -> None:
-    """Trains the problems that the command line names, all by default; rank 0 prints what it found by name, as JSON.
+    """Train the problems named on the command line, by default all; rank 0 prints the results as JSON.
 
     Args:
-        problems: by name.
+        problems: problems by name.
         group: the ranks.
-        train: trains on all ranks; weights before and after.
-        exact: trains in this process alone by nothing of hpctrain; each rank does so for some of the problems.
-        missing: classes that should be among the problems and are not.
+        train: trains on all ranks, and returns the weights before and after.
+        exact: trains in this process alone, without hpctrain; each rank calls it for some of the problems.
+        missing: classes that lack a problem.
     """
     names = sys.argv[1:] or list(problems)
     trained = {name: _train(problems[name], group, train) for name in names}
@@ -99,7 +99,7 @@ def _train(
 
 
 def _together(group: Group, value: Any, crash: str | None) -> list[Any]:
-    """The values of all ranks; ends them all where this one alone has crashed."""
+    """Gather the values of all ranks; abort them all if this one alone has crashed."""
     try:
         return group.allgather(value, "compare the weights", PATIENCE_S if crash else TIMEOUT_S)
     except RunFailed:
@@ -118,20 +118,20 @@ def _compare(problem: Problem, found: Found, after: Weights, exact: Callable[[Pr
 
 
 def numbers(shape: tuple[int, ...], below: int | None = None) -> NDArray[Any]:
-    """One array for all samples of all batches, always the same: float32, or int64 from 0 to below."""
+    """A fixed array for all samples of all batches: float32, or int64 in [0, below)."""
     random = np.random.default_rng(11)
     whole = (UPDATES * SAMPLES, *shape)
     return random.normal(size=whole).astype(np.float32) if below is None else random.integers(0, below, whole)
 
 
 def batches(everything: Batch) -> list[Batch]:
-    """Global batches, in order."""
+    """Split all samples into global batches, in order."""
     begins = range(0, UPDATES * SAMPLES, SAMPLES)
     return [{name: array[begin : begin + SAMPLES] for name, array in everything.items()} for begin in begins]
 
 
 def micro_batches(batch: Batch, group: Group, accumulate: int) -> list[Batch]:
-    """This rank's part of a global batch, in pieces."""
+    """Split this rank's part of a global batch into micro-batches."""
     part = part_of(SAMPLES, group.rank, group.size)
     begin, count = part.start, part.stop - part.start
     pieces = [part_of(count, piece, accumulate) for piece in range(min(accumulate, count))]
@@ -141,7 +141,7 @@ def micro_batches(batch: Batch, group: Group, accumulate: int) -> list[Batch]:
 
 
 def code(cls: type, above: type) -> str:
-    """Of a class and its bases below one of them, without docstrings."""
+    """Source code of a class and its bases up to ``above``, without docstrings."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(above)]:
         tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(base)))

@@ -1,4 +1,4 @@
-"""Ranks of a group as threads of one process: what a layer's ranks send each other, without launching any."""
+"""Ranks of a group as threads of one process, to test communication without launching ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 120.0
 
 
 class ThreadGroup(Group):
-    """One of several threads that add and gather arrays, and small values."""
+    """A group whose ranks are threads that add and gather arrays, and gather small values."""
 
     def __init__(self, rank: int, table: list[Any], meeting: threading.Barrier) -> None:
         super().__init__("threads")
@@ -67,7 +67,7 @@ class ThreadGroup(Group):
         coming[...] = self.gather(going, what, timeout_s)[:, self.rank]
 
     def begin_add(self, values: NDArray[Any], what: str = "", timeout_s: float = TIMEOUT_S) -> Callable[[bool], bool]:
-        """Done when it is waited for, as ranks may be long on their way."""
+        """Begin a sum that is only done when waited for, because other ranks may be late."""
         left = [values]
 
         def is_done(wait: bool) -> bool:
@@ -79,22 +79,22 @@ class ThreadGroup(Group):
 
 
 class Messages(ThreadGroup):
-    """That send each other arrays, too, by way of queues."""
+    """A group of threads that also send each other arrays, through queues."""
 
     def __init__(self, group: ThreadGroup) -> None:
         super().__init__(group.rank, group.table, group.meeting)
         self.table[self.rank] = {}
         self.meeting.wait(PATIENCE_S)
         self.queues: list[dict[tuple[int, Any], queue.Queue[Any]]] = list(self.table)
-        """Of each rank, by who sends, and tag."""
+        """Queues of each receiving rank, by sender and tag."""
         self.meeting.wait(PATIENCE_S)
 
     def to(self, rank: int, tag: Any) -> queue.Queue[Any]:
-        """What this rank sends to another one."""
+        """Queue of arrays from this rank to another."""
         return self.queues[rank].setdefault((self.rank, tag), queue.Queue())
 
     def coming(self, rank: int, tag: Any) -> queue.Queue[Any]:
-        """What another rank sends to this one."""
+        """Queue of arrays from another rank to this one."""
         return self.queues[self.rank].setdefault((rank, tag), queue.Queue())
 
     def post(self, values: NDArray[Any], rank: int, tag: int) -> Callable[[], bool]:
@@ -106,7 +106,7 @@ class Messages(ThreadGroup):
 
 
 def in_threads(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
-    """What each of so many ranks returns; if one raises, all end."""
+    """Run ``work`` on ``size`` ranks, and return their results; if one raises, all end."""
     table: list[Any] = [None] * size
     meeting = threading.Barrier(size)
 

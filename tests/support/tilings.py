@@ -1,4 +1,4 @@
-"""Random parts of arrays, and random cuts of arrays into parts."""
+"""Hypothesis strategies: random parts of arrays, and random tilings of arrays."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 @st.composite
 def boxes_within(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """A part of an array; its lengths may be 0."""
+    """A random part of an array; its lengths may be 0."""
     ends = [sorted(draw(st.tuples(st.integers(0, length), st.integers(0, length)))) for length in shape]
     return Box(tuple(begin for begin, _ in ends), tuple(end - begin for begin, end in ends))
 
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Parts that hold each element once, cut in any axes; some may be empty."""
+    """Parts that contain each element exactly once, cut along any axes; some may be empty."""
     boxes = [everything(shape)]
     for _ in range(draw(st.integers(0, 6)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))

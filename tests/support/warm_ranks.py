@@ -1,7 +1,7 @@
-"""Ranks without the seconds that importing a framework takes: a process that has imported it forks them.
+"""Ranks that start quickly, because they are forked from a process that has already imported the framework.
 
-It is that of ``hpctrain.launch.forks``, with what the tests' own tasks import, one for all tests, whose ranks may be on
-hosts that are network namespaces. Runs that have it do without one of their own.
+It is the parent process of ``hpctrain.launch.forks``, which has also imported what the tests' tasks need, shared by all
+tests. Its ranks may be on hosts that are network namespaces. Runs that use it start no parent of their own.
 
     python -P -m tests.support.warm_ranks SOCKET FRAMEWORK
 """
@@ -26,16 +26,16 @@ from hpctrain.system.processes import die_with_parent
 
 WARM = Path(__file__).parent / "warm"
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
-"""Of linux/sched.h."""
+"""From linux/sched.h."""
 START_S = 240.0
 
 
 _PRELOADED: dict[str, Path] = {}
-"""The socket of each such process, by framework: one each for all tests, whose variables differ by the test's name."""
+"""Socket of each parent process, by framework only: tests' environments differ, if only by the test's name."""
 
 
 def preloaded(framework: str, environment: Mapping[str, str]) -> Path:
-    """The socket of a process that has imported a framework; it is started once, and ends with this one."""
+    """Socket of a process that has imported a framework; it is started once, and ends with this process."""
     if framework not in _PRELOADED:
         _PRELOADED[framework] = _started(framework, environment)
     return _PRELOADED[framework]
@@ -54,26 +54,26 @@ def _started(framework: str, environment: Mapping[str, str]) -> Path:
 
 
 def end(parent: subprocess.Popen[bytes], folder: Path) -> None:
-    """Ends such a process."""
+    """End a parent process and remove its folder."""
     parent.kill()
     parent.wait()
     shutil.rmtree(folder)
 
 
 def command(framework: str, environment: Mapping[str, str]) -> list[str]:
-    """What mpirun starts in place of Python, before the program and its arguments."""
+    """Command that mpirun starts instead of Python, followed by the program and its arguments."""
     path = preloaded(framework, environment)
     return [sys.executable, "-I", "-S", str(STAND_IN), str(path)]
 
 
 def variables(framework: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which `hpctrain run` has such ranks, whatever its own way of starting them, and `train` is one."""
+    """Variables with which `hpctrain train`, and ranks of `hpctrain run` however started, are forks of the process."""
     path = preloaded(framework, environment)
     return {"WARM_RANKS": str(path), "PYTHONPATH": f"{WARM}{os.pathsep}{environment['PYTHONPATH']}", FORKS: "0"}
 
 
 def _join(stand_in: int) -> None:
-    """Makes this process one of the stand-in's host, if that has a network and a name of its own (see ``netns``)."""
+    """Move this process to the stand-in's host, if that has a separate network or host name (see ``netns``)."""
     for kind, flag in (("net", CLONE_NEWNET), ("uts", CLONE_NEWUTS)):
         theirs = f"/proc/{stand_in}/ns/{kind}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{kind}"):
@@ -82,7 +82,7 @@ def _join(stand_in: int) -> None:
 
 
 def main(path: str, framework: str) -> None:
-    """Serves, and becomes a rank in each fork."""
+    """Serve requests; each fork becomes a rank."""
     die_with_parent()
     prepare([*COMMON, BACKENDS[framework], "hpctrain.checkpoint.hook", f"tests.tasks.{framework}_tasks"])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

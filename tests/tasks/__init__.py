@@ -1,1 +1,1 @@
-"""Models, losses and data that the tests train."""
+"""Models, losses and data that tests train on."""

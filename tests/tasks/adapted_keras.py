@@ -1,4 +1,4 @@
-"""A Keras task whose layers are trained by adapters."""
+"""A Keras task that trains LoRA adapters of its layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INPUTS = np.arange(48).reshape(8, 6) % 5
 
 
 def network(adapted: bool = False) -> keras.Model:
-    """One layer of each kind that has ``enable_lora``."""
+    """A model with one layer of each kind that has ``enable_lora``."""
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -30,6 +30,6 @@ def network(adapted: bool = False) -> keras.Model:
 
 
 def task() -> KerasTask:
-    """With adapters."""
+    """The task, with adapters."""
     data = {"x": INPUTS, "y": np.ones((8, 2), np.float32)}
     return KerasTask(network(adapted=True), "mse", keras.optimizers.Adam(0.1), data)

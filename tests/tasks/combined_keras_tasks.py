@@ -1,4 +1,4 @@
-"""A Keras task that uses the features whose names it is given."""
+"""A Keras task that uses the features it is given by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tasks.combined_tasks import SAMPLES, Halved, training_data
 
 
 class Trained(keras.Model):
-    """Has a training step of its own."""
+    """A model with its own ``train_step``."""
 
     def __init__(self, network: keras.Model) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Trained(keras.Model):
 
 
 class Tested(Trained):
-    """And one for evaluations."""
+    """A model that also has its own ``test_step``."""
 
     def test_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -42,14 +42,14 @@ class Tested(Trained):
 
 
 def loss(outputs: Any, batch: dict[str, Any]) -> Any:
-    """A mean over the samples."""
+    """Mean squared error over the samples."""
     return ops.mean((ops.cast(outputs, "float32") - batch["y"]) ** 2)
 
 
 def task(uses: list[str]) -> KerasTask:
-    """With the features of these names."""
+    """A task with the features of these names."""
     has = {Feature[name] for name in uses}
-    looks_up = bool(has & {Feature.ACCUMULATE, Feature.TRAIN_STEP})  # in a large table of embeddings
+    looks_up = bool(has & {Feature.ACCUMULATE, Feature.TRAIN_STEP})  # whether the model has a large embedding table
     if Feature.FP32_MODEL in has:
         keras.config.set_dtype_policy("float32")
     images: list[Any] = [keras.Input((4, 4, 2)), layers.Conv2D(3, 3)]

@@ -1,4 +1,4 @@
-"""A PyTorch task that uses the features whose names it is given."""
+"""A PyTorch task that uses the features it is given by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 40
 
 
 class Images(nn.Module):
-    """A convolution, normalised; in any precision, from float32 to float32."""
+    """A normalised convolution in any precision, with float32 inputs and outputs."""
 
     def __init__(self, uses: set[Feature]) -> None:
         super().__init__()
@@ -45,21 +45,21 @@ class Images(nn.Module):
 
 
 class Remembering(Images):
-    """Has state that is no tensor of the module."""
+    """Has extra state that is not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
-        """A number."""
+        """Return a number."""
         return {"count": 1}
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing depends on it."""
+        """Ignore the state."""
 
 
 OF_WORDS = {Feature.MAX_NORM, Feature.SPARSE_ADAM, Feature.SPARSE_ROWS}
 
 
 class Words(nn.Module):
-    """A table of embeddings."""
+    """An embedding table."""
 
     def __init__(self, uses: set[Feature]) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ class Words(nn.Module):
 
 
 class Coupled(torch.optim.SGD):
-    """Steps by the norm of the gradients of all parameters, however many there are."""
+    """An optimizer whose step depends on the norm of all gradients together."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """All gradients divided by their norm, then SGD's."""
+        """Divide all gradients by their joint norm (plus 1), then step as SGD."""
         gradients = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
         norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
         for gradient in gradients:
@@ -85,41 +85,41 @@ class Coupled(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Says itself what its state is."""
+    """Overrides ``state_dict``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """One number."""
+        """Return one number."""
         return {"steps": 1}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Nothing depends on it."""
+        """Ignore the state."""
 
 
 class Halved(RateHook):
-    """Half of the rate."""
+    """Halves the learning rate."""
 
     def adjusted(self, schedule: Any) -> Any:
         return lambda step: 0.5 * schedule(step)
 
 
 def forward(model: Any, batch: dict[str, Tensor]) -> Any:
-    """Of the first model."""
+    """Outputs of the first model."""
     first = next(iter(model.values())) if isinstance(model, Mapping) else model
     return first(next(iter(batch.values())))
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """A mean over the samples."""
+    """Mean squared error over the samples."""
     return functional.mse_loss(outputs, batch["y"])
 
 
 def size(model: nn.Module, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """A penalty."""
+    """Sum of squared parameters, for a metric that captures a model."""
     return torch.stack([one.detach().square().sum() for one in model.parameters()]).sum()
 
 
 def data_for(uses: set[Feature]) -> Any:
-    """40 samples."""
+    """40 samples that fit the features."""
     random = np.random.default_rng(3)
     shape = (SAMPLES, 2, 4, 4, 4) if Feature.VOLUMES in uses else (SAMPLES, 2, 4, 4)
     inputs = {"x": random.normal(size=shape).astype(np.float32)}
@@ -129,14 +129,14 @@ def data_for(uses: set[Feature]) -> Any:
 
 
 def training_data(uses: set[Feature], data: dict[str, Any]) -> Any:
-    """As arrays, or one sample after the other."""
+    """The samples as arrays, or as a stream."""
     if Feature.STREAM not in uses:
         return data
     return open_stream([{name: array[index] for name, array in data.items()} for index in range(SAMPLES)])
 
 
 def task(uses: list[str]) -> TorchTask:
-    """With the features of these names."""
+    """A task with the features of these names."""
     has = {Feature[name] for name in uses}
     several = bool(has & {Feature.SEVERAL_MODELS, Feature.SEVERAL_OPTIMIZERS})
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""The digits; attempts wait behind a step, see ``Hold``."""
+"""The digits task in Keras, whose attempts wait at a gate (``Hold``)."""
 
 import dataclasses
 
@@ -8,5 +8,5 @@ from tests.support.gate import Hold
 
 
 def task(data: str = "data/digits", gate: str = "", at: int = 0) -> KerasTask:
-    """``gate`` and the rest are those of ``Hold``."""
+    """The task; ``gate`` and ``at`` are arguments of ``Hold``."""
     return dataclasses.replace(tensorflow_digits.task(data), hooks=[Hold(gate, at)])

@@ -1,4 +1,4 @@
-"""The digits; attempts wait behind a step, see ``Hold``."""
+"""The digits task in PyTorch, whose attempts wait at a gate (``Hold``)."""
 
 import dataclasses
 
@@ -8,5 +8,5 @@ from tests.support.gate import Hold
 
 
 def task(data: str = "data/digits", gate: str = "", at: int = 0, pause_s: float = 0.0) -> TorchTask:
-    """``gate`` and the rest are those of ``Hold``."""
+    """The task; ``gate``, ``at`` and ``pause_s`` are arguments of ``Hold``."""
     return dataclasses.replace(torch_digits.task(data), hooks=[Hold(gate, at, pause_s)])

@@ -1,4 +1,4 @@
-"""A metric that is interrupted in the midst of an evaluation."""
+"""A metric that is interrupted in the middle of an evaluation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 class Interruption(BaseException):
-    """As a signal would raise."""
+    """The interruption, not an Exception, like one raised by a signal handler."""
 
 
 updates: list[int] = []
-"""How many updates are left, if there is to be an interruption."""
+"""Number of updates until the interruption; empty if there is to be none."""
 
 
 @contextmanager
 def at_update(number: int) -> Iterator[None]:
-    """Interrupts in the body after so many updates."""
+    """Interrupt the metric's update with this number (from 1) inside the context."""
     updates.append(number)
     try:
         yield
@@ -26,7 +26,7 @@ def at_update(number: int) -> Iterator[None]:
 
 
 class Interrupting:
-    """Another metric, until the interruption."""
+    """Wraps another metric and interrupts one of its updates."""
 
     def __init__(self, metric: Any) -> None:
         self.init, self.merge, self.compute = metric.init, metric.merge, metric.compute

@@ -1,4 +1,4 @@
-"""Keras models as they are published, with a ``train_step`` of their own, and tasks around them."""
+"""Keras models in published form, with their own ``train_step``, and tasks around them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLES = 183
 
 
 def pictures(samples: int = SAMPLES) -> np.ndarray:
-    """float32[samples, 8, 8, 1] between 0 and 1: blobs; always the same."""
+    """Fixed images of blobs: float32[samples, 8, 8, 1] between 0 and 1."""
     random = np.random.default_rng(2)
     centre, grid = random.uniform(1, 6, (samples, 2, 1, 1)), np.mgrid[0:8, 0:8]
     return np.exp(-((grid - centre) ** 2).sum(1) / 4)[..., None].astype(np.float32)
@@ -41,7 +41,7 @@ class Sampling(layers.Layer):
         self.seed_generator = keras.random.SeedGenerator(1337)
 
     def call(self, inputs: Any) -> Any:
-        """z."""
+        """Sample z."""
         z_mean, z_log_var = inputs
         batch, dim = ops.shape(z_mean)[0], ops.shape(z_mean)[1]
         epsilon = keras.random.normal(shape=(batch, dim), dtype=z_mean.dtype, seed=self.seed_generator)
@@ -49,7 +49,7 @@ class Sampling(layers.Layer):
 
 
 class VAE(keras.Model):
-    """A variational autoencoder, as the examples of Keras write it."""
+    """A variational autoencoder, as in the Keras examples."""
 
     def __init__(self, encoder: keras.Model, decoder: keras.Model, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -61,11 +61,11 @@ class VAE(keras.Model):
 
     @property
     def metrics(self) -> list[Any]:
-        """What is reset."""
+        """Metrics that Keras resets."""
         return [self.total_loss_tracker, self.reconstruction_loss_tracker, self.kl_loss_tracker]
 
     def losses_of(self, data: Any) -> tuple[Any, Any]:
-        """Reconstruction and KL."""
+        """Reconstruction loss and KL divergence."""
         z_mean, z_log_var, z = self.encoder(data)
         reconstruction = self.decoder(z)
         each = ops.sum(keras.losses.binary_crossentropy(data, reconstruction), axis=(1, 2))
@@ -73,7 +73,7 @@ class VAE(keras.Model):
         return ops.mean(each), ops.mean(ops.sum(kl_loss, axis=1))
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """One update."""
+        """Take one step."""
         with tf.GradientTape() as tape:
             reconstruction_loss, kl_loss = self.losses_of(data)
             total_loss = reconstruction_loss + kl_loss
@@ -86,16 +86,16 @@ class VAE(keras.Model):
 
 
 class TestedVAE(VAE):
-    """Says how it is evaluated, too."""
+    """A VAE with its own ``test_step``."""
 
     def test_step(self, data: Any) -> dict[str, Any]:
-        """The same losses."""
+        """Return the same losses as for training."""
         reconstruction_loss, kl_loss = self.losses_of(data)
         return {"loss": reconstruction_loss + kl_loss, "kl_loss": kl_loss}
 
 
 def vae(kind: type[VAE] = VAE, optimizer: Any = None) -> VAE:
-    """Compiled."""
+    """A compiled VAE."""
     inputs = keras.Input((8, 8, 1))
     hidden = layers.Dense(24, activation="relu")(layers.Flatten()(inputs))
     z_mean, z_log_var = layers.Dense(2, name="z_mean")(hidden), layers.Dense(2, name="z_log_var")(hidden)
@@ -108,7 +108,7 @@ def vae(kind: type[VAE] = VAE, optimizer: Any = None) -> VAE:
 
 
 class GAN(keras.Model):
-    """Two networks and two optimizers, as the examples of Keras write it; its noise is part of the samples."""
+    """Two networks and two optimizers, as in the Keras examples, except that noise is part of the samples."""
 
     def __init__(self, discriminator: keras.Model, generator: keras.Model) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class GAN(keras.Model):
         self.generator = generator
 
     def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
-        """Two optimizers."""
+        """Set both optimizers and the loss."""
         super().compile()
         self.d_optimizer = d_optimizer
         self.g_optimizer = g_optimizer
@@ -126,11 +126,11 @@ class GAN(keras.Model):
 
     @property
     def metrics(self) -> list[Any]:
-        """What is reset."""
+        """Metrics that Keras resets."""
         return [self.d_loss_metric, self.g_loss_metric]
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """First the discriminator, then the generator against the new one."""
+        """Update the discriminator, then the generator against the updated discriminator."""
         real_images, noise = data
         batch_size = ops.shape(real_images)[0]
         combined_images = ops.concatenate([self.generator(noise), real_images], axis=0)
@@ -150,7 +150,7 @@ class GAN(keras.Model):
 
 
 def gan(d_optimizer: Any = None, g_optimizer: Any = None) -> GAN:
-    """Compiled."""
+    """A compiled GAN."""
     discriminator = keras.Sequential(
         [keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(24, "leaky_relu"), layers.Dense(1)]
     )
@@ -165,25 +165,25 @@ def gan(d_optimizer: Any = None, g_optimizer: Any = None) -> GAN:
 
 
 def gan_data() -> dict[str, np.ndarray]:
-    """Pictures and noise."""
+    """Images and noise."""
     noise = np.random.default_rng(3).normal(size=(SAMPLES, 4)).astype(np.float32)
     return {"picture": pictures(), "noise": noise}
 
 
 def vae_task(optimizer: Any = None) -> KerasTask:
-    """With sampling of its own on each rank."""
+    """The VAE, which samples differently on each rank."""
     data = {"picture": pictures(), "id": np.arange(SAMPLES)}
     fit_data = operator.itemgetter("picture")
     return KerasTask(vae(TestedVAE, optimizer), train=data, validation={"picture": pictures(40)}, fit_data=fit_data)
 
 
 def gan_task(**optimizers: Any) -> KerasTask:
-    """Without noise of a rank's own."""
+    """The GAN, without rank-dependent noise."""
     return KerasTask(model=gan(**optimizers), train=gan_data())
 
 
 class Late(keras.Model):
-    """Builds its layers in its first step, and keeps optimizers in a list."""
+    """A model that builds its layers in its first step and keeps optimizers in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,11 +191,11 @@ class Late(keras.Model):
         self.optimizers = [keras.optimizers.SGD(0.05, momentum=0.9)]
 
     def call(self, x: Any, training: bool = False) -> Any:
-        """One number a sample."""
+        """One number per sample."""
         return self.head(self.norm(self.hidden(x), training=training))
 
     def train_step(self, data: Any) -> Any:
-        """One update."""
+        """Take one step."""
         x, y = data
         with tf.GradientTape() as tape:
             loss = ops.mean((self(x, training=True)[:, 0] - y) ** 2)
@@ -203,27 +203,27 @@ class Late(keras.Model):
         return {"loss": loss}
 
     def update(self, loss: Any, tape: tf.GradientTape) -> None:
-        """For others to override."""
+        """Apply the gradients; subclasses override this."""
         self.optimizers[0].apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
 
 
 def numbers(samples: int = 183) -> dict[str, np.ndarray]:
-    """Points, and the sums of their coordinates."""
+    """Random points, and the sums of their coordinates."""
     x = np.random.default_rng(4).normal(size=(samples, 4)).astype(np.float32)
     return {"x": x, "y": x.sum(1)}
 
 
 class ByHand(Late):
-    """Changes one weight without an optimizer."""
+    """A model that changes one weight without an optimizer."""
 
     def update(self, loss: Any, tape: tf.GradientTape) -> None:
-        """The bias follows this rank's loss."""
+        """Also change the bias by this rank's loss."""
         super().update(loss, tape)
         self.head.bias.assign_sub(0.1 * ops.reshape(loss, (1,)))
 
 
 class Halves(Late):
-    """Updates its layers one after the other, in this order or the other one."""
+    """A model that updates its layers one after the other, in either order."""
 
     def __init__(self, flip: bool = False) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Halves(Late):
         self.flip = flip
 
     def update(self, loss: Any, tape: tf.GradientTape) -> None:
-        """By two optimizers."""
+        """Apply two optimizers in turn."""
         parts = [self.hidden.trainable_weights, self.head.trainable_weights]
         first, second = tape.gradient(loss, parts)
         updates = [(self.optimizers[0], first, parts[0]), (self.optimizers[1], second, parts[1])]
@@ -240,7 +240,7 @@ class Halves(Late):
 
 
 class Lookup(keras.Model):
-    """A large table, which SGD updates by rows, and the layers behind it, which another optimizer does."""
+    """A large table that SGD updates by rows, followed by layers that another optimizer updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,11 +248,11 @@ class Lookup(keras.Model):
         self.table_optimizer = keras.optimizers.SGD(0.5)
 
     def call(self, ids: Any) -> Any:
-        """One number a sample."""
+        """One number per sample."""
         return self.head(self.hidden(ops.mean(self.table(ids), axis=1)))
 
     def train_step(self, data: Any) -> Any:
-        """One update of each; the table and its first layer once more, by another."""
+        """Update the table with its own optimizer, then the layers and the table again with the other."""
         ids, y = data
         with tf.GradientTape(persistent=True) as tape:
             loss = ops.mean((self(ids)[:, 0] - y) ** 2)
@@ -263,7 +263,7 @@ class Lookup(keras.Model):
 
 
 def lookup_task() -> KerasTask:
-    """With ids that occur several times, within samples and between them."""
+    """The lookup model, with ids repeated within and across samples."""
     random = np.random.default_rng(6)
     ids = random.integers(0, 99, (SAMPLES, 5)).astype(np.int32) * 400
     model = Lookup()
@@ -272,7 +272,7 @@ def lookup_task() -> KerasTask:
 
 
 def framework_of(make: Callable[[], KerasTask], world: World, kind: Any = "auto", **train: Any) -> KerasFramework:
-    """A framework around a task, as a run makes it."""
+    """A framework around a task, made as in a run."""
     begin_task(7, train.get("precision", "fp32"), world.local_rank)
     task = make()
     task = adopted(task, tuple(task.train))
@@ -284,13 +284,13 @@ def framework_of(make: Callable[[], KerasTask], world: World, kind: Any = "auto"
 
 
 def global_batches(task: KerasTask, count: int) -> list[dict[str, np.ndarray]]:
-    """The last one of an epoch has 3 samples: the last of 4 ranks gets none."""
+    """Global batches in order; the last one of an epoch has 3 samples, so that the last of 4 ranks gets none."""
     begins = [(step * 30) % 210 for step in range(count)]
     return [{name: array[begin : begin + 30] for name, array in task.train.items()} for begin in begins]
 
 
 def train(framework: KerasFramework, steps: int, skip: int = 0) -> list[dict[str, tuple[float, float]]]:
-    """This rank's sums, by step."""
+    """Train, and return this rank's sums of each step."""
     group, found = framework.group, []
     for batch in global_batches(framework.task, skip + steps)[skip:]:
         samples = len(next(iter(batch.values())))

@@ -1,4 +1,4 @@
-"""Models in float64 whose layers can be shared out among stages, and tasks around them."""
+"""float64 models whose layers can be split into pipeline stages, and tasks around them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WORDS, LENGTH, WIDTH, SAMPLES = 24, 7, 16, 22
 
 
 def embed(table: nn.Embedding, places: nn.Parameter, words: Tensor) -> dict[str, Any]:
-    """What blocks hand on: vectors, the words themselves, and how often blocks have worked on them."""
+    """What blocks pass on: vectors, the words themselves, a count of blocks so far, and a padding mask."""
     return {"x": table(words) + places, "words": words, "counts": (0, [words.ne(1)])}
 
 
 class Block(nn.Module):
-    """Two layers, on vectors that are not padding."""
+    """Two layers with a residual connection, masked where there is padding."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.drawn = ""
-        """Which values the last forward pass has dropped."""
+        """Bits that tell which values the last forward pass dropped."""
 
     def forward(self, carried: dict[str, Any]) -> dict[str, Any]:
-        """Changes ``x``."""
+        """Update ``x`` and the count."""
         count, (mask,) = carried["counts"]
         hidden = functional.relu(self.up(self.norm(carried["x"])), inplace=True)
         kept = self.dropout(torch.ones_like(hidden))
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores of words."""
+    """Logits of words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Head(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Four blocks between a table and a head, without attention."""
+    """Four blocks without attention between an embedding table and a head."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -75,29 +75,29 @@ class Gpt(nn.Module):
 
 
 def layers(model: Gpt) -> list[Any]:
-    """The first one is a function."""
+    """Layers of the pipeline, the first of which is a function."""
     return [functools.partial(embed, model.table, model.places), *model.blocks, model.head]
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum over words that are not padding, and how many these are."""
+    """Sum of losses over words that are not padding, and their number."""
     own = batch["words"].ne(1).to(outputs.dtype)
     scores = functional.cross_entropy(outputs.flatten(0, 1), batch["words"].flatten(), reduction="none")
     return (scores * own.flatten()).sum(), own.sum()
 
 
 def tokens() -> dict[str, NDArray[Any]]:
-    """Always the same."""
+    """A fixed set of samples."""
     return {"words": np.random.default_rng(2).integers(0, WORDS, (SAMPLES, LENGTH))}
 
 
 def forward(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """With something before the model, and behind it a change of the outputs in place."""
+    """Run the model, with an operation before it and an in-place change of its outputs."""
     return model(batch["words"].clone()).mul_(1.5)
 
 
 def gpt(dropout: float = 0.0, dtype: str = "float64", optimizer: str = "adamw") -> TorchTask:
-    """Weight decay on matrices alone."""
+    """The GPT, with weight decay on matrices only."""
     model = Gpt(dropout).to(getattr(torch, dtype))
     groups = [
         {"params": [one for one in model.parameters() if one.ndim > 1], "weight_decay": 0.1},
@@ -122,12 +122,12 @@ def gpt(dropout: float = 0.0, dtype: str = "float64", optimizer: str = "adamw") 
 
 
 def numbered(dropout: float = 0.0) -> TorchTask:
-    """The samples have numbers."""
+    """The GPT on samples with an ``id``."""
     return dataclasses.replace(gpt(dropout), train=tokens() | {"id": np.arange(SAMPLES)})
 
 
 def sequential(norm: bool = False) -> TorchTask:
-    """Plain layers, some of which have no parameters; with statistics of micro-batches if there are norms."""
+    """Plain layers, some without parameters; with ``norm``, also BatchNorm, whose statistics are per micro-batch."""
     between = [nn.BatchNorm1d(12)] if norm else []
     model = nn.Sequential(
         nn.Linear(8, 12), *between, nn.ReLU(inplace=True), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)
@@ -139,6 +139,6 @@ def sequential(norm: bool = False) -> TorchTask:
 
 
 def astray() -> TorchTask:
-    """Each process gets samples of its own."""
+    """A task that gives each process different samples."""
     transform = lambda sample, rng: {**sample, "x": sample["x"] + os.getpid()}  # noqa: E731
     return dataclasses.replace(sequential(), transform=transform)

@@ -1,4 +1,4 @@
-"""Tasks that set their learning rate by themselves, in Keras."""
+"""Keras tasks with their own learning rate schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVEN: dict[str, Any] = {
 
 
 def task(schedule: str = "") -> KerasTask:
-    """With a Keras schedule in the optimizer, or a schedule of the task's."""
+    """A task with a Keras schedule in the optimizer, or with a ``schedule``."""
     random = np.random.default_rng(3)
     x = random.normal(size=(40, 4)).astype(np.float32)
     data = {"x": x, "y": x.sum(1, keepdims=True)}

@@ -1,4 +1,4 @@
-"""Tasks that set their learning rate by themselves, in PyTorch."""
+"""PyTorch tasks with their own learning rate schedule."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, Any] = {
 
 
 def task(schedule: str = "") -> TorchTask:
-    """Two parameter groups with rates of their own."""
+    """A task with two parameter groups at different learning rates."""
     random = np.random.default_rng(3)
     x = random.normal(size=(40, 4)).astype(np.float32)
     data = {"x": x, "y": x.sum(1, keepdims=True)}

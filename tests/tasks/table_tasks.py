@@ -1,4 +1,4 @@
-"""A recommender in float64 whose tables can be shared out, and tasks around it."""
+"""A float64 recommender whose embedding tables can be split across ranks, and tasks around it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn import functional
 from hpctrain import TorchTask, columns, vocabulary
 
 ROWS, WIDTH, SAMPLES, VISITS = {"users": 23, "films": 10, "kinds": 3, "tags": 9}, 4, 40, 5
-"""Of which 4 ranks cannot have equal shares, and one has no kinds."""
+"""Sizes that do not split evenly over 4 ranks, one of which gets no ``kinds``."""
 
 
 class Recommender(nn.Module):
-    """What users think of films, by four tables, one of which adds up, and one that all ranks have."""
+    """Ratings of films from four tables to be split, one of which sums its rows, and a fifth that is replicated."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Recommender(nn.Module):
 
 
 def visits() -> dict[str, NDArray[Any]]:
-    """Always the same; some users are in none."""
+    """A fixed set of samples, in which some users do not occur."""
     random = np.random.default_rng(4)
     found = {name: random.integers(0, rows, SAMPLES) for name, rows in (ROWS | {"days": 7}).items()}
     found |= {
@@ -51,17 +51,17 @@ def visits() -> dict[str, NDArray[Any]]:
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The whole batch is its input."""
+    """Pass the whole batch to the model."""
     return model(batch)  # type: ignore[no-any-return]
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """A mean over samples."""
+    """Mean squared error over the samples."""
     return functional.mse_loss(outputs.double(), batch["y"])
 
 
 def weighted(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of samples that count differently."""
+    """Weighted squared error, as (sum, weight)."""
     weights = 1 + batch["users"].double()
     return ((outputs - batch["y"]).square() * weights).sum(), weights.sum()
 
@@ -69,7 +69,7 @@ def weighted(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
 def recommender(
     optimizer: str = "adamw", weighs: bool = False, dtype: str = "float64", device: str = "cpu"
 ) -> TorchTask:
-    """Gradients of tables are sparse where the optimizer can do with them."""
+    """The recommender; gradients of tables are sparse if the optimizer supports that."""
     torch.manual_seed(3)
     with torch.device(device):
         model = Recommender(sparse=optimizer not in ("adamw", "adafactor")).to(getattr(torch, dtype))
@@ -90,12 +90,12 @@ def recommender(
 
 
 def unmarked() -> TorchTask:
-    """Says how layers are cut, and nothing of tables."""
+    """A task that says how layers are cut, but not tables."""
     return replace(recommender(), tensor={"deep.0": columns})
 
 
 class Penalised(Recommender):
-    """With the squares of its own parameters."""
+    """A recommender whose outputs include a penalty on its own parameters."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """[n]."""
@@ -103,19 +103,19 @@ class Penalised(Recommender):
 
 
 def penalised() -> TorchTask:
-    """Whose model computes with all of its parameters."""
+    """A task whose model reads all of its parameters in ``forward``."""
     task = recommender()
     task.model.__class__ = Penalised
     return task
 
 
 def wrong() -> TorchTask:
-    """Marks a table that is not there."""
+    """A task that marks a table that does not exist."""
     return replace(recommender(), tensor={"tables.usres": vocabulary})
 
 
 def outside() -> TorchTask:
-    """Samples in order, the 13th of which asks for a row that is not there."""
+    """A task with samples in order, the 13th of which has an index out of range."""
     task = recommender()
     data = visits()
     data["users"][12] = ROWS["users"]

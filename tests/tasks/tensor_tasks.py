@@ -1,4 +1,4 @@
-"""A small GPT in float64 whose layers can be cut, and tasks around it."""
+"""A small float64 GPT for tensor parallelism, and tasks around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = {
 
 
 class Block(nn.Module):
-    """Attention and two layers."""
+    """Attention and a feed-forward network."""
 
     def __init__(self, dropout: float, inner_norm: bool) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class Block(nn.Module):
         self.inner_norm = nn.LayerNorm(WIDTH // HEADS) if inner_norm else nn.Identity()
         self.inner, self.outer = nn.Dropout(dropout), nn.Dropout(dropout)
         self.drawn: dict[str, Tensor] = {}
-        """Which values the last forward pass has dropped."""
+        """Masks of the values that the last forward pass dropped."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, length, width]; how many heads there are is inferred."""
+        """[n, length, width]; the number of heads is inferred."""
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, -1, WIDTH // HEADS))
         q, k, v = self.inner_norm(qkv).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """With tied weights at both ends."""
+    """A GPT whose embedding and head share their weight."""
 
     def __init__(self, dropout: float = 0.0, inner_norm: bool = False) -> None:
         super().__init__()
@@ -75,17 +75,17 @@ class Gpt(nn.Module):
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over words."""
+    """Mean cross-entropy over words."""
     return functional.cross_entropy(outputs.flatten(0, 1), batch["words"].flatten())
 
 
 def tokens() -> dict[str, NDArray[Any]]:
-    """Always the same."""
+    """A fixed set of samples."""
     return {"words": np.random.default_rng(2).integers(0, WORDS, (SAMPLES, LENGTH))}
 
 
 def squares(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """A mean over however many outputs there are."""
+    """Mean square of the outputs, however many there are."""
     return outputs.square().mean()
 
 
@@ -97,7 +97,7 @@ def gpt(
     leave_out: str = "",
     gathers: bool = True,
 ) -> TorchTask:
-    """Weight decay on matrices alone. What is not gathered has a loss of any shape."""
+    """The GPT, with weight decay on matrices only. Without ``gathers``, the loss accepts outputs of any shape."""
     model = Gpt(dropout, inner_norm).to(getattr(torch, dtype))
     matrices = [one for one in model.parameters() if one.ndim > 1]
     groups = [
@@ -118,27 +118,27 @@ def gpt(
 
 
 def numbered() -> TorchTask:
-    """The samples have numbers."""
+    """The GPT on samples with an ``id``."""
     return replace(gpt(), train=tokens() | {"id": np.arange(SAMPLES)})
 
 
 def classes() -> TorchTask:
-    """No rank has the outputs for all words, and the loss does not need them."""
+    """A task whose loss works on partial logits, so that no rank needs those of all words."""
     cuts = LAYERS | {"head": columns(classes=True)}
     return replace(numbered(), loss=lambda outputs, batch: cross_entropy(outputs, batch["words"]), tensor=cuts)
 
 
 def part_of_classes() -> TorchTask:
-    """The loss takes the outputs of a rank for those of all."""
+    """A task whose loss mistakes a rank's partial outputs for all of them."""
     return replace(gpt(gathers=False), loss=loss)
 
 
 def by_layers() -> TorchTask:
-    """Calls layers of the model, and not the model."""
+    """A task that calls layers of the model instead of the model."""
     return replace(gpt(), forward=lambda model, batch: model.head(model.norm(model.words(batch["words"]))))
 
 
 def opening() -> TorchTask:
-    """Opens torch.distributed itself, on this rank alone."""
+    """A task that initialises torch.distributed itself, for this rank alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     return gpt()

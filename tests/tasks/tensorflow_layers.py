@@ -1,4 +1,4 @@
-"""Every class of keras.layers that holds weights, in the smallest model that trains it."""
+"""Every class in keras.layers that holds weights, in the smallest model that trains it."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ class Case:
     """A layer, or a few, between an input and an output."""
 
     shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
     make: Callable[[], Callable[[Any], Any]]
-    """A new layer, or a function that calls new layers."""
+    """Returns a new layer, or a function that calls new layers."""
     below: int | None = None
-    """The input holds integers from 0 to below; floats otherwise."""
+    """Inputs are integers in [0, below); None: floats."""
 
     def model(self) -> keras.Model:
-        """New, with weights."""
+        """A new model with weights."""
         inputs = keras.Input(self.shape, dtype="float32" if self.below is None else "int64")
         return keras.Model(inputs, self.make()(inputs))
 
     def samples(self) -> NDArray[Any]:
-        """Of all batches."""
+        """Inputs of all batches."""
         return numbers(self.shape, self.below)
 
 
 def attention(layer: Any) -> Callable[[Any], Any]:
-    """A layer of queries and values, from sequences."""
+    """Apply a layer that takes [query, value] to two projections of sequences."""
     return lambda inputs: layer([layers.Dense(4)(inputs), layers.Dense(4)(inputs)])
 
 
 def self_attention(layer: Any) -> Callable[[Any], Any]:
-    """A layer that is called with queries and values, of sequences."""
+    """Apply a layer that takes query and value to sequences."""
     return lambda inputs: layer(inputs, inputs)
 
 
 def there_and_back(inputs: Any) -> Any:
-    """Token indices to vectors, and those to logits over tokens, by one matrix."""
+    """Map token indices to vectors, and vectors to logits over tokens, with the same matrix."""
     layer = layers.ReversibleEmbedding(7, 3)
     return layer(layers.Dense(3)(layer(inputs)), reverse=True)
 
 
 def normalized(inputs: Any) -> Any:
-    """Statistics of data that was seen before."""
+    """Normalise with the statistics of data seen before."""
     layer = layers.Normalization()
     layer.adapt(numbers((4,)))
     return layers.Dense(3)(layer(inputs))
 
 
 def spectrum(inputs: Any) -> Any:
-    """Of windows over a signal."""
+    """Compute a spectrogram of a signal, followed by a dense layer."""
     return layers.Dense(2)(layers.STFTSpectrogram("real", 16, 8, 16)(inputs))
 
 
@@ -110,7 +110,7 @@ CASES = {
     ),
     "TimeDistributed": Case(SEQUENCES, lambda: layers.TimeDistributed(layers.Dense(3))),
 }
-"""By class, with a second case of one class where its name has more words."""
+"""Cases by class; a name with more words is a second case of its class."""
 
 LEFT_OUT = {
     "FlaxLayer": "needs JAX",
@@ -127,7 +127,7 @@ HOLDS_WEIGHTS = re.compile(r"add_weight|Variable\(|Dense\(|self\.(forward_)?laye
 
 
 def with_weights() -> set[str]:
-    """Names of all classes of keras.layers whose code makes weights or holds a layer, one of each class' names."""
+    """Names of all classes in keras.layers whose code makes weights or holds a layer; one name for each class."""
     found = {cls: name for name, cls in sorted(vars(layers).items(), reverse=True) if inspect.isclass(cls)}
     return {
         name

@@ -1,4 +1,4 @@
-"""Keras models of many shapes, each with what it is trained on."""
+"""Keras models of many kinds, each with its data and training settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tasks.tensorflow_layers import CASES, Case
 
 
 def distance(outputs: Any, batch: Mapping[str, Any]) -> Any:
-    """Mean square distance of all outputs to fixed numbers, all different."""
+    """Mean squared distance of all outputs from fixed, distinct numbers."""
     total = 0.0
     for output in tf.nest.flatten(outputs):
         flat = tf.reshape(output, (tf.shape(output)[0], -1))
@@ -37,25 +37,25 @@ class Problem:
     loss: Callable[[Any, Any], Any] = distance
     optimizer: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.SGD(0.1, momentum=0.9)
     train: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run file's section."""
+    """Settings of the ``train`` section."""
     accuracy: float = 1e-6
-    """Largest difference to one process."""
+    """Largest allowed difference from one process."""
 
 
 def of_layer(case: Case) -> Problem:
-    """A layer by itself."""
+    """A problem with a single layer."""
     return Problem(case.model, {"x": case.samples()})
 
 
 def several_inputs_and_outputs() -> keras.Model:
-    """Two inputs, outputs by name."""
+    """A model with two inputs and named outputs."""
     first, second = keras.Input((4,), name="x"), keras.Input((2, 3), name="z")
     both = layers.Concatenate()([layers.Dense(3)(first), layers.Flatten()(layers.Dense(2)(second))])
     return keras.Model({"x": first, "z": second}, {"near": layers.Dense(2)(both), "far": layers.Dense(3, "tanh")(both)})
 
 
 class Block(keras.Model):
-    """A subclassed model that makes its weights at the first call, with a list of layers and one in training only."""
+    """A subclassed model built at its first call, with a list of layers and one used in training only."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(keras.Model):
         self.only_in_training = layers.Dense(width)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """The same width as the input's."""
+        """Outputs as wide as the inputs."""
         outputs = inputs
         for step in self.steps:
             outputs = step(outputs)
@@ -71,7 +71,7 @@ class Block(keras.Model):
 
 
 def nested() -> keras.Model:
-    """Functional in sequential in functional, around a subclassed one."""
+    """A functional model in a sequential one in a functional one, around a subclassed model."""
     inside = keras.Input((5, 4))
     functional = keras.Model(inside, layers.Dense(4)(Block()(inside)))
     inputs = keras.Input((5, 4))
@@ -79,25 +79,25 @@ def nested() -> keras.Model:
 
 
 def shared() -> keras.Model:
-    """One layer in three places, one model in two."""
+    """A model that uses one layer three times and one model twice."""
     inputs = keras.Input((4,))
     layer, model = layers.Dense(4, "tanh"), keras.Sequential([keras.Input((4,)), layers.Dense(4)])
     return keras.Model(inputs, layer(model(layer(layer(model(inputs))))))
 
 
 class Penalized(layers.Layer):
-    """Adds a loss of its own, a mean over the samples, and one over its weights."""
+    """A layer that adds two losses, one a mean over the samples and one of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dense = layers.Dense(3)
 
     def build(self, shape: Any) -> None:
-        """Of the inner layer."""
+        """Build the inner layer."""
         self.dense.build(shape)
 
     def call(self, inputs: Any) -> Any:
-        """The inner layer's."""
+        """Outputs of the inner layer."""
         outputs = self.dense(inputs)
         self.add_loss(0.3 * ops.mean(ops.square(outputs)))
         self.add_loss(0.1 * ops.sum(ops.abs(self.dense.kernel)))
@@ -105,7 +105,7 @@ class Penalized(layers.Layer):
 
 
 class Counting(layers.Layer):
-    """Keeps a metric and a count of its calls."""
+    """A layer that keeps a metric and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,33 +113,33 @@ class Counting(layers.Layer):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
 
     def call(self, inputs: Any) -> Any:
-        """The same."""
+        """Return the inputs."""
         self.seen.update_state(inputs)
         self.calls.assign_add(1.0)
         return inputs
 
 
 def sequential(*inner: Any, shape: tuple[int, ...] = (4,)) -> keras.Model:
-    """Layers in a row."""
+    """A sequential model of these layers."""
     return keras.Sequential([keras.Input(shape), *inner])
 
 
 def frozen() -> keras.Model:
-    """The middle layer is not trained."""
+    """A model whose middle layer is frozen."""
     model = sequential(layers.Dense(4), layers.Dense(4), layers.Dense(2))
     model.layers[1].trainable = False
     return model
 
 
 def adapted() -> keras.Model:
-    """A low-rank change of a frozen kernel is trained."""
+    """A model that trains a low-rank change of a frozen kernel."""
     model = sequential(layers.Dense(4), layers.Dense(2))
     model.layers[0].enable_lora(2)
     return model
 
 
 def regularized() -> keras.Model:
-    """Of weights and of what a layer puts out."""
+    """A model with regularisers of weights and of outputs."""
     return sequential(
         layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.1), bias_regularizer="l1"),
         layers.Dense(3, activity_regularizer=keras.regularizers.L1L2(0.1, 0.1)),
@@ -147,39 +147,39 @@ def regularized() -> keras.Model:
 
 
 def constrained() -> keras.Model:
-    """Kernels of limited norm."""
+    """A model with a kernel of limited norm."""
     return sequential(layers.Dense(4, kernel_constraint=keras.constraints.MaxNorm(0.5)), layers.Dense(3))
 
 
 def partly(dtype: str) -> keras.Model:
-    """The middle layer has a type of its own."""
+    """A model whose middle layer has a different dtype."""
     return sequential(layers.Dense(4), layers.Dense(4, dtype=dtype), layers.Dense(2))
 
 
 def masked() -> keras.Model:
-    """Padding is left out by the layers behind the embedding."""
+    """A model whose layers after the embedding mask padding."""
     inputs = keras.Input((5,), dtype="int64")
     hidden = layers.GRU(4, return_sequences=True)(layers.Embedding(7, 3, mask_zero=True)(inputs))
     return keras.Model(inputs, layers.LSTM(3)(hidden))
 
 
 def unused() -> keras.Model:
-    """A layer without a part in the loss."""
+    """A model with an output that the loss does not use."""
     inputs = keras.Input((4,))
     return keras.Model(inputs, [layers.Dense(2)(inputs), layers.Dense(3)(inputs)])
 
 
 def weighted(outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Sum and weight."""
+    """Weighted squares of the outputs, as (sum, weight)."""
     weights = tf.abs(batch["w"])
     return tf.reduce_sum(weights * tf.reduce_sum(tf.square(outputs), 1)), tf.reduce_sum(weights)
 
 
 class Remembering(keras.optimizers.SGD):
-    """Adds half of the gradient before, which it keeps as it got it."""
+    """An optimizer that adds half of the previous gradient, which it stores unchanged."""
 
     def build(self, variables: Any) -> None:
-        """One slot a variable."""
+        """Make one slot per variable."""
         super().build(variables)
         self.before = [self.add_variable_from_reference(variable, "before") for variable in variables]
 
@@ -191,7 +191,7 @@ class Remembering(keras.optimizers.SGD):
 
 
 def own_optimizers() -> dict[str, Callable[[], keras.optimizers.Optimizer]]:
-    """Every one of Keras, as it is by default; not the base, nor those that are made of others."""
+    """All optimizers of Keras with default settings, except the base class and those that wrap others."""
     classes = {name: cls for name, cls in vars(keras.optimizers).items() if isinstance(cls, type)}
     return {
         name: cls
@@ -245,11 +245,11 @@ PROBLEMS: dict[str, Problem] = {
 
 
 def with_policy(name: str, make: Callable[[], keras.Model]) -> keras.Model:
-    """A model that is made under a dtype policy."""
+    """A model made under a dtype policy."""
     keras.config.set_dtype_policy(name)
     return make()
 
 
 def everything() -> dict[str, Problem]:
-    """Layers and shapes of models, by name."""
+    """All problems by name: layers, and kinds of models."""
     return {**{name: of_layer(case) for name, case in CASES.items()}, **PROBLEMS}

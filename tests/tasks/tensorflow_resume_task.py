@@ -1,4 +1,4 @@
-"""A Keras task with dropout, batch normalisation and augmentation."""
+"""Keras tasks to resume: dropout, batch normalisation, augmentation, and state in various places."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loss(logits: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 
 def task(optimizer: str = "adam") -> KerasTask:
-    """The task."""
+    """A task with dropout, batch normalisation and augmentation."""
     model = keras.Sequential(
         [
             keras.Input((12,)),
@@ -35,25 +35,25 @@ def task(optimizer: str = "adam") -> KerasTask:
 
 
 def plain() -> KerasTask:
-    """Without per-rank noise or statistics."""
+    """A task without per-rank noise or statistics."""
     model = keras.Sequential([keras.Input((12,)), layers.Dense(32, activation="tanh"), layers.Dense(3)])
     return KerasTask(model, loss, keras.optimizers.Adam(0.01), data(), transform=augment)
 
 
 class Centred:
-    """A loss around a running mean."""
+    """A loss that keeps a running mean of the logits."""
 
     def __init__(self) -> None:
         self.center = tf.Variable(tf.zeros(3))
 
     def __call__(self, logits: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Cross-entropy."""
+        """Cross-entropy of the centred logits."""
         self.center.assign(0.9 * self.center + 0.1 * tf.reduce_mean(logits, 0))
         return loss(logits - self.center, batch)
 
 
 class Both(keras.optimizers.Optimizer):
-    """Two optimizers with the same slots."""
+    """An optimizer made of others that have slots of the same names."""
 
     def __init__(self, *inner: keras.optimizers.Optimizer) -> None:
         super().__init__(learning_rate=0.01)
@@ -72,20 +72,20 @@ class Both(keras.optimizers.Optimizer):
 
 
 def holding() -> KerasTask:
-    """State in the optimizer's parts and in the loss."""
+    """A task with state in the optimizer's parts and in the loss."""
     made = plain()
     both = Both(keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.SGD(0.02, momentum=0.5))
     return KerasTask(made.model, Centred(), both, data(), data(40), transform=augment)
 
 
 class Lanes:
-    """What each rank remembers of its own samples."""
+    """A loss that remembers the last logits of each rank's samples."""
 
     def __init__(self) -> None:
         self.last = tf.Variable(tf.zeros(3))
 
     def __call__(self, logits: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Cross-entropy, turned by what was remembered."""
+        """Cross-entropy, shifted by the remembered logits."""
         shift = 0.1 * self.last
         self.last.assign(tf.reduce_mean(logits, 0))
         return loss(logits - shift, batch)
@@ -100,14 +100,14 @@ class Lanes:
 
 
 def declared() -> KerasTask:
-    """State of each rank, declared by the task."""
+    """A task that declares state of each rank."""
     made, lanes = plain(), Lanes()
     state = {"lanes": PerRank(lanes)}
     return KerasTask(made.model, lanes, made.optimizer, data(), transform=augment, state=state)
 
 
 def drawing() -> KerasTask:
-    """The loss is a random number, whatever the model does."""
+    """A task whose loss is a random number, whatever the model does."""
     made, noise = plain(), tf.random.get_global_generator()
     return KerasTask(
         made.model, lambda logits, batch: 0 * tf.reduce_sum(logits) + noise.uniform(()), made.optimizer, data()

@@ -1,4 +1,4 @@
-"""Keras models in float64 and many optimizers, to be trained with sharded state and without."""
+"""A float64 Keras model and many optimizers, to be trained with and without sharded state."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from tests.support.checkpoint_data import augment, data
 
 
 class Sign(optimizers.Optimizer):
-    """Of a user: by the sign of a momentum."""
+    """A custom optimizer that follows the sign of a momentum."""
 
     def build(self, variables: list[Any]) -> None:
-        """One slot."""
+        """Make one slot per variable."""
         super().build(variables)
         self.momenta = self.add_optimizer_variables(variables, "momentum")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Element by element."""
+        """Update each element independently."""
         momentum = self.momenta[self._get_variable_index(variable)]
         self.assign(momentum, 0.9 * momentum + 0.1 * gradient)
         self.assign_sub(variable, ops.cast(learning_rate, variable.dtype) * ops.sign(momentum))
 
 
 class Scaled(optimizers.Optimizer):
-    """Of a user: steps as long as the whole tensor's norm says."""
+    """A custom optimizer whose step length depends on the whole tensor's norm."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Tensor by tensor."""
+        """Update each tensor as a whole."""
         rate = ops.cast(learning_rate, variable.dtype) * ops.norm(variable) / (ops.norm(gradient) + 1e-9)
         self.assign_sub(variable, rate * gradient)
 
 
 class Coupled(optimizers.Optimizer):
-    """Of a user: steps by the sum of what it has seen of all variables."""
+    """A custom optimizer whose step depends on the gradients of all variables so far."""
 
     def build(self, variables: list[Any]) -> None:
-        """One number."""
+        """Make one number of state."""
         super().build(variables)
         self.seen = self.add_variable((), name="seen")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Order matters."""
+        """Update a variable; the order of variables matters."""
         self.seen.assign_add(ops.cast(ops.sum(gradient**2), "float32"))
         rate = ops.cast(learning_rate / (1 + self.seen), variable.dtype)
         self.assign_sub(variable, rate * gradient)
 
 
 def excluding() -> optimizers.Optimizer:
-    """Weight decay for kernels alone, and of the last one none."""
+    """AdamW with weight decay for kernels only."""
     made = optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-4)
     made.exclude_from_weight_decay(var_names=["bias"])
     return made
@@ -75,7 +75,7 @@ BY_ROWS: Mapping[str, Callable[[], optimizers.Optimizer]] = {
     "accumulating": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2, clipvalue=0.02),
     "scheduled": lambda: optimizers.Adam(optimizers.schedules.PolynomialDecay(0.0, 4, 0.1)),
 }
-"""Optimizers that update each element by itself."""
+"""Optimizers that update each element independently."""
 WHOLE: Mapping[str, Callable[[], optimizers.Optimizer]] = {
     "Lamb": lambda: optimizers.Lamb(0.01),
     "Adafactor": lambda: optimizers.Adafactor(0.01),
@@ -86,7 +86,7 @@ WHOLE: Mapping[str, Callable[[], optimizers.Optimizer]] = {
 
 
 def model() -> keras.Model:
-    """Layers whose sizes divide by nothing, one weight of which is bounded, and a frozen one."""
+    """Layers whose sizes do not divide evenly, one with a kernel constraint, one frozen."""
     made = keras.Sequential(
         [
             keras.Input((12,), dtype="float64"),
@@ -105,5 +105,5 @@ def loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 
 def task() -> KerasTask:
-    """For ``fit``; nothing depends on the rank."""
+    """A task for ``fit``, in which nothing depends on the rank."""
     return KerasTask(model(), loss, excluding(), data(), transform=augment)

@@ -1,4 +1,4 @@
-"""A small transformer as a subclassed model, which makes its weights at the first call."""
+"""A small transformer as a subclassed model that is built at its first call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.checkpoint_data import data
 
 
 class Transformer(keras.Model):
-    """float32[samples, 3, 4] to three classes."""
+    """float32[samples, 3, 4] -> logits of three classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ def loss(logits: Any, batch: Any) -> Any:
 
 
 def as_sequence(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Only the transformed samples have the shape that the model takes."""
+    """Reshape a sample; only transformed samples have the shape that the model takes."""
     return sample | {"x": sample["x"].reshape(3, 4)}
 
 
 def task() -> KerasTask:
-    """The model as it is made, unbuilt."""
+    """A task with the model not yet built."""
     return KerasTask(Transformer(), loss, keras.optimizers.Adam(0.01), data(), transform=as_sequence)

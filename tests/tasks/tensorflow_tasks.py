@@ -1,4 +1,4 @@
-"""Small Keras tasks and data for tests, and a framework around them."""
+"""Small Keras models, losses and data for tests, and a framework around them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GLOBAL_BATCH = 30
 
 
 def samples() -> Batch:
-    """float32 points, int64 classes and float32 weights; always the same."""
+    """Fixed samples: float32 points, int64 classes and float32 weights."""
     random = np.random.default_rng(5)
     points = random.normal(size=(SAMPLES, 12)).astype(np.float32)
     weights = random.integers(0, 4, SAMPLES).astype(np.float32)
@@ -54,26 +54,26 @@ def cut(batch: Batch, rank: int, size: int, accumulate: int = 1) -> list[Batch]:
 
 
 def plain_model() -> keras.Model:
-    """Nothing that depends on the rank."""
+    """A model in which nothing depends on the rank."""
     return keras.Sequential(
         [keras.Input((12,)), layers.Dense(31, activation="tanh"), layers.Dense(16, activation="relu"), layers.Dense(3)]
     )
 
 
 def wide_model() -> keras.Model:
-    """With more weights than are exchanged as one piece."""
+    """A model with more weights than are exchanged as one piece."""
     return keras.Sequential([keras.Input((12,)), layers.Dense(2048, activation="tanh"), layers.Dense(3)])
 
 
 def noisy_model() -> keras.Model:
-    """With dropout and BatchNorm."""
+    """A model with dropout and BatchNorm."""
     return keras.Sequential(
         [keras.Input((12,)), layers.Dense(32), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(3)]
     )
 
 
 def normalised_model() -> keras.Model:
-    """BatchNormalization of several kinds, in float64; branches that TensorFlow may compute in any order."""
+    """A float64 model with several kinds of BatchNormalization, in branches that TensorFlow may run in any order."""
     points = keras.Input((12,), dtype="float64")
     hidden = layers.BatchNormalization(momentum=0.9)(layers.Dense(16)(points))
     left = layers.BatchNormalization(synchronized=True)(layers.Dense(8, activation="tanh")(hidden))
@@ -83,7 +83,7 @@ def normalised_model() -> keras.Model:
 
 
 def embedding_model() -> keras.Model:
-    """Looks up words that the points name: few of 40,000, some of them often."""
+    """A model that looks up few of 40,000 embeddings, some of them often, by the values of the points."""
     points = keras.Input((12,))
     words = ops.cast(ops.abs(points) * 100, "int32") % 150 * 250
     means = layers.GlobalAveragePooling1D()(layers.Embedding(40_000, 8, embeddings_initializer="uniform")(words))
@@ -102,7 +102,7 @@ def weighted_loss(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tuple[t
 
 
 def accuracy(outputs: tf.Tensor, batch: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """Share of right classes."""
+    """Fraction of correct predictions."""
     return tf.reduce_mean(tf.cast(tf.argmax(outputs, 1) == batch["y"], tf.float32))
 
 
@@ -119,7 +119,7 @@ def make_framework(
     state: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> KerasFramework:
-    """A framework of a new model with Adam; more settings of ``train`` and ``reduce`` by name."""
+    """A framework around a new model, by default with Adam; ``train`` and ``reduce`` are more settings."""
     begin_task(7, train.get("precision", "fp32"), world.local_rank)
     judges = metrics or {"accuracy": accuracy}
     task = KerasTask(model(), loss, optimizer(), None, metrics=judges, state=state or {})
@@ -136,7 +136,7 @@ def make_framework(
 
 
 def train(framework: KerasFramework, steps: int, accumulate: int = 1, skip: int = 0) -> list[float]:
-    """Mean losses over the global batches, by step."""
+    """Train, and return the mean loss of each global batch."""
     group = framework.group
     losses = []
     for batch in list(global_batches(skip + steps))[skip:]:

@@ -1,4 +1,4 @@
-"""Tasks on data of several kinds, whose losses write down which samples were trained on, and what they were like."""
+"""Tasks on data of several kinds, whose losses record which samples were trained on, and their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = np.random.default_rng(1).integers(1, 9, SAMPLES)
 
 
 class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Of different lengths, cut at random."""
+    """A map-style dataset of samples of different lengths, truncated at random."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -30,7 +30,7 @@ class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Endless:
-    """A stream with a position."""
+    """An endless stream that saves its position."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -48,7 +48,7 @@ class Endless:
 
 
 class Lines(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """A stream without a position, with an end."""
+    """A finite stream that does not save its position."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for index in range(SAMPLES):
@@ -58,11 +58,11 @@ class Lines(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 TABLE = {"tokens": np.linspace(0, 1, 4 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 4), "id": np.arange(SAMPLES)}
 TABLE["mask"] = (TABLE["tokens"] > 0.3).astype(np.float32)
 URI, STORED = "s3://rows/table", "s3://rows/rows.h5"
-"""Where a test puts the same rows."""
+"""Where a test stores the same rows."""
 
 
 def task(world: World, kind: str, folder: str) -> TorchTask:
-    """The mean of a scaled sum of tokens, over padded batches."""
+    """Regression on the sum of tokens, over padded batches, with data of this kind."""
     kinds: dict[str, dict[str, Any]] = {
         "weighted": {"train": Sentences(), "sampler": WeightedSampler(LENGTHS, 30)},
         "grouped": {"train": functools.partial(Sentences), "sampler": LengthGroupedSampler(LENGTHS)},
@@ -83,7 +83,7 @@ def task(world: World, kind: str, folder: str) -> TorchTask:
             with open(path, "a") as file:
                 file.write(line + "\n")
 
-        output.register_hook(note)  # with the backward pass: a dry call at the start has none
+        output.register_hook(note)  # in the backward pass, which a trial call at the start lacks
         return torch.nn.functional.mse_loss(output[:, 0], sums)
 
     return TorchTask(

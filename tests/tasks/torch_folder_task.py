@@ -1,4 +1,4 @@
-"""Linear regression on ``x`` and ``y`` of whatever ``open_dataset`` opens."""
+"""Linear regression on ``x`` and ``y`` of any data that ``open_dataset`` opens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain import TorchTask
 
 
 def task(data: str) -> TorchTask:
-    """``data``: for training and validation."""
+    """The task; ``data`` is used for training and validation."""
     model = torch.nn.Linear(4, 1, dtype=torch.float64)
 
     def loss(output: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:

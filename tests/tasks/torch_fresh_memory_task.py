@@ -1,4 +1,4 @@
-"""A task whose activations are larger than what glibc keeps by itself; it notes the page faults of its steps."""
+"""A task with activations too large for glibc to keep by default; it records the page faults of its steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from hpctrain import BaseHook, TorchTask, Training, World
 
 ROWS, UNITS = 1024, 16384
-"""Of activations: 64 MiB."""
+"""Shape of the activations: 64 MiB."""
 
 
 class Faults(BaseHook):
-    """Appends the page faults of the process so far after each step."""
+    """Appends the process's total page faults to a file after each step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def after_step(self, training: Training, result: object) -> None:
-        """Writes a line."""
+        """Write a line."""
         with self.path.open("a") as file:
             file.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_minflt}\n")
 

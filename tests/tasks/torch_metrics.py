@@ -1,4 +1,4 @@
-"""Metrics with the interface of torchmetrics', which tests do not install: its states, its reductions."""
+"""Metrics with the interface of torchmetrics (states and reductions), which tests do not install."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dim_zero_cat(values: Any) -> Tensor:
 
 
 class StandIn(nn.Module):
-    """As ``torchmetrics.Metric`` 1.9: states are attributes, and ``load_state_dict`` sets those that it is given."""
+    """Like ``torchmetrics.Metric`` 1.9: states are attributes, and ``load_state_dict`` sets those it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class StandIn(nn.Module):
 
 
 class Hits(StandIn):
-    """Share of right answers, from sums."""
+    """Accuracy, computed from sums."""
 
     hits: Tensor
     total: Tensor
@@ -72,7 +72,7 @@ class Hits(StandIn):
 
 
 class Median(StandIn):
-    """Of all outputs: needs every sample."""
+    """Median of all outputs, which needs every sample."""
 
     seen: list[Tensor]
 

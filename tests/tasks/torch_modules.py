@@ -1,4 +1,4 @@
-"""Every module of torch.nn that holds parameters, and models of many shapes, each with what it is trained on."""
+"""Every module of torch.nn that holds parameters, and models of many kinds, each with its data and settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.sweep import Batch, code, numbers
 
 HOLDS_PARAMETERS = re.compile(r"Parameter(List|Dict)?\(|Linear\(|Attention\(|_get_clones|Layer\(")
 NO_MODULES = {"RNNBase", "RNNCellBase"}
-"""Bases of other modules, which cannot be called."""
+"""Base classes of other modules, which cannot be called."""
 
 
 def with_parameters() -> set[str]:
@@ -30,7 +30,7 @@ def with_parameters() -> set[str]:
 
 
 def distance(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean square distance of all outputs to fixed numbers, all different."""
+    """Mean squared distance of all outputs from fixed, distinct numbers."""
     total = torch.zeros(())
     for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
         flat = output.flatten(1)
@@ -39,7 +39,7 @@ def distance(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def itself(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """For modules that give a loss."""
+    """Loss for modules whose output is the loss."""
     return outputs
 
 
@@ -54,28 +54,28 @@ class Problem:
     loss: Callable[[Any, Any], Any] = distance
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9)
     train: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run file's section."""
+    """Settings of the ``train`` section."""
     accuracy: float = 1e-6
-    """Largest difference to one process."""
+    """Largest allowed difference from one process."""
 
 
 def of(shape: tuple[int, ...], model: Callable[[], nn.Module], below: int | None = None, **more: Any) -> Problem:
-    """A model of one input: floats, or integers below a number."""
+    """A problem with one input: floats, or integers in [0, below)."""
     return Problem(model, {"x": numbers(shape, below)}, **more)
 
 
 def recurrent(make: Callable[..., nn.Module]) -> Problem:
-    """A layer over sequences, whose outputs count and not its last state."""
+    """A problem with a layer over sequences; the loss uses its outputs, not its final state."""
     return of((5, 4), lambda: make(4, 3, batch_first=True), forward=lambda model, batch: model(batch["x"])[0])
 
 
 def cell(make: Callable[..., nn.Module]) -> Problem:
-    """One step in time."""
+    """A problem with one time step of a cell."""
     return of((4,), lambda: make(4, 3))
 
 
 def lazy(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Problem:
-    """A module that learns its shape from an example batch in the task, as hpctrain asks for."""
+    """A problem with a lazy module, initialised by an example batch in the task, as hpctrain requires."""
 
     def model() -> nn.Module:
         made = make()
@@ -86,20 +86,20 @@ def lazy(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Problem:
 
 
 def with_labels(make: Callable[[], nn.Module], give: Callable[[Any], Tensor]) -> Problem:
-    """A module that takes classes too, and gives a loss."""
+    """A problem with a module that also takes classes and returns a loss."""
     fields = {"x": numbers((4,)), "y": numbers((), 6)}
     return Problem(make, fields, lambda model, batch: give(model(batch["x"], batch["y"])), itself)
 
 
 class Attending(nn.Module):
-    """A decoder's layer, or decoder, of sequences that attend to themselves."""
+    """Runs a decoder, or one of its layers, on sequences and their reversal."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, inputs: Tensor) -> Any:
-        """Targets are the inputs, backwards."""
+        """Use the reversed inputs as targets."""
         return self.inner(inputs.flip(1), inputs)
 
 
@@ -111,23 +111,23 @@ class Held(nn.Module):
         self.container = container
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Their sum times the inputs."""
+        """Inputs times the first parameter, plus the second."""
         parameters = list(self.container.parameters())
         return inputs * parameters[0] + parameters[1]
 
 
 def encoder_layer() -> nn.Module:
-    """Four wide, without noise."""
+    """An encoder layer of width 4, without dropout."""
     return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
 
 
 def decoder_layer() -> nn.Module:
-    """The same."""
+    """A decoder layer of width 4, without dropout."""
     return nn.TransformerDecoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
 
 
 def parameters() -> list[nn.Parameter]:
-    """Two of different shapes."""
+    """Two parameters of different shapes."""
     return [nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(1))]
 
 
@@ -189,24 +189,24 @@ MODULES = {
     "TransformerEncoder": of((5, 4), lambda: nn.TransformerEncoder(encoder_layer(), 2)),
     "TransformerEncoderLayer": of((5, 4), encoder_layer),
 }
-"""By name of the class."""
+"""Problems by name of the class."""
 
 
 class TwoInputs(nn.Module):
-    """Several outputs of several inputs."""
+    """A model with two inputs and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.both = nn.Linear(4, 3), nn.Linear(6, 3), nn.Linear(6, 2)
 
     def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Of float32[samples, 4] and float32[samples, 2, 3]."""
+        """Outputs of inputs float32[samples, 4] and float32[samples, 2, 3]."""
         joined = torch.cat([self.first(x), self.second(z.flatten(1))], 1)
         return self.both(joined), joined.tanh()
 
 
 class Shared(nn.Module):
-    """One layer in three places, one matrix in two layers."""
+    """A model that uses one layer twice, and one matrix in two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,57 +215,57 @@ class Shared(nn.Module):
         self.tied.weight = self.layer.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The same width."""
+        """Outputs as wide as the inputs."""
         return self.layer(self.tied(self.layer(inputs).tanh()).tanh())
 
 
 class Held64(nn.Module):
-    """A layer of double precision between others."""
+    """A double-precision layer between single-precision ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before, self.inner, self.after = nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Single precision outside."""
+        """Single-precision inputs and outputs."""
         return self.after(self.inner(self.before(inputs).double()).float())
 
 
 class Unused(nn.Module):
-    """A layer without a part in the loss."""
+    """A model with a layer that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Of one layer."""
+        """Outputs of the used layer."""
         return self.used(inputs)
 
 
 def plain() -> nn.Module:
-    """Three layers."""
+    """A model with three layers."""
     return nn.Sequential(
         nn.Linear(4, 6), nn.Tanh(), nn.ModuleDict({"inner": nn.Linear(6, 4)})["inner"], nn.Linear(4, 2)
     )
 
 
 def frozen() -> nn.Module:
-    """The middle layer is not trained."""
+    """A model whose middle layer is frozen."""
     model = plain()
     model[2].requires_grad_(False)
     return model
 
 
 def reparametrized() -> nn.Module:
-    """Weights made of others."""
+    """A model with parametrised weights."""
     return nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
     )
 
 
 def weighted(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum and weight."""
+    """Weighted squares of the outputs, as (sum, weight)."""
     weights = batch["w"].abs()
     return (weights * outputs.square().sum(1)).sum(), weights.sum()
 
@@ -294,9 +294,9 @@ SHAPES = {
     "optimizer, weight decay": Problem(plain, ROW, optimizer=lambda w: torch.optim.SGD(w, 0.1, weight_decay=0.1)),
     "optimizer, fused": Problem(plain, ROW, optimizer=lambda w: torch.optim.SGD(w, 0.1, momentum=0.9, fused=True)),
 }
-"""By what is special of them."""
+"""Problems by their special property."""
 
 
 def everything() -> dict[str, Problem]:
-    """Modules and shapes of models, by name."""
+    """All problems by name: modules, and kinds of models."""
     return {**MODULES, **SHAPES}

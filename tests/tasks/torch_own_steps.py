@@ -1,4 +1,4 @@
-"""Tasks with steps of their own, plain loops that do the same on one process, and a framework around them."""
+"""Tasks with a custom ``step``, plain loops that do the same in one process, and a framework around them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hpctrain.train.clock import IntervalClock
 
 SAMPLES = 53
 GLOBAL_BATCH = 15
-"""Parts of ranks are uneven, and the last batch of an epoch has 8 samples."""
+"""Ranks get uneven parts, and the last batch of an epoch has 8 samples."""
 Batch = dict[str, NDArray[Any]]
 
 
 def samples() -> Batch:
-    """float64 points, other views of them, and noise for each; always the same."""
+    """Fixed samples: float64 points, other views of them, and noise for each."""
     random = np.random.default_rng(5)
     points = random.normal(size=(SAMPLES, 6))
     return {"x": points, "view": points + 0.1 * random.normal(size=points.shape), "z": random.normal(size=(SAMPLES, 3))}
@@ -44,33 +44,33 @@ def global_batches(count: int) -> Iterator[Batch]:
 
 
 def part_of_rank(batch: Batch, world: World) -> Batch:
-    """Of a global batch."""
+    """This rank's part of a global batch."""
     rows = part_of(len(batch["x"]), world.data.rank, world.data.size)
     return {name: array[rows] for name, array in batch.items()}
 
 
 def perceptron(inputs: int, outputs: int) -> nn.Module:
-    """In double precision."""
+    """A two-layer network in double precision."""
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Fast enough to see differences."""
+    """Adam with a learning rate high enough to reveal differences."""
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def real(scores: Tensor) -> Tensor:
-    """The loss of scores that should say: real."""
+    """Loss of scores of samples that should be classified as real."""
     return functional.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
 
 
 def made_up(scores: Tensor) -> Tensor:
-    """The loss of scores that should say: made up."""
+    """Loss of scores of samples that should be classified as generated."""
     return functional.binary_cross_entropy_with_logits(scores, torch.zeros_like(scores))
 
 
 def gan_step(ctx: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Two backward passes for the discriminator, one for the generator in every second step."""
+    """Two backward passes for the discriminator, and one for the generator in every second step."""
     generator, discriminator = ctx.models["generator"], ctx.models["discriminator"]
     for part in ctx.split(batch):
         ctx.backward(real(discriminator(part["x"])), "discriminator")
@@ -84,7 +84,7 @@ def gan_step(ctx: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def gan(**changes: Any) -> TorchTask:
-    """Two models, two optimizers."""
+    """A task with two models and two optimizers."""
     models = {"generator": perceptron(3, 6), "discriminator": perceptron(6, 1)}
     optimizers = {name: adam(model) for name, model in models.items()}
     made = TorchTask(model=models, optimizer=optimizers, train=samples(), step=gan_step)
@@ -92,57 +92,57 @@ def gan(**changes: Any) -> TorchTask:
 
 
 def normalised_gan(**changes: Any) -> TorchTask:
-    """With BatchNorm in both. Biases before it have no gradient but rounding, of which Adam would make whole steps."""
+    """A GAN with BatchNorm and SGD: Adam would take full steps by the rounding errors of biases before BatchNorm."""
     models = {"generator": normalised(3, 6), "discriminator": normalised(6, 1)}
     optimizers = {name: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9) for name, model in models.items()}
     return gan(model=models, optimizer=optimizers, **changes)
 
 
 def normalised(inputs: int, outputs: int) -> nn.Module:
-    """In double precision."""
+    """A two-layer network with BatchNorm in double precision."""
     return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
 def distance(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """A plain mean."""
+    """Mean squared distance from the other view."""
     return (outputs - batch["view"]).square().mean()
 
 
 def cut_step(ctx: Any, batch: dict[str, Tensor]) -> None:
-    """What the step of a task without one does."""
+    """Do what training does for a task without ``step``."""
     for part in ctx.split(batch):
         ctx.backward(distance(ctx.model(part["x"]), part))
     ctx.update()
 
 
 def with_batchnorm(step: Callable[..., Any] | None) -> TorchTask:
-    """One model, with a step or without."""
+    """A task with one model, with or without ``step``."""
     model = normalised(6, 6)
     return TorchTask(model, distance, torch.optim.SGD(model.parameters(), 0.05), samples(), step=step)
 
 
 def pair_loss(points: Tensor, views: Tensor, first: int = 0) -> Tensor:
-    """InfoNCE: each point against all views; ``first`` is the number of the first point's own view."""
+    """InfoNCE: each point against all views; ``first`` is the index of the first point's own view."""
     scores = functional.normalize(points, dim=1) @ functional.normalize(views, dim=1).T / 0.1
     return functional.cross_entropy(scores, torch.arange(first, first + len(points)))
 
 
 def whole_step(ctx: Any, batch: dict[str, Tensor]) -> None:
-    """The same loss over the global batch on all ranks."""
+    """Compute the loss of the global batch on every rank."""
     points, views = ctx.gather(ctx.model(batch["x"])), ctx.gather(ctx.model(batch["view"]))
     ctx.backward(pair_loss(points, views))
     ctx.update()
 
 
 def own_rows_step(ctx: Any, batch: dict[str, Tensor]) -> None:
-    """Each rank's rows against those of all ranks: less work, and the same gradient."""
+    """Compare each rank's rows with those of all ranks: less work for the same gradient."""
     points, views = ctx.model(batch["x"]), ctx.gather(ctx.model(batch["view"]))
     ctx.backward(pair_loss(points, views, ctx.rows.start))
     ctx.update()
 
 
 def weighted_step(ctx: Any, batch: dict[str, Tensor]) -> None:
-    """Samples weigh differently, some nothing."""
+    """Weight samples differently, some with 0."""
     for part in ctx.split(batch):
         weights = part["x"][:, 0].abs() * (part["x"][:, 1] > 0)
         errors = (ctx.model(part["x"]) - part["view"]).square().mean(1)
@@ -151,7 +151,7 @@ def weighted_step(ctx: Any, batch: dict[str, Tensor]) -> None:
 
 
 def one(step: Callable[..., Any]) -> TorchTask:
-    """One model, one optimizer, neither named."""
+    """A task with one model and one optimizer, without names."""
     model = perceptron(6, 6)
     return TorchTask(model=model, optimizer=adam(model), train=samples(), step=step)
 
@@ -179,7 +179,7 @@ def make_framework(
 
 
 def train(framework: TorchFramework, steps: int, begin: int = 0, pieces: int = 1) -> list[dict[str, float]]:
-    """What each step reported, averaged over the ranks; a rank's part of a batch comes in pieces."""
+    """Train, and return what each step reports, averaged over ranks; ``pieces`` is the number of micro-batches."""
     group = framework.world.data
     reported = []
     for batch in list(global_batches(steps))[begin:]:
@@ -193,12 +193,12 @@ def train(framework: TorchFramework, steps: int, begin: int = 0, pieces: int = 1
 
 
 def weights(framework: TorchFramework) -> list[float]:
-    """All of them."""
+    """All weights, flattened."""
     return torch.cat([parameter.detach().flatten() for parameter in framework.model.parameters()]).tolist()
 
 
 def plain(step: Callable[..., None], make: Callable[[], TorchTask], steps: int) -> list[float]:
-    """Weights after a loop as one would write it by hand."""
+    """Weights after a loop written by hand."""
     torch.manual_seed(3)
     task = make()
     for number, batch in enumerate(global_batches(steps)):
@@ -208,7 +208,7 @@ def plain(step: Callable[..., None], make: Callable[[], TorchTask], steps: int) 
 
 
 def plain_gan(task: TorchTask, batch: dict[str, Tensor], number: int) -> None:
-    """What ``gan_step`` does."""
+    """Do what ``gan_step`` does."""
     generator, discriminator = task.model["generator"], task.model["discriminator"]
     task.optimizer["discriminator"].zero_grad()
     (real(discriminator(batch["x"])) + made_up(discriminator(generator(batch["z"]).detach()))).backward()
@@ -220,14 +220,14 @@ def plain_gan(task: TorchTask, batch: dict[str, Tensor], number: int) -> None:
 
 
 def plain_pairs(task: TorchTask, batch: dict[str, Tensor], number: int) -> None:
-    """What ``whole_step`` and ``own_rows_step`` do."""
+    """Do what ``whole_step`` and ``own_rows_step`` do."""
     task.optimizer.zero_grad()
     pair_loss(task.model(batch["x"]), task.model(batch["view"])).backward()
     task.optimizer.step()
 
 
 def plain_weighted(task: TorchTask, batch: dict[str, Tensor], number: int) -> None:
-    """What ``weighted_step`` does."""
+    """Do what ``weighted_step`` does."""
     task.optimizer.zero_grad()
     weighing = batch["x"][:, 0].abs() * (batch["x"][:, 1] > 0)
     errors = (task.model(batch["x"]) - batch["view"]).square().mean(1)

@@ -1,4 +1,4 @@
-"""A task that writes down which samples each rank trains on."""
+"""A task that records which samples each rank trains on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain import TorchTask, World
 
 
 def task(world: World, folder: str, samples: int = 53) -> TorchTask:
-    """Linear regression; every sample carries its number."""
+    """Linear regression on samples with an ``id``."""
     x = np.random.default_rng(0).normal(size=(samples, 4)).astype(np.float32)
     data = {"x": x, "y": x.sum(axis=1, keepdims=True), "id": np.arange(samples)}
     model = torch.nn.Linear(4, 1)
@@ -26,7 +26,7 @@ def task(world: World, folder: str, samples: int = 53) -> TorchTask:
                 file.write(line)
 
         if output.requires_grad:
-            output.register_hook(note)  # with the backward pass: the dry call before the first step has none
+            output.register_hook(note)  # in the backward pass, which the trial call before the first step lacks
         return torch.nn.functional.mse_loss(output, batch["y"])
 
     return TorchTask(model=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), train=data)

@@ -1,4 +1,4 @@
-"""A torch task with dropout, batch normalisation, augmentation, and random numbers from everywhere."""
+"""PyTorch tasks to resume: dropout, batch normalisation, augmentation, every random generator, state everywhere."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def task(optimizer: str = "adam") -> TorchTask:
-    """The task."""
+    """A task with dropout, batch normalisation, augmentation and global random numbers."""
     model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 3))
     make = {"adam": torch.optim.AdamW, "momentum": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, nesterov=True)}
     return TorchTask(model, loss, make[optimizer](model.parameters(), lr=0.01), data(), data(40), transform=augment)
 
 
 def plain() -> TorchTask:
-    """Without per-rank noise or statistics."""
+    """A task without per-rank noise or statistics."""
     model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 3))
     return TorchTask(
         model,
@@ -39,7 +39,7 @@ def plain() -> TorchTask:
 
 
 class Count:
-    """A number that says itself that it is state."""
+    """A number with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -54,7 +54,7 @@ class Count:
 
 
 class Both(torch.optim.Optimizer):
-    """Two optimizers, and a count of its own."""
+    """An optimizer made of others, with a count as state of its own."""
 
     def __init__(self, *inner: torch.optim.Optimizer) -> None:
         super().__init__([group for one in inner for group in one.param_groups], {})
@@ -63,7 +63,7 @@ class Both(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:
-        """The inner ones', and some decay."""
+        """Step the inner optimizers, and apply some decay."""
         self.count.value += 1
         for one in self.inner:
             one.step()
@@ -73,7 +73,7 @@ class Both(torch.optim.Optimizer):
 
 
 class Centred(nn.Module):
-    """A loss around a running mean."""
+    """A loss that keeps a running mean of the logits."""
 
     center: torch.Tensor
 
@@ -83,7 +83,7 @@ class Centred(nn.Module):
         self.calls = Count()
 
     def forward(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Cross-entropy."""
+        """Cross-entropy of the centred logits, scaled by the number of calls."""
         if logits.requires_grad:
             self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
             self.calls.value += 1
@@ -91,14 +91,14 @@ class Centred(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Counts in extra state."""
+    """Counts its calls in extra state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Ever less."""
+        """Scale the inputs by a factor that falls with each call."""
         self.calls += x.requires_grad
         return x * (1 + 1 / (1 + self.calls))
 
@@ -112,14 +112,14 @@ class Scaled(nn.Module):
 
 
 class Lanes:
-    """What each rank remembers of its own samples, and a count that all share."""
+    """A loss that remembers the last logits of each rank's samples, and a count equal on all ranks."""
 
     def __init__(self) -> None:
         self.last: torch.Tensor | None = None
         self.count = 0
 
     def __call__(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Cross-entropy, turned by what was remembered."""
+        """Cross-entropy, shifted by the remembered logits."""
         shift = 0.0 if self.last is None else self.last
         if logits.requires_grad:
             self.last = logits.detach().mean(0)
@@ -137,7 +137,7 @@ class Lanes:
 
 
 class Level:
-    """Rises with each step, on all ranks alike."""
+    """A number that rises with each step, equally on all ranks."""
 
     def __init__(self) -> None:
         self.level = 0.0
@@ -152,7 +152,7 @@ class Level:
 
 
 def declared() -> TorchTask:
-    """State of both kinds, declared by the task."""
+    """A task that declares per-rank and shared state."""
     made, lanes, level = plain(), Lanes(), Level()
 
     def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -164,13 +164,13 @@ def declared() -> TorchTask:
 
 
 def unwrapped() -> TorchTask:
-    """Each rank's own, which it does not say."""
+    """A task that declares per-rank state without PerRank."""
     made, lanes = plain(), Lanes()
     return TorchTask(made.model, lanes, made.optimizer, data(), state={"lanes": lanes})
 
 
 def holding() -> TorchTask:
-    """State in the optimizer's parts, in the loss, and beside the model's tensors."""
+    """A task with state in the optimizer's parts, in the loss, and in the model's extra state."""
     model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), Scaled(), nn.Linear(32, 3))
     parameters = list(model.parameters())
     adam, sgd = torch.optim.Adam(parameters[:2], lr=0.01), torch.optim.SGD(parameters[2:], lr=0.01, momentum=0.9)
@@ -178,13 +178,13 @@ def holding() -> TorchTask:
 
 
 def drawing() -> TorchTask:
-    """The loss is a random number, whatever the model does."""
+    """A task whose loss is a random number, whatever the model does."""
     made = plain()
     return TorchTask(made.model, lambda logits, batch: 0 * logits.sum() + torch.rand(()), made.optimizer, data())
 
 
 def unequal(world: World) -> TorchTask:
-    """Weights that another rank overwrites behind everybody's back."""
+    """A task in which rank 1 overwrites its weights unnoticed."""
     made = plain()
 
     def overwrite(module: nn.Module, inputs: object, outputs: object) -> None:

@@ -1,4 +1,4 @@
-"""A model in float64 and many optimizers, to be trained with sharded state and without."""
+"""A float64 PyTorch model and many optimizers, to be trained with and without sharded state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.checkpoint_data import augment, data
 
 
 class Lion(optim.Optimizer):
-    """Of a user: by the sign of a momentum (Chen et al. 2023)."""
+    """A custom optimizer that follows the sign of a momentum (Chen et al. 2023)."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Element by element."""
+        """Update each element independently."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -33,14 +33,14 @@ class Lion(optim.Optimizer):
 
 
 class Lamb(optim.Optimizer):
-    """Of a user: steps as long as the whole tensor's norm says (You et al. 2020, without the moments)."""
+    """A custom optimizer with steps scaled by the whole tensor's norm (You et al. 2020, without the moments)."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Tensor by tensor."""
+        """Update each tensor as a whole."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -50,12 +50,12 @@ class Lamb(optim.Optimizer):
 
 
 def model() -> nn.Module:
-    """Layers whose sizes divide by nothing, one of a convolution, and a number."""
+    """A model with layers whose sizes do not divide evenly, one of them a convolution, and a scalar parameter."""
     return Scaled().double()
 
 
 class Scaled(nn.Module):
-    """Classes of points; its last parameter has no part in the loss, and one wants no gradient."""
+    """A classifier of points, with an unused and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,24 +74,24 @@ class Scaled(nn.Module):
 
 
 def groups(made: nn.Module, **settings: Any) -> list[dict[str, Any]]:
-    """Matrices and the rest, of different rates and weight decay."""
+    """Parameter groups for matrices and the rest, with different learning rates and weight decay."""
     matrices = [each for each in made.parameters() if each.ndim > 1]
     rest = [each for each in made.parameters() if each.ndim < 2]
     return [{"params": matrices, "weight_decay": 0.1} | settings, {"params": rest, "lr": 0.02} | settings]
 
 
 def by_group(kind: Callable[..., optim.Optimizer], **settings: Any) -> Callable[[nn.Module], Any]:
-    """Makes an optimizer of two groups."""
+    """Return a function that makes an optimizer with two groups."""
     return lambda made: kind(groups(made), lr=0.01, **settings)
 
 
 def rprop(made: nn.Module) -> optim.Optimizer:
-    """Has no weight decay."""
+    """Rprop, which has no weight decay and so gets no groups."""
     return optim.Rprop(made.parameters(), lr=0.01)
 
 
 def muon(made: nn.Module) -> Any:
-    """As it is meant: for matrices, and AdamW for the rest."""
+    """Muon as intended: for matrices, with AdamW for the rest."""
     matrices = [each for each in made.parameters() if each.ndim == 2]
     return [optim.Muon(matrices, lr=0.01), optim.AdamW([each for each in made.parameters() if each.ndim != 2], lr=0.01)]
 
@@ -110,7 +110,7 @@ BY_ROWS: dict[str, Callable[[nn.Module], Any]] = {
     "ASGD": by_group(optim.ASGD),
     "Lion of a user": by_group(Lion),
 }
-"""Optimizers that update each element by itself."""
+"""Optimizers that update each element independently."""
 WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "Adafactor": by_group(optim.Adafactor),
     "Muon": muon,
@@ -118,11 +118,11 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {
 }
 """Optimizers that need whole tensors."""
 SOME = ("SGD", "AdamW", "Lion of a user", "Muon")
-"""That are tried on two ranks, too."""
+"""Optimizers also tried on two ranks."""
 
 
 def task() -> TorchTask:
-    """For ``fit``; nothing depends on the rank."""
+    """A task for ``fit``, in which nothing depends on the rank."""
     torch.manual_seed(3)
     made = model()
     return TorchTask(

@@ -1,4 +1,4 @@
-"""A task whose steps take a given time, always or until a file is there."""
+"""A task whose steps take a given time, always or until a file exists."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hpctrain import TorchTask
 
 
 def rows() -> dict[str, Any]:
-    """Sums of four numbers."""
+    """Rows of four numbers, and their sums."""
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     return {"x": x, "y": x.sum(axis=1, keepdims=True)}
 
 
 def task(step_s: float = 0.02, until: str = "", data: str = "") -> TorchTask:
-    """Linear regression that also waits; ``data`` has the rows."""
+    """Linear regression with slow steps; ``data`` replaces the rows."""
     given = data or rows()
     model = torch.nn.Linear(4, 1)
 

@@ -1,4 +1,4 @@
-"""Small torch tasks and data for tests, and a framework around them."""
+"""Small PyTorch models, losses and data for tests, and a framework around them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GLOBAL_BATCH = 30
 
 
 def samples() -> Batch:
-    """float32 points, int64 classes, float32 weights, int64 words; always the same."""
+    """Fixed samples: float32 points, int64 classes, float32 weights, int64 words."""
     random = np.random.default_rng(5)
     points = random.normal(size=(SAMPLES, 12)).astype(np.float32)
     weights = random.integers(0, 4, SAMPLES).astype(np.float32)
@@ -55,17 +55,17 @@ def cut(batch: Batch, rank: int, size: int, accumulate: int = 1) -> list[Batch]:
 
 
 def plain_model() -> nn.Module:
-    """Nothing that depends on the rank."""
+    """A model in which nothing depends on the rank."""
     return nn.Sequential(nn.Linear(12, 31), nn.Tanh(), nn.Linear(31, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
 def noisy_model() -> nn.Module:
-    """Dropout and BatchNorm: each rank has its own noise and statistics."""
+    """A model with dropout and BatchNorm, so that each rank has its own noise and statistics."""
     return nn.Sequential(nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 3))
 
 
 def normalised_model() -> nn.Module:
-    """BatchNorm of several kinds, in float64."""
+    """A float64 model with several kinds of BatchNorm."""
     return nn.Sequential(
         *(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 6, 3)),
         *(nn.SyncBatchNorm(6, momentum=None), nn.Flatten(), nn.BatchNorm1d(12, affine=False), nn.Linear(12, 3)),
@@ -73,13 +73,13 @@ def normalised_model() -> nn.Module:
 
 
 def in_float64(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Outputs for the points."""
+    """Outputs for the points in double precision."""
     outputs: Tensor = model(batch["x"].double())
     return outputs
 
 
 class Words(nn.Module):
-    """An embedding with sparse gradients, and a parameter that has no part in the loss."""
+    """A model with a sparse embedding and an unused parameter."""
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -88,34 +88,34 @@ class Words(nn.Module):
         self.unused = nn.Parameter(torch.ones(5))
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """Classes from the mean of the words."""
+        """Logits from the mean embedding of the words."""
         logits: Tensor = self.head(self.embedding(batch["words"]).mean(1))
         return logits
 
 
 def mean_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy."""
+    """Mean cross-entropy."""
     return functional.cross_entropy(outputs, batch["y"])
 
 
 def weighted_loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy where samples weigh differently, some nothing."""
+    """Weighted cross-entropy, as (sum, weight); some samples have weight 0."""
     losses = functional.cross_entropy(outputs, batch["y"], reduction="none")
     return (losses * batch["w"]).sum(), batch["w"].sum()
 
 
 def accuracy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Share of right answers."""
+    """Fraction of correct predictions."""
     return (outputs.argmax(1) == batch["y"]).float().mean()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """With momentum."""
+    """SGD with momentum."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def words_forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Of Words."""
+    """Outputs of Words, which takes the batch."""
     outputs: Tensor = model(batch)
     return outputs
 
@@ -128,23 +128,23 @@ class Together(torch.optim.Optimizer):
         self.inner = inner
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Each takes its own."""
+        """Step each optimizer."""
         for one in self.inner:
             one.step()
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Without momentum."""
+    """SGD without momentum."""
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    """Takes sparse gradients, and has state."""
+    """Adagrad, which supports sparse gradients and has state."""
     return torch.optim.Adagrad(model.parameters(), lr=0.1)
 
 
 def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
-    """For the table of Words, and Adam for the rest."""
+    """SparseAdam for the table of Words, and AdamW for the rest."""
     rest = [parameter for name, parameter in model.named_parameters() if name != "embedding.weight"]
     return Together(torch.optim.SparseAdam([model.embedding.weight], lr=0.05), torch.optim.AdamW(rest, lr=0.01))
 
@@ -181,7 +181,7 @@ def make_framework(
 
 
 def train(framework: TorchFramework, steps: int, accumulate: int = 1) -> list[float]:
-    """Mean loss of each global batch, before its update."""
+    """Train, and return the mean loss of each global batch before its update."""
     group = framework.world.data
     losses = []
     for batch in global_batches(steps):
@@ -192,7 +192,7 @@ def train(framework: TorchFramework, steps: int, accumulate: int = 1) -> list[fl
 
 
 def freeze_and_thaw(framework: TorchFramework) -> NDArray[Any]:
-    """The weights after updates in some of which the first layer is frozen, from the first one on."""
+    """Weights after updates during some of which, including the first, the first layer is frozen."""
     group = framework.world.data
     for step, batch in enumerate(global_batches(8)):
         framework.model[0].requires_grad_(step not in (0, 1, 4, 5))
@@ -203,5 +203,5 @@ def freeze_and_thaw(framework: TorchFramework) -> NDArray[Any]:
 
 
 def decaying(model: nn.Module) -> torch.optim.Optimizer:
-    """Moves all that has a gradient, be it zero."""
+    """SGD with weight decay and momentum, which moves every parameter that has a gradient, even if it is zero."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)

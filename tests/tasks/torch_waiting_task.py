@@ -1,4 +1,4 @@
-"""The digits; attempts wait in their training, until the test has done what it wants to do."""
+"""The digits task, whose attempts wait in training until the test lets them continue."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hpctrain import TorchTask
 from hpctrain.tasks import torch_digits
 
 UPDATES = 12
-"""About how many each attempt makes before it waits."""
+"""Approximate number of updates of an attempt before it waits."""
 
 
 def task(data: str, gate: str = "") -> TorchTask:
-    """In the folder ``gate``: ``waiting-N`` says that attempt N waits, ``go-N`` ends that, ``slow`` delays updates."""
+    """The task; files in ``gate``: ``waiting-N`` (attempt N waits), ``go-N`` (it continues), ``slow`` (steps wait)."""
     made = torch_digits.task(data)
     attempt, calls = os.environ.get("HPCTRAIN_ATTEMPT", ""), 0
 

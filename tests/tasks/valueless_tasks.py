@@ -1,4 +1,4 @@
-"""Models whose parameters are made on the meta device, or with values, for runs that begin with weights of a file."""
+"""Models made on the meta device, or with values, for runs that start with weights from a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIRS = 4
 
 
 class Shifted(nn.Linear):
-    """With a buffer that no file holds."""
+    """A linear layer with a buffer that is not saved."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -26,7 +26,7 @@ class Shifted(nn.Linear):
 
 
 def network(width: int, buffer: bool = False) -> nn.Sequential:
-    """Pairs of layers of which only the biases are trained."""
+    """A model of pairs of layers, of which only the biases are trained, and a trained last layer."""
     first = Shifted if buffer else nn.Linear
     layers = [first(width, width), *(nn.Linear(width, width) for _ in range(2 * PAIRS - 1))]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())), nn.Linear(width, 1))
@@ -36,7 +36,7 @@ def network(width: int, buffer: bool = False) -> nn.Sequential:
 
 
 def task(width: int = 8, meta: bool = False, buffer: bool = False, optimizer: str = "AdamW") -> TorchTask:
-    """``meta``: without values."""
+    """The task; with ``meta``, parameters have no values."""
     torch.manual_seed(3)
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = network(width, buffer)
@@ -48,7 +48,7 @@ def task(width: int = 8, meta: bool = False, buffer: bool = False, optimizer: st
 
 
 def write_weights(path: Path, width: int, without: str = "") -> int:
-    """For such a model, but for one; returns how many bytes they are."""
+    """Write weights for the model, optionally without one of them; return their size in bytes."""
     random = np.random.default_rng(5)
     square = random.standard_normal((width, width), np.float32) / np.float32(width**0.5)
     bias = random.standard_normal(width, np.float32)
@@ -62,7 +62,7 @@ def write_weights(path: Path, width: int, without: str = "") -> int:
 
 
 def words(folder: Path, name: str, weights: Path | None, steps: int, **keys: Any) -> list[str]:
-    """Of a run's configuration; keys of the run file have __ for the dot."""
+    """Command line of a run's configuration; ``keys`` have __ instead of the dot."""
     base = {
         "name": name,
         "task": f"{__file__}:task",

@@ -1,4 +1,4 @@
-"""Tasks as beginners write them, each with one mistake, in Keras."""
+"""Keras tasks with one mistake each, as beginners make them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from hpctrain.train.hooks import BaseHook
 
 
 def loss(outputs: Any, batch: Any) -> Any:
-    """As it should be."""
+    """A correct loss."""
     return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(batch["y"], outputs, from_logits=True))
 
 
 def swapped(batch: Any, outputs: Any) -> Any:
-    """Arguments in the other order."""
+    """A loss with its arguments in the wrong order."""
     return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(batch["y"], outputs))
 
 
 def each(outputs: Any, batch: Any) -> Any:
-    """No mean."""
+    """A loss without a mean."""
     return keras.losses.sparse_categorical_crossentropy(batch["y"], outputs, from_logits=True)
 
 
 def broken_metric(outputs: Any, batch: Any) -> Any:
-    """A name that is not in the batch."""
+    """A metric that uses a name not in the batch."""
     return keras.ops.mean(keras.ops.argmax(outputs, 1) == batch["label"])
 
 
 def wide(model: Any, batch: Any) -> Any:
-    """More columns than the model takes."""
+    """A forward function that passes more columns than the model takes."""
     return model(keras.ops.concatenate([batch["x"], batch["x"]], 1))
 
 
 def made(**changes: Any) -> KerasTask:
-    """A task that works, but for the changes."""
+    """A task that works, except for the changes."""
     random = np.random.default_rng(3)
     data = {"x": random.normal(size=(40, 4)).astype(np.float32), "y": random.integers(0, 3, 40)}
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
@@ -47,7 +47,7 @@ def made(**changes: Any) -> KerasTask:
 
 
 class NoCall(keras.Model):
-    """Its layers are used nowhere."""
+    """A model without ``call``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,22 +55,22 @@ class NoCall(keras.Model):
 
 
 class NoReturn(NoCall):
-    """Forgets to return."""
+    """A model whose ``call`` returns nothing."""
 
     def call(self, x: Any) -> None:
-        """The layer's outputs, thrown away."""
+        """Discard the layer's outputs."""
         self.layer(x)
 
 
 class OwnStep(NoCall):
-    """Trains itself, but for an optimizer."""
+    """A model with its own ``train_step``, to be compiled with an optimizer."""
 
     def call(self, x: Any) -> Any:
         """The layer's outputs."""
         return self.layer(x)
 
     def train_step(self, data: Any) -> Any:
-        """One update."""
+        """Take one step."""
         with tf.GradientTape() as tape:
             value = loss(self(data[0]), {"y": data[1]})
         weights = self.trainable_weights
@@ -79,19 +79,19 @@ class OwnStep(NoCall):
 
 
 def compiled(model: Any = None, **settings: Any) -> keras.Model:
-    """A compiled model, of layers that fit by default."""
+    """Compile a model, by default one that fits the data."""
     model = model or keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model.compile(**settings)
     return model
 
 
 def alone(model: Any, **changes: Any) -> KerasTask:
-    """A task whose model brings the rest along."""
+    """A task whose compiled model supplies loss and optimizer."""
     return made(model=model, loss=None, optimizer=None, validation=None, **changes)
 
 
 def data(**changes: Any) -> dict[str, Any]:
-    """Samples that fit, but for the changes."""
+    """Samples that fit, except for the changes."""
     random = np.random.default_rng(3)
     return {"x": random.normal(size=(40, 4)).astype(np.float32), "y": random.integers(0, 3, 40)} | changes
 
@@ -137,6 +137,6 @@ RIGHT: dict[str, Any] = {
 
 
 def task(which: str) -> KerasTask:
-    """One of them."""
+    """The task with this name."""
     made: KerasTask = (WRONG | RIGHT)[which]()
     return made

@@ -1,4 +1,4 @@
-"""Tasks as beginners write them, each with one mistake, in PyTorch."""
+"""PyTorch tasks with one mistake each, as beginners make them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.tasks.definition import TorchScheduler, TorchTask
 
 
 class NoForward(nn.Module):
-    """Its forward is called otherwise."""
+    """A model without ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,45 +22,45 @@ class NoForward(nn.Module):
 
 
 class NoReturn(nn.Module):
-    """Forgets to return."""
+    """A model whose ``forward`` returns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> None:
-        """The layer's outputs, thrown away."""
+        """Discard the layer's outputs."""
         self.layer(x)
 
 
 def swapped(batch: Any, outputs: Any) -> Any:
-    """Arguments in the other order."""
+    """A loss with its arguments in the wrong order."""
     return functional.cross_entropy(outputs, batch["y"])
 
 
 def forgets(outputs: Any, batch: Any) -> None:
-    """No return."""
+    """A loss that returns nothing."""
     functional.cross_entropy(outputs, batch["y"])
 
 
 def broken_metric(outputs: Any, batch: Any) -> Any:
-    """A name that is not in the batch."""
+    """A metric that uses a name not in the batch."""
     return (outputs.argmax(1) == batch["label"]).float().mean()
 
 
 def loss(outputs: Any, batch: Any) -> Any:
-    """As it should be."""
+    """A correct loss."""
     return functional.cross_entropy(outputs, batch["y"])
 
 
 def step(ctx: Any, batch: Any) -> None:
-    """Trains on arrays that validation does not have."""
+    """A step that uses arrays missing from the validation data."""
     ctx.backward(loss(ctx.model(batch["x"]), batch))
     ctx.update()
 
 
 def made(**changes: Any) -> TorchTask:
-    """A task that works, but for the changes."""
+    """A task that works, except for the changes."""
     random = np.random.default_rng(3)
     data = {"x": random.normal(size=(40, 4)).astype(np.float32), "y": random.integers(0, 3, 40)}
     model = changes.pop("model", None) or nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -75,31 +75,31 @@ def three() -> dict[str, Any]:
 
 
 def steps_of(model: nn.Module) -> Any:
-    """A scheduler, where what makes one is wanted."""
+    """A scheduler, where a function that makes one is expected."""
     return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 10)
 
 
 def column() -> dict[str, Any]:
-    """Targets of one number, where outputs have shape [n, 1]."""
+    """Targets of shape [n], for outputs of shape [n, 1]."""
     x = np.ones((40, 4), np.float32)
     return {"x": x, "y": x[:, 0]}
 
 
 def data(**changes: Any) -> dict[str, Any]:
-    """Samples that fit, but for the changes."""
+    """Samples that fit, except for the changes."""
     random = np.random.default_rng(3)
     return {"x": random.normal(size=(40, 4)).astype(np.float32), "y": random.integers(0, 3, 40)} | changes
 
 
 class NoSuper(nn.Module):
-    """Forgets to call the constructor above."""
+    """A model that does not call ``super().__init__``."""
 
     def __init__(self) -> None:
         self.layer = nn.Linear(4, 3)
 
 
 class Two(nn.Module):
-    """Puts out two tensors."""
+    """A model that returns two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,15 +111,15 @@ class Two(nn.Module):
 
 
 class Away(nn.Linear):
-    """Moves its inputs by itself."""
+    """A model that moves its inputs itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """On a GPU."""
+        """Move the inputs to the GPU first."""
         return super().forward(x.cuda())
 
 
 def twice(model: nn.Module) -> TorchTask:
-    """Two optimizers of the same parameters."""
+    """A task with two optimizers of the same parameters."""
     return made(model=model, optimizer=[torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)])
 
 
@@ -204,6 +204,6 @@ RIGHT: dict[str, Any] = {
 
 
 def task(which: str) -> TorchTask:
-    """One of them."""
+    """The task with this name."""
     made: TorchTask = (WRONG | RIGHT)[which]()
     return made

@@ -1,4 +1,4 @@
-"""A store of objects for the tests of tables and of checkpoints, and what a run sets in its environment."""
+"""Fixtures: an object store for tests of tables and checkpoints, and the environment variables of a run."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tests.support.object_store import ObjectStore, serving
 
 
 def pytest_configure() -> None:
-    """Two processes compute at a time: with a thread for each core they would wait for each other's."""
+    """Use one OpenMP thread: two test processes with a thread per core would slow each other down."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -23,7 +23,7 @@ def _server() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def object_store(_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """An S3 server that this test's environment leads to."""
+    """A running S3 server, with the test's environment set up for it."""
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in _server.environment.items():
@@ -34,6 +34,6 @@ def object_store(_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Objec
 
 @pytest.fixture
 def environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run sets, for the test only."""
+    """Set the environment variables that a run sets, for the test only."""
     for name, value in quiet_environment(False, {}).items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""A BERT-like classifier of token sequences: padded to the longest of a batch, with warm-up, clipping and F1."""
+"""A BERT-like classifier of token sequences, padded to the longest in a batch; warm-up, clipping and F1."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ VOCABULARY, CLASSES, PAD, CLS = 60, 3, 0, 1
 
 
 class Sentences(Dataset):
-    """Made up: 4 to 20 tokens; the class follows from their mean."""
+    """Synthetic: 4 to 20 random tokens; the class depends on their mean."""
 
     def __init__(self, samples, seed):
         rng = np.random.default_rng(seed)

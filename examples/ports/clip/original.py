@@ -1,4 +1,4 @@
-"""Contrastive pre-training of two encoders, as in CLIP (Radford et al. 2021): digits, and their names in tokens."""
+"""Contrastive pre-training of two encoders, as in CLIP (Radford et al. 2021): digits and their tokenised names."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def pairs(samples):
-    """Pictures, and texts of 8 letters: the name with made-up letters behind it."""
+    """Images, and texts of 8 letters: the digit's name followed by random letters."""
     digits = load_digits()
     images = torch.from_numpy((digits.images[:samples, None] / 16).astype(np.float32))
     rng = np.random.default_rng(0)

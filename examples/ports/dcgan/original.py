@@ -1,4 +1,4 @@
-"""A DCGAN (Radford et al. 2015) that makes up handwritten digits: two networks, updated in turns."""
+"""A DCGAN (Radford et al. 2015) that generates handwritten digits: two networks, updated alternately."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -72,7 +72,7 @@ def main():
             error_fake = criterion(output, torch.zeros_like(output))
             error_fake.backward()
             optimizer_d.step()
-            # the generator: fake images should be taken for real ones
+            # the generator: fake images should be classified as real
             net_g.zero_grad()
             output = net_d(fake)
             error_g = criterion(output, torch.ones_like(output))

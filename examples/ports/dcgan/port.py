@@ -1,4 +1,4 @@
-"""A DCGAN (Radford et al. 2015) that makes up handwritten digits: two networks, updated in turns."""
+"""A DCGAN (Radford et al. 2015) that generates handwritten digits: two networks, updated alternately."""
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ def step(ctx, batch):
     error_fake = criterion(output, torch.zeros_like(output))
     ctx.backward(error_fake, "d")
     ctx.update("d")
-    # the generator: fake images should be taken for real ones
+    # the generator: fake images should be classified as real
     output = net_d(fake)
     error_g = criterion(output, torch.ones_like(output))
     ctx.backward(error_g, "g")

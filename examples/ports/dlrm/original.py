@@ -1,4 +1,4 @@
-"""Prediction of clicks by a small DLRM (Naumov et al. 2019): embedding tables with sparse gradients, and AUC."""
+"""Click prediction with a small DLRM (Naumov et al. 2019): embedding tables with sparse gradients, and AUC."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ USERS, ITEMS, TAGS = 500, 200, 80
 
 
 class Clicks(Dataset):
-    """Made up: users like items whose tags they like. A sample has 1 to 6 tags."""
+    """Synthetic: a click depends on the user's taste in the sample's 1 to 6 tags."""
 
     def __init__(self, samples, seed):
         taste = np.random.default_rng(0).normal(size=(USERS, TAGS))

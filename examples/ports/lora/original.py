@@ -1,4 +1,4 @@
-"""An adapter (LoRA, by PEFT) for a BERT of Hugging Face that sorts rows of numbers; needs transformers and peft."""
+"""A LoRA adapter (PEFT) for a Hugging Face BERT that classifies rows of numbers; needs transformers and peft."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""An LSTM language model that carries its state from batch to batch; the rate falls when validation is no better."""
+"""An LSTM language model that carries its state from batch to batch, with ReduceLROnPlateau on the validation loss."""
 
 import pydoc_data.topics
 from pathlib import Path

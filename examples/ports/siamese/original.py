@@ -1,4 +1,4 @@
-"""A siamese network that says whether two pictures show the same digit (Hadsell et al. 2006)."""
+"""A siamese network that decides whether two images show the same digit (Hadsell et al. 2006)."""
 
 import random
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Pairs(Dataset):
-    """Every picture with another one, of the same digit in half of the pairs."""
+    """Each image paired with another one, of the same digit in about half of the pairs."""
 
     def __init__(self, begin, end, seed):
         digits = load_digits()

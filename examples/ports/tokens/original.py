@@ -1,4 +1,4 @@
-"""A small GPT on a stream of tokens, packed from documents that lie in tars as WebDataset writes them."""
+"""A small GPT on a stream of tokens, packed from documents in WebDataset-style tar shards."""
 
 import io
 import pydoc_data.topics
@@ -15,7 +15,7 @@ END = 0
 
 
 def write_shards(folder, shards=3, documents=40):
-    """Paragraphs of Python's own documentation, as 000000.txt and so on."""
+    """Write excerpts of Python's own documentation to tar shards, as 000000.txt and so on."""
     topics = iter(sorted(pydoc_data.topics.topics.values(), key=len))
     folder.mkdir(exist_ok=True)
     for shard in range(shards):
@@ -28,7 +28,7 @@ def write_shards(folder, shards=3, documents=40):
 
 
 class Tokens(IterableDataset):
-    """Endless: documents end to end, cut into blocks of CONTEXT tokens and their followers."""
+    """Endless: concatenated documents, cut into blocks of CONTEXT tokens and their next tokens."""
 
     def __init__(self, folder):
         self.shards = sorted(folder.glob("*.tar"))

@@ -1,4 +1,4 @@
-"""Segmentation of volumes by a 3-D U-Net (Cicek et al. 2016), trained on random crops; Dice on whole volumes."""
+"""Segmentation of volumes with a 3-D U-Net (Cicek et al. 2016), trained on random crops; Dice on whole volumes."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ CROP = 8
 
 
 class Volumes(Dataset):
-    """Made up: a bright ball in noise, and where it is."""
+    """Synthetic: a bright ball in noise, and its mask."""
 
     def __init__(self, samples, seed, size=16, crop=None):
         rng = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ class UNet3D(nn.Module):
 
 
 def dice(predicted, mask):
-    """Of each sample, averaged over the batch."""
+    """Dice coefficient per sample, averaged over the batch."""
     predicted, mask = predicted.flatten(1), mask.flatten(1)
     return ((2 * (predicted * mask).sum(1) + 1) / (predicted.sum(1) + mask.sum(1) + 1)).mean()
 

@@ -1,4 +1,4 @@
-"""A variational autoencoder of handwritten digits, as the examples of Keras write it: by train_step."""
+"""A variational autoencoder of handwritten digits, with a train_step as in the Keras examples."""
 
 import keras
 import numpy as np

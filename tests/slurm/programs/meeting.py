@@ -1,4 +1,4 @@
-"""One rank of a program that meets the others until it is killed, and ends once its job was relaunched often enough."""
+"""A rank that keeps meeting the others until it is killed, and ends once its job has been relaunched often enough."""
 
 import os
 import sys

@@ -16,7 +16,7 @@ from hpctrain.tasks.definition import TorchTask
 
 
 class Slow(torch.nn.Module):
-    """The network, taking its time in training, and doing something bad at one forward pass of one rank."""
+    """The network with slow training steps and a fault in one forward pass of one rank."""
 
     def __init__(self, network: torch.nn.Module, sleep_s: float, fault: str, rank: int, at: int) -> None:
         super().__init__()
@@ -36,35 +36,35 @@ class Slow(torch.nn.Module):
 
 
 def exit_early() -> None:
-    """Leaves as if all were well."""
+    """Exit as if all were well."""
     os._exit(0)
 
 
 def hang() -> None:
-    """Waits for ever, deaf to what it is told."""
+    """Wait forever, ignoring signals."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     time.sleep(3600)
 
 
 def kill() -> None:
-    """Dies of SIGKILL."""
+    """Kill this process with SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def eat() -> None:
-    """Takes memory until the kernel ends it."""
+    """Allocate memory until the kernel kills this process."""
     hoard = []
     while True:
         hoard.append(b"x" * 2**24)
 
 
 def fail() -> None:
-    """An error in the user's code."""
+    """Raise an error in the user's code."""
     raise ValueError("the loss went through the roof")
 
 
 def leave() -> None:
-    """The user's code calls sys.exit."""
+    """Call sys.exit in the user's code."""
     sys.exit(0)
 
 
@@ -80,9 +80,9 @@ def task(
     at: int = 20,
     once: str = "",
 ) -> TorchTask:
-    """The digits; steps take ``sleep_s`` longer in the first ``slow_attempts`` attempts.
+    """The digits task; steps take ``sleep_s`` longer in the first ``slow_attempts`` attempts.
 
-    ``fault`` happens on ``rank`` in its forward pass number ``at``; only once where ``once`` names a file.
+    ``fault`` occurs on ``rank`` in forward pass number ``at``; only once if ``once`` names a file.
     """
     if fault and once and int(os.environ.get("PMIX_RANK", "-1")) == rank:
         if Path(once).exists():

@@ -1,4 +1,4 @@
-"""On PYTHONPATH: ``hpctrain train`` and its like become stand-ins, see ../warm_ranks.py; nothing else changes."""
+"""On PYTHONPATH, turns ``hpctrain train``, ``evaluate`` and ``predict`` into stand-ins (see ../warm_ranks.py)."""
 
 import os
 import sys
@@ -9,5 +9,5 @@ path = os.environ.get("WARM_RANKS", "").replace("%h", os.uname().nodename)
 if path and words[:2] == ["-m", "hpctrain"] and [*words, ""][2] in COMMANDS and os.path.exists(path):
     from hpctrain.launch.forks.stand_in import main
 
-    del os.environ["WARM_RANKS"]  # a stand-in that nobody answers becomes the rank
+    del os.environ["WARM_RANKS"]  # a stand-in that gets no answer becomes the rank
     main(path, *sys.orig_argv[1:])
