@@ -62,16 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """With ``--dist loadfile``, keep the tests of a file together, and those of Slurm and other batch systems."""
-    return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
+    """With ``--dist loadfile``, keep the tests of a file together, and those of Slurm."""
+    return OneSlurm(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-class OneWaits(LoadFileScheduling):
-    """Assigns whole files to workers, and all tests that mostly wait for a cluster's daemons to one worker."""
+class OneSlurm(LoadFileScheduling):
+    """Assigns whole files to workers, and all tests of Slurm, which mostly wait for its daemons, to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        return "clusters" if file.startswith(("tests/slurm/", "tests/dist/test_engines.py")) else file
+        return "slurm" if file.startswith("tests/slurm/") else file
 
 
 @pytest.hookimpl(wrapper=True)
