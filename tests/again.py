@@ -1,8 +1,7 @@
-"""``python -m tests.again``: what failed in the last run of pytest, once more, alone.
+"""``python -m tests.again``: run the tests that failed in the last run of pytest once more, alone.
 
-For the gate, whose two cores others may share: a launch that waits too long because of them is no mistake of ours.
-What passes now is named: a test that is named twice is to be mended. Many failures are no accident and are not tried
-again.
+For the gate, whose two cores may be shared: a launch that times out because of other load is not a defect. Tests that
+pass now are named; one that is named twice must be fixed. If tests of many files failed, they are not tried again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MOST_FILES = 3
 
 
 def main() -> int:
-    """An exit code: 0 if all pass now."""
+    """Run them; return 0 if all pass now."""
     failed = sorted(json.loads(CACHE.read_text())) if CACHE.exists() else []
     files = {name.partition("::")[0] for name in failed}
     if not failed or len(files) > MOST_FILES:

@@ -1,6 +1,6 @@
-"""``python -m tests.language``: words that read translated, in pages, docstrings, comments and messages; ``make lint``.
+"""``python -m tests.language``: find words that read translated in pages, docstrings, comments and messages.
 
-Each pattern has a plain replacement. A file in EXCEPTIONS may hold the phrases listed for it.
+Part of ``make lint``. Each pattern has a plain replacement. A file in EXCEPTIONS may contain the phrases listed for it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BANNED = {
     r"\balike\b": "the same, equally",
     r"\bstands? (?:in|there|on|for it)\b": "is in",
 }
-"""A pattern, and what to write instead."""
+"""Regular expression, and what to write instead."""
 
 EXCEPTIONS: dict[str, tuple[str, ...]] = {}
-"""Phrases that are right where they are, by file."""
+"""Phrases that are correct in their context, by file."""
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -55,7 +55,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def findings(path: Path) -> Iterator[str]:
-    """A line for each banned phrase of a file."""
+    """One line for each banned phrase in a file."""
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
     for first, part in prose(path):
         for phrase in EXCEPTIONS.get(name, ()):
@@ -67,7 +67,7 @@ def findings(path: Path) -> Iterator[str]:
 
 
 def pages() -> list[Path]:
-    """Every file that is checked."""
+    """All files that are checked."""
     docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     code = [path for folder in ("hpctrain", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
     return [*docs, *code]

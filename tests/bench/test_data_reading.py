@@ -1,4 +1,4 @@
-"""Reading random small samples, and hiding it behind a step; in one run, so that both sides have the same machine."""
+"""Random reads of small samples, and prefetch that hides them; both sides are measured in the same run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What it brings to keep freed memory, for activations of 16 to 32 MiB and more: 3-D convolutions, in turns."""
+"""Speed-up by keeping freed memory, for activations of 16 MiB or more: 3-D convolutions, in alternating processes."""
 
 from __future__ import annotations
 

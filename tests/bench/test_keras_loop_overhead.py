@@ -1,8 +1,8 @@
-"""What our step of Keras costs beside a ``tf.function`` written by hand: on a model so small that nothing else counts.
+"""Overhead of a Keras step compared with a hand-written ``tf.function``, for a model so small that overhead dominates.
 
     pytest -s tests/bench/test_keras_loop_overhead.py
 
-On two ranks the one by hand sums a flat buffer by mpi4py's Allreduce in a ``numpy_function``.
+On two ranks the hand-written step sums a flat buffer by mpi4py's Allreduce in a ``numpy_function``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.tasks.tensorflow_tasks import GLOBAL_BATCH, cut, global_batches, make
 
 ALLOWED_US = 30.0
 NOISE = 0.03
-"""Of the step of several ranks, which wait for each other."""
+"""Allowed share of a step of several ranks, which wait for each other."""
 ROUNDS = 3000
 
 
@@ -37,7 +37,7 @@ def sgd() -> keras.optimizers.Optimizer:
 
 
 def by_hand(world: World, batch: dict[str, NDArray[Any]]) -> Callable[[], float]:
-    """A step as Keras' documentation shows it, on a batch that is there as tensors."""
+    """A step as in Keras' documentation, on a batch that is already in tensors."""
     model, optimizer, comm = plain_model(), sgd(), world.data.comm
     variables = model.trainable_variables
     optimizer.build(variables)
@@ -68,7 +68,7 @@ def by_hand(world: World, batch: dict[str, NDArray[Any]]) -> Callable[[], float]
 
 
 def ours(world: World, batch: dict[str, NDArray[Any]], way: str) -> Callable[[], object]:
-    """The framework's step, on host arrays."""
+    """The framework's step, on NumPy arrays."""
     kept = None if world.size == 1 else Candidate.parse(way).name
     framework = make_framework(world, optimizer=sgd, choice=lambda config, ranks: ReducerChoice(config, ranks, kept))
 
@@ -86,7 +86,7 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def more_than_by_hand(world: World, way: str, rounds: int = ROUNDS) -> tuple[float, float]:
-    """Median seconds of the step by hand, and of how many more ours takes than the one before it."""
+    """Median seconds of a hand-written step, and median extra seconds of ours, measured in pairs."""
     (batch,) = cut(next(global_batches(1)), world.rank, world.size)
     first, second = by_hand(world, batch), ours(world, batch, way)
     pairs = [(seconds_of(first), seconds_of(second)) for _ in range(rounds)][rounds // 10 :]
@@ -102,7 +102,7 @@ def test_a_step_costs_less_than_30_us_more_than_by_hand(ranks: int, way: str) ->
 
 
 def main() -> None:
-    """Rank 0 prints what it has measured."""
+    """Measure on all ranks; rank 0 prints the result."""
     world = connect()
     hand_s, more_s = more_than_by_hand(world, sys.argv[1])
     if world.rank == 0:

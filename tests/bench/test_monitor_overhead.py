@@ -1,4 +1,4 @@
-"""What the monitor costs a step: it is switched on and off in alternating blocks of one process."""
+"""Overhead of the monitor per step: it is switched on and off in alternating blocks within one process."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class NoClock(IntervalClock):
     """Marks nothing."""
 
     def mark(self, phase: Phase) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def block(clock: object, work: int) -> float:
-    """Median seconds of a step."""
+    """Median seconds of a step in one block."""
     seconds = []
     for _ in range(BLOCK):
         begin = time.perf_counter()

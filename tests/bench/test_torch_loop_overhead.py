@@ -1,4 +1,4 @@
-"""What our step costs beside a loop written by hand: on a model so small that nothing else counts."""
+"""Overhead of a step compared with a hand-written loop, for a model so small that overhead dominates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def median_pair(first: Callable[[], object], second: Callable[[], object], rounds: int = 3000) -> tuple[float, float]:
-    """Seconds of the first of two steps in turns, and how many more the second takes than the one before it."""
+    """Median seconds of the first of two alternating steps, and median extra seconds of the second."""
     pairs = [(seconds_of(first), seconds_of(second)) for _ in range(rounds)][rounds // 10 :]
     return statistics.median(one for one, _ in pairs), statistics.median(other - one for one, other in pairs)
 

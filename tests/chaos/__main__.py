@@ -1,4 +1,4 @@
-"""See the package."""
+"""The command line of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.netns import NotPermitted
 
 
 def main() -> int:
-    """Runs each plan with its share of the faults; 1 if something is wrong."""
+    """Run each plan with ``--faults`` faults; return 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=10, help="of each plan")

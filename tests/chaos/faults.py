@@ -1,4 +1,4 @@
-"""What befalls a run: processes are killed or stopped for some seconds, memory ends, a disk is full, links are cut."""
+"""Faults of a run: processes killed or stopped for seconds, memory exhausted, a full disk, links that are cut."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIGNALS = [
     ("launcher", signal.SIGSTOP),
 ]
 Fault = tuple[str, signal.Signals | None]
-"""What it befalls, and by which signal if by one."""
+"""What is hit, and the signal it gets, if any."""
 KINDS: list[Fault] = [*SIGNALS, ("memory", None)]
 DISK: list[Fault] = [("disk", None), ("disk", None), *KINDS]
 LINKS: list[Fault] = [("link", None), ("link", None), ("link", None), ("daemon", signal.SIGKILL), *KINDS]
@@ -43,17 +43,17 @@ DISK_MB = 48
 FAILED = 70
 """Exit code of a run that the same command resumes."""
 FULL_S = 3.0
-"""Seconds in which the run folder takes nothing."""
+"""Seconds during which nothing can be written to the run folder."""
 CUT_S = (1.0, 6.0)
-"""Seconds in which a link is cut: less than what counts as a hang."""
+"""Seconds for which a link is cut: too short to count as a hang."""
 STOPPED_S = 2.0
-"""Seconds that a stopped process waits for SIGCONT: less than what counts as a hang."""
+"""Seconds between SIGSTOP and SIGCONT: too short to count as a hang."""
 UNTIL_THE_END = 10
-"""Steps before the last one in which nothing befalls the run: a rank that has done its work is not missed."""
+"""Last steps of a run, which get no faults: a rank that has finished its work is not missed."""
 DEADLINE_S = 120.0
-"""Seconds within which training moves on after any fault."""
+"""Seconds within which training must make progress after any fault."""
 STEPS_PER_FAULT = 30
-"""About as many as are done from one fault to the next; how many befell the run before its end is printed."""
+"""Approximate number of steps between faults. The number injected before the run ended is printed."""
 SECTIONS = dict[str, Any]
 SNAPSHOTS: SECTIONS = {"checkpoint": {"every_steps": 40, "tiers": {"memory": {"every_steps": 3}}}}
 PLANS: dict[str, tuple[str, int, SECTIONS, list[Fault]]] = {
@@ -66,19 +66,19 @@ PLANS: dict[str, tuple[str, int, SECTIONS, list[Fault]]] = {
     "torch-hosts": ("torch", 6, {}, LINKS),
     "keras": ("keras", 2, {}, KINDS),
 }
-"""Name -> framework, ranks, sections of the run file, and what befalls it. torch-disk has its run folder on a small
-file system of its own, torch-hosts has hosts with two ranks each. Both need root."""
+"""Name -> framework, ranks, sections of the run file, and kinds of faults. torch-disk has its run folder on a small
+separate file system, torch-hosts has hosts with two ranks each. Both need root."""
 
 
 class Hung(AssertionError):
-    """Nothing moved for too long, or the run gave up."""
+    """No progress for too long, or the run gave up."""
 
 
 class Chaos:
-    """One run of a plan below a folder."""
+    """One run of a plan, in a folder."""
 
     def __init__(self, folder: Path, plan: str, steps: int, network: Network | None, is_warm: bool = True) -> None:
-        """``folder`` is called quiet if nothing befalls the run: it need not wait for that."""
+        """If ``folder`` is named quiet, the run gets no faults and its steps do not pause."""
         self.folder, self.run, self.network = folder, folder / "run", network
         framework, self.ranks, sections, self.kinds = PLANS[plan]
         self.framework = {"keras": "tensorflow"}.get(framework, framework)
@@ -102,7 +102,7 @@ class Chaos:
         self.log = folder / "log"
 
     def start(self) -> psutil.Popen:
-        """The command, as a person types it after each end."""
+        """Start the command, as a user would type it again after each end."""
         words = [sys.executable, "-m", "hpctrain", "run", "-n", str(self.ranks), str(self.folder / "run.yaml")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         if self.is_warm:
@@ -118,17 +118,17 @@ class Chaos:
             )
 
     def lines(self) -> int:
-        """How much the ranks have noted: it grows while they train."""
+        """Lines that all ranks have written: the number grows while they train."""
         return sum(path.read_bytes().count(b"\n") for path in self.folder.glob("rank-*.ids"))
 
     def step(self) -> int:
-        """That rank 0 has noted last."""
+        """The last step that rank 0 has written."""
         notes = self.folder / "rank-0.ids"
         lines = notes.read_text().split("\n")[:-1] if notes.exists() else []
         return int(lines[-1].split()[0]) if lines else 0
 
     def progresses(self, child: psutil.Popen, by: int) -> bool:
-        """Waits for some notes of ranks; False if the command ended meanwhile. Raises Hung."""
+        """Wait until ranks have written ``by`` more lines; False if the command ended first. Raises Hung."""
         wanted, end = self.lines() + by, time.monotonic() + DEADLINE_S
         while self.lines() < wanted:
             if child.poll() is not None:
@@ -139,9 +139,9 @@ class Chaos:
         return True
 
     def process(self, child: psutil.Popen, target: str, random_rank: int) -> tuple[psutil.Process, int] | None:
-        """A process of the run and its rank, -1 if it has none; None if there is none such at the moment."""
+        """A process of the run, and its rank or -1; None if there is no such process at the moment."""
         if target == "rank":
-            with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):  # it has just ended, or begun
+            with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):  # it has just ended or started
                 newest = max((self.run / "ranks").glob("*/"), key=lambda folder: int(folder.name))
                 words = [json.loads(path.read_text()) for path in newest.glob("*.json")]
                 pids = {word["rank"]: word["pid"] for word in words}
@@ -162,7 +162,7 @@ class Chaos:
         return None
 
     def processes(self, child: psutil.Popen) -> list[psutil.Process]:
-        """All of the run."""
+        """All processes of the run."""
         found = [child, *child.children(recursive=True)]
         for name in self.network.names if self.network else ():
             for pid in netns._do("ip", "netns", "pids", name).split():
@@ -171,16 +171,16 @@ class Chaos:
         return found
 
     def to_its_end(self, seed: str, faults: int) -> list[dict[str, Any]]:
-        """Runs until it is complete while things befall it: those that end an attempt. Raises Hung."""
+        """Run to completion while injecting faults; return those that ended an attempt. Raises Hung."""
         chance, fatal = random.Random(seed), []
         child = self.start()
         try:
             while True:
-                # Beyond two checkpoints, so that no three failures in a row are without a new one.
+                # Longer than two checkpoint intervals: no three failures in a row without a new checkpoint.
                 alive = self.progresses(child, chance.randrange(12 * self.ranks, 20 * self.ranks))
                 if not alive and child.returncode == 0:
                     return fatal
-                # A host that is lost has no substitute here.
+                # There is no spare for a lost host.
                 lost_host = child.returncode == FAILED and fatal and fatal[-1]["target"] == "daemon"
                 if not alive and not lost_host and child.returncode not in (-signal.SIGKILL, 128 + signal.SIGKILL):
                     raise Hung(f"exit code {child.returncode}:\n{self.log.read_text()[-2000:]}")
@@ -201,52 +201,52 @@ class Chaos:
             child.wait()
 
     def befalls(self, child: psutil.Popen, target: str, number: signal.Signals, rank: int) -> bool:
-        """One fault; whether it ends the attempt."""
+        """Inject one fault; return whether it ends the attempt."""
         found = self.process(child, target, rank)
         if found is None:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
             found[0].send_signal(number)
             if number == signal.SIGSTOP:
-                time.sleep(STOPPED_S)  # what is tried: a time in which it does nothing
+                time.sleep(STOPPED_S)  # the fault itself: a process that does nothing for a while
                 found[0].send_signal(signal.SIGCONT)
             return number == signal.SIGKILL and target != "agent"
         return False
 
     def memory_ends(self, rank: int) -> bool:
-        """A rank gets no memory any more, see ``notes``."""
+        """Let a rank run out of memory, see ``notes``."""
         (self.folder / f"eat-{rank}").touch()
         return True
 
     def disk_is_full(self, rank: int) -> bool:
-        """For some seconds nothing can be written into the run folder."""
+        """Fill the file system of the run folder for some seconds."""
         ballast = self.run / "ballast"
         with contextlib.suppress(OSError), ballast.open("wb") as file:
             while True:
                 file.write(bytes(1 << 16))
                 file.flush()
-        time.sleep(FULL_S)  # what is tried
+        time.sleep(FULL_S)  # the fault itself
         ballast.unlink()
         return False
 
     def link_is_cut(self, rank: int) -> bool:
-        """The link of a rank's host is cut for some seconds, and healed."""
+        """Cut the link of a rank's host for some seconds."""
         assert self.network is not None
         self.network.cut(rank % HOSTS)
-        time.sleep(CUT_S[self.befallen % 2])  # what is tried
+        time.sleep(CUT_S[self.befallen % 2])  # the fault itself
         self.network.heal(rank % HOSTS)
         return False
 
 
 def hosts(network: Network) -> SECTIONS:
-    """Keys of ``launch``."""
+    """Keys of ``launch`` for a run on these hosts."""
     return {"hosts": network.addresses, "ranks_per_node": 2, "remote_shell": f"{network.folder}/agent {{host}}"}
 
 
 def chaos(folder: Path, plan: str, seed: int, faults: int, is_warm: bool = True) -> list[str]:
-    """What is wrong with a run after faults; empty if all is as without them. Raises NotPermitted.
+    """Differences between a run with faults and an undisturbed one; empty if there are none. Raises NotPermitted.
 
-    ``is_warm``: ranks are forked from a process that has imported their framework, which costs a fault a third.
+    ``is_warm``: fork ranks from a process that has imported their framework, which takes a third of the time per fault.
     """
     with contextlib.ExitStack() as stack:
         kinds, network = PLANS[plan][3], None
@@ -281,7 +281,7 @@ def chaos(folder: Path, plan: str, seed: int, faults: int, is_warm: bool = True)
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own in a folder."""
+    """Mount a small file system at ``folder``."""
     folder.mkdir()
     netns._do("mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(folder))
     try:

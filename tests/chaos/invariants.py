@@ -1,4 +1,4 @@
-"""What holds for a run whatever befell it; read from its files, with no code of the package."""
+"""What must be true of a run after any faults; read from its files, without the package's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def lines_of(path: Path) -> Iterator[Any]:
-    """JSON lines; a torn last one is left out."""
+    """Parsed JSON lines; a truncated last line is skipped."""
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             yield json.loads(line)
@@ -21,7 +21,7 @@ def lines_of(path: Path) -> Iterator[Any]:
 
 
 def samples(folder: Path) -> dict[tuple[str, int], list[int]]:
-    """Ids by file of a rank and step; a step that was done again counts as it was done last."""
+    """Sample ids by journal file and step; of a repeated step, those of its last repetition."""
     found = {}
     for path in sorted(folder.glob("rank-*.ids")):
         for line in path.read_text().splitlines():
@@ -31,12 +31,12 @@ def samples(folder: Path) -> dict[tuple[str, int], list[int]]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step, as it was done last."""
+    """Training loss by step; of a repeated step, that of its last repetition."""
     return {each["step"]: each["loss"] for each in lines_of(run / "events.jsonl") if each["event"] == "train"}
 
 
 def weights(run: Path) -> dict[str, np.ndarray]:
-    """All datasets of the newest checkpoint, by shard and name."""
+    """All datasets of the newest checkpoint, by shard file and name."""
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     found: dict[str, np.ndarray] = {}
     for path in sorted(newest.glob("*.h5")):
@@ -50,7 +50,7 @@ def weights(run: Path) -> dict[str, np.ndarray]:
 
 
 def differences(run: Path, noted: Path, reference: Path, reference_noted: Path, steps: int) -> list[str]:
-    """What a run that ended lacks of one that nothing befell: sentences, empty if they are equal bit for bit."""
+    """How a finished run differs from an undisturbed one: sentences, empty if they are bitwise identical."""
     wrong = []
     finished = [each for each in lines_of(run / "events.jsonl") if each["event"] == "run_finished"]
     if not finished or (finished[-1]["reason"], finished[-1]["step"]) != ("completed", steps):
@@ -69,7 +69,7 @@ def differences(run: Path, noted: Path, reference: Path, reference_noted: Path, 
 
 
 def explained(run: Path, fatal: list[dict[str, Any]]) -> list[str]:
-    """What is not told as it was, of the faults that ended an attempt and that the supervisor survived, in order."""
+    """Faults that ended an attempt and whose verdict does not name them; those that killed the supervisor have none."""
     attempts = json.loads((run / "run.json").read_text())["attempts"]
     verdicts = [each["verdict"] for each in attempts if each.get("verdict") and each["verdict"]["exit_code"] != 0]
     told = [fault for fault in fatal if fault["target"] != "supervisor"]

@@ -1,4 +1,4 @@
-"""What a rank of a chaos run notes: the samples of each step, in a file that outlives it."""
+"""What each rank of a chaos run writes to a file that survives it: the samples of each step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpctrain import BaseHook
 
 SAMPLES, FEATURES = 480, 12
 LEFT_BYTES = 64 << 20
-"""Memory that a rank may still take when a fault has it ask for more, and gets from then on."""
+"""Memory that a rank can still allocate once a fault limits it, and the size of the allocation that then fails."""
 PAUSE_S = 0.03
-"""Seconds of a step, so that something can befall each."""
+"""Pause per step in seconds, so that a fault can hit any step."""
 
 
 def data() -> dict[str, np.ndarray]:
@@ -26,20 +26,20 @@ def data() -> dict[str, np.ndarray]:
 
 
 class Journal(BaseHook):
-    """One line a step, written at its end: its number, and the ids of this rank's samples in their order."""
+    """Writes one line at the end of each step: its number, and the ids of this rank's samples in order."""
 
     def __init__(self, folder: str, pause_s: float = PAUSE_S) -> None:
         self.folder, self.pause_s = Path(folder), pause_s
         self.ids: list[int] = []
 
     def saw(self, ids: Any) -> None:
-        """A micro-batch."""
+        """Record the ids of a micro-batch."""
         self.ids += [int(each) for each in np.asarray(ids)]
 
     def before_fit(self, training: Any) -> None:
         """See ``Hook``."""
         self.path = self.folder / f"rank-{training.world.rank}.ids"
-        self.ids = []  # of rehearsals
+        self.ids = []  # drop those of trial steps
 
     def after_step(self, training: Any, result: Any) -> None:
         """See ``Hook``."""

@@ -12,7 +12,7 @@ from tests.chaos.notes import FEATURES, PAUSE_S, Journal, data
 
 
 def task(folder: str, pause_s: float = PAUSE_S) -> KerasTask:
-    """The task; ``folder`` gets what the ranks saw."""
+    """Return the task; ranks write their journals to ``folder``."""
     journal = Journal(folder, pause_s)
     layers = [keras.layers.Dense(32, activation="relu"), keras.layers.Dropout(0.2), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((FEATURES,)), *layers])

@@ -1,4 +1,4 @@
-"""Phases on a GPU: queued work counts where the device does it, and marking never waits for the device."""
+"""Phases on a GPU: queued work counts in the phase in which the device runs it, and marking never synchronizes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
 
     clock = RingClock()
     follow_cuda(clock)
-    torch.cuda._sleep(1)  # the first call loads the kernel, which takes longer than all that follows
+    torch.cuda._sleep(1)  # the first call loads the kernel, which takes longer than the rest of the test
     torch.cuda.synchronize()
-    clock.mark(Phase.DATA)  # all that was before
+    clock.mark(Phase.DATA)  # time before the test
     began = time.perf_counter()
     for _ in range(5):
         torch.cuda._sleep(2 * CYCLES_PER_MS)
@@ -44,7 +44,7 @@ def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
 
 
 def test_a_wait_on_the_host_is_not_the_phases() -> None:
-    """As in the sum of a cut layer: what is to be sent has been copied to the host, so that the device is done."""
+    """As in the sum of a tensor-parallel layer: its input was copied to the host, so the device is idle."""
     torch = pytest.importorskip("torch")
     from hpctrain.backends.torch.device import follow_cuda
 

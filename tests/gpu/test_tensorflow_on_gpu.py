@@ -1,4 +1,4 @@
-"""Not verified (needs a TensorFlow built for GPUs): Keras on a GPU trains like on the CPU, alone and on shared GPUs."""
+"""Not verified (needs TensorFlow built for GPUs): Keras trains on a GPU as on the CPU, with one rank and several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def run(ranks: int, *scenarios: str, **environment: str) -> Any:
-    """What the scenarios gave."""
+    """Results by scenario."""
     tf = pytest.importorskip("tensorflow")
     if not tf.test.is_built_with_cuda():
         pytest.skip("this TensorFlow is built for CPUs")

@@ -1,4 +1,4 @@
-"""Training on a GPU: like on the CPU, alone and with ranks that share it."""
+"""PyTorch trains on a GPU as on the CPU, with one rank and with several that share the GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 def run(program: str, ranks: int, *arguments: str, **environment: str) -> Any:
-    """What a program prints as JSON."""
+    """Run a program; return the JSON it prints."""
     result = mpirun(ranks, PROGRAMS / program, *arguments, env={"PYTHONPATH": str(ROOT), **environment}, timeout=240)
     return json.loads(result.stdout.strip().splitlines()[-1])
 

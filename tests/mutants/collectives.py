@@ -1,8 +1,9 @@
-"""Takes each collective of each plan away, one at a time: a test has to see it.
+"""Removes each collective of each plan, one at a time: a test must fail.
 
-`collectives.toml` lists them. Each is tried in a copy of the checkout, in which ranks wait WAIT_S for each other: a
-change that leaves ranks waiting is seen if the program itself ends the wait, with its own message, and not if a test
-does. What has been seen is noted in a folder, and not tried again by the next call with that folder.
+`collectives.toml` lists them. Each is removed in a copy of the checkout in which ranks wait only WAIT_S for each other.
+A removal that makes ranks hang counts as detected only if the program ends the wait itself, with its own message. A
+hang that a test's timeout ends is not enough. Detected removals are recorded in a folder, and the next call with that
+folder skips them.
 """
 
 from __future__ import annotations
@@ -21,46 +22,46 @@ from hpctrain.system.processes import own_session
 from tests.mutants.run import HERE, copy_of_checkout
 
 WAIT_S = 20.0
-"""Longest wait for another rank, in the copy."""
+"""Longest wait for another rank, in the copy of the checkout."""
 PATIENCE_S = 400.0
-"""For the tests of one collective."""
+"""Timeout of the tests of one collective."""
 WAITS = ("hpctrain/comm/group.py", "TIMEOUT_S = 900.0", f"TIMEOUT_S = {WAIT_S}")
 HANGS = "no end after"
-"""What a test says that has ended a program itself."""
+"""Part of the message of a test that had to kill a program that hung."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A call that exchanges values, or meets, and the code that leaves it out."""
+    """A call that exchanges values or synchronizes ranks, and the code that replaces it."""
 
     name: str
-    """Of the plan and the exchange, unique."""
+    """Unique name: plan and exchange."""
     module: str
-    """Its file, from the checkout's root."""
+    """Path of the file, relative to the checkout."""
     call: str
-    """Its text, which is in the file once."""
+    """Code of the call, which occurs once in the file."""
     without: str
-    """In its place: values of this rank alone, in the same shape."""
+    """Code in its place: values of this rank only, in the same shape."""
     tests: Sequence[str]
-    """Words for pytest, fast ones first."""
+    """Arguments of pytest, fast tests first."""
 
 
 def listed() -> list[Collective]:
-    """All of them."""
+    """All entries of collectives.toml."""
     found = tomllib.loads((HERE / "collectives.toml").read_text(encoding="utf-8"))["collective"]
     return [Collective(**one) for one in found]
 
 
 def changed(text: str, before: str, after: str) -> str:
-    """Raises ValueError if what is to be changed is not there exactly once."""
+    """Replace ``before``. Raises ValueError unless it occurs exactly once."""
     if text.count(before) != 1:
         raise ValueError(f"is in the file {text.count(before)} times: {before}")
     return text.replace(before, after)
 
 
 def outcome(tests: Sequence[str], copy: Path) -> str:
-    """``passes``, ``fails``, or ``hangs``: of tests in a copy of the checkout."""
-    # Without compiled files: a change that keeps size and second of a file would load the code before.
+    """``passes``, ``fails`` or ``hangs``: result of tests in a copy of the checkout."""
+    # Without .pyc files: if a change kept a file's size and second of modification, the old one would be loaded.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "ci", *tests]
     with own_session(environment) as session:
@@ -76,7 +77,7 @@ def outcome(tests: Sequence[str], copy: Path) -> str:
 
 
 def tried(one: Collective, copy: Path) -> str:
-    """What becomes of its tests without it."""
+    """The outcome of the tests without this collective."""
     path = copy / one.module
     before = path.read_text(encoding="utf-8")
     path.write_text(changed(before, one.call, one.without), encoding="utf-8")
@@ -87,7 +88,7 @@ def tried(one: Collective, copy: Path) -> str:
 
 
 def main() -> int:
-    """The exit code says whether all were seen."""
+    """Try all that are left; return 0 if each removal was detected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where it is noted which were seen")
     parser.add_argument("--only", default="", help="part of a name")

@@ -1,8 +1,8 @@
-"""`make mutants`: small wrong changes to the modules that decide, each of which a test has to see.
+"""`make mutants`: small wrong changes to the modules that decide, each of which a test must detect.
 
-A fixed seed draws them from all that cosmic-ray's operators can do to the modules of `modules.toml`: two runs on the
-same code are the same run. Each mutant is tried by the tests named beside its module, in a copy of the checkout.
-Mutants that change nothing a user could see are listed in `equivalent.toml`, each with its reason.
+A fixed seed draws them from all changes that cosmic-ray's operators can make to the modules of `modules.toml`, so two
+runs on the same code are identical. Each mutant is tested by the tests of its module, in a copy of the checkout.
+Mutants without any effect that a user could see are listed in `equivalent.toml`, each with its reason.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ OPERATORS = [
     ),
     *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ZeroIterationForLoop"),
 ]
-"""Of cosmic-ray, by their short names: one or two for each kind of mistake."""
+"""Short names of cosmic-ray's operators: one or two for each kind of mistake."""
 PATIENCE_S = 120
-"""For the tests of one mutant, which may never end; far above what they take."""
+"""Timeout of the tests of one mutant, which may loop forever; far above what they take."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Mutant:
     """One change of one module.
 
     Attributes:
-        module: its file, from the checkout's root.
-        code: the module with the change.
-        change: the lines removed and added, without context; it names the mutant in `equivalent.toml`.
+        module: path of its file, relative to the checkout.
+        code: source of the module with the change.
+        change: lines removed and added, without context; it identifies the mutant in `equivalent.toml`.
     """
 
     module: str
@@ -68,7 +68,7 @@ class Mutant:
 
 
 def places(module: str) -> Iterator[tuple[str, str, int]]:
-    """All that can be changed in a module, in an order that depends on its text alone: module, operator, occurrence."""
+    """All possible changes of a module, as module, operator, occurrence, in an order that depends on its text alone."""
     nodes = list(ast_nodes(get_ast((ROOT / module).read_text(encoding="utf-8"))))
     for name in OPERATORS:
         operator = get_operator(f"core/{name}")()
@@ -77,7 +77,7 @@ def places(module: str) -> Iterator[tuple[str, str, int]]:
 
 
 def mutant(module: str, name: str, occurrence: int) -> Mutant:
-    """The change of one place."""
+    """Return the mutant for one place."""
     code = (ROOT / module).read_text(encoding="utf-8")
     changed = mutate_code(code, get_operator(f"core/{name}")(), occurrence)
     lines = list(difflib.unified_diff(code.splitlines(), changed.splitlines(), n=0, lineterm=""))[2:]
@@ -85,7 +85,7 @@ def mutant(module: str, name: str, occurrence: int) -> Mutant:
 
 
 def is_killed(mutant: Mutant, tests: list[str], copy: Path) -> bool:
-    """Whether a test fails with the change, in a copy of the checkout that nobody else uses meanwhile."""
+    """Whether a test fails with the change, in a copy of the checkout that no one else uses meanwhile."""
     path = copy / mutant.module
     before = path.read_text(encoding="utf-8")
     path.write_text(mutant.code, encoding="utf-8")
@@ -96,10 +96,10 @@ def is_killed(mutant: Mutant, tests: list[str], copy: Path) -> bool:
 
 
 def passes(tests: list[str], copy: Path) -> bool:
-    """Whether tests pass in a copy of the checkout; those that do not end do not pass."""
-    # Without compiled files: a change that keeps size and second of a file would load the code before.
+    """Whether tests pass in a copy of the checkout; tests that time out do not."""
+    # Without .pyc files: if a change kept a file's size and second of modification, the old one would be loaded.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
-    # Hypothesis' profile for CI draws the same examples in every run and knows no deadlines.
+    # Hypothesis' profile for CI draws the same examples in every run and has no deadlines.
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "ci", *tests]
     try:
         done = subprocess.run(words, cwd=copy, env=environment, timeout=PATIENCE_S, capture_output=True, check=False)
@@ -111,7 +111,7 @@ def passes(tests: list[str], copy: Path) -> bool:
 
 
 def main() -> int:
-    """Draws, tries and tells; the exit code says whether enough were killed."""
+    """Draw mutants, test them and print survivors; return 0 if enough were killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
@@ -157,7 +157,7 @@ def main() -> int:
 
 
 def copy_of_checkout(to: Path) -> Path:
-    """What git knows of the checkout, and what it does not ignore."""
+    """Copy the files that git tracks or does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

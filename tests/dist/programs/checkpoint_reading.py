@@ -1,4 +1,4 @@
-"""What ranks read of a state of 136 MB, by several plans: checkpoint_reading.py FOLDER; rank 0 prints it as JSON."""
+"""What ranks read of a state of 136 MB, under several plans: checkpoint_reading.py FOLDER; rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hpctrain.checkpoint.initial import Weights, with_weights
 from hpctrain.comm.world import connect
 
 EVERYONE = connect().everyone
-WIDTH = 2060  # rows that no block ends with, and whose halves are read alone: they are longer than a page
+WIDTH = 2060  # no multiple of a block; half a row is longer than a page, so it is read separately
 
 
 def task() -> TorchTask:
-    """Four matrices of 17 MB, and a momentum of each: 136 MB."""
+    """Four matrices of 17 MB, each with momentum: 136 MB."""
     layers = [module for _ in range(4) for module in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -32,7 +32,7 @@ def task() -> TorchTask:
 
 
 class Counter(BaseHook):
-    """Bytes that are read from files before the first step, and what a rank holds of the state."""
+    """Counts bytes read from files before the first step, and bytes of the state that a rank holds."""
 
     def __init__(self) -> None:
         self.read, self.manifests = 0, 0
@@ -47,13 +47,13 @@ class Counter(BaseHook):
         os.preadv, os.open = self.real_read, self.real_open
 
     def preadv(self, *arguments: Any) -> int:
-        """As of os."""
+        """Stand-in for ``os.preadv``."""
         count = self.real_read(*arguments)
         self.read += count
         return count
 
     def opened(self, path: Any, *arguments: Any, **more: Any) -> int:
-        """As of os."""
+        """Stand-in for ``os.open``."""
         self.manifests += Path(os.fsdecode(path)).name == "manifest.json"
         return self.real_open(path, *arguments, **more)
 
@@ -69,7 +69,7 @@ class Counter(BaseHook):
 
 
 def run(folder: Path, name: str, steps: int, **keys: Any) -> list[Any]:
-    """Of each rank: bytes read, bytes of its weights and of its optimizer, manifests opened."""
+    """For each rank: bytes read, bytes of its weights and of its optimizer state, manifests opened."""
     base = {
         "name": name,
         "task": f"{__file__}:task",
@@ -91,7 +91,7 @@ def run(folder: Path, name: str, steps: int, **keys: Any) -> list[Any]:
 
 
 def damaged_on_one(folder: Path) -> list[str]:
-    """What ranks take that read half of the weights each, of which the second has a wrong byte."""
+    """Which checkpoint each rank loads when it reads half of the weights, and the second rank's half is corrupt."""
     store = CheckpointStore(folder, group=EVERYONE)
     for step in (1, 2):
         store.save({"model/w": np.full((4 << 20, 1), step, np.uint8)}, step=step)

@@ -26,13 +26,13 @@ from hpctrain.train.state import ArrayTensor, Cut, Placement, Tiling
 
 
 def arrays(value: float) -> dict[str, np.ndarray]:
-    """Equal on all ranks: one tensor that is split by rows, many small ones, a scalar."""
+    """The same on all ranks: one tensor that is sharded by rows, many small ones, a scalar."""
     large = np.arange(3_000_000, dtype=np.float32).reshape(3000, 1000) + value
     return {"model/large": large, **{f"model/small{i}": np.full(i, value) for i in range(50)}, "count": np.int64(value)}
 
 
 def own(rank: int, value: float) -> dict[str, np.ndarray]:
-    """Each rank's own."""
+    """Values that differ on each rank."""
     return {
         "rng/state": np.full(5, rank, np.uint8),
         "model/mean": np.full(3, rank + value, np.float32),
@@ -41,7 +41,7 @@ def own(rank: int, value: float) -> dict[str, np.ndarray]:
 
 
 def save(world: World, folder: Path, writers: str) -> None:
-    """Two checkpoints, of steps 1 and 2; ``two-nodes``: as if the upper half of the ranks were on another node."""
+    """Save steps 1 and 2; ``two-nodes``: as if the upper half of the ranks were on another node."""
     store = CheckpointStore(folder, group=world.everyone)
     if writers == "two-nodes":
         half = Group("local", world.everyone.comm.Split(2 * world.rank // world.size))
@@ -53,7 +53,7 @@ def save(world: World, folder: Path, writers: str) -> None:
 
 
 def load(world: World, folder: Path, saved_ranks: str, step: str) -> None:
-    """Checks what every rank gets."""
+    """Check what every rank loads."""
     store = CheckpointStore(folder, group=world.everyone)
     loaded = store.load()
     assert loaded.step == int(step) and loaded.ranks == int(saved_ranks), loaded.step
@@ -74,10 +74,10 @@ def load(world: World, folder: Path, saved_ranks: str, step: str) -> None:
 
 
 def train(saver: Saver, world: World, tensors: list, step: int) -> saver_module.SaveResult:
-    """Saves beside steps that go on; the outcome, the same on all ranks and at the same step."""
+    """Save while steps continue; the outcome, which is the same on all ranks and at the same step."""
     saver.begin(tensors, step, {})
     for number in range(100_000):
-        least = world.everyone.begin_min(saver.flags(), "agree")()  # a step would lie between begin and end
+        least = world.everyone.begin_min(saver.flags(), "agree")()  # in a run, a step is computed between begin and end
         outcome = saver.advance(least)
         if outcome:
             numbers = world.everyone.allgather(number, "compare the step")
@@ -109,7 +109,7 @@ def limited(world: World, folder: Path) -> None:
 
 
 def full(world: World, folder: Path) -> None:
-    """A disk that has room for one checkpoint, not two; the check before writing is off."""
+    """A disk with room for one checkpoint, not two; the check for free space is off."""
     saver_module.LEAST_SPARE_BYTES = -(1 << 40)
     store = CheckpointStore(folder, group=world.everyone)
     saver = open_saver(store)
@@ -126,7 +126,7 @@ def full(world: World, folder: Path) -> None:
 
 
 def dropped(world: World, folder: Path) -> None:
-    """One is given up that rank 1 has not written; one that has waited for it meanwhile takes its place."""
+    """Drop a checkpoint that rank 1 has not written; the one waiting behind it takes its place."""
     free = Event()
 
     class Held(CheckpointStore):
@@ -153,17 +153,17 @@ def dropped(world: World, folder: Path) -> None:
 
 WHOLE = {"model/up": (600, 1024), "model/down": (1024, 600), "model/embed": (5, 7, 3), "model/rest": (1, 4)}
 AXIS = {"model/up": 1, "model/down": 0, "model/embed": 2, "model/rest": 0}
-"""The axis along which each is cut."""
+"""Axis along which each tensor is sharded."""
 
 
 def whole(name: str) -> np.ndarray:
-    """All values of a tensor that is cut."""
+    """All values of a sharded tensor."""
     shape = WHOLE[name]
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
 def part_of(name: str, index: int, parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Begin and shape of one of several parts of about the same size."""
+    """Offset and shape of one of several parts of about equal size."""
     shape, axis = WHOLE[name], AXIS[name]
     begin, end = shape[axis] * index // parts, shape[axis] * (index + 1) // parts
     place = tuple(begin if each == axis else 0 for each in range(len(shape)))
@@ -171,7 +171,7 @@ def part_of(name: str, index: int, parts: int) -> tuple[tuple[int, ...], tuple[i
 
 
 def save_cut(world: World, folder: Path, parts: str) -> None:
-    """Ranks hold parts, several ranks the same one if there are fewer parts; beside tensors that are equal on all."""
+    """Save sharded tensors, replicated over ranks if there are fewer parts than ranks, and replicated ones."""
     count = int(parts)
     store = CheckpointStore(folder, group=world.everyone)
     saver = open_saver(store)
@@ -185,7 +185,7 @@ def save_cut(world: World, folder: Path, parts: str) -> None:
     tiled = [dataclasses.replace(it, tiling=Tiling(1)) if it.name == "model/up" else it for it in tensors]
     saver.begin(tiled, 1, {})
     saver.finish().path_or_raise()
-    wrong = Cut((8, 2), (0, 0))  # all ranks say that they hold the first rows
+    wrong = Cut((8, 2), (0, 0))  # all ranks claim the first rows
     saver.begin([ArrayTensor("model/w", np.ones((4, 2)), Placement.CUT, cut=wrong)], 2, {})
     outcome = saver.finish()
     assert outcome.error and "model/w: parts overlap" in outcome.error, outcome
@@ -198,7 +198,7 @@ def save_cut(world: World, folder: Path, parts: str) -> None:
 
 
 def load_cut(world: World, folder: Path) -> None:
-    """Each rank reads another part than any rank saved, and no more bytes than that."""
+    """Each rank reads a different part than any rank saved, and no more bytes than that."""
     read, real = [0], os.preadv
 
     def preadv(descriptor: int, views: Any, offset: int, flags: int = 0) -> int:
@@ -231,7 +231,7 @@ def load_cut(world: World, folder: Path) -> None:
 
 
 def refuse_on_one(store: CheckpointStore, world: World) -> None:
-    """An error of the program's own on one rank: all end at once, and all but that one tell which it was."""
+    """An error of the program on one rank: all ranks end, and the others say which rank it was."""
 
     def use(loaded: Loaded) -> dict[str, np.ndarray]:
         if world.rank == 1:

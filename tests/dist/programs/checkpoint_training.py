@@ -1,7 +1,7 @@
 """Ranks that train, save and resume: checkpoint_training.py <run folder> <records folder> <JSON options>
 
 Options: task, task_args, steps, every_steps, stop_after, kill_after, kill_rank, precision, save, fresh, batch,
-whole_step. Each rank appends what it did to <records>/<rank>.jsonl, the last line being checksums of all its state.
+whole_step. Each rank appends a record per step to <records>/<rank>.jsonl, and finally checksums of all its state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hpctrain.train.stateful import Kept, kept_state
 
 
 class Recorder(BaseHook):
-    """Writes down each step, and ends or kills the rank where it should."""
+    """Records each step, and stops or kills the rank at the given step."""
 
     def __init__(self, path: Path, rank: int, options: dict[str, Any], saving: CheckpointHook) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Recorder(BaseHook):
         self.ids: list[int] = []
 
     def watch(self, framework: Framework) -> None:
-        """Keeps the numbers of the samples that go into each step."""
+        """Record the indices of the samples in each step."""
         step = framework.step
 
         def recording_step(micro_batches: Any, global_samples: int) -> Any:
@@ -57,7 +57,7 @@ class Recorder(BaseHook):
         framework.step = recording_step  # type: ignore[method-assign]
 
     def write(self, **fields: Any) -> None:
-        """One line, there even if the rank is killed next."""
+        """Append one line, which survives even if the rank is killed next."""
         with open(self.path, "a") as file:
             file.write(json.dumps(fields) + "\n")
 
@@ -65,7 +65,7 @@ class Recorder(BaseHook):
         step = trainer.state.step
         self.write(step=step, ids=self.ids, loss=result.sums()["loss"])
         if "kill_after" in self.options and self.saving.saver is not None:
-            self.saving.saver.rest()  # however fast the steps are, checkpoints are done before the end comes
+            self.saving.saver.rest()  # checkpoints finish before the run ends, however fast its steps are
         if step == self.options.get("kill_after") and self.rank == self.options.get("kill_rank", 0):
             os.kill(os.getpid(), signal.SIGKILL)
         stop_after = self.options.get("stop_after")
@@ -73,7 +73,7 @@ class Recorder(BaseHook):
 
 
 def checksums(framework: Framework, objects: list[Kept]) -> dict[str, int]:
-    """Of every tensor of the state, this rank's own included."""
+    """Checksums of every tensor of the state, including this rank's own."""
     sums = {}
     for tensor in (*framework.state(), *state_of(objects, framework.facts.leaves).tensors):
         value = np.empty(tensor.shape, ITEM_TYPES[tensor.dtype])
@@ -83,7 +83,7 @@ def checksums(framework: Framework, objects: list[Kept]) -> dict[str, int]:
 
 
 def main(folder: Path, records: Path, options: dict[str, Any]) -> None:
-    """One attempt."""
+    """Run one attempt."""
     world = connect()
     config = Config(
         name="run",
@@ -131,4 +131,4 @@ if __name__ == "__main__":
         sys.exit(error.exit_code)
     except Exception:
         traceback.print_exc()
-        os._exit(1)  # takes the other ranks down, where leaving in order would wait for them
+        os._exit(1)  # ends the other ranks too; an orderly exit would wait for them

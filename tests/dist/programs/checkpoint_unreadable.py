@@ -1,4 +1,4 @@
-"""Ranks that load where some get I/O errors: checkpoint_unreadable.py <folder> <rank, or all> <part of the paths>"""
+"""Ranks that load while some get I/O errors: checkpoint_unreadable.py <folder> <rank, or all> <part of the paths>"""
 
 from __future__ import annotations
 

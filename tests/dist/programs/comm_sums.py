@@ -42,16 +42,16 @@ from hpctrain.system import shared_memory
 
 EXTRA = 16
 PIECES: list[list[tuple[int, ...]]] = [[], [(1,)], [(3, 5), (), (70_001,), (16,)], [(40_000, 3), (2, 2)]]
-"""Shapes: slices of ranks end within pieces, and some hold nothing but slots."""
+"""Shapes chosen so that the ranks' slices end within pieces, and some slices contain only slots."""
 
 
 def laid_out(shapes: list[tuple[int, ...]]) -> Layout:
-    """One behind the other, then the slots."""
+    """Pieces one after the other, then the slots."""
     return plan([math.prod(shape) for shape in shapes], None, EXTRA)
 
 
 def terms(size: int, length: int, seed: int) -> list[np.ndarray]:
-    """Each rank's values."""
+    """The values of each rank."""
     return [np.random.default_rng([seed, rank]).standard_normal(length).astype(np.float32) for rank in range(size)]
 
 
@@ -61,8 +61,8 @@ def check(
     length: int,
     expected: Callable[[list[np.ndarray]], np.ndarray] | None = None,
 ) -> None:
-    """Many sums in a row, so that a race between them would show; with ``expected`` to the bit. What has arrived early
-    is overwritten at once, as an optimizer may do."""
+    """Compare many sums in a row, so that races show; with ``expected``, bitwise. Results are overwritten once they
+    arrive, as an optimizer may do."""
     for seed in range(40):
         mine = terms(world.size, length, seed)
         reducer.buffer[:] = mine[world.rank]
@@ -88,7 +88,7 @@ def check(
 
 
 def check_int8(world: World, reducer: HostAllreduce, residue: Residue) -> None:
-    """Sums that lack what ranks carry, with the same bits on all of them."""
+    """Check that each sum lacks exactly what ranks carry over as residue, and is bitwise identical on all of them."""
     length = len(reducer.buffer)
     wanted, found = np.zeros(length), np.zeros(length)
     for seed in range(5):
@@ -107,12 +107,12 @@ def check_int8(world: World, reducer: HostAllreduce, residue: Residue) -> None:
 
 
 def residue_of(length: int) -> Residue:
-    """Of a buffer with slots."""
+    """Residue of a buffer with slots."""
     return Residue(0, np.zeros(length - EXTRA, np.float32))
 
 
 def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, ...]]) -> None:
-    """The same for pieces, which stay as they are."""
+    """The same for sums of pieces, whose inputs must not change."""
     for seed in range(40):
         ranks = [terms(world.size, size, seed) for size in [*map(math.prod, shapes), EXTRA]]
         mine = [each[world.rank].reshape(shape) for each, shape in zip(ranks, [*shapes, (EXTRA,)], strict=True)]
@@ -131,8 +131,8 @@ def check_pieces(world: World, pieces: PieceAllreduce, shapes: list[tuple[int, .
 
 
 def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
-    """Of tables of several widths: some rows of each; none on rank 0 at times; and of one all but a row, which is
-    summed."""
+    """Sums of rows of tables of several widths: some rows; sometimes none on rank 0; and all but one row of a table,
+    which is then summed densely."""
     tables = [(50, 3), (70_000, 5), (7, 1), (20, 4)]
     exchange = RowExchange(world.data, tables, dtype, largest)
     random = np.random.default_rng([3, world.rank])
@@ -154,7 +154,7 @@ def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
 
 
 def streamed(fp16: bool, ranks_per_node: int = 1) -> Callable[[list[np.ndarray]], np.ndarray]:
-    """Nodes' sums by twos, rounded for the wire, added in fp32 by twos, and rounded again if they are sent again."""
+    """Pairwise sums within each node, rounded for the wire, summed pairwise in fp32, rounded again if sent again."""
 
     def rounded(values: np.ndarray) -> np.ndarray:
         return np.concatenate([values[:-EXTRA].astype(np.float16).astype(np.float32), values[-EXTRA:]])
@@ -174,7 +174,7 @@ def streamed(fp16: bool, ranks_per_node: int = 1) -> Callable[[list[np.ndarray]]
 
 
 def collectives(world: World) -> None:
-    """Values through JSON, arrays in place, and a wait that ends."""
+    """Collectives of Python values and of arrays in place, and a wait that times out."""
     group = world.everyone
     assert group.allgather({"rank": world.rank}, "gather") == [{"rank": rank} for rank in range(world.size)]
     assert group.allgather("", "gather nothing") == [""] * world.size
@@ -204,7 +204,7 @@ def collectives(world: World) -> None:
 
 
 def merged_in_order(world: World) -> None:
-    """Arrays of other lengths on each rank, one of none, and scalars; those with more than one message, too."""
+    """Arrays of a different length on each rank, one of them empty, and scalars; also in more than one message."""
 
     def add(first: Arrays, second: Arrays) -> Arrays:
         return {"rows": np.concatenate([first["rows"], second["rows"]]), "sum": np.add(first["sum"], second["sum"])}
@@ -220,7 +220,7 @@ def merged_in_order(world: World) -> None:
 
 
 def suspended(world: World) -> None:
-    """The time in which a rank is stopped, as the ranks of a suspended job are, is no part of its wait."""
+    """Time in which a rank is stopped, as in a suspended job, does not count as waiting."""
     waiting = world.local.broadcast(os.getpid(), "learn whom to stop")
     if world.rank == 0:
         world.local.meet("end its break", timeout_s=4.0)
@@ -235,7 +235,7 @@ def suspended(world: World) -> None:
 
 
 class LateReader(Group):
-    """Its last rank reads late what all have left."""
+    """Group whose last rank is late to read what the others have published."""
 
     def meet(self, what: str, timeout_s: float = 60.0) -> None:
         super().meet(what, timeout_s)
@@ -243,7 +243,7 @@ class LateReader(Group):
 
 
 def small_in_a_row(world: World) -> None:
-    """A rank that is ahead does not overwrite what another one still reads."""
+    """A rank that is ahead does not overwrite what another rank is still reading."""
     shared = share_arrays(world.data, 2 * 1000, np.float32)
     assert shared is not None
     late = dataclasses.replace(shared, node=LateReader("node", shared.node.comm))
@@ -256,7 +256,7 @@ def small_in_a_row(world: World) -> None:
 
 
 def check_window(world: World) -> None:
-    """Arrays of no, one and several pieces, of several types, also to a rank that reads late what all have shown."""
+    """Arrays of no, one and several pieces and of several types, also with a rank that reads late."""
     shared = share_arrays(world.data, 2 * 2**20, np.uint8)
     assert shared is not None
     late = ShmWindow(dataclasses.replace(shared, node=LateReader("node", shared.node.comm)))
@@ -270,7 +270,7 @@ def check_window(world: World) -> None:
         total = np.empty(length, dtype)
         for shown in (window, late):
             shown.sum(mine[world.rank], total, "add up")
-            np.testing.assert_allclose(total, np.sum(mine, axis=0), rtol=0, atol=1e-3)  # 100 in float32, a few times
+            np.testing.assert_allclose(total, np.sum(mine, axis=0), rtol=0, atol=1e-3)  # a few float32 roundings of 100
             assert len(set(world.data.allgather(total.tobytes().hex()[-4096:], "compare the bits"))) == 1
         own = mine[world.rank].copy()
         window.sum(own, own, "add up in place")
@@ -280,7 +280,7 @@ def check_window(world: World) -> None:
 
 
 def on_nodes(world: World, ranks_per_node: int) -> Group:
-    """Ranks that take themselves for those of several nodes."""
+    """Group of ranks that take themselves to be on several nodes."""
     from mpi4py import MPI
 
     class Nodes(MPI.Intracomm):
@@ -292,7 +292,7 @@ def on_nodes(world: World, ranks_per_node: int) -> Group:
 
 
 def spread(world: World) -> None:
-    """The bits of sums are those of all ranks by twos, on nodes of 1, 2 or 4 ranks, or of all of them; not of three."""
+    """Sums are bitwise those of all ranks pairwise, on nodes of 1, 2, 4 or all ranks; not on nodes of 3."""
     length = 50_003
     for ranks in {1, 2, 4, world.size}:
         if world.size % ranks == 0:
@@ -305,7 +305,7 @@ def spread(world: World) -> None:
 
 
 def across_nodes(world: World) -> None:
-    """Four ranks that take themselves for two nodes of two, and for nodes of three and one."""
+    """Four ranks as if on two nodes of two, or on nodes of three and one."""
 
     def group_of(ranks_per_node: int) -> Group:
         return on_nodes(world, ranks_per_node)
@@ -335,7 +335,7 @@ def across_nodes(world: World) -> None:
 
 
 def main() -> None:
-    """Everything on four ranks at most."""
+    """Run everything on at most four ranks."""
     world = connect()
     own = world.data.broadcast(tempfile.mkdtemp(dir=shared_memory.FOLDER) if world.rank == 0 else "", "share memory")
     shared_memory.FOLDER = own
@@ -350,7 +350,7 @@ def main() -> None:
 
 
 def everything(world: World) -> None:
-    """Each sum, and the collectives."""
+    """Check each kind of sum, and the collectives."""
     collectives(world)
     merged_in_order(world)
     if world.size > 1:

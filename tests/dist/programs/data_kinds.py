@@ -1,4 +1,4 @@
-"""Trains on each kind of data on these ranks, in run folders of each folder: data_kinds.py KINDS FOLDER:STEPS...
+"""Train on each kind of data, in run folders below each folder: data_kinds.py KINDS FOLDER:STEPS...
 
 With KILLED_AT in the environment, rank 1 is killed after that step.
 """
@@ -16,7 +16,7 @@ TASK = Path(__file__).parents[2] / "tasks" / "torch_data_kinds_task.py"
 
 
 class Killed(hpctrain.BaseHook):
-    """After a step."""
+    """Kills its process after a step."""
 
     def after_step(self, training, result):
         if training.state.step == int(os.environ.get("KILLED_AT", "-1")) and training.world.rank == 1:
@@ -24,7 +24,7 @@ class Killed(hpctrain.BaseHook):
 
 
 def main(folder: Path, steps: int, kinds: list[str]) -> None:
-    """One run, or the next part of it, for each kind."""
+    """For each kind, start a run or continue it."""
     for kind in kinds:
         config = hpctrain.Config(
             name=kind,
@@ -35,7 +35,7 @@ def main(folder: Path, steps: int, kinds: list[str]) -> None:
             reduce=ReduceConfig(kind="mpi" if hpctrain.connect().size > 1 else "none"),
             checkpoint=CheckpointConfig(
                 verify_replicated=True, every_steps=8, mode="sync"
-            ),  # there when a rank is killed
+            ),  # saved before the rank is killed
             monitor=MonitorConfig(enabled=False),
         )
         assert hpctrain.fit(config, hooks=[Killed()]).step == steps

@@ -1,4 +1,4 @@
-"""Every rank trains an epoch and a half on a shared file, with worker processes; the ranks compare what they saw."""
+"""All ranks train 1.5 epochs on a shared file, with worker processes, and compare which samples they saw."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A program that trains with ``hpctrain.fit``: python fit_program.py SCENARIO RUN_FILE, on any number of ranks."""
+"""Trains with ``hpctrain.fit`` on any number of ranks: python fit_program.py SCENARIO RUN_FILE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.run.events import Event
 
 
 class Counter(hpctrain.BaseHook):
-    """Counts samples; asks for an end at a step, if one is given."""
+    """Counts samples; requests a stop at a step, if one is given."""
 
     def __init__(self, stop_at: int | None = None, differs: bool = False) -> None:
         self.stop_at = stop_at
@@ -37,7 +37,7 @@ class Counter(hpctrain.BaseHook):
 
 
 class Names:
-    """Keeps the names of events."""
+    """Records the names of events."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -50,19 +50,19 @@ class Names:
 
 
 def show(summary: hpctrain.RunSummary, **more: Any) -> None:
-    """One line of JSON, from rank 0."""
+    """Print one line of JSON, on rank 0."""
     if hpctrain.connect().rank == 0:
         values = dataclasses.asdict(summary) | {"attempt_left": "HPCTRAIN_ATTEMPT" in os.environ} | more
         print("told", json.dumps(values), flush=True)
 
 
 def plain(config: hpctrain.Config) -> None:
-    """Start to end."""
+    """One run from start to end."""
     show(hpctrain.fit(config))
 
 
 def twice(config: hpctrain.Config) -> None:
-    """Two runs, one after the other."""
+    """Two runs in a row."""
     for name in ("first", "second"):
         run_dir = f"{config.run_dir}-{name}"
         show(hpctrain.fit(dataclasses.replace(config, name=name, run_dir=run_dir)))
@@ -70,7 +70,7 @@ def twice(config: hpctrain.Config) -> None:
 
 
 def in_parts(config: hpctrain.Config) -> None:
-    """Stopped by a hook and resumed: the hook's state goes along."""
+    """A run stopped by a hook and resumed, with the hook's state."""
     show(hpctrain.fit(config, hooks=[Counter(stop_at=3)]))
     counter, names = Counter(), Names()
     summary = hpctrain.fit(config, hooks=[counter], sinks=[names])
@@ -78,12 +78,12 @@ def in_parts(config: hpctrain.Config) -> None:
 
 
 def differing(config: hpctrain.Config) -> None:
-    """A hook whose state is not that of the other ranks."""
+    """A hook whose state differs between ranks."""
     hpctrain.fit(config, hooks=[Counter(differs=True)])
 
 
 def caught(config: hpctrain.Config) -> None:
-    """An error is the program's to handle."""
+    """An error that the program itself handles."""
     try:
         hpctrain.fit(config)
     except hpctrain.HpctrainError as error:

@@ -1,4 +1,4 @@
-"""A script for Accelerate that knows nothing of us: linear regression on CPUs."""
+"""A script for Accelerate that does not use hpctrain: linear regression on CPUs."""
 
 import torch
 from accelerate import Accelerator

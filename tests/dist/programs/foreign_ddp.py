@@ -1,4 +1,4 @@
-"""A script for torchrun that knows nothing of us: linear regression with DistributedDataParallel or FSDP on CPUs."""
+"""A script for torchrun that does not use hpctrain: linear regression with DistributedDataParallel or FSDP on CPUs."""
 
 import os
 import signal
@@ -36,5 +36,5 @@ if rank == size - 1 and "kill" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == size - 1 and "die" in sys.argv:
     raise RuntimeError("the disk of the data is gone")
-dist.barrier()  # PyTorch 2.13 aborts one run in twelve where a rank leaves before the others, under torchrun as well
+dist.barrier()  # PyTorch 2.13 aborts one run in twelve if a rank exits before the others, also under torchrun
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A script for DeepSpeed that knows nothing of us: linear regression, with ZeRO's first stage, on CPUs."""
+"""A script for DeepSpeed that does not use hpctrain: linear regression with ZeRO stage 1 on CPUs."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A program of somebody else's whose last rank hangs in its third step, in a function whose name its stack shows."""
+"""A program without hpctrain whose last rank hangs in its third step, in a function that its stack names."""
 
 import os
 import time
@@ -7,7 +7,7 @@ import hpctrain
 
 
 def waits_for_godot() -> None:
-    """Never ends by itself."""
+    """Never return."""
     time.sleep(600)
 
 

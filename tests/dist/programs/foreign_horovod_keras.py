@@ -1,4 +1,4 @@
-"""A script for horovodrun or mpirun that knows nothing of us: a Keras 3 model in a loop with Horovod's tape."""
+"""A script for horovodrun or mpirun that does not use hpctrain: a Keras 3 model in a loop with Horovod's tape."""
 
 import sys
 
@@ -17,7 +17,7 @@ data = tf.data.Dataset.from_tensor_slices((points, points.sum(1))).batch(4)
 
 @tf.function
 def training_step(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
-    """One update; the loss of this rank."""
+    """Update once; return this rank's loss."""
     with tf.GradientTape() as plain:
         loss = tf.reduce_mean((model(inputs, training=True)[:, 0] - targets) ** 2)
     variables = [variable.value for variable in model.trainable_variables]

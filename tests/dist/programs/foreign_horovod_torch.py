@@ -1,4 +1,4 @@
-"""A script for horovodrun or mpirun that knows nothing of us: a small network in PyTorch, with Horovod's optimizer."""
+"""A script for horovodrun or mpirun that does not use hpctrain: a small PyTorch network with Horovod's optimizer."""
 
 import sys
 

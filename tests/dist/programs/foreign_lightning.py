@@ -1,4 +1,4 @@
-"""A script for Lightning that knows nothing of us: linear regression. foreign_lightning.py DEVICES NODES"""
+"""A script for Lightning that does not use hpctrain: linear regression. foreign_lightning.py DEVICES NODES"""
 
 import sys
 
@@ -7,7 +7,7 @@ import torch
 
 
 class Regression(lightning.LightningModule):
-    """Rows whose sum is to become one."""
+    """Regression of rows to a sum of one."""
 
     def __init__(self) -> None:
         super().__init__()

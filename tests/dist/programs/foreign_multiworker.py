@@ -1,4 +1,4 @@
-"""A script for MultiWorkerMirroredStrategy that knows nothing of us but a heartbeat: linear regression."""
+"""A script for MultiWorkerMirroredStrategy that uses hpctrain only for heartbeats: linear regression."""
 
 import json
 import os
@@ -16,7 +16,7 @@ points = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)[index::
 
 
 def replica(batch: tf.Tensor) -> tf.Tensor:
-    """One update; the loss of all samples."""
+    """Update once; return the loss of all samples."""
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum((tf.linalg.matvec(batch, weights) - tf.reduce_sum(batch, 1)) ** 2) / 8
     gradient, total = tf.distribute.get_replica_context().all_reduce("SUM", [tape.gradient(loss, weights), loss])

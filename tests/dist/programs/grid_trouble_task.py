@@ -1,4 +1,4 @@
-"""The task of pipeline_tasks.py, in which a rank is killed, or stops for good, within a pass; once a run."""
+"""The task of pipeline_tasks.py, in which a rank is killed or hangs within a pass, once per run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tasks.pipeline_tasks import gpt
 
 
 class Trouble(BaseHook):
-    """Of this rank, in the first block that it computes after so many updates, once a checkpoint is whole."""
+    """Kills or hangs this rank in the first block after ``step`` updates, once a checkpoint is complete."""
 
     def __init__(self, kind: str, step: int, folder: Path) -> None:
         self.kind, self.step, self.is_due = kind, step, False
@@ -34,7 +34,7 @@ class Trouble(BaseHook):
 
 
 def task(world: World, folder: str, kind: str = "", rank: int = -1, step: int = 0) -> TorchTask:
-    """``kind``: kill or hang; ``folder`` remembers it."""
+    """``kind``: kill or hang; a file in ``folder`` records that it has happened."""
     made = gpt()
     if world.rank != rank:
         return made

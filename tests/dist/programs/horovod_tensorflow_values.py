@@ -1,4 +1,4 @@
-"""Every Horovod operation that our TensorFlow reducer uses, checked for value on this rank. Run under mpirun."""
+"""Checks the values of every Horovod operation that our TensorFlow reducer uses. Run under mpirun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 
 def contribution(rank: int, dtype: tf.DType, length: int = 1000) -> tf.Tensor:
-    """What a rank puts in: whole numbers, so that sums are exact in every dtype, different at every place and rank."""
+    """What a rank contributes: integers, so sums are exact in every dtype, different for every element and rank."""
     return tf.cast(tf.range(length) % 50 + rank, dtype)
 
 
@@ -56,7 +56,7 @@ def check_broadcast_of_variables() -> None:
 
 
 def check_allgather(dtype: tf.DType) -> None:
-    """Uneven parts, rank 0 with none."""
+    """Parts of uneven length, empty on rank 0."""
     gathered = hvd.allgather(tf.cast(tf.fill([hvd.rank(), 3], hvd.rank()), dtype), name=f"gather.{dtype.name}")
     expected = np.concatenate([np.full((rank, 3), rank) for rank in range(hvd.size())])
     np.testing.assert_array_equal(gathered.numpy(), expected)

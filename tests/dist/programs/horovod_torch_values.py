@@ -1,4 +1,4 @@
-"""Every Horovod operation that our torch reducers use, checked for value on this rank. Run under mpirun."""
+"""Checks the values of every Horovod operation that our torch reducers use. Run under mpirun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 
 def contribution(rank: int, dtype: torch.dtype, length: int = 1000) -> torch.Tensor:
-    """What a rank puts in: whole numbers, so that sums are exact in every dtype, different at every place and rank."""
+    """What a rank contributes: integers, so sums are exact in every dtype, different for every element and rank."""
     return ((torch.arange(length) % 50) + rank).to(dtype)
 
 
@@ -36,7 +36,7 @@ def check_grouped(dtype: torch.dtype) -> None:
 
 
 def check_asynchronous() -> None:
-    """Started in another order on every rank: Horovod pairs them by name."""
+    """Operations started in a different order on every rank: Horovod matches them by name."""
     names = [str((index + hvd.rank()) % 8) for index in range(8)]
     handles = {n: hvd.allreduce_async(torch.full((64,), float(n)), op=hvd.Sum, name=f"async.{n}") for n in names}
     for name, handle in handles.items():
@@ -50,7 +50,7 @@ def check_broadcast(dtype: torch.dtype) -> None:
 
 
 def check_allgather(dtype: torch.dtype) -> None:
-    """Uneven parts, rank 0 with none."""
+    """Parts of uneven length, empty on rank 0."""
     gathered = hvd.allgather(torch.full((hvd.rank(), 3), hvd.rank()).to(dtype), name=f"gather.{dtype}")
     expected = torch.cat([torch.full((rank, 3), rank).to(dtype) for rank in range(hvd.size())])
     assert gathered.dtype == dtype and torch.equal(gathered, expected)

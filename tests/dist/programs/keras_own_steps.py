@@ -1,4 +1,4 @@
-"""Trains Keras models by their own ``train_step`` on these ranks, beside one process of Keras alone; prints JSON."""
+"""Trains Keras models with their own ``train_step``, compares with plain Keras in one process, and prints JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 30
 
 
 def optimizers() -> dict[str, Any]:
-    """Whose updates depend on the gradient continuously: Adam makes a step of a rounding error."""
+    """Optimizers whose updates are continuous in the gradient: Adam can turn a rounding error into a whole step."""
     return {
         "d_optimizer": keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5),
         "g_optimizer": keras.optimizers.SGD(0.02, momentum=0.9),
@@ -42,12 +42,12 @@ def optimizers() -> dict[str, Any]:
 
 
 def task() -> KerasTask:
-    """The GAN."""
+    """The task of the GAN."""
     return gan_task(**optimizers())
 
 
 def trained(world: World, kind: str) -> dict[str, Any]:
-    """Largest difference from Keras in one process, of weights and of losses, and what must be equal on all ranks."""
+    """Largest differences of weights and losses from Keras in one process, and what must be equal on all ranks."""
     framework = framework_of(task, world, kind)
     steps = train(framework, STEPS)
     group = framework.group
@@ -78,7 +78,7 @@ def trained(world: World, kind: str) -> dict[str, Any]:
 
 
 def looked_up(world: World) -> dict[str, Any]:
-    """A table whose rows travel alone: the largest difference from Keras in one process."""
+    """Largest difference from Keras in one process, for a table of which only rows are exchanged."""
     framework = framework_of(lookup_task, world, "mpi" if world.size > 1 else "none")
     train(framework, STEPS)
     found = [variable.numpy() for variable in framework.task.model.trainable_variables]
@@ -98,7 +98,7 @@ def looked_up(world: World) -> dict[str, Any]:
 
 
 def said(framework: Any, batches: Any) -> str:
-    """The refusal of a step."""
+    """The error message of a step that is refused."""
     try:
         framework.step(batches, 8)
     except (UserError, NonFiniteLoss) as error:
@@ -107,7 +107,7 @@ def said(framework: Any, batches: Any) -> str:
 
 
 def main() -> None:
-    """All of them."""
+    """Run all checks."""
     world = connect()
     results: dict[str, Any] = {kind: trained(world, kind) for kind in ("auto", "mpi" if world.size > 1 else "none")}
     results["looked up"] = looked_up(world)

@@ -1,10 +1,10 @@
-"""Runs of many plans that are killed and go on, with a model that has weights without elements.
+"""Runs of many plans that are killed and resumed, with a model that has weights without elements.
 
     killed_plans.py FRAMEWORK FOLDER
 
-On two ranks each plan trains straight, and again, where rank 0 is killed after a random update: this program ends
-there, and goes on with that plan when it is started again. On three ranks it continues what has trained without the
-last updates. FOLDER gets ``<plan>.json``: what came of them.
+On two ranks each plan trains undisturbed, and again with rank 0 killed after a random update: this program then ends,
+and resumes that plan when it is started again. On three ranks it continues runs that have trained all but the last
+updates. FOLDER gets the results in ``<plan>.json``.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ KERAS_PLANS: dict[str, Plan] = {
     },
 }
 UNITED = ("local-overlap",)
-"""Who trained apart, and exchanges gradients in the end."""
+"""Plans of ranks that train independently and exchange gradients in the end."""
 
 
 def samples() -> dict[str, np.ndarray]:
-    """Of a linear law."""
+    """Samples of a linear law."""
     x = np.random.default_rng(0).normal(size=(SAMPLES, FEATURES)).astype(np.float32)
     return {"x": x, "y": (x @ np.arange(FEATURES)).astype(np.float32)[:, None]}
 
 
 def torch_task(cut: bool = False) -> Any:
-    """Without elements are a layer, a table, a vector, and something that takes no part in the loss. Evaluations draw
-    random numbers, too."""
+    """A layer, a table and a vector without elements, and a parameter that the loss does not use. Evaluations draw
+    random numbers too."""
 
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
@@ -121,13 +121,13 @@ def tensorflow_task(dtype: str = "float32") -> Any:
 
 
 class End(BaseHook):
-    """Keeps hashes at the end of a run, by rank; kills rank 0 after an update, if it is given one."""
+    """Records hashes at the end of a run, by rank; kills rank 0 after an update, if one is given."""
 
     def __init__(self, killed_at: int | None = None) -> None:
         self.killed_at = killed_at
         self.weights: list[str] = []
         self.state: list[dict[str, str]] = []
-        """Of all that checkpoints hold, by name."""
+        """Hashes of all that checkpoints contain, by name."""
 
     def after_step(self, training: Any, result: Any) -> None:
         if training.state.step == self.killed_at and training.world.rank == 0:
@@ -141,7 +141,7 @@ class End(BaseHook):
 
 
 def run(folder: Path, plan: Plan, killed_at: int | None = None, **train: Any) -> dict[str, Any]:
-    """Trains to the end, or from where it was killed; ``train`` adds to what the plan says."""
+    """Train to the end, or resume after a kill; ``train`` adds to the plan's keys."""
     config = Config(
         name="run",
         task=f"{__file__}:{sys.argv[1]}_task",
@@ -161,7 +161,7 @@ def run(folder: Path, plan: Plan, killed_at: int | None = None, **train: Any) ->
 
 
 def on_two(folder: Path, name: str, plan: Plan, world: World) -> None:
-    """Straight, with evaluations on the way, and killed and resumed."""
+    """Train undisturbed, with evaluations, and killed and resumed."""
     was_killed = world.everyone.broadcast((folder / f"{name}-killed").exists(), "see what has been done")
     if not was_killed:
         straight = run(folder / f"{name}-straight", plan, eval_every_steps=3)
@@ -175,7 +175,7 @@ def on_two(folder: Path, name: str, plan: Plan, world: World) -> None:
 
 
 def on_three(folder: Path, name: str, plan: Plan, world: World) -> None:
-    """The last updates on other ranks, each of which has the whole model; some train apart no longer."""
+    """Train the last updates on other ranks, all with a whole model; some runs no longer train independently."""
     run_dir = folder / f"{name}-straight"
     if world.rank == 0:
         shutil.rmtree(run_dir / f"checkpoints/step-{STEPS:09}")
@@ -188,7 +188,7 @@ def on_three(folder: Path, name: str, plan: Plan, world: World) -> None:
 
 
 def main() -> None:
-    """All plans that are not done."""
+    """Run all plans that are not done."""
     folder, world = Path(sys.argv[2]), connect()
     for name, plan in {"torch": TORCH_PLANS, "tensorflow": KERAS_PLANS}[sys.argv[1]].items():
         done = folder / f"{name}-done-on-{world.size}"

@@ -1,4 +1,4 @@
-"""A tiny task that misbehaves as told, on one rank, at one step."""
+"""A tiny task that misbehaves in a given way, on one rank, at one step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLES = 32
 def task(
     world: World, mode: str = "", at: int = 4, rank: int = 1, data: str = "", library: str = "", gate: str = ""
 ) -> TorchTask:
-    """A linear model on random numbers. STEP_S in the environment makes its steps take time; ``gate``: see ``Hold``."""
+    """A linear model on random numbers. STEP_S in the environment is the time of a step; ``gate``: see ``Hold``."""
     if mode == "raise-in-task" and world.rank == rank:
         raise RuntimeError("this rank has no luck")
     if mode == "second-mpi":
@@ -45,7 +45,7 @@ def task(
 
 
 def held(gate: str, at: int) -> list[Hook]:
-    from tests.support.gate import Hold  # where tests can be imported
+    from tests.support.gate import Hold  # only where tests can be imported
 
     return [Hold(gate, at)]
 
@@ -57,7 +57,7 @@ def samples() -> dict[str, np.ndarray]:
 
 
 class Misbehaviour:
-    """Counts the calls of the loss, one an update, and does its deed at one of them."""
+    """Counts calls of the loss, one per update, and misbehaves at one of them."""
 
     def __init__(self, mode: str, at: int, step_s: float) -> None:
         self.mode = mode
@@ -92,7 +92,7 @@ class Misbehaviour:
 
 
 def fill(folder: Path) -> None:
-    """Uses up all space of a small file system."""
+    """Fill a small file system."""
     assert shutil.disk_usage(folder).total < 2**26, "this is no small file system"
     with open(folder / "filler", "wb", buffering=0) as file:
         try:
@@ -103,17 +103,17 @@ def fill(folder: Path) -> None:
 
 
 def load_copy_of(library: str) -> None:
-    """Another MPI library in this process, as if Horovod had brought it."""
+    """Load another MPI library into this process, as Horovod might have done."""
     ctypes.CDLL(library)
 
 
 def ragged(path: Path) -> None:
-    """Datasets of different lengths."""
+    """Write datasets of different lengths."""
     with h5py.File(path, "w") as file:
         file["x"], file["y"] = np.zeros((8, 3), np.float32), np.zeros(7, np.float32)
 
 
 def without_targets(path: Path) -> None:
-    """A file that lacks what the loss wants."""
+    """Write a file without an array that the loss needs."""
     with h5py.File(path, "w") as file:
         file["x"] = np.zeros((8, 3), np.float32)

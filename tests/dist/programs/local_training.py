@@ -1,6 +1,6 @@
-"""Runs of one small task in a framework, with ranks that train apart and not; prints their last metrics as JSON.
+"""Runs a small task with local SGD and without, in one framework; prints the last metrics as JSON.
 
-Steps of SGD from equal weights are linear in the gradient: their mean is the step along the mean gradient.
+SGD steps from equal weights are linear in the gradient: their mean is the step along the mean gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRAIN: dict[str, dict[str, Any]] = {
 
 
 def samples() -> dict[str, np.ndarray]:
-    """Of a noisy linear law."""
+    """Samples of a noisy linear law."""
     random = np.random.default_rng(0)
     x = random.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
     noise = random.normal(size=SAMPLES)
@@ -58,7 +58,7 @@ def torch_task() -> Any:
 
 
 def tensorflow_task() -> Any:
-    """With a layer that is not trained, and begins differently on each rank."""
+    """A model with a frozen layer that is initialized differently on each rank."""
     import keras
 
     from hpctrain import KerasTask
@@ -70,7 +70,7 @@ def tensorflow_task() -> Any:
 
 
 def main() -> None:
-    """Runs them."""
+    """Run all scenarios."""
     framework, folder = sys.argv[1:]
     found = {}
     for name, sync in SYNC.items():

@@ -1,6 +1,6 @@
-"""A hand-written loop under the monitor: real exchanges, and work that is a timed wait, or computed.
+"""A hand-written loop under the monitor: real exchanges; work is a timed wait or a computation.
 
-Usage: monitored_loop.py FOLDER JSON. The JSON says what happens to whom; see ``Script``.
+Usage: monitored_loop.py FOLDER JSON. The JSON says which faults to inject on which ranks; see ``Script``.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ USUAL = {"data": 0.001, "forward": 0.004, "backward": 0.006, "optimizer": 0.001,
 
 @dataclass(frozen=True)
 class Script:
-    """What to do."""
+    """What to inject."""
 
     steps: int
     computes: bool = False
-    """Work keeps the processor busy for a number of operations instead of a time."""
+    """Work is a fixed number of operations instead of a wait."""
     slow: list[list] = field(default_factory=list)  # type: ignore[type-arg]
     """[rank, phase, extra seconds, first step, last step]"""
     exchange_delay: list[float] = field(default_factory=list)
-    """[seconds, first step]: the network is slower from then on."""
+    """[seconds, first step]: extra time of exchanges from that step on."""
     trouble: str = ""
-    """stop, spin, die, stop_agent, kill_agent; befalls ``victim`` at step 40."""
+    """stop, spin, die, stop_agent or kill_agent: what happens to rank ``victim`` at step 40."""
     victim: int = 1
     pin: bool = False
-    """Rank r runs on processor r only."""
+    """Pin rank r to processor r."""
     monitor: dict = field(default_factory=dict)  # type: ignore[type-arg]
 
 
 def compute(seconds: float, rate: float) -> None:
-    """A number of additions that take so long on an idle processor."""
+    """Do as many additions as take ``seconds`` on an idle processor."""
     total = 0
     for number in range(int(seconds * rate)):
         total += number
 
 
 def measured_rate() -> float:
-    """Additions per second here."""
+    """Additions per second on this machine."""
     best = 0.0
     for _ in range(5):
         begin = time.perf_counter()
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def befall(trouble: str, agent: int) -> None:
-    """What goes wrong."""
+    """Inject ``trouble``."""
     if trouble == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif trouble == "spin":
@@ -119,7 +119,7 @@ def befall(trouble: str, agent: int) -> None:
 
 
 def endless_loop() -> None:
-    """A defect in user code."""
+    """Loop forever, like a bug in user code."""
     while True:
         pass
 

@@ -1,9 +1,8 @@
-"""Trains models whose layers are shared out among stages, by several plans, one run folder each; rank 0 prints what
-came out, as JSON.
+"""Trains models divided into pipeline stages under several plans, one run folder each; rank 0 prints JSON.
 
 pipeline_training.py FOLDER [UPDATES DTYPE PLAN ...]
 
-With names of PLANS, those alone.
+If names of PLANS are given, it runs only those.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from hpctrain.comm.world import connect
 from tests.tasks import pipeline_tasks, table_tasks
 
 EVERYONE = connect().everyone
-layout.LEAST_TILE_BYTES = 64  # as large matrices are written
+layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
-"""BatchNorm takes no single sample."""
+"""BatchNorm rejects a batch of a single sample."""
 BOTH: dict[str, Any] = {"parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}
 TABLES = {"task": f"{table_tasks.__file__}:recommender"}
 PLANS: dict[str, dict[str, Any]] = {
@@ -44,11 +43,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "whole-tables": TABLES,
     "tables": {**TABLES, "parallel__shard": "tables"},
 }
-"""Keys of the run file; the data axis has what ranks remain."""
+"""Keys of the run file; the remaining ranks form the data axis."""
 
 
 class Watcher(BaseHook):
-    """Losses of the global batches, and what ranks have."""
+    """Records losses of global batches, and what each rank holds."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -75,7 +74,7 @@ class Watcher(BaseHook):
 
 
 class Drift(BaseHook):
-    """Weights changed on the last rank after the first step."""
+    """Changes weights on the last rank after the first step."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
         if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
@@ -86,7 +85,7 @@ class Drift(BaseHook):
 def run(
     folder: Path, name: str, steps: int = 6, task: str = "gpt", drifts: bool = False, **keys: Any
 ) -> dict[str, Any]:
-    """One attempt of a run; keys of the run file have __ for the dot. The last batch of an epoch has one sample."""
+    """One attempt of a run; in keys of the run file, __ means a dot. The last batch of an epoch has one sample."""
     watcher = Watcher()
     base = {
         "name": name,
@@ -115,13 +114,13 @@ def run(
 
 
 def predict(folder: Path, name: str, **parallel: int) -> None:
-    """As ``hpctrain predict`` does, from the end of a run, over the validation data."""
+    """Predict over the validation data from the end of a run, as ``hpctrain predict`` does."""
     keys = [word for key, size in parallel.items() for word in (f"--parallel.{key}", str(size))]
     assert main(["predict", str(folder / name / "run.yaml"), *keys]) == 0, name
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
-    """All scenarios, by name."""
+    """Results of all scenarios, by name."""
     two: dict[str, Any] = {"parallel__pipeline": 2}
     found = {
         "pp2-dp2": run(folder, "pp2-dp2", **two, reduce__kind="horovod", monitor__enabled="true"),
@@ -152,7 +151,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
 
 
 def by_plans(folder: Path, updates: int, dtype: str, names: list[str]) -> dict[str, Any]:
-    """Plans, each with uneven micro-batches, clipping, weight decay of some weights alone and moving averages."""
+    """Results of plans with uneven micro-batches, clipping, weight decay of some weights only, and moving averages."""
     found = {}
     for name in names:
         own = PLANS[name]
@@ -164,7 +163,7 @@ def by_plans(folder: Path, updates: int, dtype: str, names: list[str]) -> dict[s
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    """What one process comes to, and the end of what four ranks began."""
+    """Results of one process, which also continues what four ranks began."""
     found = {
         "alone": run(folder, "alone"),
         "alone-unclipped": run(folder, "alone-unclipped", train__clip_norm="null"),

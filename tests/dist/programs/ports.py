@@ -1,8 +1,8 @@
-"""Trains examples/ports on these ranks, in the current folder: ports.py '[["dlrm", "run-folder", {...}], ...]'
+"""Trains examples/ports in the current folder: ports.py '[["dlrm", "run-folder", {...}], ...]'
 
-Each entry names a program, its run folder, and options: ``python`` runs one of its files as Python does, and writes
-what it prints to the folder; ``kill_after`` kills the last rank behind a step; ``stop_after`` asks for an end there;
-``keys`` are those of the run file.
+Each entry names a program, its run folder, and options: ``python`` runs one of its files as a script and writes its
+output to the folder; ``kill_after`` kills the last rank after a step; ``stop_after`` requests a stop there; ``keys``
+are those of the run file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PORTS = Path(__file__).parents[3] / "examples" / "ports"
 
 
 class End(hpctrain.BaseHook):
-    """Ends a run before its time."""
+    """Ends a run early."""
 
     def __init__(self, kill_after: int | None = None, stop_after: int | None = None) -> None:
         self.kill_after = kill_after
@@ -41,7 +41,7 @@ class End(hpctrain.BaseHook):
 
 
 def main(name: str, folder: str, options: dict[str, Any]) -> None:
-    """One entry."""
+    """Run one entry."""
     if "python" in options:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             runpy.run_path(str(PORTS / name / options["python"]), run_name="__main__")

@@ -1,6 +1,6 @@
-"""A sweep of four runs by Ray Tune on this machine; prints each one's number of reports and last metrics.
+"""A sweep of four runs by Ray Tune on this machine; prints the number of reports and the last metrics of each.
 
-python ray_tune.py FOLDER RUN: the run as JSON. Those with the smallest rates would last for ever, and are ended early.
+python ray_tune.py FOLDER RUN: the run as JSON. Runs with the smallest rates would never end, and are stopped early.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RATES = (1e-5, 1e-4, 1e-3, 5e-3)
 
 
 def train(values: dict[str, Any], folder: Path, base: dict[str, Any]) -> None:
-    """A trainable."""
+    """Trainable of Ray Tune."""
     lr = values["lr"]
     own = {
         "run_dir": str(folder / str(lr)),

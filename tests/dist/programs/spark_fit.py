@@ -1,4 +1,4 @@
-"""A Spark program that trains on a DataFrame of its own, and again in another way; prints what it got.
+"""A Spark program that trains on one of its DataFrames, and again with another; prints the results.
 
 python spark_fit.py RUN: the run as JSON.
 """
@@ -26,7 +26,7 @@ def main(run: dict[str, Any]) -> None:
     table = session.createDataFrame(rows, "x array<double>, y double")
     told: list[dict[str, Any]] = []
     result = hpctrain.spark.fit(run, table, report=told.append)
-    again = hpctrain.spark.fit(run, table.limit(1))  # it is over: nothing is trained, and the data stay
+    again = hpctrain.spark.fit(run, table.limit(1))  # the run has finished: nothing is trained, and its data are kept
     session.stop()
     assert again == result
     print(json.dumps([told, result.metrics, str(result.checkpoint), str(result.best)]))

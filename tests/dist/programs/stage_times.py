@@ -1,4 +1,4 @@
-"""Trains a chain of uneven layers in two stages, several ways; rank 0 prints what came out, as JSON.
+"""Trains a chain of uneven layers in two pipeline stages, with several settings; rank 0 prints JSON.
 
 stage_times.py FOLDER
 """
@@ -21,7 +21,7 @@ EVERYONE = connect().everyone
 
 
 class Watcher(BaseHook):
-    """Losses, and how often each layer has passed."""
+    """Records losses, and how often each layer has run."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -38,7 +38,7 @@ class Watcher(BaseHook):
 
 
 def run(folder: Path, name: str, steps: int = 4, **keys: Any) -> dict[str, Any]:
-    """One attempt of a run; keys of the run file have __ for the dot."""
+    """One attempt of a run; in keys of the run file, __ stands for the dot."""
     watcher = Watcher()
     base = {
         "name": name,
@@ -64,7 +64,7 @@ def run(folder: Path, name: str, steps: int = 4, **keys: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """All scenarios, by name."""
+    """Results of all scenarios, by name."""
     noisy: dict[str, Any] = {"task_args__dropout": 0.5}
     found = {
         "timed": run(folder, "timed"),

@@ -1,6 +1,6 @@
-"""Four ranks, two to a model: one is slow for a while, then hangs; a part of the layers has more to do; a rank fails.
+"""Four ranks, two per model: one is slow for a while, then hangs; some layers have more work; a rank fails.
 
-tensor_monitor.py FOLDER. Work is a timed wait; the sums of cut layers and the exchange are real.
+tensor_monitor.py FOLDER. Work is a timed wait; the sums of tensor-parallel layers and the gradient exchange are real.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hpctrain import HpctrainError, TorchTask, UserError, World, columns, fit, l
 
 BLOCKS, WORK_S = 2, 0.012
 SLOW = (3, 0.030, range(48, 88))
-"""Rank, extra seconds in each block, steps."""
+"""Rank, extra seconds in each block, steps in which it is slow."""
 HANGS_AT, HANG_S = 96, 2.0
 
 
 class Block(nn.Module):
-    """Work between the sums of two cut layers."""
+    """Work between the sums of two tensor-parallel layers."""
 
     def __init__(self, extra_s: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 def task(world: World, folder: str, trouble: str) -> TorchTask:
-    """A model of blocks whose passes are counted."""
+    """A model of blocks that count their passes."""
     calls = itertools.count()
     events = Path(folder) / "monitor" / "events.jsonl"
 
@@ -64,7 +64,7 @@ def task(world: World, folder: str, trouble: str) -> TorchTask:
 
 
 def run(folder: Path, trouble: str, steps: int, axis: str = "tensor") -> None:
-    """One run, in a folder of its name, with two ranks to a model."""
+    """One run with two ranks per model, in a folder named after the trouble."""
     keys = {
         "name": trouble,
         "task": f"{__file__}:task",

@@ -1,4 +1,4 @@
-"""Trains a small GPT on these ranks by several plans, one run folder each; rank 0 prints what came out, as JSON.
+"""Trains a small GPT under several plans, one run folder each; rank 0 prints JSON.
 
 tensor_training.py FOLDER
 """
@@ -23,18 +23,18 @@ from hpctrain.comm.world import connect
 from tests.tasks import tensor_tasks
 
 EVERYONE = connect().everyone
-layout.LEAST_TILE_BYTES = 64  # as large matrices are written
+layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 
 
 class Watcher(BaseHook):
-    """Losses of the global batches, and what the ranks have alike."""
+    """Records losses of global batches, and what must be equal on all ranks."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.hashes: list[Any] = []
         self.drawn: dict[str, list[str]] = {}
         self.slots: list[int] = []
-        """Elements of optimizer state on each rank, without counts of steps."""
+        """Elements of optimizer state on each rank, excluding step counts."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
         total, weight = training.world.data.sum(np.array(result.sums()["loss"]), "average the loss")
@@ -53,7 +53,7 @@ class Watcher(BaseHook):
 
 
 class Drift(BaseHook):
-    """Weights that all have alike, changed on the last rank after the first step."""
+    """Changes replicated weights on the last rank after the first step."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
         if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
@@ -62,7 +62,7 @@ class Drift(BaseHook):
 
 
 def run(folder: Path, name: str, steps: int = 6, drifts: bool = False, **keys: Any) -> dict[str, Any]:
-    """One attempt of a run; keys of the run file have __ for the dot."""
+    """One attempt of a run; in keys of the run file, __ stands for the dot."""
     watcher = Watcher()
     base = {
         "name": name,
@@ -97,7 +97,7 @@ def run(folder: Path, name: str, steps: int = 6, drifts: bool = False, **keys: A
 
 
 def gpt(folder: Path, name: str, **keys: Any) -> dict[str, Any]:
-    """A run of the ready task on the file of tokens."""
+    """A run of the built-in GPT task on a file of tokens."""
     data = folder / "tokens.h5"
     words = {"train": data, "validation": data, "dtype": "float64", "width": 32, "blocks": 2, "heads": 8, "kv_heads": 4}
     given = {f"task_args__{key}": value for key, value in words.items()}
@@ -108,13 +108,13 @@ PLAIN = {"task_args__feed_forward": "gelu", "task_args__norm": "layer"}
 
 
 def predict(folder: Path, name: str, tensor: int) -> None:
-    """As ``hpctrain predict`` does, from the end of a run, over the validation data."""
+    """Predict over the validation data from the end of a run, as ``hpctrain predict`` does."""
     words = ["predict", str(folder / name / "run.yaml"), "--parallel.tensor", str(tensor)]
     assert main(words) == 0, name
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
-    """All scenarios, by name."""
+    """Results of all scenarios, by name."""
     cut = {"parallel__tensor": 2}
     both = cut | {"parallel__shard": "optimizer"}
     found = {
@@ -155,7 +155,7 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    """What one process comes to, and the end of what four ranks began."""
+    """Results of one process, which also continues what four ranks began."""
     found = {
         "adamw": run(folder, "adamw"),
         "alone-adagrad": run(folder, "alone-adagrad", task_args__optimizer="adagrad"),

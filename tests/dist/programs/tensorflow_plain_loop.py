@@ -1,4 +1,4 @@
-"""The training of tensorflow_training.py in one process, by hand, with nothing of hpctrain; prints the losses."""
+"""The training of tensorflow_training.py, hand-written for one process without hpctrain; prints the losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras import layers
 
 
 def main() -> None:
-    """Adam over 50 batches of 30 samples, the last of each epoch smaller."""
+    """Run Adam over 50 batches of 30 samples; the last batch of each epoch is smaller."""
     random = np.random.default_rng(5)
     x = random.normal(size=(183, 12)).astype(np.float32)
     y = x[:, :3].argmax(1)

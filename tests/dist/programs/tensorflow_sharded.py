@@ -1,4 +1,4 @@
-"""Trains Keras models with sharded optimizer state on these ranks, once a scenario; rank 0 prints all, as JSON.
+"""Trains Keras models with sharded optimizer state, by scenario; rank 0 prints JSON.
 
 tensorflow_sharded.py <folder> <scenario> ...
 """
@@ -53,13 +53,13 @@ TASK = "tests.tasks.tensorflow_sharded:task"
 
 
 def numbers_of(framework: KerasFramework) -> list[Any]:
-    """Weights and their averages."""
+    """Weights and their moving averages."""
     variables = framework.task.model.trainable_variables
     return [np.array(one.numpy()) for one in (*(variable.value for variable in variables), *framework.source.averages)]
 
 
 def compared(slots: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """What this rank has of the optimizer's state, beside that of one process."""
+    """This rank's optimizer state compared with that of one process."""
     difference = 0.0
     for name, (tensor, value) in slots.items():
         at = tensor.cut.begin if tensor.cut else (0,) * value.ndim
@@ -74,7 +74,7 @@ def compared(slots: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_optimizer(world: World, make: Callable[[], Any]) -> dict[str, Any]:
-    """A framework beside one of one process that sees whole batches, with accumulation, clipping and averages."""
+    """Compare with one process that sees whole batches: accumulation, clipping and moving averages."""
     settings: dict[str, Any] = {"optimizer": make, "accumulate": 2, "clip_norm": 0.2, "ema_decay": 0.9}
     found = []
     for ranks, parallel in ((world, SHARDED), (alone(), WHOLE)):
@@ -90,7 +90,7 @@ def one_optimizer(world: World, make: Callable[[], Any]) -> dict[str, Any]:
 
 
 def updated(world: World, make: Callable[[], Any]) -> dict[str, Any]:
-    """Some updates by gradients that are given, beside those of a whole optimizer."""
+    """Compare some updates by given gradients with those of an unsharded optimizer."""
     begin_task(7)
     model, plain = sharded.model(), make()
     variables, pieces = model.trainable_variables, Pieces(model.trainable_variables)
@@ -103,7 +103,7 @@ def updated(world: World, make: Callable[[], Any]) -> dict[str, Any]:
     )
     step = tf.function(lambda given: update.run([], reducer.borrow(given)[:-1]), autograph=False)
     wholes = [stand_in(one, value) for one, value in zip(variables, initial, strict=True)]
-    begin_task(7)  # whose names begin again
+    begin_task(7)  # resets the counters of its names
     plain.build(wholes)
     for number in range(UPDATES):
         every = [
@@ -122,12 +122,12 @@ def updated(world: World, make: Callable[[], Any]) -> dict[str, Any]:
 
 
 def optimizers(world: World, folder: Path) -> dict[str, Any]:
-    """Each of them, by name."""
+    """Results by optimizer."""
     return {name: updated(world, make) for name, make in {**sharded.BY_ROWS, **sharded.WHOLE}.items()}
 
 
 def messages(world: World, folder: Path) -> dict[str, Any]:
-    """The same without memory that ranks share."""
+    """The same without shared memory between ranks."""
     before, shared_memory.FOLDER = shared_memory.FOLDER, "/nonexistent"
     try:
         return one_optimizer(world, sharded.BY_ROWS["AdamW"])
@@ -136,13 +136,13 @@ def messages(world: World, folder: Path) -> dict[str, Any]:
 
 
 def many(world: World, folder: Path) -> dict[str, Any]:
-    """More ranks than whole variables of any size: some have nothing to update."""
+    """More ranks than variables of any size: some ranks have nothing to update."""
     return one_optimizer(world, sharded.WHOLE["Lamb"])
 
 
 def curves(world: World, folder: Path) -> dict[str, Any]:
-    """Losses and weights of some updates in float32, sharded and replicated, by how they are trained; the longest one
-    beside one process, too."""
+    """Losses and weights of some float32 updates, sharded and replicated, by way of training; the longest also compared
+    with one process."""
     adam = {"optimizer": lambda: keras.optimizers.Adam(1e-2)}
     settings: dict[str, dict[str, Any]] = {
         "clipped and weighted": adam | {"clip_norm": 0.3, "ema_decay": 0.9, "loss": weighted_loss},
@@ -171,8 +171,8 @@ def curves(world: World, folder: Path) -> dict[str, Any]:
 
 
 def overflow(world: World, folder: Path) -> dict[str, Any]:
-    """An infinite gradient on one rank leaves the update out on all, and the next one is done; without a loss scale it
-    ends the run on all."""
+    """An infinite gradient on one rank skips the update on all, and the next one is made; without a loss scale it ends
+    the run on all."""
     batch = next(global_batches(1))
     spoiled = {**batch, "x": batch["x"].copy()}
     spoiled["x"][-1, 0] = np.inf
@@ -196,16 +196,16 @@ def overflow(world: World, folder: Path) -> dict[str, Any]:
 
 
 class Hiding(keras.optimizers.SGD):
-    """Has a variable that is none of its variables."""
+    """Has a variable that is missing from its ``variables``."""
 
     def build(self, variables: list[Any]) -> None:
-        """And what nobody tracks."""
+        """Also creates an untracked variable."""
         super().build(variables)
         self.hidden = {"sum": tf.Variable(tf.zeros(len(variables)))}
 
 
 def refused(world: World, folder: Path) -> dict[str, Any]:
-    """What is said of optimizers that cannot be sharded."""
+    """Error messages for optimizers that cannot be sharded."""
     made: dict[str, Callable[[], Any]] = {
         "coupled": lambda: sharded.Coupled(0.1),
         "hiding": lambda: Hiding(0.1),
@@ -221,7 +221,7 @@ def refused(world: World, folder: Path) -> dict[str, Any]:
 
 
 def resumed(world: World, folder: Path) -> dict[str, Any]:
-    """Stopped with sharded state on all ranks, and whole, and resumed on other numbers of ranks, both ways."""
+    """Stopped with sharded and with unsharded state, and resumed on other numbers of ranks, both ways."""
     comm = world.everyone.comm
     assert comm is not None
     parts = {size: from_communicator(comm.Split(int(world.rank < size), world.rank)) for size in {1, 2, world.size}}
@@ -258,7 +258,7 @@ SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Rank 0 prints."""
+    """Run the scenarios; rank 0 prints."""
     world = connect()
     found = {}
     for name in sys.argv[2:]:

@@ -1,4 +1,4 @@
-"""Sums known numbers by every way of exchanging TensorFlow gradients; rank 0 prints what differs from the exact sum."""
+"""Sums known numbers by every way to exchange TensorFlow gradients; rank 0 prints what differs from the exact sum."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
 from hpctrain.reduce.layout import LOSS, SQUARE, WEIGHT
 
 SHAPES = [(300, 301), (7,), (33, 3), (), (33, 3), (129, 128), (7,), (5, 2, 3), (33, 3)]
-"""Two large ones, small ones of equal shapes, and small ones alone."""
+"""Two large shapes, several small equal ones, and single small ones."""
 WIRE = {"none": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
 def numbers(rank: int, step: int) -> list[NDArray[np.float32]]:
-    """Gradients of very different sizes; then two slots with more digits than 16 bits hold."""
+    """Gradients of very different magnitudes; then two slots with more digits than 16 bits hold."""
     random = np.random.default_rng((rank, step))
     shapes = [*SHAPES, (2,)]
     values = [random.normal(size=shape) * 10.0 ** random.integers(-4, 3, shape) for shape in shapes]
@@ -30,9 +30,9 @@ def numbers(rank: int, step: int) -> list[NDArray[np.float32]]:
 
 
 def exact(candidate: Candidate, size: int, step: int, wide: bool) -> list[NDArray[np.floating]]:
-    """What all ranks must hold: values as they travel, added up by twos, rounded to what travels back.
+    """The expected result: values as they are sent, summed pairwise, and rounded to the type that is sent back.
 
-    Of two ranks each adds up by itself over MPI: nothing travels back.
+    With two ranks over MPI, each computes the sum itself, and nothing is sent back.
     """
     wire = np.float64 if wide else WIRE[candidate.compression]
     adds_in = wire if candidate.kind == "horovod" or wide else np.float32
@@ -51,7 +51,7 @@ def exact(candidate: Candidate, size: int, step: int, wide: bool) -> list[NDArra
 
 
 def compared(candidate: Candidate, group: Group, wide: bool) -> dict[str, object]:
-    """Three different sums, inside TensorFlow functions, and whether all ranks hold the same bits."""
+    """Compare three different sums inside TensorFlow functions; also whether they are bitwise equal on all ranks."""
     pieces = Pieces([keras.Variable(np.zeros(shape), dtype="float64" if wide else "float32") for shape in SHAPES])
     reducer = open_reducer(candidate, group, pieces)
 
@@ -77,7 +77,7 @@ def compared(candidate: Candidate, group: Group, wide: bool) -> dict[str, object
 
 
 def main() -> None:
-    """By each candidate, and once in double precision."""
+    """Check each candidate, and one in double precision."""
     world = connect()
     found = {
         candidate.name: compared(candidate, world.data, wide=False)

@@ -1,4 +1,4 @@
-"""Trains one Keras model after the other on these ranks and beside one process; see tests/support/sweep.py."""
+"""Trains Keras models one after the other and compares them with one process; see tests/support/sweep.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tasks.tensorflow_layers import CASES, with_weights
 from tests.tasks.tensorflow_problems import Problem, everything
 
 NO_OVERFLOW = 2.0**8
-"""Loss scale at which fp16 skips no update: skipped ones could not be compared."""
+"""Loss scale at which fp16 skips no update: runs with skipped updates could not be compared."""
 
 
 def task_of(problem: Problem) -> KerasTask:
@@ -34,7 +34,7 @@ def task_of(problem: Problem) -> KerasTask:
 
 
 def weights(task: KerasTask) -> Weights:
-    """All trained variables."""
+    """All trainable variables."""
     return [variable.numpy().astype(np.float64) for variable in task.model.trainable_variables]
 
 
@@ -55,7 +55,7 @@ def on_ranks(problem: Problem, world: World) -> tuple[Weights, Weights]:
 
 
 def exact(problem: Problem) -> Weights:
-    """By hand, on whole batches."""
+    """The result of a hand-written loop on whole batches."""
     task = task_of(problem)
     variables = task.model.trainable_variables
     values = [variable.value for variable in variables]
@@ -70,7 +70,7 @@ def exact(problem: Problem) -> Weights:
 
 
 def main() -> None:
-    """Rank 0 prints."""
+    """Run the sweep; rank 0 prints."""
     world = connect()
     missing = with_weights() - {name.split()[0] for name in CASES}
     sweep(everything(), world.data, lambda problem: on_ranks(problem, world), exact, missing)

@@ -1,4 +1,4 @@
-"""Trains small Keras models on these ranks, once a scenario; rank 0 prints what came out by scenario, as JSON."""
+"""Trains small Keras models, by scenario; rank 0 prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def outcome(framework: KerasFramework, losses: list[float]) -> dict[str, Any]:
 
 
 def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: Any) -> dict[str, Any]:
-    """A run of a new model."""
+    """Train a new model."""
     framework = make_framework(world, **settings)
     losses = train(framework, steps, accumulate)
     found = outcome(framework, losses)
@@ -52,13 +52,13 @@ def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: A
 
 
 def sabotaged(world: World) -> dict[str, Any]:
-    """Without the exchange, everything else as it is."""
+    """Training without the exchange, otherwise unchanged."""
     framework = make_framework(world, choice=NoExchange)
     return outcome(framework, train(framework, STEPS))
 
 
 def not_finite(world: World) -> dict[str, Any]:
-    """One sample of the second batch, on the last rank, is not a number."""
+    """Training with a NaN in one sample of the second batch, on the last rank."""
     framework = make_framework(world)
     train(framework, 1)
     batch = next(global_batches(1))
@@ -91,7 +91,7 @@ def evaluated(world: World) -> dict[str, Any]:
 
 
 def judged(world: World) -> dict[str, Any]:
-    """Metrics with a state, over parts that differ in size."""
+    """Stateful metrics over parts of different size."""
 
     def one_hot(outputs: Any, batch: Any) -> Any:
         return tf.nn.softmax(outputs), tf.one_hot(batch["y"], 3)
@@ -120,13 +120,13 @@ SPARSE_OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.5),
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
     "clipped momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, global_clipnorm=0.5),
-    "adam": lambda: keras.optimizers.Adam(1e-2, epsilon=1e-2),  # else it makes a step of a rounding error
+    "adam": lambda: keras.optimizers.Adam(1e-2, epsilon=1e-2),  # a tiny epsilon amplifies rounding errors
 }
-"""The first two update rows alone; the others get whole tables, of which rows have travelled."""
+"""The first two update only rows; the others get whole tables, of which only rows are exchanged."""
 
 
 def int8(world: World) -> dict[str, Any]:
-    """Six updates, the last two of them in another framework to which the state is handed over by name."""
+    """Six updates, the last two in another framework that gets the state by name."""
     settings: dict[str, Any] = {"kind": "mpi", "reduce": {"compression": "int8"}}
     straight = make_framework(world, **settings)
     found = outcome(straight, train(straight, 6)) | {"reducer": straight.facts.reducer_name}
@@ -145,7 +145,7 @@ def int8(world: World) -> dict[str, Any]:
 
 
 def tables(world: World) -> dict[str, Any]:
-    """Rows of embeddings; at last a batch of one sample, of which the other ranks have no rows."""
+    """Rows of embeddings; finally a batch of one sample, of which the other ranks have no rows."""
     found = {}
     for name, optimizer in SPARSE_OPTIMIZERS.items():
         for kind in ("mpi", "horovod") if name == "sgd" and world.size > 1 else ("mpi" if world.size > 1 else "none",):
@@ -164,7 +164,7 @@ def tables(world: World) -> dict[str, Any]:
 
 
 def noises(world: World) -> dict[str, Any]:
-    """Each rank's own dropout and random numbers."""
+    """Dropout and random numbers of each rank."""
     framework = make_framework(world, model=noisy_model)
     train(framework, 2)
     seeds = [tensor.host_view().tolist() for tensor in framework.source.variables() if tensor.name.startswith("rng/")]
@@ -177,12 +177,12 @@ def joined(world: World) -> dict[str, Any]:
     settings = {"model": in_float64, "sync_batchnorm": True}
     framework = make_framework(world, kind="mpi" if world.size > 1 else "none", **settings)
     if world.rank == 0:
-        framework.dry_call(cut(next(global_batches(1)), world.rank, world.size)[0])  # which needs no other rank
+        framework.dry_call(cut(next(global_batches(1)), world.rank, world.size)[0])  # needs no other rank
     found = outcome(framework, train(framework, 30))
     parts = cut(samples(), world.rank, world.size)
     found["evaluated"] = framework.group.allgather([framework.evaluate(part) for part in parts], "evaluate")
     framework.close()
-    pieces = make_framework(world, kind="auto", **settings)  # measured on a batch whose pieces are uneven
+    pieces = make_framework(world, kind="auto", **settings)  # measured on a batch of uneven micro-batches
     batch = {name: array[:7] for name, array in next(global_batches(1)).items()}
     pieces.step(cut(batch, world.rank, world.size, 2), 7)
     found["uneven"] = outcome(pieces, [])["hashes"]
@@ -191,7 +191,7 @@ def joined(world: World) -> dict[str, Any]:
 
 
 def in_float64() -> keras.Model:
-    """Of the model that is made for this."""
+    """Return a new model in float64."""
     keras.config.set_dtype_policy("float64")
     return normalised_model()
 
@@ -220,7 +220,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Runs the scenarios that the command line names."""
+    """Run the scenarios that the command line names."""
     world = connect()
     results = {name: SCENARIOS[name](world) for name in sys.argv[1:]}
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""Trains models with sharded parameters on these ranks, once a scenario; rank 0 writes what came out, as JSON.
+"""Trains models with sharded parameters, by scenario; rank 0 writes the results as JSON.
 
 torch_fully_sharded.py FOLDER [SCENARIO ...]
 """
@@ -46,7 +46,7 @@ from tests.tasks.torch_tasks import (
 )
 
 PARAMETERS, OPTIMIZER, WHOLE = (ParallelConfig(shard=each) for each in ("parameters", "optimizer", "none"))
-layout.LEAST_TILE_BYTES = 64  # as large matrices are written
+layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 HYBRID = ParallelConfig(tensor=2, shard="parameters")
 GPT = "tests.tasks.tensor_tasks:numbered"
 STAGES = "tests.tasks.pipeline_tasks:numbered"
@@ -56,21 +56,21 @@ STATE = ("model/", "ema/", "optimizer/")
 
 
 def parts_of(world: World) -> dict[int, World]:
-    """The first ranks as worlds of their own, by how many; others are not to use them."""
+    """Worlds of the first N ranks, by N; the other ranks must not use them."""
     comm = world.everyone.comm
     assert comm is not None
     return {size: from_communicator(comm.Split(int(world.rank < size), world.rank)) for size in (1, 2, 4)}
 
 
 def difference(found: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """Of all numbers of two states, or infinite if they have not the same names."""
+    """Largest difference between the numbers of two states; infinity if their names differ."""
     if found.keys() != wanted.keys():
         return float("inf")
     return furthest(list(found.values()), [wanted[name] for name in found])
 
 
 def plans(world: World, folder: Path) -> dict[str, Any]:
-    """A GPT with tied weights, several ways, and a run that goes on at another plan after each step; beside one
+    """A GPT with tied weights under several plans, and a run that changes its plan after each step, compared with one
     process."""
     parts = parts_of(world)
     tries = [
@@ -118,8 +118,8 @@ EXCHANGED = {
 
 
 def exchanges(world: World, folder: Path) -> dict[str, Any]:
-    """Models cut, and in stages, by process groups of torch, with micro-batches that are uneven, some fewer than
-    stages; beside one process."""
+    """Models with tensor parallelism and pipeline stages over torch process groups, with uneven micro-batches, some
+    fewer than stages; compared with one process."""
     parts = parts_of(world)
     settings = {"global_batch": 7, "accumulate": 3}
     wanted = {}
@@ -149,8 +149,8 @@ def exchanges(world: World, folder: Path) -> dict[str, Any]:
 
 
 def uneven(world: World, folder: Path) -> dict[str, Any]:
-    """A model whose sizes divide by nothing, with a number, a frozen and an unused parameter, over batches the last of
-    which has fewer samples than there are ranks; beside one process."""
+    """A model whose sizes divide by nothing, with a scalar, a frozen and an unused parameter, over batches of which the
+    last has fewer samples than ranks; compared with one process."""
 
     def trained(ranks: World, loss: Any, made: Any, clip: float | None) -> tuple[list[float], list[StateTensor]]:
         parallel, kind = (WHOLE, "none") if ranks.size == 1 else (PARAMETERS, "auto")
@@ -182,14 +182,14 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
         }
 
     adamw, plain = torch_sharded.BY_ROWS["AdamW"], torch_sharded.BY_ROWS["SGD"]
-    # AdamW and clipping would not see gradients that are a multiple of what they should be.
+    # AdamW and clipping hide gradients that are wrong by a constant factor.
     weighted = one(weighted_loss, plain, clip=None)
     return {"mean": one(mean_loss, adamw), "weighted": weighted, "adagrad": one(mean_loss, adagrad)}
 
 
 class Layers(nn.Module):
-    """Layers of torch that do more with their weights than to call their parts, some of them twice; and one for points
-    that are far out, of which a rank may have none."""
+    """Layers of torch that use their weights in more ways than calling their submodules, some of them twice; and one
+    for outliers, of which a rank may have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Layers(nn.Module):
         self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def forward(self, points: Tensor) -> Tensor:
-        """[n, 3]."""
+        """``points``: [n, 3]."""
         if (far := points[:, :1] > 1.5).any():
             points = torch.where(far, self.far(points), points)
         found, _ = self.memory(self.encoder(self.points(points.view(-1, 4, 3))))
@@ -211,7 +211,7 @@ class Layers(nn.Module):
 
 
 def slope(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A gradient of the model, of which the loss is made."""
+    """A gradient of the model as part of the loss."""
     points = batch["x"].double().requires_grad_()
     with torch.enable_grad():
         (found,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
@@ -219,7 +219,7 @@ def slope(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def layers(world: World, folder: Path) -> dict[str, Any]:
-    """What torch's own layers come to, beside one process, and what is said of a loss that holds gradients."""
+    """Results of torch's own layers compared with one process, and the error for a loss that contains gradients."""
     losses = []
     for ranks, parallel in ((alone(), WHOLE), (world, PARAMETERS)):
         framework = make_framework(ranks, lambda: Layers().double(), forward=in_float64, parallel=parallel)
@@ -236,7 +236,7 @@ def layers(world: World, folder: Path) -> dict[str, Any]:
 
 
 class Choosing(nn.Module):
-    """Layers, of which a forward pass takes some."""
+    """Layers of which a forward pass uses only some."""
 
     def __init__(self, chosen: Sequence[int]) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Choosing(nn.Module):
         self.chosen = chosen
 
     def forward(self, points: Tensor) -> Tensor:
-        """[n, 3]."""
+        """``points``: [n, 3]."""
         for number in self.chosen:
             points = torch.tanh(self.layers[number](points))
         if len(self.chosen) > 2:
@@ -256,8 +256,8 @@ class Choosing(nn.Module):
 
 
 def apart(world: World, folder: Path) -> dict[str, Any]:
-    """What is said where ranks compute different layers, or not equally many, and of parameters with other memory, or
-    changed in a forward pass."""
+    """Errors if ranks compute different layers or a different number of them, and if parameters get other storage or
+    change in a forward pass."""
     first = world.rank == 0
     chosen = {"order": [0, 1] if first else [1, 0], "number": [0, 1] if first else [0], "memory": [0, 1]}
     chosen["changed"] = [0, 1, 1]
@@ -276,7 +276,7 @@ def apart(world: World, folder: Path) -> dict[str, Any]:
 
 
 def groups(world: World, folder: Path) -> dict[str, Any]:
-    """Sums over process groups of torch, one after the other; groups beside each other know nothing of each other."""
+    """Sums over torch process groups one after the other; parallel groups are independent."""
     half = world.everyone.split("half", world.rank % 2)
     sums = []
     for group in (world.everyone, half):
@@ -289,7 +289,7 @@ def groups(world: World, folder: Path) -> dict[str, Any]:
 
 
 def lost(world: World, folder: Path) -> dict[str, Any]:
-    """What the first rank says of each wait for one that does not come, and of one for a rank that has ended."""
+    """What rank 0 reports for each wait for a message that does not come, and for a rank that has ended."""
     waits: dict[str, Callable[[Exchange], Any]] = {
         "sum": lambda exchange: exchange.sum(torch.ones(3), torch.float32, "add up something"),
         "gather": lambda exchange: exchange.gather(torch.ones(3), "gather something"),
@@ -306,7 +306,7 @@ def lost(world: World, folder: Path) -> dict[str, Any]:
             exchange = over_torch(pair, torch.device("cpu"), Waiting(NO_CLOCK), patience_s)
             exchange.sum(torch.ones(1), torch.float32, "meet")
             if name == "ended" and pair.rank:
-                exchange.ranks.abort()  # as the end of its process would close its connections
+                exchange.ranks.abort()  # closes its connections, as the end of its process would
                 exchange.close()
                 del exchange
             elif not pair.rank:
@@ -319,7 +319,7 @@ def lost(world: World, folder: Path) -> dict[str, Any]:
 
 
 class Watcher(BaseHook):
-    """Losses of the global batches."""
+    """Records losses of global batches."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -332,7 +332,7 @@ class Watcher(BaseHook):
 
 
 def run(folder: Path, name: str, task: str = "gpt", **keys: Any) -> dict[str, Any]:
-    """A run as a run file describes it; keys have __ for the dot."""
+    """A run as a run file describes it; in keys, __ stands for the dot."""
     watcher = Watcher()
     base = {
         "name": name,
@@ -356,7 +356,7 @@ def run(folder: Path, name: str, task: str = "gpt", **keys: Any) -> dict[str, An
 
 
 def runs(world: World, folder: Path) -> dict[str, Any]:
-    """By ``fit`` and commands: precisions, weights to begin with, predictions, what is refused."""
+    """Runs by ``fit`` and commands: precisions, initial weights, predictions, refusals."""
     low = {"task_args__dtype": "float32", "train__steps": 2}
     found = {
         "whole": run(folder, "whole", parallel__shard="none", reduce__kind="mpi"),
@@ -390,7 +390,7 @@ def runs(world: World, folder: Path) -> dict[str, Any]:
 
 
 def load_hdf5(path: Path) -> Any:
-    """The outputs in a file of predictions."""
+    """Outputs in a file of predictions."""
     with h5py.File(path) as file:
         return file["output"][...]
 
@@ -401,7 +401,7 @@ SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Rank 0 writes."""
+    """Run the scenarios; rank 0 writes."""
     torch.set_num_threads(1)
     world = connect()
     found = {}

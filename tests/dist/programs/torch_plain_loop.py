@@ -1,4 +1,4 @@
-"""The training of torch_training.py written by hand, as one process, with nothing of hpctrain: prints the losses."""
+"""The training of torch_training.py, hand-written for one process without hpctrain; prints the losses."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Trains torch models with sharded optimizer state on these ranks, once a scenario; rank 0 prints all, as JSON.
+"""Trains torch models with sharded optimizer state, by scenario; rank 0 prints JSON.
 
 torch_sharded.py <folder> <parallel.shard> <scenario> ...
 """
@@ -48,7 +48,7 @@ from tests.tasks.torch_tasks import (
 SHARDED = ParallelConfig(shard=sys.argv[2])  # type: ignore[arg-type]
 WHOLE = ParallelConfig()
 OTHER = WHOLE if SHARDED.shard == "optimizer" else ParallelConfig(shard="optimizer")
-"""What runs go on with, and come from."""
+"""Plan with which runs are resumed, or from which they come."""
 UPDATES = 6
 LATER = 3
 """Updates before a stop."""
@@ -56,7 +56,7 @@ TASK = "tests.tasks.torch_sharded:task"
 
 
 def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelConfig, **settings: Any) -> Any:
-    """All parameters and their averages after some updates, and the optimizer's slots by name; in float64."""
+    """Float64 parameters and their moving averages after some updates, and the optimizer's state by name."""
     kind = "mpi" if world.size > 1 else "none"
     framework = make_framework(
         world, torch_sharded.model, optimizer=make, forward=in_float64, parallel=parallel, reduce={"kind": kind},
@@ -70,7 +70,7 @@ def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelCo
 
 
 def one_optimizer(world: World, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
-    """Beside one process that sees whole batches."""
+    """Compare with one process that sees whole batches."""
     numbers, slots = trained(world, make, SHARDED)
     wanted, whole = trained(alone(), make, WHOLE)
     of_slots = 0.0
@@ -99,19 +99,19 @@ def one_optimizer(world: World, make: Callable[[nn.Module], Any]) -> dict[str, A
 
 
 def elements(slots: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Those with axes, by the names of their parameters."""
+    """State tensors that are not scalars, by the names of their parameters."""
     return [(name.rpartition("/")[2], value) for name, value in slots.items() if value.ndim]
 
 
 def optimizers(world: World, folder: Path) -> dict[str, Any]:
-    """Each of them, by name; on two ranks some."""
+    """Results by optimizer; on two ranks only some optimizers."""
     known = torch_sharded.BY_ROWS | torch_sharded.WHOLE
     names = torch_sharded.SOME if world.size == 2 or SHARDED.shard == "gradients" else known
     return {name: one_optimizer(world, known[name]) for name in names}
 
 
 def messages(world: World, folder: Path) -> dict[str, Any]:
-    """The same without memory that ranks share."""
+    """The same without shared memory between ranks."""
     before, shared_memory.FOLDER = shared_memory.FOLDER, "/nonexistent"
     try:
         return one_optimizer(world, torch_sharded.BY_ROWS["AdamW"])
@@ -120,7 +120,7 @@ def messages(world: World, folder: Path) -> dict[str, Any]:
 
 
 def exchanges(world: World, folder: Path) -> dict[str, Any]:
-    """Sums and what comes back, by each way: of uneven ranges, one of them empty."""
+    """Reduce-scatter and all-gather by each way, for uneven ranges, one of them empty."""
     length, size = 1000, world.size
     ends = [0, *(7 + 300 * number for number in range(size - 1)), length]
     ends[1] = 0 if size > 2 else ends[1]
@@ -160,7 +160,7 @@ def exchanges(world: World, folder: Path) -> dict[str, Any]:
 
 
 def bits(world: World, folder: Path) -> dict[str, Any]:
-    """Hashes of weights of replicated and of sharded runs, in several precisions, on one node."""
+    """Hashes of weights of replicated and sharded runs, in several precisions, on one node."""
     adam = torch_sharded.by_group(torch.optim.Adam)
 
     def halves() -> nn.Module:
@@ -189,7 +189,7 @@ def bits(world: World, folder: Path) -> dict[str, Any]:
 
 
 def overflow(world: World, folder: Path) -> dict[str, Any]:
-    """An infinite gradient on one rank leaves the update out on all, and the next one is done."""
+    """An infinite gradient on one rank skips the update on all, and the next one is made."""
     framework = make_framework(world, precision="fp16", parallel=SHARDED)
     train(framework, 1)
     batch = next(global_batches(1))
@@ -204,7 +204,7 @@ def overflow(world: World, folder: Path) -> dict[str, Any]:
 
 
 def uneven(world: World, folder: Path) -> dict[str, Any]:
-    """The first rank has three micro-batches, the last one none, and the others one: parameters beside one process."""
+    """Rank 0 has three micro-batches, the last rank none, the others one: parameters compared with one process."""
 
     def parameters(world: World, parallel: ParallelConfig) -> list[Any]:
         framework = make_framework(
@@ -224,7 +224,7 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
 
 
 def own_steps(world: World, folder: Path) -> dict[str, Any]:
-    """Two models, two optimizers, in a step of the task's own."""
+    """Two models and two optimizers in a custom step."""
     framework = own.make_framework(world, own.gan, parallel=SHARDED, clip_norm=None)
     own.train(framework, 8)
     hashes = world.data.allgather(framework.weights_hash(), "compare the weights")
@@ -233,20 +233,20 @@ def own_steps(world: World, folder: Path) -> dict[str, Any]:
 
 
 class Bounded(nn.Module):
-    """A layer that gives its weights other memory in each pass."""
+    """A layer that replaces the storage of its weights in each pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(12, 3)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """[n, 3]."""
+        """``points``: [n, 3]."""
         self.layer.weight.data = self.layer.weight.data.clamp(-0.2, 0.2)
         return self.layer(points)
 
 
 def replaced(world: World, folder: Path) -> dict[str, Any]:
-    """Hashes of weights, without and with shards, of a model that replaces them."""
+    """Hashes of weights, replicated and sharded, of a model that replaces their storage."""
     hashes = []
     for parallel in (WHOLE, SHARDED):
         framework = make_framework(world, Bounded, parallel=parallel, reduce={"kind": "mpi"}, ema_decay=0.9)
@@ -259,14 +259,14 @@ def replaced(world: World, folder: Path) -> dict[str, Any]:
 
 
 def frozen(world: World, folder: Path) -> dict[str, Any]:
-    """How far weights are from those of one process, if a layer is frozen at times."""
+    """Differences of weights from those of one process, if a layer is frozen at times."""
     wanted = freeze_and_thaw(make_framework(alone(), optimizer=decaying))
     found = freeze_and_thaw(make_framework(world, optimizer=decaying, parallel=SHARDED))
     return {"differences": world.data.allgather(float(np.abs(found - wanted).max()), "compare")}
 
 
 def grown(world: World, folder: Path) -> dict[str, Any]:
-    """What is said of an optimizer that gets parameters later."""
+    """The error for an optimizer that gets parameters later."""
     framework = make_framework(world, optimizer=lambda model: torch.optim.SGD([model[0].weight]), parallel=SHARDED)
     train(framework, 1)
     framework.optimizer.add_param_group({"params": [framework.model[0].bias]})
@@ -304,7 +304,7 @@ def probe(world: World, folder: Path) -> dict[str, Any]:
 
 
 def resumed(world: World, folder: Path) -> dict[str, Any]:
-    """Stopped with sharded state and without, and resumed on other numbers of ranks, both ways."""
+    """Stopped with sharded and with unsharded state, and resumed on other numbers of ranks, both ways."""
     found: dict[str, Any] = {}
     comm = world.everyone.comm
     assert comm is not None
@@ -342,7 +342,7 @@ SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Rank 0 prints."""
+    """Run the scenarios; rank 0 prints."""
     torch.set_num_threads(1)
     world = connect()
     found = {}

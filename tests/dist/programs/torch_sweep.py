@@ -1,4 +1,4 @@
-"""Trains one torch model after the other on these ranks and beside one process; see tests/support/sweep.py."""
+"""Trains torch models one after the other and compares them with one process; see tests/support/sweep.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def on_ranks(problem: Problem, world: World) -> tuple[Weights, Weights]:
 
 
 def exact(problem: Problem) -> Weights:
-    """By hand, on whole batches."""
+    """The result of a hand-written loop on whole batches."""
     task = task_of(problem)
     for batch in batches(problem.fields):
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
@@ -56,7 +56,7 @@ def exact(problem: Problem) -> Weights:
 
 
 def main() -> None:
-    """Rank 0 prints."""
+    """Run the sweep; rank 0 prints."""
     torch.set_num_threads(1)
     world = connect()
     missing = with_parameters() - MODULES.keys()

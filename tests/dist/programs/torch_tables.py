@@ -1,5 +1,4 @@
-"""Trains a recommender on these ranks, whose tables they share out, one run folder each; rank 0 prints what came out,
-as JSON.
+"""Trains a recommender whose tables are sharded over the ranks, one run folder each; rank 0 prints JSON.
 
 torch_tables.py FOLDER PART
 """
@@ -24,15 +23,15 @@ OPTIMIZERS = ("sparse-adam", "adagrad", "sgd", "momentum")
 
 
 class Watcher(BaseHook):
-    """Losses of the global batches, and what each rank has of the tables."""
+    """Records losses of global batches, and each rank's part of the tables."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.held: list[dict[str, int]] = []
-        """Elements of each table and of its slots, by rank and name."""
+        """Elements of each table and of its optimizer state, by rank and name."""
         self.reducer: str | None = None
         self.hashes: list[tuple[str, str]] = []
-        """Of the weights that each rank has, and of those that all have alike."""
+        """Hashes of each rank's own weights, and of the replicated ones."""
         self.summed = 0
         """Bytes of gradients that are summed over the ranks."""
 
@@ -58,7 +57,7 @@ class Watcher(BaseHook):
 
 
 class Drift(BaseHook):
-    """Weights that all have alike, changed on the last rank after the first step."""
+    """Changes replicated weights on the last rank after the first step."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
         if training.world.rank == EVERYONE.size - 1 and training.state.step == 1:
@@ -69,7 +68,7 @@ class Drift(BaseHook):
 def run(
     folder: Path, name: str, steps: int = 6, task: str = "recommender", drifts: bool = False, **keys: Any
 ) -> dict[str, Any]:
-    """One attempt of a run; keys of the run file have __ for the dot."""
+    """One attempt of a run; in keys of the run file, __ stands for the dot."""
     watcher = Watcher()
     base = {
         "name": name,
@@ -105,12 +104,12 @@ def run(
 
 
 FEW = {"train__global_batch": 7, "train__accumulate": 3}
-"""On four ranks some have fewer micro-batches."""
+"""Batches so small that of four ranks some have fewer micro-batches."""
 LOW = {"task_args__dtype": "float32", "task_args__optimizer": "sparse-adam"}
 
 
 def compared(folder: Path, ranks: int) -> dict[str, Any]:
-    """What is trained on any number of ranks."""
+    """Results that must be the same on any number of ranks."""
     found = {
         f"adamw-{ranks}": run(folder, f"adamw-{ranks}"),
         f"few-{ranks}": run(folder, f"few-{ranks}", **FEW),
@@ -123,13 +122,13 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
 
 
 def first(folder: Path) -> dict[str, Any]:
-    """One process, and the beginning of a run that others go on with."""
+    """Results of one process, and the start of a run that others continue."""
     found = compared(folder, 1) | {"chain-1": run(folder, "chain", 1)}
     return found | {"initial-1": run(folder, "initial-1", 1, checkpoint__init_from=folder / "adamw-1")}
 
 
 def four(folder: Path) -> dict[str, Any]:
-    """Four ranks."""
+    """Results of four ranks."""
     found = compared(folder, 4) | {
         "horovod-4": run(folder, "horovod-4", reduce__kind="horovod", reduce__overlap="on"),
         "begun": run(folder, "again", 3),
@@ -151,12 +150,12 @@ def four(folder: Path) -> dict[str, Any]:
 
 
 def two(folder: Path) -> dict[str, Any]:
-    """Two ranks, with other samples each than four."""
+    """Results of two ranks, which have other samples each than four do."""
     return compared(folder, 2) | {"chain-6": run(folder, "chain", 6)}
 
 
 def last(folder: Path) -> dict[str, Any]:
-    """One process goes on with a run of two ranks."""
+    """One process continues a run of two ranks."""
     assert main(["predict", str(folder / "adamw-1" / "run.yaml")]) == 0
     return {"chain-7": run(folder, "chain", 7), "adamw-1-7": run(folder, "adamw-1", 7)}
 

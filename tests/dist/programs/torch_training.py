@@ -1,4 +1,4 @@
-"""Trains small torch models on these ranks, once a scenario; rank 0 prints what came out by scenario, as JSON."""
+"""Trains small torch models, by scenario; rank 0 prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def outcome(framework: TorchFramework, losses: list[float]) -> dict[str, Any]:
 
 
 def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: Any) -> dict[str, Any]:
-    """A run of a new model."""
+    """Train a new model."""
     framework = make_framework(world, **settings)
     found = outcome(framework, train(framework, steps, accumulate))
     framework.close()
@@ -76,7 +76,7 @@ def trained(world: World, steps: int = STEPS, accumulate: int = 1, **settings: A
 
 
 def watched_once(world: World) -> dict[str, Any]:
-    """With a hook of the optimizer on one rank only, which sees all gradients of each update."""
+    """With an optimizer hook on one rank only, which sees all gradients of each update."""
     seen: list[bool] = []
 
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -90,7 +90,7 @@ def watched_once(world: World) -> dict[str, Any]:
 
 
 def frozen(world: World) -> dict[str, Any]:
-    """How far weights are from those of one process, if a layer is frozen at times, by reducer."""
+    """Differences of weights from those of one process, by reducer, if a layer is frozen at times."""
     wanted = freeze_and_thaw(make_framework(alone(), optimizer=decaying))
     ways = ("auto", "mpi-overlap", "horovod-flat")
     found = {
@@ -102,13 +102,13 @@ def frozen(world: World) -> dict[str, Any]:
 
 
 def sabotaged(world: World) -> dict[str, Any]:
-    """Without the exchange, everything else as it is."""
+    """Training without the exchange, otherwise unchanged."""
     framework = make_framework(world, choice=NoExchange)
     return outcome(framework, train(framework, STEPS))
 
 
 def not_finite(world: World) -> dict[str, Any]:
-    """One sample of the third batch, on the last rank, is not a number; other sums travel when the loss shows it."""
+    """A NaN in one sample of the third batch, on the last rank; other sums are in flight when the loss shows it."""
     framework = make_framework(world, way="mpi-overlap")
     train(framework, 2)
     batch = next(global_batches(1))
@@ -140,7 +140,7 @@ def evaluated(world: World) -> dict[str, Any]:
 
 
 def judged(world: World) -> dict[str, Any]:
-    """Metrics with a state, over parts that differ in size."""
+    """Stateful metrics over parts of different size."""
     metrics = {
         "auc": Selected(BinaryAUROC(), lambda outputs, batch: (outputs[:, 0].sigmoid(), batch["y"] == 0)),
         "f1": Selected(MulticlassF1Score(3), lambda outputs, batch: (outputs, batch["y"])),
@@ -163,7 +163,7 @@ def judged(world: World) -> dict[str, Any]:
 
 
 def noises(world: World) -> dict[str, Any]:
-    """Each rank's own random numbers, and statistics of its own samples."""
+    """Random numbers of each rank, and statistics of its samples."""
     framework = make_framework(world, model=noisy_model)
     train(framework, 2)
     drawn = torch.rand(()).item()
@@ -174,7 +174,7 @@ def noises(world: World) -> dict[str, Any]:
 
 
 def overflowing(world: World) -> dict[str, Any]:
-    """An infinite gradient on one rank skips the update of all under fp16, and lowers the scale."""
+    """An infinite fp16 gradient on one rank skips the update on all ranks, and lowers the loss scale."""
     framework = make_framework(world, precision="fp16")
     train(framework, 1)
     batch = next(global_batches(1))
@@ -188,7 +188,7 @@ def overflowing(world: World) -> dict[str, Any]:
 
 
 def interrupted(world: World, **reduce: Any) -> dict[str, Any]:
-    """Six updates, the first four of them in another framework whose state is handed over by name."""
+    """Six updates, the first four in another framework whose state is passed on by name."""
     settings = {
         "model": noisy_model,
         "ema_decay": 0.9,
@@ -225,20 +225,20 @@ def joined(world: World) -> dict[str, Any]:
     framework = make_framework(world, **settings)
     dry = {"x": np.ones((1, 12), np.float32), "y": np.zeros(1, np.int64)}
     if world.rank == 0 and world.size > 1:
-        framework.dry_call(dry)  # which needs no other rank, and learns nothing from one sample
+        framework.dry_call(dry)  # needs no other rank, and must not update statistics from one sample
     found = outcome(framework, train(framework, 30))
     parts = cut(samples(), world.rank, world.size)
     found["evaluated"] = world.data.allgather([framework.evaluate(part) for part in parts], "evaluate")
     found["placed"] = {tensor.name: tensor.placement.value for tensor in framework.state()}
     framework.close()
-    pieces = make_framework(world, **{**settings, "way": None})  # measured on a batch whose pieces are uneven
+    pieces = make_framework(world, **{**settings, "way": None})  # measured on a batch of uneven micro-batches
     batch = {name: array[:7] for name, array in next(global_batches(1)).items()}
     pieces.step(cut(batch, world.rank, world.size, 2), 7)
     found["uneven"] = outcome(pieces, [])["hashes"]
     saved = {tensor.name: np.zeros(tensor.shape, tensor.dtype) for tensor in pieces.state()}
     for tensor in pieces.state():
         tensor.copy_into(saved[tensor.name])
-    saved["model/1.running_mean"] += world.rank  # as of a run whose ranks had statistics of their own
+    saved["model/1.running_mean"] += world.rank  # as from a run with separate statistics on each rank
     pieces.load(saved)
     found["loaded"] = outcome(pieces, [])["hashes"]
     pieces.close()
@@ -246,12 +246,12 @@ def joined(world: World) -> dict[str, Any]:
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """State with step counts."""
+    """An optimizer whose state has step counts."""
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def words(world: World, sparse: bool, mode: str = "densify") -> dict[str, Any]:
-    """Sparse gradients."""
+    """Train with sparse gradients."""
     try:
         return trained(
             world, 10, model=partial(Words, sparse), forward=lambda model, batch: model(batch), reduce={"sparse": mode}
@@ -261,7 +261,7 @@ def words(world: World, sparse: bool, mode: str = "densify") -> dict[str, Any]:
 
 
 def tables(world: World) -> dict[str, Any]:
-    """Rows of embeddings, with and without loss weights, by optimizers that update rows alone."""
+    """Rows of embeddings, with and without loss weights, by optimizers that update only rows."""
     found = {}
     for optimizer in (plain_sgd, adagrad, sparse_adam):
         for loss in (mean_loss, weighted_loss):
@@ -274,7 +274,7 @@ def tables(world: World) -> dict[str, Any]:
 
 
 def rehearsed(world: World) -> dict[str, Any]:
-    """A measured choice leaves no trace in what is trained: noise and statistics are put back."""
+    """A measured choice of reducer does not affect training: random state and statistics are restored."""
     losses = []
     for way in (None, "mpi-node"):
         choices: list[Choice] = []
@@ -287,7 +287,7 @@ def rehearsed(world: World) -> dict[str, Any]:
 
 
 def own_steps(world: World, task: Callable[[], TorchTask] = own.gan, **settings: Any) -> dict[str, Any]:
-    """Weights after 8 steps of a task's own, tried by each rank alone before."""
+    """Weights after 8 custom steps, which each rank has tried alone before."""
     framework = own.make_framework(world, task, **settings)
     framework.dry_call(own.part_of_rank(next(own.global_batches(1)), world))
     reported = own.train(framework, 8)
@@ -297,7 +297,7 @@ def own_steps(world: World, task: Callable[[], TorchTask] = own.gan, **settings:
 
 
 def joined_own_steps(world: World) -> dict[str, Any]:
-    """Two models with BatchNorm over all ranks; on several, steps cut into more parts than the last one has samples."""
+    """Two models with BatchNorm over all ranks; on several ranks, more micro-batches than samples in the last batch."""
     found = own_steps(world, own.normalised_gan, sync_batchnorm=True)
     if world.size > 1:
         pieces = own.make_framework(world, own.normalised_gan, sync_batchnorm=True, accumulate=8)
@@ -315,7 +315,7 @@ def joined_own_steps(world: World) -> dict[str, Any]:
 
 
 def steps_apart(world: World) -> dict[str, Any]:
-    """What the ranks say if the first of them leaves something out."""
+    """What the ranks report if rank 0 omits part of a step."""
 
     def leaves_out(what: str) -> TorchTask:
         def step(ctx: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -346,12 +346,12 @@ def steps_apart(world: World) -> dict[str, Any]:
 
 
 def own_overflow(world: World) -> dict[str, Any]:
-    """A gradient of one optimizer that overflows on one rank leaves its update out on all, and no other."""
+    """A gradient of one optimizer that overflows on one rank skips its update on all, and no other."""
     framework = own.make_framework(world, way="mpi-node", precision="fp16")
     before = own.weights(framework)
     batch = next(own.global_batches(1))
     batch["x"] = batch["x"].copy()
-    batch["x"][-1, 0] = np.inf  # the loss is finite, its gradient is not
+    batch["x"][-1, 0] = np.inf  # finite loss, infinite gradient
     framework.step([own.part_of_rank(batch, world)], len(batch["x"]))
     moved = np.not_equal(own.weights(framework), before)
     size = sum(parameter.numel() for parameter in framework.task.model["generator"].parameters())
@@ -404,7 +404,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Runs the scenarios that the command line names."""
+    """Run the scenarios that the command line names."""
     torch.set_num_threads(1)
     world = connect()
     results = {name: SCENARIOS[name](world) for name in sys.argv[1:]}
@@ -415,7 +415,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Exception:  # the other ranks would wait for this one for ever
+    except Exception:  # otherwise the other ranks would wait for this one forever
         traceback.print_exc()
         if "mpi4py" in sys.modules:
             from mpi4py import MPI

@@ -1,7 +1,6 @@
-"""Trains a large model that begins with the weights of a file, on two ranks that share it out, made on the meta device
-and with values; rank 0 prints losses, and what was held at most, as JSON.
+"""Trains a large model from a weights file on two ranks that partition it, created on the meta device or with values.
 
-valueless.py FOLDER WEIGHTS WIDTH
+Rank 0 prints losses and peak memory as JSON. valueless.py FOLDER WEIGHTS WIDTH
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ EVERYONE = connect().everyone
 
 
 def held(what: str) -> int:
-    """Bytes of memory of this process: VmRSS, what it has now, or VmHWM, the most that it has had."""
+    """Bytes of this process' memory: VmRSS (now) or VmHWM (peak)."""
     found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return int(found[1]) << 10
 
 
 def begin_again() -> int:
-    """What is held once all is freed that can be; from here on the most is looked for."""
+    """Free all memory that can be freed and reset the peak; return the bytes still held."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return held("VmRSS")
 
 
 class Watcher(BaseHook):
-    """Losses, and what came to be held by the end of the first step."""
+    """Records losses, and peak memory up to the end of the first step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -49,7 +48,7 @@ class Watcher(BaseHook):
 
 
 def main(folder: Path, weights: Path, width: int) -> dict[str, Any]:
-    """By how the ranks share out the model, and whether it is on the meta device."""
+    """Results by plan, and by whether the model is on the meta device."""
     fit(load_config(None, words(folder, "small", None, 2, reduce__kind="mpi")))  # loads all modules
     found: dict[str, Any] = {}
     for is_meta in ("true", "false"):
