@@ -81,10 +81,15 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
 def in_words(found: Iterable[tuple[str, Any, Any]]) -> str:
     """Format differences for a message."""
 
-    def said(value: Any) -> str:
-        return "not given" if value is None else repr(value)
+    def said(key: str, before: Any, after: Any) -> str:
+        if key == "training data":
+            old, new = (f"{value}"[:8] for value in (before, after))
+            sums = f"checksum {old}, now {new}" if old != new else "the order of its sampler"
+            return f"{key} has changed ({sums})"
+        old, new = ("not given" if value is None else repr(value) for value in (before, after))
+        return f"{key} was {old} and is {new}"
 
-    return "; ".join(f"{key} was {said(before)} and is {said(after)}" for key, before, after in found)
+    return "; ".join(said(*each) for each in found)
 
 
 def length_as_one(key: str) -> str:

@@ -245,7 +245,9 @@ def logs(args: argparse.Namespace) -> int:
         answer(args.json, [{"job": past[-1], "text": own}], [own])
         return ExitCode.DONE
     if not found:
-        raise UserError(f"{run.logs} holds no such log", "hpctrain status shows whether the job has started")
+        there = ", ".join(dict.fromkeys(log.rank for log in run_logs.find(run)))
+        fix = f"its last attempt has logs of {there}" if there else "hpctrain status shows whether the job has started"
+        raise UserError(f"{run.logs} holds no such log", fix)
     if args.follow:
         # Rank 0 prints into the job's log.
         wanted = found[0] if args.rank else next((log for log in found if log.rank == "job"), found[0])

@@ -12,8 +12,9 @@ from typing import IO
 
 from hpctrain.run.first_cause import Death, Standing
 
-BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION", re.MULTILINE)
-"""Start of MPICH's report on a dead rank, which goes to standard output. Programs may print lines of ``=`` too."""
+BANNER = re.compile(rb"^=+\n=\s+BAD TERMINATION|^-+\nA daemon failed to report back", re.MULTILINE)
+"""Start of MPICH's report on a dead rank and of Open MPI's on a host, on standard output. Programs may print such
+lines too."""
 OPEN_MPI_SIGNAL = re.compile(
     r"noticed\s+that\s+process\s+rank\s+(\d+)\s+with\s+PID\s+(\d+)\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
 )
@@ -154,7 +155,7 @@ PUMP_S = 0.2
 
 
 class Passing:
-    """Forwards the launcher's output to the user without blocking, and withholds MPICH's report on dead ranks.
+    """Forwards the launcher's output to the user without blocking, and withholds its reports (``BANNER``).
 
     Call ``pump`` often, and once more at the end with a longer limit.
 
@@ -180,7 +181,7 @@ class Passing:
                     return
 
     def take(self, chunk: bytes) -> None:
-        """Keeps the end of the output, which may hold MPICH's report, and shows everything before that report."""
+        """Keeps the end of the output, which may hold a report, and shows everything before that report."""
         self.tail = (self.tail + chunk)[-KEPT_BYTES:]
         if self.in_banner:
             return

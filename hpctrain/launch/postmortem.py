@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.errors import Code
+from hpctrain.errors import Code, ExitCode
 from hpctrain.launch import launcher_messages
 from hpctrain.run.event_log import stored_events
 from hpctrain.run.events import CUT_OFF, Hang
@@ -22,6 +22,8 @@ from hpctrain.system import cgroups, processes
 
 RULE = re.compile(r"^-{60,}$", re.MULTILINE)
 """The lines around Open MPI's banners."""
+PASSES = re.compile(r"connect|temporary|timed out", re.IGNORECASE)
+"""Matches what remote shells say of hosts that may answer later; all else needs a person."""
 LATE_NOTE_S = 2.0
 """Longest wait for a node agent's note of the death that explains the others."""
 LOOK_AGAIN_S = 0.1
@@ -140,8 +142,9 @@ def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[
     """
     if (host := launcher_messages.lost_node(text, banner)) is not None:
         if said := launcher_messages.refusal(text, banner, host):
-            fix = "log in there once without a password, as launch.remote_shell would; then run the same command again"
-            return failed_with(Code.NODE, f"{host} could not be reached: {said}", fix, host=host)
+            fix = f"let `ssh {host}` (launch.remote_shell) work from here without a password, or correct launch.hosts"
+            verdict = failed_with(Code.NODE, f"{host} could not be reached: {said}", fix, host=host)
+            return verdict if PASSES.search(said) else dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR)
         what = f"{host} was lost, or the launcher's daemon on it" if host else f"a node was lost: {last_line(text)}"
         return failed_with(Code.NODE, what, "the same command resumes it", host=host or None)
     untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}

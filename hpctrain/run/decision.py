@@ -112,7 +112,7 @@ def starts_again(verdict: RunVerdict, asked: bool) -> bool:
 
     After an orderly end the place is given back; a failure before the ranks started would repeat.
     """
-    failed = verdict.action is Action.REQUEUE and verdict.exit_code is ExitCode.FAILURE
+    failed = verdict.action is Action.REQUEUE and verdict.exit_code is not ExitCode.STOPPED
     return failed and not verdict.before_ranks and not asked
 
 

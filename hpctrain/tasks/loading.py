@@ -17,7 +17,7 @@ from typing import Any
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
-from hpctrain.tasks.user_errors import no_such_field
+from hpctrain.tasks.user_errors import no_such_field, own_line, words
 
 
 def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: Callable[[], None]) -> Task:
@@ -38,7 +38,15 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
     call = _bind(function, reference, arguments, world)
     seed()
     seeded = set(sys.modules)
-    task = made(call)
+    try:
+        task = made(call)
+    except (TypeError, ValueError, AttributeError) as error:
+        if wrong := _misfits(function, arguments):
+            what = (
+                f"task {reference} fails: {type(error).__name__}: {words(error)}{own_line(error)}; {', '.join(wrong)}"
+            )
+            raise UserError(what, "correct task_args: in the run file") from error
+        raise
     if not isinstance(task, (TorchTask, KerasTask)):
         raise UserError(
             f"task {reference} returned {type(task).__name__}",
@@ -131,6 +139,18 @@ def _bind(
             f"task_args do not fit {reference}{signature}: {error}", "correct task_args: in the run file"
         ) from error
     return lambda: function(*bound.args, **bound.kwargs)
+
+
+def _misfits(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
+    """The numbers, texts and truth values among the arguments that the function's signature contradicts, in words."""
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        kinds = [getattr(parameter.annotation, "__name__", parameter.annotation), type(parameter.default).__name__]
+        kind = next((kind for kind in kinds if kind in ("bool", "int", "float", "str")), None)
+        given = type(arguments.get(name, parameter.default)).__name__
+        if kind is not None and name in arguments and given != kind and (given, kind) != ("int", "float"):
+            found.append(f"task_args.{name} is {arguments[name]!r}, and the function takes a value of type {kind}")
+    return found
 
 
 EXAMPLES = {

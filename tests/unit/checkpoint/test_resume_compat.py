@@ -107,8 +107,10 @@ def test_a_file_of_the_task_may_be_named_by_its_full_path() -> None:
 
 
 def test_other_data() -> None:
-    with pytest.raises(UserError, match="training data"):
-        refuse_changes(identity(BASE), identity(BASE, data="xyz"), "here")
+    before, after = "1a2b3c4d" * 8, "5e6f7a8b" * 8
+    for now, told in ((after, "checksum 1a2b3c4d, now 5e6f7a8b"), (f"{before} sampler {after}", "its sampler")):
+        with pytest.raises(UserError, match=r"training data has changed \(.*" + told):
+            refuse_changes(identity(BASE, data=before), identity(BASE, data=now), "here")
 
 
 def test_length_matters_to_a_schedule_that_ends() -> None:

@@ -22,6 +22,7 @@ from hpctrain.launch.postmortem import (
     settled,
 )
 from hpctrain.run import run_clock
+from hpctrain.run.decision import starts_again
 from hpctrain.run.events import CUT_OFF
 from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause
 from hpctrain.run.folder import RunDir
@@ -276,17 +277,21 @@ def test_a_lost_node_is_named_if_the_launcher_names_it(named: str, host: str | N
 
 
 @pytest.mark.parametrize(
-    ("shell", "reason"),
+    ("shell", "reason", "code"),
     [
-        ("ssh: Could not resolve hostname n2: Name or service not known\n", "n2 could not be reached: ssh: Could not "),
-        ("Host key verification failed.\n", "n2 could not be reached: Host key verification failed."),
-        ("ssh: connect to host n3 port 22: Connection refused\n", "n2 was lost, or the launcher's daemon on it"),
+        ("ssh: Could not resolve hostname n2: Name or service not known\n", "n2 could not be reached: ssh: Could ", 64),
+        ("Host key verification failed.\n", "n2 could not be reached: Host key verification failed.", 64),
+        ("ssh: Could not resolve hostname n2: Temporary failure\n", "n2 could not be reached: ssh: Could not ", 70),
+        ("ssh: connect to host n2 port 22: No route to host\n", "n2 could not be reached: ssh: connect to host ", 70),
+        ("ssh: connect to host n3 port 22: Connection refused\n", "n2 was lost, or the launcher's daemon on it", 70),
     ],
 )
-def test_a_host_that_the_remote_shell_does_not_reach_is_told_in_its_words(shell: str, reason: str) -> None:
+def test_a_host_that_the_remote_shell_does_not_reach_is_told_in_its_words(shell: str, reason: str, code: int) -> None:
+    """What ssh will say again ends the run with 64, unless there are other hosts to go on with."""
     banner = "A daemon failed to report back after being spawned. This could\n\n  Remote host:   n2\n"
     verdict = lost_node([], shell, banner, {})
     assert verdict is not None and verdict.host == "n2" and verdict.reason.startswith(reason)
+    assert verdict.exit_code == code and starts_again(verdict, asked=False)
 
 
 def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:

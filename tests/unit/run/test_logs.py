@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import Code, ExitCode
+from hpctrain import cli
+from hpctrain.errors import Code, ExitCode, UserError
 from hpctrain.run import logs
 from hpctrain.run.attempt_record import Attempt
 from hpctrain.run.attempts import Attempts
@@ -35,6 +36,19 @@ def test_logs_are_found_by_rank_and_attempt(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [log.path.name for log in logs.find(run)] == ["slurm-7.out", "7-2-0.out", "7-2-launcher.out"]
     assert [log.path.name for log in logs.find(run, rank="10")] == ["7-1-10.out"]
+
+
+@pytest.mark.parametrize("which", [("--rank", "9"), ("--attempt", "9")])
+def test_the_logs_that_there_are_are_named_if_the_wanted_one_is_none_of_them(
+    which: tuple[str, str], tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    (run.path / "events.jsonl").touch()
+    for name in ("local-1-0.out", "local-1-1.out", "local-1-launcher.out"):
+        (run.logs / name).touch()
+    with pytest.raises(UserError, match=r"holds no such log\n  fix: its last attempt has logs of 0, 1, launcher$"):
+        cli.dispatch(["logs", str(tmp_path), *which])
 
 
 def test_the_job_log_of_an_array_element_is_found_beside_the_elements(tmp_path: Path) -> None:

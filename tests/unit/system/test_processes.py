@@ -87,7 +87,10 @@ def test_orphans_in_sessions_of_their_own_are_found_and_ended():
     assert not psutil.pid_exists(orphan)
 
 
-def test_output_passes_through_but_for_the_launchers_own_report(tmp_path):
+@pytest.mark.parametrize(
+    "report", ["=====================\n=   BAD TERMINATION", "---------------\nA daemon failed to report back after"]
+)
+def test_output_passes_through_but_for_the_launchers_own_report(report: str, tmp_path: Path) -> None:
     read, write = os.pipe()
     target = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY)
     with os.fdopen(read, "rb") as source:
@@ -95,12 +98,12 @@ def test_output_passes_through_but_for_the_launchers_own_report(tmp_path):
         passing.pump()
         os.write(write, b"model\n=====================\nstep 1\nstep 2\n")
         passing.pump()
-        os.write(write, b"step 3\n\n=====================\n=   BAD TERMINATION\n")
+        os.write(write, f"step 3\n\n{report}\n".encode())
         os.close(write)
         passing.pump()
     os.close(target)
     assert (tmp_path / "out").read_text() == "model\n=====================\nstep 1\nstep 2\nstep 3\n"
-    assert "BAD TERMINATION" in passing.text
+    assert report in passing.text
 
 
 def test_the_session_folder_of_mpirun_is_private_and_goes_with_it(tmp_path: Path) -> None:

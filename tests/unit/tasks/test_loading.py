@@ -23,6 +23,21 @@ def test_a_task_with_a_syntax_error(reference: str, tmp_path: Path, monkeypatch:
     sys.modules.pop("broken_task", None)
 
 
+@pytest.mark.parametrize("signature", ["lr: float", "lr=0.1", "lr: 'float' = 0.1", "lr: float = 1"])
+def test_an_argument_of_the_wrong_type_is_named_if_the_task_fails(signature: str, tmp_path: Path) -> None:
+    """It was an exception of the task, which the run tried twice."""
+    path = tmp_path / "typed_task.py"
+    path.write_text(f"def task({signature}, name=None):\n    return lr * 0.5\n")
+    with pytest.raises(UserError) as refused:
+        load_task(f"{path}:task", {"lr": "x", "name": 3}, alone(), seed=lambda: None)
+    assert "TypeError: can't multiply" in refused.value.what and "typed_task.py:2" in refused.value.what
+    assert refused.value.what.endswith("; task_args.lr is 'x', and the function takes a value of type float")
+    path.write_text(f"def task({signature}):\n    return lr + ''\n")
+    with pytest.raises(TypeError):
+        load_task(f"{path}:task", {"lr": 1}, alone(), seed=lambda: None)
+    sys.modules.pop("typed_task", None)
+
+
 LATE = """
 def task():
     import torch
