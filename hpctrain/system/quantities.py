@@ -6,6 +6,9 @@ import argparse
 import math
 from collections.abc import Iterable
 
+SHARES = ("goodput", "mfu_median")
+"""Fields that are fractions of a whole."""
+
 
 def positive(text: str) -> int:
     """Parses a command's option as an integer of at least 1. Raises ArgumentTypeError for anything else."""
@@ -43,9 +46,11 @@ def number(value: float | None) -> str:
 
 
 def quantity(key: str, value: object) -> str | None:
-    """Formats a field whose name ends in its unit (``bytes``, ``stall_s``); None for other fields."""
+    """Formats a field whose name ends in its unit (``bytes``, ``stall_s``), or a share; None for other fields."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
+    if key in SHARES:
+        return f"{value:.1%}"
     if key.rpartition("_")[2] == "bytes":
         return size(value)
     is_time = key == "seconds" or (key.endswith("_s") and not key.endswith("_per_s"))

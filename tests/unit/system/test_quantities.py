@@ -65,6 +65,7 @@ def test_the_end_of_a_name_is_its_unit() -> None:
     assert {key: quantity(key, 2048) for key in told} == told
     assert quantity("stall_s", None) is None
     assert quantity("seconds", True) is None
+    assert quantity("goodput", 0.4247) == "42.5%"
 
 
 @pytest.mark.parametrize(
