@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import runpy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import yaml
 
-from hpctrain.system.bounded_yaml import DEEPEST, parse
+from hpctrain.system import bounded_yaml
+from hpctrain.system.bounded_yaml import DEEPEST
 
 pytestmark = pytest.mark.timeout(20)
+
+
+@pytest.fixture(params=["libyaml", "PyYAML alone"])
+def parse(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The parser with libyaml, which wheels of PyYAML contain, and without."""
+    if request.param == "libyaml":
+        assert issubclass(bounded_yaml.BoundedLoader, yaml.CSafeLoader)
+    monkeypatch.setattr(yaml, "__with_libyaml__", request.param == "libyaml")
+    found: Callable[[str], Any] = runpy.run_path(bounded_yaml.__file__)["parse"]
+    return found
 
 
 def bomb(levels: int, width: int = 9) -> str:
@@ -17,7 +32,7 @@ def bomb(levels: int, width: int = 9) -> str:
     return "\n".join(lines)
 
 
-def test_aliases_of_ordinary_files_work() -> None:
+def test_aliases_of_ordinary_files_work(parse: Callable[[str], Any]) -> None:
     text = "base: &base {lr: 0.1, steps: [1, 2]}\nfirst: *base\nsecond: [*base, *base]\n"
     base = {"lr": 0.1, "steps": [1, 2]}
     assert parse(text) == {"base": base, "first": base, "second": [base, base]}
@@ -46,6 +61,6 @@ def test_aliases_of_ordinary_files_work() -> None:
         ("? [a]\n: b", "unhashable"),
     ],
 )
-def test_what_would_grow_is_refused(text: str, why: str) -> None:
+def test_what_would_grow_is_refused(text: str, why: str, parse: Callable[[str], Any]) -> None:
     with pytest.raises(yaml.YAMLError, match=why):
         parse(text)
