@@ -104,6 +104,8 @@ class Session:
     word: LastWord = dataclasses.field(default_factory=lambda: first_word(None))
     user_stderr: int = 2
     """File descriptor for messages to the user."""
+    apart: bool = False
+    """Whether ranks did not meet in ``errors``: late ones would take a second exchange for the first."""
 
     def join(self) -> None:
         """Connects to the other ranks; opens the run folder if a supervisor has named it."""
@@ -151,10 +153,11 @@ class Session:
     def exchange(self, error: BaseException | None, what: str, timeout_s: float) -> list[Any] | None:
         """Exchanges errors: returns each rank's [message, exit code] or None. Returns None if ranks do not arrive."""
         mine = None if error is None else [message(error)[0], exit_code(error)]
-        try:
-            return self.errors.allgather(mine, what, timeout_s)
-        except RunFailed:
-            return None
+        with contextlib.suppress(RunFailed):
+            if not self.apart:
+                return self.errors.allgather(mine, what, timeout_s)
+        self.apart = True
+        return None
 
     def join_run(self, beginning: Beginning) -> RunDir:
         """Opens the run folder, and begins an attempt unless a supervisor has done so. Collective.

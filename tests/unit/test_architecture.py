@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "checkpoint": 4605,
     "monitor": 2811,
     "track": 702,
-    "rank": 1603,
+    "rank": 1605,
     "registry": 144,
     "launch": 5199,
     "report": 1002,
