@@ -22,8 +22,9 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-# Files with most tests first, as xdist orders them: files whose ranks spin then run beside files that wait
-ON_RANKS = $(BIN)/python -m pytest -n 2 --dist loadfile tests/slurm tests/dist tests/gpu
+# Files with most tests first, as xdist orders them: files whose ranks spin then run beside files that wait. Slurm's tests
+# have the third worker (tests/conftest.py)
+ON_RANKS = $(BIN)/python -m pytest -n 3 --dist loadfile tests/slurm tests/dist tests/gpu
 TORTURE := chaos kills damage plans sweep ports intruders grid programs relaunches updates collectives
 
 .PHONY: demo test test-all check lint docs docs-pictures torture mutants bench dist clean setup setup-dev

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tests.support import mpi
 
@@ -29,6 +30,7 @@ _AT_THE_TOP = re.compile(r'(?m)^(import \S*|from \S*( import .*)?|\w.*importorsk
 """Imports of a framework, or of a module of hpctrain or the tests named after the framework that it imports."""
 _OF_LIBRARIES = ("PYTEST_", "TF2_", "KERAS_", "KMP_", "TF_", "TORCH", "MPLBACKEND", "COLUMNS", "LINES")
 """Prefixes of environment variables that pytest and the frameworks set when imported."""
+SLURM = "tests/slurm/"
 
 
 def pytest_configure() -> None:
@@ -62,16 +64,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """With ``--dist loadfile``, keep the tests of a file together, and those of Slurm."""
+    """With ``--dist loadfile``, keep the tests of a file together, and give Slurm a worker of its own."""
     return OneSlurm(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 class OneSlurm(LoadFileScheduling):
-    """Assigns whole files to workers, and all tests of Slurm, which mostly wait for its daemons, to one worker."""
+    """Assigns whole files to workers, and all tests of Slurm, which mostly wait for its daemons, to one of three.
+
+    That worker begins with them and has no others: the two that compute have the cores to themselves once it is done.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        return "slurm" if file.startswith("tests/slurm/") else file
+        return SLURM if file.startswith(SLURM) else file
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if SLURM in self.workqueue:
+            self.workqueue.move_to_end(SLURM, last=False)
+        super()._assign_work_unit(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if self.numnodes < 3 or SLURM not in self.assigned_work[node]:
+            super()._reschedule(node)
+        elif not node.shutting_down:
+            node.shutdown()
 
 
 @pytest.hookimpl(wrapper=True)
