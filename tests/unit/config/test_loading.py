@@ -68,7 +68,10 @@ def test_a_required_key_that_is_missing_is_named(run_file: Path) -> None:
     assert (error.what, error.fix) == ("name is missing", "give text")
 
 
-@pytest.mark.parametrize(("line", "fix"), [("epochs: four", "an integer"), ("clip_norm: x", "a number")])
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [("epochs: four", "an integer"), ("clip_norm: x", "a number"), ("recompute: 1", "a list of text: [1]")],
+)
 def test_what_to_give_is_a_sentence(run_file: Path, line: str, fix: str) -> None:
     run_file.write_text(f"name: x\ntask: m:f\ntrain: {{{line}}}\n")
     assert refused(run_file).fix == f"give {fix}"
