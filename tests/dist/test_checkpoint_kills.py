@@ -1,6 +1,6 @@
 """Ranks killed at random moments: every announced checkpoint is intact, every restart resumes, and results match.
 
-``HPCTRAIN_KILLS`` sets the number of kills (20 by default); ``HPCTRAIN_SEED`` repeats their order of ranks and moments.
+``HPCTRAIN_KILLS`` sets the number of kills (10 by default); ``HPCTRAIN_SEED`` repeats their order of ranks and moments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.mpi import PATIENCE_S, rank_command, rank_environment
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "checkpoint_training.py"
-KILLS = int(os.environ.get("HPCTRAIN_KILLS", "20"))
+KILLS = int(os.environ.get("HPCTRAIN_KILLS", "10"))
 SEED = int(os.environ.get("HPCTRAIN_SEED", int.from_bytes(os.urandom(4), "little")))
 CASES = [("torch", 2, 0.5), ("torch", 4, 0.25), ("tensorflow", 2, 0.15), ("tensorflow", 4, 0.1)]
 """Framework, number of ranks, and share of the kills."""

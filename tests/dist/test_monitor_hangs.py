@@ -64,8 +64,7 @@ def agent_of(process: psutil.Process, folder: Path) -> bool:
 
 @pytest.mark.alone  # compares times
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("trouble", ["stop", "spin"])
+@pytest.mark.parametrize(("trouble", "victim"), [("stop", 0), ("spin", 1)])
 def test_a_hung_rank_is_named_with_its_stack_and_the_attempt_ends(
     mpirun: Callable[..., Any], tmp_path: Path, trouble: str, victim: int
 ) -> None:
