@@ -32,9 +32,9 @@ from hpctrain.errors import ExitCode
 from hpctrain.monitor.chief.chief import Chief
 from hpctrain.monitor.chief.judge import Judge
 from hpctrain.monitor.chief.stragglers import Heat
+from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.monitor.wire.framing import Message
 from hpctrain.report.plots import heat_maps
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord, WordReader, padded

@@ -44,9 +44,9 @@ from hpctrain.errors import UserError as UserError
 from hpctrain.launch.engines import ray_cluster as _ray
 from hpctrain.launch.engines import spark_cluster as _spark
 from hpctrain.launch.engines.fitting import RunResult as RunResult
-from hpctrain.monitor.rank.clock import RingClock as _MonitorClock
-from hpctrain.monitor.rank.session import MonitorSession as MonitorSession
-from hpctrain.monitor.rank.session import start as _start_monitor
+from hpctrain.monitor.clock import RingClock as _MonitorClock
+from hpctrain.monitor.session import MonitorSession as MonitorSession
+from hpctrain.monitor.session import start as _start_monitor
 from hpctrain.parallel.tensor_words import ColwiseParallel as ColwiseParallel
 from hpctrain.parallel.tensor_words import RowwiseParallel as RowwiseParallel
 from hpctrain.parallel.tensor_words import columns as columns

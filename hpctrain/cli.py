@@ -44,7 +44,7 @@ COMMANDS = {
     "cancel": Command("hpctrain.commands.jobs", "end a run's jobs now"),
     "resume": Command("hpctrain.commands.jobs", "submit a stopped run again"),
     "supervise": Command("hpctrain.commands.run", "inside a Slurm job: start and supervise the ranks"),
-    "node": Command("hpctrain.commands.node", "on each node of a run with launch.engine: runners"),
+    "node": Command("hpctrain.commands.run", "on each node of a run with launch.engine: runners"),
     "nodes": Command("hpctrain.commands.jobs", "nodes that are excluded because they broke runs, and why"),
     "watch": Command("hpctrain.commands.report", "live view of a run: step, rate, curves, ranks, verdicts"),
     "report": Command("hpctrain.commands.report", "run folder to one HTML page with plots"),

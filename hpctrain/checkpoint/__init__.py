@@ -5,5 +5,6 @@ background, ``policy`` decides when to save and what to keep, ``folder`` commits
 ``reading`` loads tensors, ``verify`` and ``inspect`` examine a checkpoint, ``resume_compat`` checks that a run may
 resume from one, and ``initial`` starts from one's weights, by the rules of ``initial_match``. ``tiers`` keeps snapshots
 on the nodes, ``remote`` copies checkpoints to an object store (``objects``), and ``mirror`` opens those that a user
-names, there or on disk. ``exports`` writes weights for other programs.
+names, there or on disk. ``export`` writes weights for other programs: ``safetensors`` encodes that format, and ``lora``
+merges adapters.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint import reading
-from hpctrain.checkpoint.exports.weights import MODEL
+from hpctrain.checkpoint.export import MODEL
 from hpctrain.checkpoint.format.files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.initial import load_initial
@@ -31,8 +31,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run import events
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts, versions
+from hpctrain.run.attempts import Attempt, Attempts, versions
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import current_attempt
 from hpctrain.system import foreign_text

@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.exports import safetensors
-from hpctrain.checkpoint.exports.weights import AVERAGE, MODEL
+from hpctrain.checkpoint import safetensors
+from hpctrain.checkpoint.export import AVERAGE, MODEL
 from hpctrain.checkpoint.format.files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json

@@ -9,7 +9,7 @@ from typing import Literal
 
 from hpctrain.config.sections import CheckpointConfig, at_least
 from hpctrain.errors import ExitCode
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 
 FIRST_S = 60.0
 """Seconds to the first automatic checkpoint, which measures the cost."""

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def benchmark(name: str) -> ModuleType:
     """The module behind a benchmark."""
-    return importlib.import_module(f"hpctrain.bench.{'scaling.scaling_command' if name == 'scaling' else name}")
+    return importlib.import_module(f"hpctrain.bench.{name}")
 
 
 def run(args: argparse.Namespace) -> int:

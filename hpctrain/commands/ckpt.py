@@ -15,7 +15,7 @@ from hpctrain.system import foreign_text
 from hpctrain.system.quantities import size
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.exports.weights import Selection
+    from hpctrain.checkpoint.export import Selection
     from hpctrain.checkpoint.reading import Loaded
     from hpctrain.checkpoint.store import CheckpointStore
 
@@ -153,7 +153,7 @@ def diff(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     """Writes weights in another format."""
-    from hpctrain.checkpoint.exports.weights import export_folder, export_safetensors, export_state_dict
+    from hpctrain.checkpoint.export import export_folder, export_safetensors, export_state_dict
 
     output, selection = Path(args.output), selection_of(args)
     if not args.like and not args.output.endswith(SUFFIXES):
@@ -174,7 +174,7 @@ def export(args: argparse.Namespace) -> int:
 
 def selection_of(args: argparse.Namespace) -> Selection:
     """What the options of ``export`` mean together. Raises UserError."""
-    from hpctrain.checkpoint.exports.weights import Selection
+    from hpctrain.checkpoint.export import Selection
 
     pairs = [pair.partition("=") for pair in args.rename]
     if any(not equals for _, equals, _ in pairs):
@@ -194,7 +194,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     import numpy as np
 
     from hpctrain.backends.tensorflow import runtime
-    from hpctrain.checkpoint.exports.weights import Selection, model_weights
+    from hpctrain.checkpoint.export import Selection, model_weights
     from hpctrain.checkpoint.format.strict_json import Reader
     from hpctrain.comm.world import alone
     from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_its_loss

@@ -1,4 +1,4 @@
-"""``hpctrain run`` and ``hpctrain supervise``."""
+"""``hpctrain run``, ``supervise`` and ``node``: what starts ranks and serves a run on its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See api of commands in ``cli``; ``args.command`` says which of the two is meant."""
+    """See api of commands in ``cli``; ``args.command`` says which of the three is meant."""
+    if parser.get_default("command") == "node":
+        parser.add_argument(
+            "ticket", type=Path, nargs="?", help="launch.ticket of the run; by default HPCTRAIN_NODE_KEY says"
+        )
+        parser.add_argument(
+            "--wait", type=float, default=600.0, metavar="S", help="longest wait for the run, in seconds"
+        )
+        parser.epilog = "Runs on each node until the run is over. hpctrain run has launch.engine: runners."
+        return
     from hpctrain.config.loading import add_run_file
 
     if parser.get_default("command") == "run":
@@ -36,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of the two; an ExitCode."""
+    """Runs one of the three; an ExitCode."""
+    if args.command == "node":
+        return serve(args)
     if args.command == "run" and args.doctor:
         from hpctrain.commands.doctor import on_ranks
 
@@ -48,6 +59,17 @@ def run(args: argparse.Namespace) -> int:
 
         return int(supervise_job(args.run_file, args.overrides, args.verbose))
     return run_here(args)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves one run on this node."""
+    from hpctrain.launch.runners import node, ticket
+
+    given = ticket.of_environment(os.environ)
+    if given is None and args.ticket is None:
+        raise UserError("node: no ticket given", f"name the file of launch.ticket, or set {ticket.KEY}")
+    node.run(lambda: given or ticket.read(args.ticket), args.wait)
+    return ExitCode.DONE
 
 
 def run_here(args: argparse.Namespace) -> int:

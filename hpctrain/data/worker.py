@@ -1,23 +1,229 @@
-"""Main program of a worker process in ``hpctrain.data.worker_pool``: reads and transforms samples on request."""
+"""Worker processes of ``hpctrain.data.worker_pool``: their main program, and how they get a rank's data and functions.
+
+Nothing is pickled: JSON values say which data to open and which functions to import. A worker finds files and
+functions, with their plain arguments, by name, and arrays in memory shared with its parent.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import itertools
 import json
+import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hpctrain.data.dataset import with_place
+from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_rows, with_place
+from hpctrain.data.formats.records import RecordDataset
+from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
+from hpctrain.data.formats.table_dataset import TableDataset
 from hpctrain.data.order import Drawn
-from hpctrain.data.samples import make_batch
-from hpctrain.data.worker_setup import recipe_of, reopen
-from hpctrain.errors import GENERAL, Code, HpctrainError, code_of
+from hpctrain.data.samples import Recipe, make_batch
+from hpctrain.errors import GENERAL, Code, HpctrainError, UserError, code_of
 from hpctrain.system.shared_memory import AnonymousMemory
+
+RAGGED, SHAPES = "ragged/", "shapes/"
+"""Prefixes of the two arrays that hold a ragged field in shared memory: values and shapes."""
+Reference = dict[str, Any]
+"""JSON values from which another process can find the same function or dataset."""
+
+
+def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
+    """The reference that ``reopen`` needs. Arrays are copied into ``memory``.
+
+    Raises:
+        UserError: the dataset is an object that exists only in this process.
+    """
+    if isinstance(dataset, ArrayDataset):
+        return {"arrays": memory.put(flattened(dataset))}
+    if isinstance(dataset, CalledDataset):
+        return {
+            "function": refer_to_function(dataset.function, "the data"),
+            "fields": dataset.names,
+            "cache": dataset.cache_bytes,
+            "outside": dataset.outside,
+            "ragged": dataset.ragged,
+            "fingerprint": dataset.fingerprint(),
+        }
+    tables = [dataset] if isinstance(dataset, TableDataset) else getattr(dataset, "parts", [])
+    if tables and all(isinstance(each, TableDataset) for each in tables):
+        return {
+            "files": [each.table.address for each in tables],
+            "fields": list(dataset.fields),
+            "fingerprint": dataset.fingerprint(),
+        }
+    from hpctrain.data.formats.hdf5 import Hdf5Dataset
+
+    parts = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
+    records = [part for part in parts if isinstance(part, RecordDataset)]
+    if len(records) == len(parts):
+        decode = records[0].decode
+        return {
+            "files": [str(part.records.path) for part in records],
+            "fields": list(dataset.fields),
+            "ragged": records[0].ragged,
+            "decode": decode and refer_to_function(decode, "decode"),
+        }
+    files = [part for part in parts if isinstance(part, Hdf5Dataset)]
+    if len(files) < len(parts):
+        kind = type(getattr(dataset, "source", dataset)).__name__  # the torch Dataset's class, not the wrapper's
+        raise _refusal(f"the data is an object of {kind}, and no function is known that makes it")
+    paths = [str(file.path) for file in files]
+    first = files[0]
+    fields, cache = list(dataset.fields), first.cache.limit_bytes
+    how = {"files": paths, "fields": fields, "cache": cache, "outside": first.outside}
+    return {**how, "fingerprint": dataset.fingerprint()} if first.origin else how
+
+
+def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
+    """Open the dataset of ``refer_to_dataset`` in another process.
+
+    Raises:
+        UserError: the data differ from those of the process that made the reference.
+    """
+    if "arrays" in reference:
+        return from_arrays(unflattened(memory.views(reference["arrays"])))
+    how = reference["fields"], reference.get("cache", CACHE_BYTES), reference.get("outside", ())
+    if "files" in reference:
+        decode = reference.get("decode") and import_function(reference["decode"])
+        dataset = open_dataset(reference["files"], *how, ragged=reference.get("ragged", False), decode=decode)
+    else:
+        dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
+    if dataset.fingerprint() != reference.get("fingerprint", dataset.fingerprint()):
+        raise UserError(
+            "a worker process reads other data than the rank",
+            "make a data function depend on its arguments only: seed a Generator inside it; leave files alone",
+        )
+    return dataset
+
+
+def flattened(dataset: ArrayDataset) -> dict[str, NDArray[Any]]:
+    """The dataset's arrays; a ragged field becomes two: the concatenated values of all samples, and their shapes."""
+    flat: dict[str, NDArray[Any]] = {}
+    for name, array in dataset.arrays.items():
+        if dataset.fields[name].is_ragged:
+            flat[f"{RAGGED}{name}"] = np.concatenate([item.ravel() for item in array])
+            flat[f"{SHAPES}{name}"] = np.array([item.shape for item in array], np.int64)
+        else:
+            flat[name] = array
+    return flat
+
+
+def unflattened(flat: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The inverse of ``flattened``, without copies."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, array in flat.items():
+        if name.startswith(RAGGED):
+            shapes = flat[SHAPES + name.removeprefix(RAGGED)]
+            parts = np.split(array, np.cumsum(shapes.prod(axis=1))[:-1])
+            rows = [part.reshape(shape) for part, shape in zip(parts, shapes.tolist(), strict=True)]
+            arrays[name.removeprefix(RAGGED)] = ragged_rows(rows)
+        elif not name.startswith(SHAPES):
+            arrays[name] = array
+    return arrays
+
+
+def refer_to_recipe(recipe: Recipe) -> Reference:
+    """The reference that ``recipe_of`` needs; raises UserError if a function cannot be imported."""
+    return {
+        "transform": recipe.transform and refer_to_function(recipe.transform, "the transform"),
+        "collate": recipe.collate and refer_to_function(recipe.collate, "collate"),
+        "seed": recipe.seed,
+    }
+
+
+def recipe_of(reference: Mapping[str, Any]) -> Recipe:
+    """Rebuild the recipe of ``refer_to_recipe`` in another process."""
+    transform, collate = (reference[name] and import_function(reference[name]) for name in ("transform", "collate"))
+    return Recipe(transform, collate, reference["seed"])
+
+
+def refer_to_function(function: Callable[..., Any], what: str) -> Reference:
+    """The reference that ``import_function`` needs: module, name, and the arguments that a partial binds.
+
+    Raises:
+        UserError: another process could not find the function, or the arguments are not JSON values; the message calls
+            it ``what``.
+    """
+    if isinstance(function, functools.partial):
+        bound = {"args": list(function.args), "keywords": dict(function.keywords)}
+        if not _survives_json(bound):
+            raise _refusal(f"{what} has arguments that are not plain values: {function!r}")
+        inner = refer_to_function(function.func, what)
+        args, keywords = inner["args"] + bound["args"], inner["keywords"] | bound["keywords"]
+        return {**inner, "args": args, "keywords": keywords}
+    home, name = str(getattr(function, "__module__", None)), getattr(function, "__qualname__", "")
+    try:
+        module = sys.modules[home]
+        found = _attribute(module, name)
+    except (AttributeError, KeyError):
+        found = None
+    if found is not function:
+        raise _refusal(f"{what} is {function!r}, which is not at the top level of a module")
+    if home == "__main__" and module.__spec__ is not None:
+        home = module.__spec__.name  # started by `python -m`: relative imports need the real name
+    return {"module": home, "file": _file_of(home, module), "name": name, "args": [], "keywords": {}}
+
+
+def import_function(reference: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import the function of ``refer_to_function``."""
+    function: Callable[..., Any] = _attribute(_import(reference["module"], reference["file"]), reference["name"])
+    if reference["args"] or reference["keywords"]:
+        return functools.partial(function, *reference["args"], **reference["keywords"])
+    return function
+
+
+def _refusal(why: str) -> UserError:
+    return UserError(
+        f"data cannot be sent to worker processes: {why}",
+        "give a function at the top level of a module, its arguments by functools.partial as numbers, text, lists or "
+        "dicts; or set data.workers to 0",
+    )
+
+
+def _survives_json(value: Any) -> bool:
+    """Whether the value is unchanged by a round trip through JSON; a tuple, for example, becomes a list."""
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), module)
+
+
+def _file_of(name: str, module: ModuleType) -> str | None:
+    """The module's file if a new process cannot import it by name, such as the main program or a task's file."""
+    path = getattr(module, "__file__", None)
+    if not path or "." in name:
+        return None
+    found = PathFinder.find_spec(name)
+    return None if found is not None and found.origin == path else os.path.abspath(path)
+
+
+def _import(name: str, path: str | None) -> ModuleType:
+    if path is None:
+        return importlib.import_module(name)
+    alias = "__mp_main__" if name == "__main__" else name  # code under `if __name__ == "__main__"` must not run here
+    if getattr(sys.modules.get(alias), "__file__", None) == path:
+        return sys.modules[alias]
+    spec = importlib.util.spec_from_file_location(alias, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {path}")
+    module = sys.modules[alias] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main(channel: int, payload: int, results: list[int]) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe
-from hpctrain.data.worker_setup import refer_to_dataset, refer_to_recipe
+from hpctrain.data.worker import refer_to_dataset, refer_to_recipe
 from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.system import python
 from hpctrain.system.shared_memory import AnonymousMemory

@@ -21,8 +21,7 @@ from hpctrain.launch.launcher_messages import Passing
 from hpctrain.launch.patience import PAUSES_S, read_patiently
 from hpctrain.launch.postmortem import all_ended_well, complete, facts_of, lost, lost_node, missing_ranks, settled
 from hpctrain.run import last_words
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.decision import decide
 from hpctrain.run.events import CUT_OFF, Hang, decode
 from hpctrain.run.first_cause import Death, Fact, Found, Standing

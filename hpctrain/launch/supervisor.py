@@ -10,8 +10,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import GENERAL, Code, ExitCode, HpctrainError, Replaced, code_of
 from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
 from hpctrain.launch.patience import Stopped, read_patiently
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.decision import starts_again
 from hpctrain.run.events import Resumed, SnapshotSaved
 from hpctrain.run.folder import RunDir

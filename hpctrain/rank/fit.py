@@ -9,7 +9,7 @@ from functools import partial
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
-from hpctrain.monitor.rank.session import start as start_monitor
+from hpctrain.monitor.session import start as start_monitor
 from hpctrain.parallel.pipeline import BY_PARAMETERS
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation, make_data

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.config.loading import load
-from hpctrain.monitor.rank.session import MonitorSession, start
+from hpctrain.monitor.session import MonitorSession, start
 from hpctrain.rank.convention import Place
 from hpctrain.rank.folder_group import folder_world
 from hpctrain.run.folder import RunDir

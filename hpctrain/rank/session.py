@@ -17,9 +17,8 @@ from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
 from hpctrain.rank.stop_requests import SetUpWatch
-from hpctrain.run import run_clock
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run import last_words
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
@@ -113,8 +112,8 @@ class Session:
         comm = self.world.everyone.comm
         self.errors = Group("errors", comm.Dup() if comm is not None else None)
         if self.world.nodes > 1:
-            mine = run_clock.ahead_s(lambda sent: self.world.everyone.allgather(sent, "compare clocks"))
-            os.environ[run_clock.AHEAD_S] = str(self.world.local.broadcast(mine, "learn how far this clock is ahead"))
+            mine = last_words.ahead_s(lambda sent: self.world.everyone.allgather(sent, "compare clocks"))
+            os.environ[last_words.AHEAD_S] = str(self.world.local.broadcast(mine, "learn how far this clock is ahead"))
         if self.supervised:
             self.open(RunDir(Path(os.environ[RUN_DIR])))
 
@@ -205,7 +204,7 @@ class Session:
 
     def end(self, ending: Ending, code: int, **fields: Any) -> None:
         """Writes the last word."""
-        self.word = dataclasses.replace(self.word, ending=ending, exit_code=code, ended=run_clock.now(), **fields)
+        self.word = dataclasses.replace(self.word, ending=ending, exit_code=code, ended=last_words.now(), **fields)
         if self.run_dir is not None:
             self.word_file().end(self.word)
 

@@ -14,8 +14,8 @@ from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import LARGEST_SEED, Config
 from hpctrain.data.pipeline import BatchSource
 from hpctrain.errors import UserError
-from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.rank.session import MonitorHook
+from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.session import MonitorHook
 from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
 from hpctrain.rank.batches import DataPosition, make_data, make_validation_sets
 from hpctrain.rank.kept_choices import KeptReducer
@@ -44,7 +44,7 @@ from hpctrain.train.watchers import Profile, Profiler, VerifyWeights, unreported
 if TYPE_CHECKING:
     from hpctrain.backends.tensorflow.framework import KerasFramework
     from hpctrain.backends.torch.framework import TorchFramework
-    from hpctrain.monitor.rank.session import MonitorSession
+    from hpctrain.monitor.session import MonitorSession
     from hpctrain.rank.session import Session
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from hpctrain.checkpoint.exports.weights import Selection, export_safetensors
+from hpctrain.checkpoint.export import Selection, export_safetensors
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.config.combinations import Feature, refusal
@@ -27,7 +27,7 @@ from hpctrain.errors import UserError, requires
 from hpctrain.rank.problem import Problem, examples_of
 from hpctrain.rank.trial import with_weights
 from hpctrain.report.summary import summarize
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import RunHistory

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.verdict import RunVerdict

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hpctrain.errors import GENERAL, Code, ExitCode, Replaced
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.first_cause import FINAL, first_cause, is_victim
 from hpctrain.run.grid import Grid
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord

@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import Code
-from hpctrain.run import run_clock
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import RunVerdict
@@ -31,6 +31,9 @@ FILE_BYTES = 16384
 """Size of a rank's file; the middle of a longer traceback is cut out."""
 MOST_WORD_BYTES = 1 << 18
 """Maximum size of a rank's file when reading."""
+AHEAD_S = "HPCTRAIN_CLOCK_AHEAD_S"
+"""Environment variable: seconds by which this host's clock is ahead; inherited by processes that a rank starts."""
+ROUNDS = 4
 
 
 class Ending(StrEnum):
@@ -293,7 +296,7 @@ def note_death(rank: int, code: int | None = None) -> None:
     """Appends a death to this attempt's file; does nothing outside a supervised run. See ``NotedDeath``."""
     folder, attempt = os.environ.get(RUN_DIR), os.environ.get(ATTEMPT)
     if folder and attempt:
-        line = f"{run_clock.now():.6f} {rank} {'' if code is None else code}\n".encode()
+        line = f"{now():.6f} {rank} {'' if code is None else code}\n".encode()
         with contextlib.suppress(OSError):
             files.append_bytes(_deaths_file(RunDir(Path(folder)), attempt), line, Path(folder))
 
@@ -314,3 +317,22 @@ def noted_deaths(run: RunDir, attempt: int) -> list[NotedDeath]:
 
 def _deaths_file(run: RunDir, attempt: str) -> Path:
     return run.monitor / f"deaths-{attempt}.txt"
+
+
+def now() -> float:
+    """Returns Unix seconds by rank 0's clock, since the hosts' own clocks may differ by seconds."""
+    return time.time() - float(os.environ.get(AHEAD_S) or 0)
+
+
+def ahead_s(gather: Callable[[float], Sequence[float]]) -> float:
+    """Estimates the seconds by which this clock is ahead of rank 0's; 0 if the messages allow that it is right.
+
+    Collective; ``gather`` returns the values of all ranks.
+    """
+    most, least, before = math.inf, -math.inf, -math.inf
+    for _ in range(ROUNDS):
+        sent = time.time()
+        first = gather(sent)[0]
+        most = min(most, time.time() - first)
+        least, before = max(least, before - first), sent  # rank 0 had received ``before`` when it sent this
+    return 0.0 if least <= 0 <= most else (least + most) / 2

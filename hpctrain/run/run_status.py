@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import Code, ExitCode
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import RunFinished, RunStarted
 from hpctrain.run.last_words import AttemptWords
 from hpctrain.run.live_lock import STALE_S

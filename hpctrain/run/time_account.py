@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import CheckpointSaved, Event, Recovered, SnapshotSaved, Train
 from hpctrain.run.verdict import Action
 from hpctrain.system.quantities import duration

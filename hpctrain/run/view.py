@@ -14,7 +14,7 @@ import yaml
 
 from hpctrain.config.values import read_yaml
 from hpctrain.run import last_words, live_lock
-from hpctrain.run.attempt_record import Attempt, info_of
+from hpctrain.run.attempts import Attempt, info_of
 from hpctrain.run.event_log import EventFollower, read_events, stored_events
 from hpctrain.run.events import Decoder, Event, decode, takeovers
 from hpctrain.run.folder import RunDir

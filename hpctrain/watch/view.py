@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm.directives import seconds
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import CheckpointSaved, Eval, Recovered, RunStarted, Train
 from hpctrain.run.progress import Progress, Warned
 from hpctrain.run.run_status import ORDERLY, LiveRank, LiveWindow, QueueEntry, RunSnapshot, State, Word

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.bench.scaling.model import Sample, Shape, fit_exchange
-from hpctrain.bench.scaling.scaling_command import allreduce_over_ring
+from hpctrain.bench.scaling import allreduce_over_ring
+from hpctrain.bench.scaling_model import Sample, Shape, fit_exchange
 from tests.support import netns
 from tests.support.command import hpctrain, write_run
 
@@ -34,7 +34,7 @@ def network(tmp_path: Path) -> Iterator[netns.Network]:
 def measured(network: netns.Network, hosts: int, out: Path) -> list[Sample]:
     """Measure exchanges on the first hosts with the benchmark's program."""
     sizes = ",".join(map(str, SIZES))
-    network.mpirun(hosts, "hpctrain.bench.scaling.exchange", "--out", out, "--bytes", sizes, "--rounds", 1)
+    network.mpirun(hosts, "hpctrain.bench.scaling_exchange", "--out", out, "--bytes", sizes, "--rounds", 1)
     rows = json.loads(out.read_text())["rows"]
     assert {row["nodes"] for row in rows} == {hosts}, "MPI takes namespaces for hosts"
     return [Sample(Shape(hosts, 1), row["bytes"], row["seconds"], row["ring"]) for row in rows]

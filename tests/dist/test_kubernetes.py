@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hpctrain.config.sections import Config, KubernetesConfig, LaunchConfig
-from hpctrain.launch.engines.kubernetes import manifest
+from hpctrain.launch.engines import kubernetes_manifest as manifest
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest, request_stop
 from tests.support import netns

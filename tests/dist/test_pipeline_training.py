@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hpctrain import CheckpointStore
-from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
 from tests.support.mpi import mpirun

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.run import live_lock
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from tests.support.command import hpctrain, misbehaving_run, started
 from tests.support.gate import Gate

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hpctrain.backends.named_state import load_tensors
 from hpctrain.checkpoint import verify
-from hpctrain.checkpoint.exports.weights import export_safetensors
+from hpctrain.checkpoint.export import export_safetensors
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.train.state import ArrayTensor, Cut, Placement

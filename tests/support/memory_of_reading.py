@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.exports.weights import Selection, export_safetensors
+from hpctrain.checkpoint.export import Selection, export_safetensors
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource
 from hpctrain.checkpoint.store import CheckpointStore, load_weights

@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 from rich.console import Console
 
-from hpctrain.bench.scaling import report as scaling_report
+from hpctrain.bench import scaling_report
 from hpctrain.report import drawing
 from hpctrain.report.charts import heat_chart
 from hpctrain.report.drawing import Chart

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpctrain import TorchTask, columns, rows
-from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint import safetensors
 
 PAIRS = 4
 

@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 MODULES = (
-    "bench.scaling.model",
+    "bench.scaling_model",
     "checkpoint.format.layout",
     "checkpoint.policy",
     "data.order",

@@ -1,4 +1,4 @@
-"""Files of records, such as JSON lines and tar files, which are indexed once and then read in any order."""
+"""Files of records, JSON lines and WebDataset tar shards, which are indexed once and then read in any order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint, users_code
 from hpctrain.data.samples import Sample, named, stack
-from hpctrain.errors import UserError, file_errors
+from hpctrain.errors import UserError, file_errors, requires
 
 Decode = Callable[[dict[str, Any]], Any]
 """decode(record) returns a sample, a dict or tuple of arrays. The record is a JSON object, a tar record's files by
@@ -179,3 +180,80 @@ def lines_of(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
     full = ends > begins + 1  # at least one byte; a lone carriage return has length 1
     return begins[full], ends[full]
+
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
+WHOLE_NUMBERS = ("cls", "cls2", "index", "inx", "id", "count")
+"""Extensions that hold an integer as text, as in WebDataset."""
+
+
+class TarShard:
+    """The samples of one uncompressed tar file: consecutive files with the same name up to the first dot form one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: str | Path = path
+        try:
+            self.file = UnchangedFile(path)
+            self.samples = index_of(path)
+        except (OSError, tarfile.TarError) as error:
+            raise UserError(
+                f"{path} is not a tar file, or is damaged: {error}", "give tars without compression"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, rows: list[int]) -> list[dict[str, Any]]:
+        parts = [place for row in rows for place in self.samples[row][1].values()]
+        contents = iter(self.file.read(parts))
+        return [{KEY: self.samples[row][0], **{name: next(contents) for name in self.samples[row][1]}} for row in rows]
+
+    def plain(self, record: dict[str, Any]) -> Any:
+        where = f"{self.path}: {record[KEY]}"
+        return {name: decoded(name, value, where) for name, value in record.items() if name != KEY}
+
+
+def index_of(path: Path) -> list[tuple[str, dict[str, tuple[int, int]]]]:
+    """Key, and (offset, length) by extension, of each sample, in the order of the tar file."""
+    samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            folder, _, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            if not member.isreg() or not stem or not extension:
+                continue
+            key, extension = f"{folder}/{stem}".lstrip("/"), extension.lower()
+            if not samples or samples[-1][0] != key:
+                samples.append((key, {}))
+            if extension in samples[-1][1]:
+                raise UserError(f"{path}: {member.name} occurs twice", "write each file of a sample once")
+            samples[-1][1][extension] = (member.offset_data, member.size)
+    return samples
+
+
+def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
+    """Decode a file's content to an array by its extension; nothing is unpickled."""
+    kind = extension.rpartition(".")[2]
+    readers: dict[str, Callable[[bytes], Any]] = {
+        "npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
+        "json": json.loads,
+        **dict.fromkeys(WHOLE_NUMBERS, int),
+        **dict.fromkeys(IMAGES, picture),
+    }
+    if kind not in readers:
+        raise UserError(
+            f"{where}.{extension} is of a kind that needs a function to decode it",
+            "give open_dataset(..., decode=function), or name only the fields to use",
+        )
+    try:
+        return np.asarray(readers[kind](content))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{where}.{extension} cannot be read: {error}", "write it again") from error
+
+
+def picture(content: bytes) -> NDArray[np.uint8]:
+    """Decode an image to uint8[height, width, 3]."""
+    with requires("pillow", "data"):
+        from PIL import Image
+    with Image.open(io.BytesIO(content)) as image:
+        return np.asarray(image.convert("RGB"))

@@ -6,6 +6,6 @@ start such nodes on a cluster, also for runs that a program starts (``fitting``)
 engine ignores.
 
 Commands submit jobs through ``schedulers``, which implement the protocol in ``scheduler``: Slurm in ``slurm/``,
-Kubernetes in ``kubernetes/``, others in ``batch_jobs``. ``jobs`` records what was submitted for a run; ``status``
-reports the state of runs and their jobs.
+Kubernetes in ``kubernetes`` with ``kubernetes_manifest``, others in ``batch_jobs``. ``jobs`` records what was submitted
+for a run; ``status`` reports the state of runs and their jobs.
 """

@@ -20,8 +20,7 @@ from hpctrain.launch.patience import read_patiently
 from hpctrain.launch.postmortem import unreachable
 from hpctrain.launch.supervisor import choose
 from hpctrain.run import last_words
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.verdict import RunVerdict

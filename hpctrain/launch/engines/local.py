@@ -17,7 +17,7 @@ from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.forks.forking import Forking
 from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
 from hpctrain.launch.supervisor import supervise
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.folder import BEGUN_AGAIN, RunDir
 from hpctrain.run.rank_environment import CONVENTION, JOB, STOP_SIGNAL
 from hpctrain.run.verdict import RunVerdict

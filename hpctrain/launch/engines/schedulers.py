@@ -10,8 +10,8 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines import scheduler
 from hpctrain.launch.engines.batch_jobs import BATCH
 from hpctrain.launch.engines.jobs import submissions
-from hpctrain.launch.engines.kubernetes.cluster import KUBERNETES
-from hpctrain.launch.engines.slurm.scheduler import SLURM
+from hpctrain.launch.engines.kubernetes import KUBERNETES
+from hpctrain.launch.engines.slurm.submission import SLURM
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
 

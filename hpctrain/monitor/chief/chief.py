@@ -9,8 +9,8 @@ from hpctrain.monitor.chief.finding import NodeCommand, Watched
 from hpctrain.monitor.chief.hang import Beat
 from hpctrain.monitor.chief.standstill import OpenHang, Standstill
 from hpctrain.monitor.chief.stragglers import Stragglers
+from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_of
-from hpctrain.monitor.wire.framing import Message
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid

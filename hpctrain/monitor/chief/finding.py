@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.peers import Load, Move
-from hpctrain.monitor.wire.framing import Message
+from hpctrain.monitor.framing import Message
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid

@@ -11,8 +11,8 @@ from hpctrain.errors import RunFailed
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.finding import NodeCommand, Watched
 from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
-from hpctrain.monitor.wire.connection import UNANSWERED_S
-from hpctrain.monitor.wire.framing import Message
+from hpctrain.monitor.connection import UNANSWERED_S
+from hpctrain.monitor.framing import Message
 from hpctrain.run.events import CUT_OFF, AboutRank
 from hpctrain.run.events import Hang as HangEvent
 from hpctrain.run.last_words import noted_deaths

@@ -19,7 +19,7 @@ from hpctrain.monitor.chief.finding import Finding, Kind, NodeCommand, State, Wa
 from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.statistics import COMPUTE
-from hpctrain.monitor.wire.framing import Message
+from hpctrain.monitor.framing import Message
 from hpctrain.run import bad_nodes
 from hpctrain.run.events import Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow

@@ -21,12 +21,11 @@ from typing import Any
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
 from hpctrain.monitor.chief.finding import NodeCommand
+from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, raise_descriptors
+from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.shared import PID, Layout, SlotReader
-from hpctrain.monitor.wire.connection import Connection, connect
-from hpctrain.monitor.wire.door import Door, DoorLimits, raise_descriptors
-from hpctrain.monitor.wire.framing import Message
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
 

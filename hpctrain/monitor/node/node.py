@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
+from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
 from hpctrain.monitor.window import Window, condense
-from hpctrain.monitor.wire.framing import Message
 from hpctrain.system import processes
 
 BEAT_S = 1.0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hpctrain import BaseHook, CheckpointStore, StepResult, TorchTask, Training, columns, fit, load_config, rows
-from hpctrain.checkpoint.exports.weights import export_safetensors
+from hpctrain.checkpoint.export import export_safetensors
 from hpctrain.checkpoint.format.layout import ITEM_TYPES
 from hpctrain.checkpoint.initial import Weights, with_weights
 from hpctrain.comm.world import connect

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.bench.scaling.model import (
+from hpctrain.bench.scaling_model import (
     Amdahl,
     ExchangeModel,
     RingLink,

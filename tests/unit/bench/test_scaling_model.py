@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.bench.scaling import model, report, scaling_command
-from hpctrain.bench.scaling.model import (
+from hpctrain.bench import scaling
+from hpctrain.bench import scaling_model as model
+from hpctrain.bench import scaling_report as report
+from hpctrain.bench.scaling_model import (
     COMPUTE,
     EXCHANGE,
     ExchangeModel,
@@ -23,7 +25,7 @@ from hpctrain.bench.scaling.model import (
     efficiency,
     predict,
 )
-from hpctrain.bench.scaling.report import recommend, text
+from hpctrain.bench.scaling_report import recommend, text
 from hpctrain.run.events import RunStarted
 from tests.unit.bench.test_scaling_fit import exchanges
 
@@ -134,7 +136,7 @@ def analysed(shapes: list[Shape], crowded: list[Shape], variant: str = "mpi-node
     options = {"assumed": None, "cores": None, "threshold": 0.7} | more
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "DRAWS", 10)  # how wide the bounds are is tested above
-        found = scaling_command.analyse(by_mode, samples, started, crowded, **options)
+        found = scaling.analyse(by_mode, samples, started, crowded, **options)
     return {"run": "r", "threshold": 0.7, "threads": 1} | found
 
 
@@ -157,13 +159,11 @@ def test_of_one_size_nothing_is_recommended() -> None:
 def test_a_slow_allreduce_is_told() -> None:
     shape = Shape(3, 1)
     allreduce = [Sample(shape, 2**22, 0.6), Sample(shape, 2**22, 0.62), Sample(shape, 2**12, 1e-4)]
-    assert scaling_command.allreduce_over_ring([*allreduce, Sample(shape, 2**22, 0.2, ring=True)]) == pytest.approx(
-        3.05
-    )
-    assert scaling_command.allreduce_over_ring(allreduce) is None
-    (warning,) = scaling_command.warnings([], None, True, True, 3.05)
+    assert scaling.allreduce_over_ring([*allreduce, Sample(shape, 2**22, 0.2, ring=True)]) == pytest.approx(3.05)
+    assert scaling.allreduce_over_ring(allreduce) is None
+    (warning,) = scaling.warnings([], None, True, True, 3.05)
     assert "3.0 times as long as our ring" in warning
-    assert scaling_command.warnings([], None, True, True, 1.1) == []
+    assert scaling.warnings([], None, True, True, 1.1) == []
 
 
 def test_only_exchanges_by_the_means_of_the_runs_count() -> None:
@@ -176,7 +176,7 @@ def test_an_assumed_link_leads_to_more_nodes_and_says_so() -> None:
     without = analysed(shapes, [], cores=2)
     assert any("no size spans two nodes" in warning for warning in without["warnings"])
     assert all(row["nodes"] == 1 for row in without["modes"]["weak"]["predicted"])
-    result = analysed(shapes, [], cores=2, assumed=scaling_command.parse_link("10,20"))
+    result = analysed(shapes, [], cores=2, assumed=scaling.parse_link("10,20"))
     assert [row["nodes"] for row in result["modes"]["weak"]["predicted"]] == [1, 1, 2, 4, 8, 16]
     assert result["exchange"]["between_nodes_assumed"]
     assert "exchange between nodes (assumed): 20 us a message, 1.25 GB/s" in text(result)

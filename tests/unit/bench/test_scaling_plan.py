@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.bench.scaling import runs, scaling_command
-from hpctrain.bench.scaling.model import Shape
-from hpctrain.bench.scaling.runs import EXCHANGE_FILE, batches, further, jobs, shapes
+from hpctrain.bench import scaling
+from hpctrain.bench import scaling_runs as runs
+from hpctrain.bench.scaling_model import Shape
+from hpctrain.bench.scaling_runs import EXCHANGE_FILE, batches, further, jobs, shapes
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import UserError
@@ -53,7 +54,7 @@ def test_sizes_take_turns_and_what_modes_share_is_run_once(tmp_path: Path) -> No
     train = made[1].config.train
     assert (train.steps, train.epochs, train.global_batch, train.threads) == (60, None, 64, 1)
     assert not made[1].config.checkpoint.enabled
-    assert made[3].config.launch.command[3] == "hpctrain.bench.scaling.exchange"
+    assert made[3].config.launch.command[3] == "hpctrain.bench.scaling_exchange"
 
 
 def test_the_run_files_are_valid_and_another_measurement_is_not_overwritten(tmp_path: Path) -> None:
@@ -96,10 +97,10 @@ def test_larger_shapes() -> None:
 @pytest.mark.parametrize("words", ["", "1,x", "0,2", "-1"])
 def test_ranks_that_are_no_numbers(words: str) -> None:
     with pytest.raises(UserError):
-        scaling_command.parse_ranks(words)
+        scaling.parse_ranks(words)
 
 
 @pytest.mark.parametrize("words", ["100", "0,2", "100,-1", "a,b", "1,2,3"])
 def test_links_that_are_none(words: str) -> None:
     with pytest.raises(UserError):
-        scaling_command.parse_link(words)
+        scaling.parse_link(words)

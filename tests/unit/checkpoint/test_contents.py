@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.exports import safetensors
+from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.folder import CheckpointFolder
 from hpctrain.checkpoint.format import shard as shard_module
 from hpctrain.checkpoint.format import shard_index, shard_reading

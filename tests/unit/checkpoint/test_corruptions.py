@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint import patience, verify
-from hpctrain.checkpoint.exports.weights import export_safetensors
+from hpctrain.checkpoint.export import export_safetensors
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import shard as shard_module
 from hpctrain.checkpoint.format.boxes import Box

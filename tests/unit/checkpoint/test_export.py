@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.exports import safetensors as ours
-from hpctrain.checkpoint.exports.lora import merge_lora
-from hpctrain.checkpoint.exports.weights import write_whole
+from hpctrain.checkpoint import safetensors as ours
+from hpctrain.checkpoint.export import write_whole
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, converted
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Match, WeightSource, match_names
+from hpctrain.checkpoint.lora import merge_lora
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.world import alone

@@ -25,7 +25,7 @@ from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import NoRequeue, Replaced, RunFailed, UserError
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import CheckpointFailed, Event
 from hpctrain.train.clock import IntervalClock, Phase
 from hpctrain.train.framework import Facts

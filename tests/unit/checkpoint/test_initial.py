@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.exports import safetensors
-from hpctrain.checkpoint.exports.lora import merge_lora
+from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.hook import trained_alone
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, require_meant
+from hpctrain.checkpoint.lora import merge_lora
 from hpctrain.checkpoint.store import CheckpointStore, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.group import Group

@@ -23,7 +23,7 @@ from hpctrain.checkpoint.policy import (
 )
 from hpctrain.config.sections import CheckpointConfig, RunDirTierConfig, TiersConfig
 from hpctrain.errors import Code, ExitCode, UserError
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.verdict import failed_with
 
 

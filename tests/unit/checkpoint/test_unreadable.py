@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint import initial, patience
-from hpctrain.checkpoint.exports.safetensors import encode
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.hook import best_steps
+from hpctrain.checkpoint.safetensors import encode
 from hpctrain.checkpoint.store import CheckpointStore, resume
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main

@@ -12,8 +12,7 @@ from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import Code, UserError
 from hpctrain.launch.engines.hosts import Hosts, write_shell
 from hpctrain.launch.mpi_library import Flavour, MpiRun
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.events import CUT_OFF
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import WordFile, first_word

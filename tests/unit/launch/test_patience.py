@@ -12,8 +12,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.launch import patience
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord
 from hpctrain.run.verdict import Action, RunVerdict

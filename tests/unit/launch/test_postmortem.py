@@ -21,7 +21,7 @@ from hpctrain.launch.postmortem import (
     ran_out_of_memory,
     settled,
 )
-from hpctrain.run import run_clock
+from hpctrain.run import last_words
 from hpctrain.run.decision import starts_again
 from hpctrain.run.events import CUT_OFF
 from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause
@@ -118,7 +118,7 @@ def test_the_first_one_is_found_if_the_clocks_of_nodes_differ(run: RunDir, monke
     monkeypatch.setenv(RUN_DIR, str(run.path))
     monkeypatch.setenv(ATTEMPT, "1")
     for rank, moment, ahead in ((3, 1020.0, 20.0), (0, 1000.5, 0.0)):  # that of n2 is 20 seconds ahead
-        monkeypatch.setenv(run_clock.AHEAD_S, str(ahead))
+        monkeypatch.setenv(last_words.AHEAD_S, str(ahead))
         monkeypatch.setattr(time, "time", lambda moment=moment: moment)
         note_death(rank, -9)
     assert first(run, FAR) == 3

@@ -19,8 +19,7 @@ from hpctrain.launch import attempt as attempts
 from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
 from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import last_words
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import CUT_OFF, AboutRank, Hang, Resumed, SnapshotSaved
 from hpctrain.run.folder import RunDir
@@ -34,7 +33,7 @@ SUPERVISOR = """
 import json, sys
 from pathlib import Path
 from hpctrain.launch import attempt, supervisor
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.folder import RunDir
 attempt.END_GRACE_S = attempt.WORDS_EVERY_S = 0.05
 saves, folder, *words = sys.argv[1:]

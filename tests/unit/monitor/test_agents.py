@@ -24,18 +24,16 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
-from hpctrain.monitor import shared
+from hpctrain.monitor import session, shared
 from hpctrain.monitor.chief.finding import NodeCommand
+from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, listen
+from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Ears
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
-from hpctrain.monitor.rank import session
-from hpctrain.monitor.rank.clock import RingClock
 from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, Layout, Slot, SlotReader
-from hpctrain.monitor.wire.connection import Connection, connect
-from hpctrain.monitor.wire.door import Door, DoorLimits, listen
-from hpctrain.monitor.wire.framing import Message
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import noted_deaths
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR

@@ -14,9 +14,9 @@ from benchmarks.straggler import traces
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
 from hpctrain.monitor.chief.stragglers import COLUMNS, Heat, exclude
+from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import Window
-from hpctrain.monitor.wire.framing import Message
 from hpctrain.report.plots import heat_maps
 from hpctrain.run import bad_nodes
 from hpctrain.run.bad_nodes import BadNode

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from hpctrain.monitor import shared
-from hpctrain.monitor.rank.clock import RingClock
+from hpctrain.monitor.clock import RingClock
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, WAITS_FOR, Layout, Slot, SlotReader
 from hpctrain.monitor.window import GC, REST, WORK, condense
 from hpctrain.train.clock import IntervalClock, Neighbours, Phase
 from tests.support.mpi import PATIENCE_S
 
 CLOCKS = [
-    (RingClock, "hpctrain.monitor.rank.clock.monotonic"),
+    (RingClock, "hpctrain.monitor.clock.monotonic"),
     (IntervalClock, "hpctrain.train.clock.time.perf_counter"),
 ]
 LAYOUT = Layout(ranks=3, rows=64)
@@ -80,7 +80,7 @@ def test_who_waits_for_whom_is_in_the_shared_memory(memory: int) -> None:
 
 def test_marks_are_read_as_seconds_of_their_phase(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("hpctrain.monitor.rank.clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("hpctrain.monitor.clock.monotonic", lambda: now[0])
     clocks = [clock_on(memory, local_rank) for local_rank in range(3)]
     for _ in range(8):
         for clock in clocks:
@@ -145,7 +145,7 @@ def test_the_heartbeat_says_who_and_where(memory: int) -> None:
 
 def test_a_loop_of_ones_own_marks_phases_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("hpctrain.monitor.rank.clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("hpctrain.monitor.clock.monotonic", lambda: now[0])
     clock = RingClock()
     with clock.phase("data"):
         now[0] += 2
@@ -185,8 +185,8 @@ def test_memory_stays_flat_over_a_million_steps() -> None:
 def test_a_console_that_is_gone_does_not_end_a_run_that_the_monitor_speaks_of() -> None:
     code = """
 import os, subprocess, sys
-from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.rank.session import MonitorSession
+from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.session import MonitorSession
 agent = subprocess.Popen(["echo", "rank 1 is slow"], stdout=subprocess.PIPE)
 agent.wait()
 gone, console = os.pipe()
@@ -202,7 +202,7 @@ def test_a_phase_that_ended_earlier_ends_neither_before_the_last_mark_nor_later_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("hpctrain.monitor.rank.clock.monotonic", lambda: now[0])
+    monkeypatch.setattr("hpctrain.monitor.clock.monotonic", lambda: now[0])
     clock = RingClock()
     now[0] += 10.0
     clock.mark_past(Phase.BACKWARD, 4.0)

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.monitor.node.node import window_message, window_of
-from hpctrain.monitor.window import CAUSES, Window
-from hpctrain.monitor.wire.connection import QUEUED_MESSAGES, Connection
-from hpctrain.monitor.wire.framing import (
+from hpctrain.monitor.connection import QUEUED_MESSAGES, Connection
+from hpctrain.monitor.framing import (
     HELLO_BYTES,
     LARGEST_FRAME,
     MAGIC,
@@ -26,6 +24,8 @@ from hpctrain.monitor.wire.framing import (
     Sealer,
     new_hello,
 )
+from hpctrain.monitor.node.node import window_message, window_of
+from hpctrain.monitor.window import CAUSES, Window
 
 TOKEN = b"t" * 32
 KEY = b"k" * 32

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.errors import Code, ExitCode
 from hpctrain.report.explain import Explanation, explain
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import (
     CheckpointFailed,
     CheckpointSaved,

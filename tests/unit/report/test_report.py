@@ -22,7 +22,7 @@ from hpctrain.report.compare import compare, differences
 from hpctrain.report.explain import explain
 from hpctrain.report.plots import shrink, thin, time_unit
 from hpctrain.report.summary import make_spans, rank_hours, summarize
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import Event, Hang, Straggler
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import KEPT_EVENTS, RunHistory

@@ -14,7 +14,7 @@ import pytest
 from hpctrain import cli
 from hpctrain.errors import Code, ExitCode, RunFailed, UserError
 from hpctrain.run import bad_nodes
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.bad_nodes import BadNode, BadNodes, breaks_again
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord

@@ -25,8 +25,7 @@ from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.supervisor import supervise
 from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.run import live_lock
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, at_work, myself, read
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
@@ -43,7 +42,7 @@ from pathlib import Path
 from hpctrain.errors import Replaced, UserError
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.errors import Code
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import UniqueIds

@@ -13,8 +13,7 @@ import pytest
 
 from hpctrain.errors import Code, ExitCode, Replaced, UserError
 from hpctrain.run import last_words
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.event_log import EventWriter, read_events
 from hpctrain.run.events import Event, Resumed, RunStarted, Straggler, Train
 from hpctrain.run.folder import RunDir

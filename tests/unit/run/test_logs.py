@@ -11,8 +11,7 @@ import pytest
 from hpctrain import cli
 from hpctrain.errors import Code, ExitCode, UserError
 from hpctrain.run import logs
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import Action, RunVerdict, failed_with
 

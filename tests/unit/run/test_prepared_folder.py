@@ -13,7 +13,7 @@ from hpctrain.errors import ExitCode, HpctrainError, RunFailed, UserError
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.engines.slurm.probe import write_problem
 from hpctrain.launch.supervisor import supervise
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import Eval, RunFinished, Train, decode
 from hpctrain.run.progress import CURVE_POINTS, Progress, ProgressCurve
 from hpctrain.run.run_status import outcome

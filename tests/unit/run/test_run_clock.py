@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpctrain.run import run_clock
+from hpctrain.run import last_words
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, ahead: Sequence[float]) -> list[float]:
@@ -16,7 +16,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, ahead: Sequence[float]) -> list[fl
     told, meeting, found = [0.0] * len(ahead), threading.Barrier(len(ahead)), [0.0] * len(ahead)
     mine = threading.local()
     own = time.time
-    monkeypatch.setattr(run_clock.time, "time", lambda: own() + getattr(mine, "ahead", 0.0))
+    monkeypatch.setattr(last_words.time, "time", lambda: own() + getattr(mine, "ahead", 0.0))
 
     def rank(number: int) -> None:
         mine.ahead = ahead[number]
@@ -28,7 +28,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, ahead: Sequence[float]) -> list[fl
             meeting.wait()
             return all_told
 
-        found[number] = run_clock.ahead_s(gather)
+        found[number] = last_words.ahead_s(gather)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(ahead))]
     for each in threads:
@@ -45,6 +45,6 @@ def test_how_far_a_clock_is_ahead_is_found_and_equal_clocks_are_left_alone(monke
 
 
 def test_moments_of_a_host_are_told_by_the_clock_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(run_clock.AHEAD_S, "100.0")
-    monkeypatch.setattr(run_clock.time, "time", lambda: 1100.0)
-    assert run_clock.now() == 1000.0
+    monkeypatch.setenv(last_words.AHEAD_S, "100.0")
+    monkeypatch.setattr(last_words.time, "time", lambda: 1100.0)
+    assert last_words.now() == 1000.0

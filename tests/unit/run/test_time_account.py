@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hpctrain.errors import Code, ExitCode
-from hpctrain.run.attempt_record import Attempt
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.time_account import ATTEMPTS, RECOVERIES, Sums
 from hpctrain.run.verdict import Action, RunVerdict, failed_with
 from tests.unit.run.test_progress import event, progress, trained

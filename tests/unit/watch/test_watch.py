@@ -12,8 +12,7 @@ import pytest
 
 from hpctrain.errors import Code
 from hpctrain.run import live_lock, run_status
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.progress import Progress
 from hpctrain.run.run_status import Life, LiveWindow, QueueEntry, RunSnapshot, Word

@@ -1,9 +1,9 @@
 """Slurm: renders job scripts, submits them, and supervises runs inside jobs.
 
-``submission`` plans and submits jobs; ``render`` makes scripts from ``directives``, with site defaults from
-``profile``. Inside a job, ``supervise`` runs attempts on the ``allocation``, which is prepared by ``stage_on_node`` and
-checked by ``preflight`` with ``probe``; ``launcher`` chooses srun or mpirun; ``requeue`` continues the run;
-``leave_out`` excludes bad nodes. Only ``client`` runs Slurm's commands. ``scheduler`` is the interface for commands.
+``submission`` plans and submits jobs, for commands as a ``Scheduler``; ``render`` makes scripts from ``directives``,
+with site defaults from ``profile``. Inside a job, ``supervise`` runs attempts on the ``allocation``, which is prepared
+by ``stage_on_node`` and checked by ``preflight`` with ``probe``; ``launcher`` chooses srun or mpirun; ``requeue``
+continues the run; ``leave_out`` excludes bad nodes. Only ``client`` runs Slurm's commands.
 """
 
 from pathlib import Path

@@ -22,8 +22,7 @@ from hpctrain.launch.engines.slurm.probe import scratch_dir
 from hpctrain.launch.mpi_library import MpiRun, find_mpirun, probe
 from hpctrain.launch.postmortem import last_line
 from hpctrain.launch.supervisor import choose
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.verdict import ORDERLY_CODES, RunVerdict
 from hpctrain.system import python

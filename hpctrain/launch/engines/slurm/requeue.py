@@ -13,8 +13,7 @@ from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
 from hpctrain.launch.engines.slurm.submission import apart, is_element, plan
 from hpctrain.launch.patience import patiently, read_patiently
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say
 

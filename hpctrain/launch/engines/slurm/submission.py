@@ -1,4 +1,4 @@
-"""Submits runs to Slurm: plans the run folder and its script, submits jobs, and tells a run's jobs from others."""
+"""Slurm as a scheduler: plans the run folder and its script, submits jobs, and tells a run's jobs from others."""
 
 from __future__ import annotations
 
@@ -7,21 +7,100 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.config.loading import absolute_task, load
 from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.launch.engines.jobs import JOB, LOGS, REFUSAL, SCRIPT, Plan, Submitted, note, note_refusal
-from hpctrain.launch.engines.slurm import client, profile
+from hpctrain.launch.engines.jobs import (
+    JOB,
+    LOGS,
+    REFUSAL,
+    SCRIPT,
+    Plan,
+    Submitted,
+    Wish,
+    note,
+    note_refusal,
+    submissions,
+    write,
+)
+from hpctrain.launch.engines.scheduler import to_submit
+from hpctrain.launch.engines.slurm import client, leave_out, profile
 from hpctrain.launch.engines.slurm.directives import require_whole_groups
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, signal_seconds
 from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
-from hpctrain.run.run_status import ALIVE
+from hpctrain.run.run_status import ALIVE, QueueEntry
 from hpctrain.run.view import RunView
 from hpctrain.system.quantities import ranges
+
+
+class Slurm:
+    """Slurm; implements ``Scheduler``."""
+
+    name = "slurm"
+    title = "Slurm"
+    ends_gently = False
+
+    def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
+        """Returns a plan with an sbatch script."""
+        if wish.portable:
+            return Plan(config, run, portable(config))
+        slurm = dataclasses.replace(config.launch.slurm, exclude=(*config.launch.slurm.exclude, *wish.exclude))
+        config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
+        return plan(config, run, wish.elements, wish.at_once, wish.chain)
+
+    def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
+        """Returns the sbatch command."""
+        return ["sbatch", *leave_out.option(planned.config, planned.run), *after(wish), str(planned.script_file)]
+
+    def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
+        """Submits with sbatch."""
+        client.find("sbatch")
+        if wish.after:
+            check_after(wish.after)
+        without = leave_out.option(planned.config, planned.run)
+        with to_submit(self, planned.run):
+            write(planned)
+            past = submissions(planned.run, self.name) if wish.resumes else []
+            cwd = past[-1].cwd if past else None
+            ids = submit(planned, after(wish), wish.chain, cwd, without)
+        return ids, [f"{without[0]} (hpctrain nodes tells why)"] if without else []
+
+    def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
+        """Queries the queue once for all jobs, and with ``ended`` accounting for those that the queue has forgotten."""
+        if not ended:
+            return {entry.id: entry for entry in client.queue([job for each in jobs for job in each], timeout_s)}
+        arrays = dict.fromkeys(job.partition("_")[0] for each in jobs for job in each)  # one word for many elements
+        found = {entry.id: entry for entry in client.queue(list(arrays), timeout_s)}
+        forgotten = [each[-1] for each in jobs if each and not any(job in found for job in each)]
+        return found | {entry.id: entry for entry in client.accounted(forgotten, timeout_s)}
+
+    def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
+        """Ends jobs with scancel."""
+        client.find("scancel")
+        ids, left = [], []
+        for run, given in jobs:
+            own, others = apart(run, given)
+            ids += own
+            left += others
+        if ids:
+            client.cancel(ids)
+        return ids, left
+
+    def log(self, run: RunDir, job: str) -> str:
+        """Returns an empty text, since the job's log is in the run folder."""
+        return ""
+
+
+SLURM = Slurm()
+
+
+def after(wish: Wish) -> list[str]:
+    """Returns sbatch's options for the jobs that must end first."""
+    return [f"--dependency=afterok:{':'.join(wish.after)}", "--kill-on-invalid-dep=yes"] if wish.after else []
 
 
 def plan(

@@ -21,8 +21,7 @@ from hpctrain.launch.engines.slurm import client, requeue
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.supervise import follow
 from hpctrain.launch.supervisor import supervise
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import StopRequest, request_stop
 from hpctrain.run.verdict import Action, RunVerdict

@@ -13,8 +13,7 @@ from hpctrain.launch.engines.slurm import leave_out
 from hpctrain.launch.engines.slurm.allocation import of_nodes
 from hpctrain.launch.engines.slurm.preflight import Fault
 from hpctrain.run import bad_nodes
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord
 from hpctrain.run.verdict import Action, RunVerdict

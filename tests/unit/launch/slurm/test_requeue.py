@@ -34,8 +34,7 @@ from hpctrain.launch.engines.slurm.supervise import (
     make_launch,
 )
 from hpctrain.run import bad_nodes, last_words
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.decision import decide
 from hpctrain.run.folder import RunDir

@@ -18,8 +18,7 @@ from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.engines import jobs, schedulers, status
 from hpctrain.launch.engines.slurm import client, submission
 from hpctrain.launch.engines.status import RunStatus
-from hpctrain.run.attempt_record import Attempt
-from hpctrain.run.attempts import Attempts
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.events import decode
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself

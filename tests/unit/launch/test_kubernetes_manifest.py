@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config.sections import Config, KubernetesConfig, LaunchConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.launch.engines.kubernetes import manifest
+from hpctrain.launch.engines import kubernetes_manifest as manifest
 from hpctrain.launch.runners.ticket import ADDRESS
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")

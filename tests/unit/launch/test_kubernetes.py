@@ -11,7 +11,7 @@ import yaml
 
 from hpctrain.cli import main
 from hpctrain.launch.engines.jobs import submissions
-from hpctrain.launch.engines.kubernetes.cluster import entry
+from hpctrain.launch.engines.kubernetes import entry
 from hpctrain.run.folder import RunDir
 
 KUBECTL = """#!/bin/sh

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.scaling import model
-from hpctrain.bench.scaling.model import Mode, StepGradients, Timing
+from hpctrain.bench import scaling_model as model
+from hpctrain.bench.scaling_model import Mode, StepGradients, Timing
 from hpctrain.report.charts import Line, line_chart
 from hpctrain.report.drawing import Chart, picture
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.exports import safetensors
-from hpctrain.checkpoint.exports.lora import TRAINED_WHOLE, Weights, merge_lora, under_names
+from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.initial_match import renamed
+from hpctrain.checkpoint.lora import TRAINED_WHOLE, Weights, merge_lora, under_names
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replace_whole

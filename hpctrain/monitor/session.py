@@ -22,10 +22,10 @@ from typing import IO
 from hpctrain.comm.world import World
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor import shared
+from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.connection import listen
 from hpctrain.monitor.node.agent import AgentPlan
 from hpctrain.monitor.node.node import NodePlan
-from hpctrain.monitor.rank.clock import RingClock
-from hpctrain.monitor.wire.door import listen
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
 from hpctrain.run.rank_environment import current_attempt

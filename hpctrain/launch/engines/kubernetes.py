@@ -12,9 +12,9 @@ from typing import Any
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
+from hpctrain.launch.engines import kubernetes_manifest as manifest
 from hpctrain.launch.engines.jobs import Plan, Submitted, Wish, note, note_refusal, write
-from hpctrain.launch.engines.kubernetes import manifest
-from hpctrain.launch.engines.kubernetes.manifest import KINDS, Kind
+from hpctrain.launch.engines.kubernetes_manifest import KINDS, Kind
 from hpctrain.launch.engines.scheduler import TIMEOUT_S, ask, end_each, to_submit
 from hpctrain.launch.runners.ticket import KEY, KEY_BYTES
 from hpctrain.run.folder import RunDir

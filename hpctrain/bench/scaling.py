@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.scaling import report, runs
-from hpctrain.bench.scaling.model import Mode, RingLink, Sample, Shape, StepGradients, Timing
+from hpctrain.bench import scaling_report as report
+from hpctrain.bench import scaling_runs as runs
+from hpctrain.bench.scaling_model import Mode, RingLink, Sample, Shape, StepGradients, Timing
 from hpctrain.config.loading import add_run_file, load
 from hpctrain.errors import ExitCode, UserError
 from hpctrain.report.drawing import INSTALL, can_draw

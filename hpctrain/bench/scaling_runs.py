@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.scaling.model import COMPUTE, DATA, EXCHANGE, PARTS, REST, Mode, Sample, Shape, Timing
+from hpctrain.bench.scaling_model import COMPUTE, DATA, EXCHANGE, PARTS, REST, Mode, Sample, Shape, Timing
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import CheckpointConfig, Config, EarlyStopConfig, LaunchConfig, TrackConfig
 from hpctrain.errors import RunFailed, UserError
@@ -171,7 +171,7 @@ def _exchanging(config: Config, name: str, shape: Shape, output: Path) -> Config
     """A job that measures exchanges with a plain command instead of training."""
     out = output / name / EXCHANGE_FILE
     own = "python3" if config.launch.slurm.wrap else None  # an image brings its own
-    command = python.module("hpctrain.bench.scaling.exchange", "--out", str(out), interpreter=own)
+    command = python.module("hpctrain.bench.scaling_exchange", "--out", str(out), interpreter=own)
     launch = dataclasses.replace(_placed(config, shape), command=tuple(command))
     return dataclasses.replace(
         config, name=_safe(f"{config.name}-{name}"), run_dir=str(output / name), task="", launch=launch

@@ -1,1 +1,0 @@
-"""Runs on Kubernetes: ``manifest`` makes the objects for the cluster, ``cluster`` calls kubectl."""
