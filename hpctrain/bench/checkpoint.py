@@ -183,9 +183,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         if one["state"] != state:
             state = one["state"]
             foreign_text.show(f"{state}\n  {'':28}{'seconds':>10}{'MB/s':>8}  speed vs.")
-        beside = (
+        baseline = (
             f"  {one['speed_ratio']:.2f} x {one['baseline']} ({one['baseline_mb_per_s']:.0f} MB/s)"
             if "baseline" in one
             else ""
         )
-        foreign_text.show(f"  {one['what']:28}{one['seconds']:>10.4f}{one['mb_per_s']:>8.0f}{beside}")
+        foreign_text.show(f"  {one['what']:28}{one['seconds']:>10.4f}{one['mb_per_s']:>8.0f}{baseline}")

@@ -310,8 +310,8 @@ def predict(
     ]
     base, measured = timings[0], {timing.shape: timing for timing in timings}
     fullest = max(timing.shape.ranks_per_node for timing in timings)
-    meant = [timing for timing in timings if mode == "strong" or timing.shape.ranks_per_node == fullest]
-    misfit = max(abs(best.seconds(timing.shape) / timing.step_s - 1) for timing in meant)
+    fitting = [timing for timing in timings if mode == "strong" or timing.shape.ranks_per_node == fullest]
+    misfit = max(abs(best.seconds(timing.shape) / timing.step_s - 1) for timing in fitting)
     found = []
     for shape in shapes:
         if shape in measured:

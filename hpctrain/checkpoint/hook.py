@@ -380,7 +380,7 @@ class CheckpointHook(BaseHook):
     def _report(self, *given: events.Event) -> None:
         """Report events and print their lines, on rank 0."""
         for event in given if self.store.group.rank == 0 else ():
-            self._say(told(event))
+            self._say(lines_about(event))
             self.report(event)
 
     def _say(self, lines: Iterable[str]) -> None:
@@ -412,7 +412,7 @@ def not_used(one: events.Rejected | reading.NotUsed) -> str:
     return f"checkpoint of step {one.step} is not used: {one.reason}"
 
 
-def told(event: events.Event) -> Iterator[str]:
+def lines_about(event: events.Event) -> Iterator[str]:
     """Lines to print for events that the user must not miss."""
     if isinstance(event, events.CheckpointFailed):
         yield f"checkpoint of step {event.step} FAILED: {event.error}; older checkpoints are whole"

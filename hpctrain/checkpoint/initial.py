@@ -233,8 +233,8 @@ def load_keras_file(source: WeightSource, framework: StateSource) -> Match:
     from hpctrain.backends.tensorflow.state.weights import through_file
 
     def filled(own: Path) -> Match:
-        told = file_errors(f"{source.path} cannot be read", "give a file of model.save_weights")
-        with told, h5py.File(source.path, "r") as theirs, h5py.File(own, "r+") as file:
+        readable = file_errors(f"{source.path} cannot be read", "give a file of model.save_weights")
+        with readable, h5py.File(source.path, "r") as theirs, h5py.File(own, "r+") as file:
             found = renamed({name: name for name in datasets(theirs)}, source.rename, source.path)
             shapes = {name: theirs[old].shape for name, old in found.items()}
             match = require_meant(source, {name: file[name].shape for name in datasets(file)}, shapes)

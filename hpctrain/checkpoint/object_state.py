@@ -86,14 +86,14 @@ def restore(
         UserError: only the task or only the checkpoint has a state, or an object's load_state_dict fails.
     """
     names, saved = {one.name for one in objects}, loaded.meta.get(OBJECTS, {})
-    told = [] if OBJECTS in loaded.meta else restore_earlier(objects, loaded)
-    told += [gone(name, str(loaded.path), accepted) for name in sorted(saved.keys() - names)]
+    notes = [] if OBJECTS in loaded.meta else restore_earlier(objects, loaded)
+    notes += [gone(name, str(loaded.path), accepted) for name in sorted(saved.keys() - names)]
     for one in objects:
         if one.name in saved:
-            told += give(one, saved[one.name], loaded, leaves, group)
+            notes += give(one, saved[one.name], loaded, leaves, group)
         elif one.name.startswith(STATE) and one.tensors(leaves):
-            told.append(new(one, str(loaded.path), accepted))
-    return told
+            notes.append(new(one, str(loaded.path), accepted))
+    return notes
 
 
 def gone(name: str, where: str, accepted: Sequence[str]) -> str:
@@ -162,10 +162,10 @@ def of_rank(name: str, loaded: Loaded, rank: int) -> dict[str, NDArray[Any]]:
 def blamed(one: Kept, what: str, fix: str) -> AbstractContextManager[None]:
     """Turn errors in an object's code into UserErrors that name it and the line; HpctrainErrors propagate."""
 
-    def told(error: Exception) -> UserError:
+    def error_of(error: Exception) -> UserError:
         return UserError(f"{one.spoken}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
 
-    return foreign_errors(told)
+    return foreign_errors(error_of)
 
 
 def restore_earlier(objects: Sequence[Kept], loaded: Loaded) -> list[str]:

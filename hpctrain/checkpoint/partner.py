@@ -189,10 +189,10 @@ def open_partner(store: SnapshotStore, world: World) -> tuple[Partner | None, st
         partner.start()
     except OSError as error:
         problem = str(error)
-    told = world.everyone.allgather([world.node, address, port], WHAT)
-    next_node = [place for node, *place in told if node == (world.node + 1) % world.nodes]
+    places = world.everyone.allgather([world.node, address, port], WHAT)
+    next_node = [place for node, *place in places if node == (world.node + 1) % world.nodes]
     try:
-        if partner and all(place[2] for place in told):
+        if partner and all(place[2] for place in places):
             partner.connect(*next_node[world.local_rank % len(next_node)])
     except OSError as error:
         problem = f"{world.host} cannot connect to {next_node[0][0]}: {error}"

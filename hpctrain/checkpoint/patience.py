@@ -52,19 +52,19 @@ def read_among(group: Group, count: int, read: Callable[[int], T], what: str) ->
                     held[index] = read(index)
             except (*FINAL, UnreadableCheckpoint) as error:
                 problems.append((index, type(error).__name__, error.what, error.fix))
-        told = [problem for of_rank in group.allgather(problems, what) for problem in of_rank]
+        failures = [problem for of_rank in group.allgather(problems, what) for problem in of_rank]
         for kind in FINAL:
-            for _, name, problem, fix in told:
+            for _, name, problem, fix in failures:
                 if name == kind.__name__:
                     raise kind(problem, fix)
-        if not told:
+        if not failures:
             return held, holders
         if not reason and group.rank == 0:
             with suppress(OSError):
-                text = f"{told[0][2]}; trying again for up to {sum(PAUSES_S):.0f} s"
+                text = f"{failures[0][2]}; trying again for up to {sum(PAUSES_S):.0f} s"
                 foreign_text.show(f"hpctrain: {text}", sys.stderr)
-        reason, fix = told[0][2:]
-        pending = [index for index, *_ in told]
+        reason, fix = failures[0][2:]
+        pending = [index for index, *_ in failures]
         for index in pending:  # half the group away, to be on another node if there are several
             holders[index] = (holders[index] + max(1, group.size // 2)) % group.size
     who = " by this process" if group.size == 1 else " by different ranks"

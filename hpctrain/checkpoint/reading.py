@@ -248,12 +248,12 @@ class Candidate:
                 said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
                 what = f"rank {self.group.rank} failed while it took over {self.folder.name}: {said}"
                 mine, problem = error, (UserError.__name__, what, "correct what that rank does with the checkpoint")
-        told = [each for each in self.group.allgather(problem, f"read {self.folder.name}") if each]
-        if not told:
+        failed = [each for each in self.group.allgather(problem, f"read {self.folder.name}") if each]
+        if not failed:
             return replace(view, arrays=HeldArrays(kept))
-        if damage := next((what for name, what, _ in told if name == layout.DamagedCheckpoint.__name__), None):
+        if damage := next((what for name, what, _ in failed if name == layout.DamagedCheckpoint.__name__), None):
             raise layout.DamagedCheckpoint(damage)
-        final = next(((what, fix) for name, what, fix in told if name != layout.UnreadableCheckpoint.__name__), None)
+        final = next(((what, fix) for name, what, fix in failed if name != layout.UnreadableCheckpoint.__name__), None)
         if final:
             raise mine if mine and not isinstance(mine, layout.UnreadableCheckpoint) else UserError(*final)
         view = self.shared()

@@ -170,15 +170,15 @@ class Remote:
                 files = {step: there.files(step) for step in sorted(there.folders, reverse=True)}
             except HpctrainError as error:
                 problem = (error.what, has_other)
-        told: Any = self.group.broadcast([list(files.items()), problem], "list the checkpoints in the store")
-        self.files = {step: list(names) for step, names in told[0]}
-        if told[1] and not told[1][1]:
+        listed, problem = self.group.broadcast([list(files.items()), problem], "list the checkpoints in the store")
+        self.files = {step: list(names) for step, names in listed}
+        if problem and not problem[1]:
             raise UnreadableCheckpoint(
-                f"{told[1][0]}; whether the run has checkpoints there is not known",
+                f"{problem[0]}; whether the run has checkpoints there is not known",
                 "run the same command again when the store can be reached, or with --fresh to begin without it",
             )
-        if told[1]:
-            self.problem = told[1][0]
+        if problem:
+            self.problem = problem[0]
         return [self.home / name_of_step(step) for step in self.files]
 
     def has(self, folder: Path) -> bool:

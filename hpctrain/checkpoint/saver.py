@@ -376,14 +376,14 @@ class Saver:
         """Gather the errors of all ranks and choose the most important code. Collective."""
         error = self._replacement() or job.future.exception()
         mine = error.what if isinstance(error, HpctrainError) else str(error) or type(error).__name__
-        told = [mine, code_of(error), isinstance(error, Dropped)] if error else None
-        all_told = self.group.allgather(told, "say why the checkpoint failed")
-        reasons = [f"rank {rank}: {each[0]}" for rank, each in enumerate(all_told) if each]
-        codes = [Code.read(each[1]) for each in all_told if each]
+        problem = [mine, code_of(error), isinstance(error, Dropped)] if error else None
+        problems = self.group.allgather(problem, "say why the checkpoint failed")
+        reasons = [f"rank {rank}: {each[0]}" for rank, each in enumerate(problems) if each]
+        codes = [Code.read(each[1]) for each in problems if each]
         return Failure(
             error="; ".join(reasons),
             code=next((code for code in (*FINAL, Code.DISK_FULL) if code in codes), codes[0]),
-            is_dropped=all(each[2] for each in all_told if each),
+            is_dropped=all(each[2] for each in problems if each),
         )
 
     def _replacement(self) -> Replaced | None:

@@ -62,8 +62,8 @@ def survey(world: World, homes: Sequence[Path], trained: int) -> list[Snapshot]:
         trained: number of the oldest attempt to consider.
     """
     here = [shards_here(home, trained) for home in homes] if world.local_rank == 0 else None
-    told = world.everyone.allgather(here, "list the snapshots")
-    of_nodes = [each for each in told if each is not None]  # nodes are numbered in the order of their first ranks
+    gathered = world.everyone.allgather(here, "list the snapshots")
+    of_nodes = [each for each in gathered if each is not None]  # nodes are numbered in the order of their first ranks
     found: dict[tuple[int, str], Snapshot] = {}
     for node, of_node in enumerate(of_nodes):
         for index, of_home in enumerate(of_node):
@@ -86,8 +86,8 @@ def complete(snapshot: Snapshot, world: World, firsts: Group) -> None:
         DamagedCheckpoint: it is damaged, or a node has too little space; on all ranks.
     """
     problem = exchange(snapshot, firsts) if world.local_rank == 0 else None
-    told = world.everyone.allgather(problem, f"complete {snapshot.folder.name}", MOVE_TIMEOUT_S)
-    if problems := [each for each in told if each]:
+    gathered = world.everyone.allgather(problem, f"complete {snapshot.folder.name}", MOVE_TIMEOUT_S)
+    if problems := [each for each in gathered if each]:
         raise DamagedCheckpoint(problems[0])
 
 
@@ -103,13 +103,13 @@ def exchange(snapshot: Snapshot, firsts: Group) -> str | None:
         head = manifest_file.read_bytes(folder / HEAD_FILE).decode() if 0 in mine else ""
     except (HpctrainError, OSError, ValueError) as error:
         problem = said(error)
-    told = firsts.allgather([head, texts, sizes, problem], f"list the shards of {folder.name}", MOVE_TIMEOUT_S)
-    if failed := [each[3] for each in told if each[3]]:
+    gathered = firsts.allgather([head, texts, sizes, problem], f"list the shards of {folder.name}", MOVE_TIMEOUT_S)
+    if failed := [each[3] for each in gathered if each[3]]:
         return str(failed[0])
-    everything = {int(shard): text.encode() for each in told for shard, text in each[1].items()}
-    size_of = {int(shard): size for each in told for shard, size in each[2].items()}
+    everything = {int(shard): text.encode() for each in gathered for shard, text in each[1].items()}
+    size_of = {int(shard): size for each in gathered for shard, size in each[2].items()}
     try:
-        make_folder(folder, "".join(each[0] for each in told).encode(), [everything[shard] for shard in files])
+        make_folder(folder, "".join(each[0] for each in gathered).encode(), [everything[shard] for shard in files])
         require_room(folder, sum(size_of[shard] for shard in files if firsts.rank not in snapshot.holders[shard]))
     except (HpctrainError, OSError) as error:
         problem = said(error)

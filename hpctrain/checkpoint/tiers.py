@@ -170,8 +170,8 @@ class Tiers:
 
     def _problems(self, mine: Mapping[str, str | None]) -> dict[str, str]:
         """The problems of all nodes, by tier. Collective."""
-        told = self.world.everyone.allgather(mine, "open the tiers")
-        return {name: problem for each in told for name, problem in each.items() if problem}
+        gathered = self.world.everyone.allgather(mine, "open the tiers")
+        return {name: problem for each in gathered for name, problem in each.items() if problem}
 
     def prepare(self, tensors: Sequence[StateTensor]) -> None:
         """Allocate staging memory before the first snapshot. Raises MemoryError, OSError, RunFailed."""

@@ -15,7 +15,7 @@ from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch import sweep
 from hpctrain.launch.engines import scheduler, schedulers, unread
 from hpctrain.launch.engines import status as run_status
-from hpctrain.launch.engines.jobs import Plan, Wish, submissions
+from hpctrain.launch.engines.jobs import Plan, SubmitOptions, submissions
 from hpctrain.run import bad_nodes, live_lock, resolve_run, stop_request
 from hpctrain.run import logs as run_logs
 from hpctrain.run.attempts import Attempts
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
 def render(args: argparse.Namespace) -> int:
     """Prints the script or the objects; needs no scheduler."""
     config, folder = resolve_run.configured(args.target, args.overrides)
-    wish = Wish(portable=True) if args.portable else Wish(elements_of(args), args.at_once)
+    options = SubmitOptions(portable=True) if args.portable else SubmitOptions(elements_of(args), args.at_once)
     has = schedulers.of(config)
     unread.tell(config.launch, has.name)
-    planned = has.plan(config, folder, wish)
+    planned = has.plan(config, folder, options)
     script = planned.secret or planned.script
     answer(args.json, {"script": script}, [script.rstrip("\n")])
     return ExitCode.DONE
@@ -95,8 +95,8 @@ def submit(args: argparse.Namespace) -> int:
     config = schedulers.as_submitted(config, folder) if resumes else config
     elements = [] if resumes else elements_of(args)
     at_once = None if resumes else args.at_once
-    wish = Wish(elements, at_once, args.chain, args.after, args.exclude, resumes=resumes)
-    return send(args, config, folder, wish, refuses_finished=resumes and not args.overrides)
+    options = SubmitOptions(elements, at_once, args.chain, args.after, args.exclude, resumes=resumes)
+    return send(args, config, folder, options, refuses_finished=resumes and not args.overrides)
 
 
 def elements_of(args: argparse.Namespace) -> list[Config]:
@@ -105,19 +105,21 @@ def elements_of(args: argparse.Namespace) -> list[Config]:
     return sweep.elements(str(RunDir(target).run_yaml if target.is_dir() else target), args.overrides, args.array)
 
 
-def send(args: argparse.Namespace, config: Config, folder: RunDir, wish: Wish, refuses_finished: bool = False) -> int:
+def send(
+    args: argparse.Namespace, config: Config, folder: RunDir, options: SubmitOptions, refuses_finished: bool = False
+) -> int:
     """Submits a run, or shows what would be submitted."""
     has = schedulers.of(config)
     unread.tell(config.launch, has.name)
-    planned = has.plan(config, folder, wish)
+    planned = has.plan(config, folder, options)
     if refuses_finished:
         refuse_finished(planned)
     if args.dry_run:
-        command = shlex.join(has.command(planned, wish))
+        command = shlex.join(has.command(planned))
         said = {"script": planned.script, "command": command, "chain": args.chain}
         answer(args.json, said, [planned.script, f"# would run: {command}"])
         return ExitCode.DONE
-    ids, notes = has.submit(planned, wish)
+    ids, notes = has.submit(planned)
     said = {"jobs": ids, "run_dir": str(folder.path), "script": str(planned.script_file)}
     text = [f"submitted job {', '.join(ids)}: {_shape(planned)}", f"  run folder {folder.path}"]
     answer(args.json, said, ids[-1:] if args.parsable else [*text, *(f"  {note}" for note in notes)])

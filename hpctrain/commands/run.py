@@ -109,9 +109,9 @@ def start(
     number = [] if asked is None else ["-n", str(asked)]
     if engine := config.launch.engine or ("hosts" if config.launch.hosts else None):
         unread.tell(config.launch, engine)
-    dialling = {"runners": None, "ray": ray_cluster.invited, "spark": spark_cluster.invited}
-    if config.launch.engine in dialling:
-        return runners.run(config, asked, rank_words, verbose, fresh, dialling[config.launch.engine]), number
+    on_nodes = {"runners": None, "ray": ray_cluster.invited, "spark": spark_cluster.invited}
+    if config.launch.engine in on_nodes:
+        return runners.run(config, asked, rank_words, verbose, fresh, on_nodes[config.launch.engine]), number
     if config.launch.engine in ("kubernetes", "slurm"):
         raise UserError(f"launch.engine is {config.launch.engine}: its jobs run it", "hpctrain submit starts one")
     config = dataclasses.replace(config, launch=batch_systems.on_hosts_of_the_job(config.launch, os.environ))

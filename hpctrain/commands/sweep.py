@@ -91,12 +91,12 @@ def run_here(args: argparse.Namespace, points: Sequence[Point]) -> int:
 def submit(args: argparse.Namespace, points: Sequence[Point]) -> int:
     """As one array, whose elements have the numbers of the points."""
     from hpctrain.commands.jobs import send
-    from hpctrain.launch.engines.jobs import Wish
+    from hpctrain.launch.engines.jobs import SubmitOptions
 
     folder = RunDir(points[0].run.path.parent)
     configs = [point.config for point in points]
     base = dataclasses.replace(configs[0], name=configs[0].name.rpartition("-")[0])
-    return send(args, base, folder, Wish(configs, args.at_once, after=args.after))
+    return send(args, base, folder, SubmitOptions(configs, args.at_once, after=args.after))
 
 
 def show_table(args: argparse.Namespace, runs: Sequence[RunDir]) -> None:

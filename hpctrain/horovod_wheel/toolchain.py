@@ -163,8 +163,8 @@ def find_cuda() -> Cuda:
             what=f"torch was built with CUDA {torch_cuda}, and there is no nvcc of CUDA {major} on PATH{others}",
             fix=f"load a CUDA {torch_cuda} module or set CUDA_HOME{wheels}",
         )
-    told = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
-    top = re.search(r"^#\$ TOP=(.+)$", told.stderr + told.stdout, flags=re.MULTILINE)  # nvcc may be a wrapper script
+    dry = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", dry.stderr + dry.stdout, flags=re.MULTILINE)  # nvcc may be a wrapper script
     home = Path(top[1] if top else Path(nvcc).parent.parent).resolve()
     include, library = _find_nccl()
     return Cuda(home, found[nvcc], include, library, os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "80,90"))

@@ -145,9 +145,9 @@ class WatchedAttempt:
         with processes.own_session(environment) as session:
             self.watch_until_heard(session)
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
-        told = collect(self.run_dir, self.number)
-        well = all_ended_well(told, self.launch.ranks) or (self.stop is not None and not told)
-        words, failure = (told, self.failure) if well else self.concluded(told)
+        written = collect(self.run_dir, self.number)
+        well = all_ended_well(written, self.launch.ranks) or (self.stop is not None and not written)
+        words, failure = (written, self.failure) if well else self.concluded(written)
         try:
             attempts = read_patiently(self.attempts_so_far)
         except RunFailed as error:
@@ -157,26 +157,26 @@ class WatchedAttempt:
         earlier = before.ranks if before else ()
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, earlier), words
 
-    def concluded(self, told: Sequence[LastWord]) -> tuple[list[LastWord], RunVerdict | None]:
+    def concluded(self, written: Sequence[LastWord]) -> tuple[list[LastWord], RunVerdict | None]:
         """Returns the last words, completed for ranks that left none, and a verdict unless a rank's error gives it."""
         text = self.launcher_text()
         banner = self.passing.text if self.passing is not None else ""  # MPICH reports deaths on its standard output
-        cause = settled(lambda: self.facts(told, text, banner))
-        words, log = complete(told, cause), self.run_dir.log("launcher", self.number)
+        cause = settled(lambda: self.facts(written, text, banner))
+        words, log = complete(written, cause), self.run_dir.log("launcher", self.number)
         if isinstance(cause, Found):
             return words, cause.verdict
         if isinstance(cause, LastWord):
             return words, None
         return words, missing_ranks(words, self.launch.ranks, text or banner, log, cause)
 
-    def facts(self, told: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
+    def facts(self, written: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
         """Returns what is known about this attempt's end, without deaths that the supervisor may have caused."""
-        found = facts_of(self.run_dir, self.number, told, text, banner)
-        if (node := lost_node(told, text, banner, self.launch.hosts)) is not None:
+        found = facts_of(self.run_dir, self.number, written, text, banner)
+        if (node := lost_node(written, text, banner, self.launch.hosts)) is not None:
             found.append(Found(Standing.NODE, node))
         reported = any(death.standing is not Standing.VICTIM for death in launcher_messages.deaths(text + banner))
         if self.launcher_signal and not reported:
-            found.append(Found(Standing.LAUNCHER, self.launcher_death(told)))
+            found.append(Found(Standing.LAUNCHER, self.launcher_death(written)))
         if self.failure is not None:
             found.append(Found(self.standing, self.failure))
 
@@ -370,11 +370,11 @@ class WatchedAttempt:
         """Returns hosts that the monitor newly reports as unreachable and that the run can do without."""
         self.monitor = self.monitor or Tail(self.run_dir.monitor_events)
         try:
-            told = decode(self.monitor.lines())
+            events = decode(self.monitor.lines())
         except HpctrainError:
             return set()
-        cut = [each for each in told if isinstance(each, Hang) and (each.kind, each.attempt) == (CUT_OFF, self.number)]
-        hosts = {rank.host for event in cut for rank in event.ranks}
+        hangs = [event for event in events if isinstance(event, Hang) and event.attempt == self.number]
+        hosts = {rank.host for event in hangs if event.kind == CUT_OFF for rank in event.ranks}
         return {host for host in hosts if host and self.launch.can_lose(host)}
 
     def look_at_save(self, now: float) -> None:

@@ -101,8 +101,9 @@ def silent_hosts(text: str, hosts: Mapping[int, str]) -> set[str]:
     ``hosts`` maps ranks without a last word to their hosts.
     """
     heard = _heard(text) & hosts.keys()
-    silent, told = ({host for rank, host in hosts.items() if (rank in heard) == is_told} for is_told in (False, True))
-    return silent if waits_s(text) and told and len(silent) <= FEW_HOSTS and not silent & told else set()
+    silent = {host for rank, host in hosts.items() if rank not in heard}
+    reported = {hosts[rank] for rank in heard}
+    return silent if waits_s(text) and reported and len(silent) <= FEW_HOSTS and not silent & reported else set()
 
 
 def left(text: str, ranks: Iterable[int]) -> list[int]:

@@ -112,8 +112,8 @@ def find_mpirun(library: MpiLibrary) -> str:
     Raises:
         UserError: no mpirun of the library's family was found.
     """
-    beside = [str(Path(library.path).parent.parent / "bin")] if library.path else []
-    folders = [*beside, str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", "").split(os.pathsep)]
+    own = [str(Path(library.path).parent.parent / "bin")] if library.path else []
+    folders = [*own, str(Path(sys.prefix) / "bin"), *os.environ.get("PATH", "").split(os.pathsep)]
     seen = []
     for folder in dict.fromkeys(folders):
         for name in ("mpirun", "mpiexec", "mpiexec.hydra"):

@@ -58,9 +58,9 @@ def may_change(cause: Fact | None, facts: Sequence[Fact]) -> bool:
 
 def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str, banner: str) -> list[Fact]:
     """Returns the facts from last words, agents' notes, the monitor and the launcher. ``banner``: see ``lost_node``."""
-    untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+    unreported = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
     found: list[Fact] = [*words, *launcher_messages.deaths(text + banner)]
-    found += [Death(rank, exit_code=0, standing=Standing.LEFT) for rank in launcher_messages.left(text, untold)]
+    found += [Death(rank, exit_code=0, standing=Standing.LEFT) for rank in launcher_messages.left(text, unreported)]
     for at, noted, code in map(dataclasses.astuple, noted_deaths(run_dir, attempt)):
         how = {"signal": -code} if (code or 0) < 0 else {"exit_code": code}
         found.append(Death(noted, standing=Standing.NOTED, at=at, **how))
@@ -68,8 +68,8 @@ def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str
         about = [rank.rank for rank in event.ranks if rank.rank is not None]
         if event.kind == "died":
             found += [Death(rank, standing=Standing.GONE) for rank in about]
-        elif event.kind == CUT_OFF and about and untold.keys() >= set(about):
-            verdict = lost(about, untold[about[0]], by_slurm=False)
+        elif event.kind == CUT_OFF and about and unreported.keys() >= set(about):
+            verdict = lost(about, unreported[about[0]], by_slurm=False)
             # Code.NODE would say the node is lost, and the host may only be cut off for a while.
             found.append(Found(Standing.CUT_OFF, dataclasses.replace(verdict, code=Code.VANISHED)))
         elif event.kind == "hung" and event.action == "abort":
@@ -122,16 +122,16 @@ def all_ended_well(words: Sequence[LastWord], ranks: int) -> bool:
 def _hangs(run_dir: RunDir, attempt: int) -> list[Hang]:
     """Returns the monitor's events about ranks that hung, died or were cut off in an attempt."""
     try:
-        told = stored_events(run_dir.monitor_events)
-        return [event for event in told if isinstance(event, Hang) and event.attempt == attempt]
+        events = stored_events(run_dir.monitor_events)
+        return [event for event in events if isinstance(event, Hang) and event.attempt == attempt]
     except OSError:
         return []
 
 
 def unreachable(run_dir: RunDir, attempt: int) -> list[int]:
     """Returns the ranks on hosts that the monitor could not reach."""
-    told = [event for event in _hangs(run_dir, attempt) if event.kind == CUT_OFF]
-    return [rank.rank for event in told for rank in event.ranks if rank.rank is not None]
+    cut_off = [event for event in _hangs(run_dir, attempt) if event.kind == CUT_OFF]
+    return [rank.rank for event in cut_off for rank in event.ranks if rank.rank is not None]
 
 
 def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[int, str]) -> RunVerdict | None:
@@ -147,9 +147,9 @@ def lost_node(words: Sequence[LastWord], text: str, banner: str, hosts: Mapping[
             return verdict if PASSES.search(said) else dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR)
         what = f"{host} was lost, or the launcher's daemon on it" if host else f"a node was lost: {last_line(text)}"
         return failed_with(Code.NODE, what, "the same command resumes it", host=host or None)
-    untold = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
-    if silent := launcher_messages.silent(text, untold):
-        return lost(silent, untold[silent[0]])
+    unreported = {word.rank: word.host for word in words if word.ended is None and word.rank is not None}
+    if silent := launcher_messages.silent(text, unreported):
+        return lost(silent, unreported[silent[0]])
     unstarted, why = launcher_messages.not_started(text)
     return _unstarted(unstarted, why, hosts) if unstarted else None
 
@@ -165,8 +165,8 @@ def missing_ranks(
     missing = set(range(ranks)) - known
     if not missing or (dead and dead.rank in known):
         return None
-    told = f"rank {dead.rank} {dead.cause}" if dead else last_line(said)
-    what = f"{len(missing)} of {ranks} ranks ended before they could say why: {told or 'nothing was said'}"
+    reason = f"rank {dead.rank} {dead.cause}" if dead else last_line(said)
+    what = f"{len(missing)} of {ranks} ranks ended before they could say why: {reason or 'nothing was said'}"
     return failed_with(Code.VANISHED, what, f"see {log}", dead.rank if dead else None)
 
 

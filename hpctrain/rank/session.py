@@ -264,7 +264,7 @@ class Session:
 
     def tell(self, what: str, fix: str) -> None:
         """Shows the error message to the user."""
-        place = Grid(self.world.size, self.world.tensor.size, self.world.pipeline.size).told(self.world.rank)
+        place = Grid(self.world.size, self.world.tensor.size, self.world.pipeline.size).label(self.world.rank)
         where = f"rank {self.world.rank}{place} on {self.world.host}: " if self.world.size > 1 else ""
         LOGGER.error("%s%s; fix: %s", where, what, fix)
         logged = self.user_stderr != 2 and self.run_dir is not None

@@ -167,8 +167,8 @@ def by_stop(data: RunHistory) -> Explanation | None:
     verdict = newest.verdict if newest else None
     seen = [event for event in data.all(events.StopRequested) if newest is None or event.attempt == newest.number]
     request = seen[-1] if seen else None
-    told = Code.read(request.code) if request else Code.UNKNOWN
-    timed = Code.TIME_LIMIT in (told, verdict.code if verdict else Code.UNKNOWN)
+    requested = Code.read(request.code) if request else Code.UNKNOWN
+    timed = Code.TIME_LIMIT in (requested, verdict.code if verdict else Code.UNKNOWN)
     code = Code.TIME_LIMIT if timed else Code.STOPPED
     if request is not None:
         where = f"{request.by or 'a request'} was seen at step {request.step}"
@@ -331,7 +331,7 @@ def _of_failure(data: RunHistory, failure: RunVerdict, more: Sequence[str] = ())
     said = failure.reason
     if failure.rank is not None and data.run.newest and f"rank {failure.rank}" not in said:
         host = f" on {failure.host}" if failure.host else ""
-        place = data.run.newest.grid.told(failure.rank)
+        place = data.run.newest.grid.label(failure.rank)
         said = f"rank {failure.rank}{place}{host}, attempt {data.run.newest.number}: {said}"
     return Explanation(failure.code, TITLES.get(failure.code, "The run failed"), (said, *more), failure.fix.rstrip("."))
 

@@ -121,8 +121,8 @@ def number(value: Any, key: str = "") -> str:
     """Formats a value for a table: with its key's unit, or with four significant digits; a dash for None."""
     if value is None:
         return "–"
-    if (told := quantities.quantity(key, value)) is not None:
-        return told
+    if (shown := quantities.quantity(key, value)) is not None:
+        return shown
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return str(value) if isinstance(value, int) else quantities.number(value)
@@ -164,8 +164,8 @@ def _places(data: RunHistory, excess: NDArray[np.float64] | None) -> list[Report
     rows = []
     for rank, value in enumerate(slowness):
         place = grid.place(rank)
-        told = value if np.isfinite(value) else None
-        rows.append((rank, place.stage, place.data, place.tensor, hosts.get(rank), told))
+        shown = value if np.isfinite(value) else None
+        rows.append((rank, place.stage, place.data, place.tensor, hosts.get(rank), shown))
     header = ("rank", "stage", "data", "tensor", "host", "busy beyond the peers (%)")
     return [ReportSection("grid", charts.grid_chart(grid, hosts, slowness), header, rows)]
 
@@ -209,5 +209,5 @@ def _attempts(attempts: Sequence[Span]) -> ReportSection:
 
 
 def _row(event: Event, keys: Sequence[str]) -> dict[str, Any]:
-    told = event.to_json()
-    return {key: told[key] for key in keys}
+    fields = event.to_json()
+    return {key: fields[key] for key in keys}

@@ -35,7 +35,7 @@ def summarize(data: RunHistory) -> dict[str, Any]:
     """Everything that ``report --json`` prints; None for what is unknown."""
     started, finished = data.last(events.RunStarted), data.last(events.RunFinished)
     spans = make_spans(data)
-    told = started.to_json() if started else {}
+    start = started.to_json() if started else {}
     run = data.run
     return {
         "name": run.name,
@@ -43,14 +43,14 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "id": run.id,
         "state": run.outcome.value,
         "steps": last_step(data),
-        **{name: told.get(name) for name in ("ranks", "hosts", "framework", "reducer", "versions")},
+        **{name: start.get(name) for name in ("ranks", "hosts", "framework", "reducer", "versions")},
         "plan": (run.newest.plan if run.newest else "") or None,
         "git_commit": run.newest.git_commit if run.newest else None,
         "final_loss": final(data.train.get("loss")),
         "metrics": {name: extremes(series) for name, series in sorted(data.metrics.items())},
         "samples_per_s_median": median(data.train.get("samples_per_s")),
         "mfu_median": median(data.train.get("mfu")),
-        "flops_per_sample": told.get("flops_per_sample"),
+        "flops_per_sample": start.get("flops_per_sample"),
         "phase_share": phase_share(data),
         "goodput": run.account.goodput,
         "account": vars(run.account),

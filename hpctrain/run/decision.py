@@ -181,4 +181,4 @@ def _blame_error(first: LastWord, failed: Sequence[LastWord], grid: Grid) -> Run
 
 def _place(word: LastWord, grid: Grid) -> str:
     """Returns a rank's place, to follow its number; empty if each rank has the whole model."""
-    return grid.told(word.rank) if word.rank is not None and word.rank < grid.ranks else ""
+    return grid.label(word.rank) if word.rank is not None and word.rank < grid.ranks else ""

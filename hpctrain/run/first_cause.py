@@ -129,15 +129,15 @@ def first_cause(facts: Collection[Fact]) -> Fact | None:
     """
     words = sorted((fact for fact in facts if isinstance(fact, LastWord)), key=lambda word: _number(word.rank))
     together = min((_ended(word) for word in words if word.ending is Ending.FAILED), default=0.0) + TOGETHER_S
-    spoken = [(_of_word(word, together), word) for word in words if word.ending in (Ending.FAILED, Ending.KILLED)]
-    first_error = min((_ended(word) for standing, word in spoken if standing is Standing.SAID), default=math.inf)
+    failed = [(_of_word(word, together), word) for word in words if word.ending in (Ending.FAILED, Ending.KILLED)]
+    first_error = min((_ended(word) for standing, word in failed if standing is Standing.SAID), default=math.inf)
     whole = [fact for fact in facts if isinstance(fact, Found)]
     if any(fact.standing is Standing.LAUNCHER for fact in whole):
         first_error = -math.inf  # ranks died with the launcher, so no death is a first cause
     deaths = _of_deaths([fact for fact in facts if isinstance(fact, Death)], words, first_error)
     ranked: list[tuple[Standing, float, float, Fact]] = [
         *((fact.standing, 0.0, 0.0, fact) for fact in whole),
-        *((standing, _ended(word), _number(word.rank), word) for standing, word in spoken),
+        *((standing, _ended(word), _number(word.rank), word) for standing, word in failed),
         *((each.standing, math.inf if each.at is None else each.at, _number(each.rank), each) for each in deaths),
     ]
     return min(ranked, key=lambda each: each[:3])[3] if ranked else None
@@ -164,11 +164,11 @@ def _of_word(word: LastWord, together: float) -> Standing:
     return Standing.COMPLAINED if is_victim(word) or _ended(word) > together else Standing.SAID
 
 
-def _of_deaths(told: Iterable[Death], words: Iterable[LastWord], first_error: float) -> list[Death]:
+def _of_deaths(reports: Iterable[Death], words: Iterable[LastWord], first_error: float) -> list[Death]:
     """Merges reports into one death for each rank that did not say how it ended, with its standing."""
     of_rank, by_pid = {word.rank: word for word in words}, {word.pid: word.rank for word in words}
     known: dict[int, list[Death]] = defaultdict(list)
-    for death in told:
+    for death in reports:
         rank = by_pid.get(death.pid or 0) if death.rank is None else death.rank
         if rank is not None:
             known[rank].append(death)
@@ -196,13 +196,13 @@ def _of_rank(each: Iterable[Death], at: float | None, is_first: bool, first_erro
     Deaths noted by one node's agent are in the right order; those that a launcher reports are not. ``is_first``: no
     earlier death was noted on the rank's node.
     """
-    told = {one.standing for one in each}
-    standing = min(told)
+    standings = {one.standing for one in each}
+    standing = min(standings)
     if at is not None and at >= first_error:
         standing = Standing.LATER
     elif not is_first and (at is not None or standing is Standing.KILLED):
-        standing = Standing.REPORTED if Standing.REPORTED in told else Standing.LATER
-    return max(standing, Standing.VICTIM) if Standing.VICTIM in told else standing
+        standing = Standing.REPORTED if Standing.REPORTED in standings else Standing.LATER
+    return max(standing, Standing.VICTIM) if Standing.VICTIM in standings else standing
 
 
 def _at_most(standing: Standing, status: int | None) -> Standing:

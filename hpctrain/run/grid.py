@@ -44,7 +44,7 @@ class Grid:
         stage, data = divmod(rest, self.data)
         return GridPlace(data, tensor, stage)
 
-    def told(self, rank: int) -> str:
+    def label(self, rank: int) -> str:
         """Returns a rank's place, to follow its number: " (data 1, tensor 0)"; empty if the grid is plain."""
         if self.is_plain:
             return ""

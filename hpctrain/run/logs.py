@@ -58,7 +58,7 @@ def places(run: RunDir, logs: Sequence[Log]) -> list[str]:
     grids = {attempt.number: attempt.grid for attempt in Attempts(run).all()}
     found = [grids.get(log.attempt) if log.rank.isdigit() else None for log in logs]
     return [
-        grid.told(int(log.rank)) if grid is not None and int(log.rank) < grid.ranks else ""
+        grid.label(int(log.rank)) if grid is not None and int(log.rank) < grid.ranks else ""
         for log, grid in zip(logs, found, strict=True)
     ]
 

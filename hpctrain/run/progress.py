@@ -113,19 +113,19 @@ class Progress:
     @property
     def step(self) -> int | None:
         """Number of updates done, as far as known."""
-        told = [self.newest(events.Train), self.newest(events.Resumed), self.newest(events.RunStarted)]
-        steps = [event.step for event in told if event is not None]
+        known = [self.newest(events.Train), self.newest(events.Resumed), self.newest(events.RunStarted)]
+        steps = [event.step for event in known if event is not None]
         return max([*steps, *([self.first_step] if self.attempt else [])], default=None)
 
     @property
     def total_steps(self) -> int | None:
         """Total number of updates in the run, if known."""
-        told = [
+        known = [
             event.total_steps
             for event in (self.newest(events.Train), self.newest(events.RunStarted))
             if event is not None
         ]
-        return next((steps for steps in told if steps), None)
+        return next((steps for steps in known if steps), None)
 
     @property
     def steps_per_s(self) -> float | None:

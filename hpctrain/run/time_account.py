@@ -53,10 +53,10 @@ class TimeAccount:
         again = f", {self.repeated_steps} steps done again" if self.repeated_steps else ""
         failures = "1 failure" if self.failures == 1 else f"{self.failures} failures"
         lost = {f"to {failures}{again}": self.failures_s, "waiting": self.waiting_s, "saving": self.saving_s}
-        told = "; ".join(
+        losses = "; ".join(
             f"{duration(seconds)} {what}" for what, seconds in lost.items() if seconds > TOLD * self.wall_s
         )
-        return f"{self.goodput:.0%} of {duration(self.wall_s)}" + (f"; lost: {told}" if told else "")
+        return f"{self.goodput:.0%} of {duration(self.wall_s)}" + (f"; lost: {losses}" if losses else "")
 
 
 class Sums:

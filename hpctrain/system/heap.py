@@ -56,8 +56,8 @@ def kernel_share(before: Usage, after: Usage) -> float | None:
 
 def is_given(environment: Mapping[str, str]) -> bool:
     """Whether the user has configured malloc or preloaded another one."""
-    told = (environment.get(name, "") for name in ("LD_PRELOAD", "GLIBC_TUNABLES"))
-    return any("malloc" in one for one in told) or any(name in environment for name in GIVEN)
+    settings = (environment.get(name, "") for name in ("LD_PRELOAD", "GLIBC_TUNABLES"))
+    return any("malloc" in one for one in settings) or any(name in environment for name in GIVEN)
 
 
 def keep_freed() -> bool:

@@ -66,8 +66,8 @@ def fits(shape: Shape) -> Fits:
             return lambda value: type(value) is dict and all(map(item, value.values()))
         wrong = misfit(shape)
         return lambda value: type(value) is dict and wrong(value) is None
-    told: Fits = shape
-    return told
+    predicate: Fits = shape
+    return predicate
 
 
 def sound(shape: Shape) -> Reads:

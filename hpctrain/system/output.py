@@ -42,8 +42,8 @@ def shown_columns() -> int:
 
     Launchers insert pseudo-terminals, so a supervised rank uses the width that its supervisor passes.
     """
-    told = os.environ.get(TERMINAL)
-    return int(told) if told else terminal_columns(sys.stdout)
+    columns = os.environ.get(TERMINAL)
+    return int(columns) if columns else terminal_columns(sys.stdout)
 
 
 def redirect(log: Path, root: Path, keep_stdout: bool) -> int:

@@ -82,15 +82,15 @@ def growing(
     """
     folder = path.with_name(f".{path.name}.packing")
     with contextlib.ExitStack() as stack:
-        told: list[Any] = []
+        found: list[Any] = []
         if ranks.rank == 0:
             make_private(folder)
             stack.enter_context(alone(folder, path))
         try:
             if ranks.rank == 0:
                 layout = begun(folder, hashlib.sha256(identity.encode()).hexdigest(), make)
-                told = [layout, sorted(marked(folder))]
-            layout, done = ranks.allgather(told, "make the file", PATIENCE_S)[0]
+                found = [layout, sorted(marked(folder))]
+            layout, done = ranks.allgather(found, "make the file", PATIENCE_S)[0]
             rest = sorted(set(range(pieces)) - set(done))[ranks.rank :: ranks.size]
             file = GrowingFile(folder / "file", layout, frozenset(done), rest, folder / f"marks-{os.urandom(8).hex()}")
             yield file

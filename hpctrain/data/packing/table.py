@@ -150,8 +150,8 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
             return sum(len(batch) for batch in part.scan(compared or scanned[:1], keep))
 
         mine = [count(part) for part in table.parts[ranks.rank :: ranks.size]]
-    told = ranks.allgather(mine, "count the rows of the table", PATIENCE_S)
-    counts = [told[index % ranks.size][index // ranks.size] for index in range(len(table.parts))]
+    gathered = ranks.allgather(mine, "count the rows of the table", PATIENCE_S)
+    counts = [gathered[index % ranks.size][index // ranks.size] for index in range(len(table.parts))]
 
     def read(part: Part, begin: int) -> Iterator[Samples]:
         with reading(table.address, kind):

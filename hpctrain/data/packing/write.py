@@ -124,8 +124,8 @@ def write_pieces(
     path: Path, source: Source, fields: Mapping[str, Field], on_progress: Callable[[int], None], ranks: Ranks
 ) -> None:
     """Write the pieces that no earlier call has written, split among the ranks."""
-    told = [{name: [field.shape, field.dtype.str] for name, field in fields.items()}, source.notes]
-    identity = json.dumps([*told, [[piece.key, piece.length] for piece in source.pieces]])
+    described = [{name: [field.shape, field.dtype.str] for name, field in fields.items()}, source.notes]
+    identity = json.dumps([*described, [[piece.key, piece.length] for piece in source.pieces]])
     begins = [0, *accumulate(piece.length for piece in source.pieces)]
 
     def make(temporary: Path) -> dict[str, int]:

@@ -7,15 +7,14 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 
 from hpctrain.config.loading import absolute_task
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.batch_systems import SYSTEMS, BatchSystem
-from hpctrain.launch.engines.jobs import LOGS, Plan, Submitted, Wish, note, note_refusal, write
-from hpctrain.launch.engines.scheduler import ask, end_each, to_submit
+from hpctrain.launch.engines.jobs import LOGS, Plan, SubmitOptions
+from hpctrain.launch.engines.scheduler import Scheduler, ask, end_each, submit_one
 from hpctrain.launch.engines.slurm.directives import text
 from hpctrain.launch.engines.slurm.render import templates
 from hpctrain.launch.engines.slurm.submission import own_bin
@@ -35,8 +34,8 @@ STATES = {
 """Slurm's word for each batch system's job state. Only LSF's queue shows how jobs ended."""
 
 
-class Batch:
-    """A batch system; implements ``Scheduler``."""
+class Batch(Scheduler):
+    """A batch system."""
 
     ends_gently = True
 
@@ -45,30 +44,27 @@ class Batch:
         self.title = system.title
         self.system = system
 
-    def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
+    def plan(self, config: Config, run: RunDir, options: SubmitOptions) -> Plan:
         """Returns a plan with a job script."""
-        wish.refuse(self.title)
+        options.refuse(self.title)
         config = dataclasses.replace(config, task=absolute_task(config.task), run_dir=str(run.path))
         return Plan(config, run, script(self.system, config, run), name="job.sh")
 
-    def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
+    def command(self, planned: Plan) -> Sequence[str]:
         """Returns the submit command, which reads the script from standard input."""
         return [*self.system.submit, "<", str(planned.script_file)]
 
-    def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
+    def submit(self, planned: Plan) -> tuple[list[str], Sequence[str]]:
         """Submits the script from the current folder."""
-        with to_submit(self, planned.run, os.environ.get(JOB)):
-            write(planned)
-            try:
-                said = ask(self.system.submit, given=planned.script)
-                found = re.match(r"(?:Job <)?(\w[\w.\[\]-]*)", (said.strip().splitlines() or [""])[-1])
-                if found is None:
-                    raise RunFailed(f"{self.system.submit[0]} names no job: {said[-300:]}", "see its queue")
-            except RunFailed as error:
-                note_refusal(planned.run, error.what)
-                raise
-            note(planned.run, Submitted(found[1], time.time(), os.getcwd(), engine=self.name))
-        return [found[1]], []
+
+        def send() -> str:
+            said = ask(self.system.submit, given=planned.script)
+            found = re.match(r"(?:Job <)?(\w[\w.\[\]-]*)", (said.strip().splitlines() or [""])[-1])
+            if found is None:
+                raise RunFailed(f"{self.system.submit[0]} names no job: {said[-300:]}", "see its queue")
+            return found[1]
+
+        return submit_one(self, planned, send, own_job=os.environ.get(JOB))
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
         """Queries the newest job of each run, one command per run."""
@@ -84,10 +80,6 @@ class Batch:
             return re.sub(r"\s", "", str(run.path / LOGS)) in about
 
         return end_each(jobs, is_of, lambda job: ask(filled(self.system.cancel, job)))
-
-    def log(self, run: RunDir, job: str) -> str:
-        """Returns an empty text, since the job's log is in the run folder."""
-        return ""
 
 
 def script(system: BatchSystem, config: Config, run: RunDir) -> str:

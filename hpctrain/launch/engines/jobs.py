@@ -29,6 +29,38 @@ OTHER_JOB = re.compile(r"[A-Za-z0-9\u0192][A-Za-z0-9._/\[\]-]{0,200}")
 
 
 @dataclasses.dataclass(frozen=True)
+class SubmitOptions:
+    """What a command asks for beyond the run file; a scheduler refuses options that it does not support."""
+
+    elements: Sequence[Config] = ()
+    """Runs of a job array; their folders below the run's are named by number."""
+    at_once: int | None = None
+    """Maximum number of elements that run at the same time."""
+    chain: int = 1
+    """Number of jobs that follow each other."""
+    after: Sequence[str] = ()
+    """Jobs that must have ended successfully first."""
+    exclude: Sequence[str] = ()
+    """Hosts not to use."""
+    portable: bool = False
+    """Make a script for any run file."""
+    resumes: bool = False
+    """Whether the folder already holds the run."""
+
+    def refuse(self, title: str) -> None:
+        """Raises UserError for any option that is set, for schedulers that support none of them."""
+        plain, names = SubmitOptions(resumes=self.resumes), {"elements": "array", "at_once": "at-once"}
+        for each in dataclasses.fields(self):
+            wanted, usual = getattr(self, each.name), getattr(plain, each.name)
+            if wanted != usual and (wanted or usual):
+                name = names.get(each.name, each.name)
+                raise UserError(f"jobs of {title} take no --{name}", "leave it out: with Slurm there is more")
+
+
+NO_OPTIONS = SubmitOptions()
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A run that is ready to be submitted; nothing has been written yet."""
 
@@ -43,6 +75,8 @@ class Plan:
     """Text to submit in place of the script: it contains keys, which must not be written to a file."""
     job: str = ""
     """Name of the job, if known before it is submitted."""
+    options: SubmitOptions = NO_OPTIONS
+    """The options of the command, for schedulers that support them."""
 
     @property
     def script_file(self) -> Path:
@@ -64,35 +98,6 @@ class Submitted:
     """Job that this one continues, to leave out hosts or because the site does not requeue."""
     engine: str = "slurm"
     """Scheduler of the job; see ``schedulers``."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Wish:
-    """What a command asks for beyond the run file; a scheduler refuses options that it does not support."""
-
-    elements: Sequence[Config] = ()
-    """Runs of a job array; their folders below the run's are named by number."""
-    at_once: int | None = None
-    """Maximum number of elements that run at the same time."""
-    chain: int = 1
-    """Number of jobs that follow each other."""
-    after: Sequence[str] = ()
-    """Jobs that must have ended successfully first."""
-    exclude: Sequence[str] = ()
-    """Hosts not to use."""
-    portable: bool = False
-    """Make a script for any run file."""
-    resumes: bool = False
-    """Whether the folder already holds the run."""
-
-    def refuse(self, title: str) -> None:
-        """Raises UserError for any option that is set, for schedulers that support none of them."""
-        plain, names = Wish(resumes=self.resumes), {"elements": "array", "at_once": "at-once"}
-        for each in dataclasses.fields(self):
-            wanted, usual = getattr(self, each.name), getattr(plain, each.name)
-            if wanted != usual and (wanted or usual):
-                name = names.get(each.name, each.name)
-                raise UserError(f"jobs of {title} take no --{name}", "leave it out: with Slurm there is more")
 
 
 def write(planned: Plan) -> None:

@@ -6,16 +6,15 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
 from hpctrain.launch.engines import kubernetes_manifest as manifest
-from hpctrain.launch.engines.jobs import Plan, Submitted, Wish, note, note_refusal, write
+from hpctrain.launch.engines.jobs import Plan, SubmitOptions
 from hpctrain.launch.engines.kubernetes_manifest import KINDS, Kind
-from hpctrain.launch.engines.scheduler import TIMEOUT_S, ask, end_each, to_submit
+from hpctrain.launch.engines.scheduler import TIMEOUT_S, Scheduler, ask, end_each, submit_one
 from hpctrain.launch.runners.ticket import KEY, KEY_BYTES
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
@@ -27,16 +26,16 @@ TRAIN_JOB = ".trainjob"
 """Suffix of jobs that are TrainJobs; no object's name can end with it."""
 
 
-class Kubernetes:
-    """Kubernetes; implements ``Scheduler``. A job is [NAMESPACE/]NAME, with TRAIN_JOB appended for a TrainJob."""
+class Kubernetes(Scheduler):
+    """Kubernetes. A job is [NAMESPACE/]NAME, with TRAIN_JOB appended for a TrainJob."""
 
     name = "kubernetes"
     title = "Kubernetes"
     ends_gently = True
 
-    def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
+    def plan(self, config: Config, run: RunDir, options: SubmitOptions) -> Plan:
         """Returns a plan with a manifest; the one written to the run folder does not contain the key."""
-        wish.refuse(self.title)
+        options.refuse(self.title)
         name = f"{config.name}-{secrets.token_hex(3)}"  # unique, also among deleted objects
         key = os.environ.get(KEY) or secrets.token_hex(KEY_BYTES)
         shown, sent = (manifest.text(manifest.objects(config, name, str(run.path), each)) for each in ("", key))
@@ -44,26 +43,26 @@ class Kubernetes:
             dataclasses.replace(config, run_dir=str(run.path)), run, shown, name=MANIFEST, secret=sent, job=name
         )
 
-    def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
+    def command(self, planned: Plan) -> Sequence[str]:
         """Returns the kubectl command, which reads the manifest with the key from standard input."""
         return ["kubectl", *CREATE]
 
-    def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
+    def submit(self, planned: Plan) -> tuple[list[str], Sequence[str]]:
         """Submits with kubectl create, which does not change existing objects."""
-        given = planned.config.launch.kubernetes.namespace
-        suffix = TRAIN_JOB if planned.config.launch.kubernetes.kind == "TrainJob" else ""
-        job = f"{given}/{planned.job}{suffix}" if given else planned.job + suffix
-        with to_submit(self, planned.run):
-            write(planned)
+        given = planned.config.launch.kubernetes
+        name = planned.job + (TRAIN_JOB if given.kind == "TrainJob" else "")
+        job = f"{given.namespace}/{name}" if given.namespace else name
+
+        def send() -> str:
             try:
                 kubectl(CREATE, planned.secret)
-            except RunFailed as error:
-                note_refusal(planned.run, error.what)
+            except RunFailed:
                 with contextlib.suppress(RunFailed):
                     remove(job)
                 raise
-            note(planned.run, Submitted(job, time.time(), os.getcwd(), engine=self.name))
-        return [job], []
+            return job
+
+        return submit_one(self, planned, send)
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
         """Queries the newest job of each run."""
@@ -128,18 +127,18 @@ def entry(job: str, found: Mapping[str, Any]) -> QueueEntry:
     """
     status, about = found.get("status", {}), found.get("metadata", {})
     true = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
-    state, told = "PENDING", {}
+    state, cause = "PENDING", {}
     if "Complete" in true or "SuccessCriteriaMet" in true:
         state = "COMPLETED"
     elif failed := true.get("Failed") or true.get("FailureTarget"):
-        state, told = "TIMEOUT" if failed.get("reason") == "DeadlineExceeded" else "FAILED", failed
+        state, cause = "TIMEOUT" if failed.get("reason") == "DeadlineExceeded" else "FAILED", failed
     elif about.get("deletionTimestamp"):
         state = "COMPLETING"
     elif status.get("ready") or any(each.get("ready") for each in status.get("jobsStatus", ())):
         state = "RUNNING"
     elif suspended := true.get("Suspended"):
-        told = suspended
-    reason = ": ".join(str(told[key]) for key in ("reason", "message") if told.get(key))
+        cause = suspended
+    reason = ": ".join(str(cause[key]) for key in ("reason", "message") if cause.get(key))
     return QueueEntry(job, state, reason, start=str(status.get("startTime", "")))
 
 

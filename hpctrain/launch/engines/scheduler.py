@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.launch.engines.jobs import Plan, Wish, submissions
+from hpctrain.launch.engines.jobs import Plan, SubmitOptions, Submitted, note, note_refusal, submissions, write
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
 from hpctrain.run.run_status import ALIVE, QueueEntry
@@ -32,17 +34,17 @@ class Scheduler(Protocol):
     ends_gently: bool
     """Whether ending a job first asks its ranks to save a checkpoint."""
 
-    def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
+    def plan(self, config: Config, run: RunDir, options: SubmitOptions) -> Plan:
         """Returns the script or manifest of a run; writes nothing.
 
         Raises:
             UserError: an option or value that the scheduler does not support.
         """
 
-    def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
+    def command(self, planned: Plan) -> Sequence[str]:
         """Returns the command that submits the plan, for display."""
 
-    def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
+    def submit(self, planned: Plan) -> tuple[list[str], Sequence[str]]:
         """Writes the run folder, submits and records the jobs; returns them, and lines to print.
 
         Raises:
@@ -71,6 +73,7 @@ class Scheduler(Protocol):
 
     def log(self, run: RunDir, job: str) -> str:
         """Returns the job's log if it is not in the run folder, else an empty text."""
+        return ""
 
 
 def alive(scheduler: Scheduler, run: RunDir) -> list[QueueEntry]:
@@ -100,6 +103,21 @@ def to_submit(scheduler: Scheduler, run: RunDir, own_job: str | None = None) -> 
         yield
 
 
+def submit_one(
+    scheduler: Scheduler, planned: Plan, send: Callable[[], str], own_job: str | None = None
+) -> tuple[list[str], Sequence[str]]:
+    """Implements ``Scheduler.submit`` for one job; ``send`` submits it and returns it. See ``to_submit``."""
+    with to_submit(scheduler, planned.run, own_job):
+        write(planned)
+        try:
+            job = send()
+        except RunFailed as error:
+            note_refusal(planned.run, error.what)
+            raise
+        note(planned.run, Submitted(job, time.time(), os.getcwd(), engine=scheduler.name))
+    return [job], []
+
+
 def end_each(
     jobs: Sequence[tuple[RunDir, Sequence[str]]], is_of: Callable[[RunDir, str], bool], end: Callable[[str], object]
 ) -> tuple[list[str], list[str]]:
@@ -119,9 +137,9 @@ def end_each(
         except RunFailed as error:
             failed.append(f"job {job}: {error.what}")
     if failed:
-        told = [f"ended all the same: job {', '.join(ended)}"] * bool(ended)
+        succeeded = [f"ended all the same: job {', '.join(ended)}"] * bool(ended)
         raise RunFailed(
-            "; ".join([*failed, *told, *left]), "see whether the scheduler ends these jobs without hpctrain"
+            "; ".join([*failed, *succeeded, *left]), "see whether the scheduler ends these jobs without hpctrain"
         )
     return ended, left
 

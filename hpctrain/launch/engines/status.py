@@ -177,8 +177,8 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
             # Once the run has recorded its end, the state of its job is of no interest.
             named = f"job {job.id}" + ("" if ended else f" {job.state}")
             times = [_pair(job.elapsed, "elapsed"), _pair(job.left, "left") if not ended else ""]
-            untold = job.reason if job.state == UNKNOWN and job.reason not in why else ""
-            text.append("  " + _join([named, untold if not ended else "", job.nodes, *times]))
+            unknown = job.reason if job.state == UNKNOWN and job.reason not in why else ""
+            text.append("  " + _join([named, unknown if not ended else "", job.nodes, *times]))
         train, newest = made.newest(Train), found.newest
         rate = f"{number(train.samples_per_s)} samples/s" if train and train.samples_per_s else ""
         ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not ended else ""

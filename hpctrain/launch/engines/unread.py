@@ -11,12 +11,12 @@ from hpctrain.launch.engines.batch_systems import SYSTEMS
 from hpctrain.system.output import say
 
 BATCH = ("slurm", *SYSTEMS)
-DIALLING = ("runners", "ray", "spark")
+ON_NODES = ("runners", "ray", "spark")
 READERS = {
     "hosts": ("hosts",),
     "remote_shell": ("hosts",),
     "ticket": ("runners",),
-    "node_wait_s": (*DIALLING, "kubernetes"),
+    "node_wait_s": (*ON_NODES, "kubernetes"),
     "launcher": ("slurm",),
     "modules": BATCH,
     "setup": BATCH,

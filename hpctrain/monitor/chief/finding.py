@@ -87,7 +87,7 @@ class Finding:
     """The uneven stage or tensor index, for Kind.PLAN."""
     move: Move | None = None
     """Layers to move to even out the stages, if known."""
-    beside: bool = False
+    has_named: bool = False
     """Another rank is named at this time: this finding concerns the other ranks."""
 
     def fields(self) -> dict[str, Any]:

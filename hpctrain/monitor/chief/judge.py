@@ -34,7 +34,7 @@ class Rule:
     """Slow windows in a row that confirm a finding."""
     clear_windows: int = 3
     """Calm windows in a row that clear it."""
-    told_singly: int = 8
+    single_reports: int = 8
     """Ranks or hosts reported in separate sentences when a window names many; the others share one."""
     many: float = 1 / 3
     """Above this fraction of slow ranks, none is singled out."""
@@ -182,12 +182,12 @@ class Judge:
         self.extra[window.ranks[slow]] += self.extra_of(window, np.flatnonzero(slow))
         changes = self.accused.observe(window.ranks, slow, now.excess < self.rule.calm)
         self.extra[window.ranks[~self.accused.confirmed[window.ranks] & ~slow]] = 0
-        return [finding for state, ranks in changes.items() for finding in self.spoken(now, state, ranks)]
+        return [finding for state, ranks in changes.items() for finding in self.findings_of(now, state, ranks)]
 
-    def spoken(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
+    def findings_of(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
         """Returns one finding per rank, or one per host if all ranks of a host with several have this state.
 
-        If there are more than ``told_singly``, the slowest are reported one by one and the others together.
+        If there are more than ``single_reports``, the slowest are reported one by one and the others together.
         """
         if not len(ranks):
             return []
@@ -199,23 +199,23 @@ class Judge:
                 groups.append((Kind.HOST, members))
             else:
                 groups += [(Kind.RANK, [rank]) for rank in members]
-        if len(groups) > self.rule.told_singly:
+        if len(groups) > self.rule.single_reports:
             excess, place = now.excess.tolist(), place_of.tolist()
             groups.sort(key=lambda group: -sum(excess[place[rank]] for rank in group[1]) / len(group[1]))
-            rest = [rank for _, members in groups[self.rule.told_singly :] for rank in members]
-            groups = [*groups[: self.rule.told_singly], (Kind.RANK, sorted(rest))]
-        return [self.spoken_of(now, state, kind, place_of[members]) for kind, members in groups]
+            rest = [rank for _, members in groups[self.rule.single_reports :] for rank in members]
+            groups = [*groups[: self.rule.single_reports], (Kind.RANK, sorted(rest))]
+        return [self.finding_of(now, state, kind, place_of[members]) for kind, members in groups]
 
-    def spoken_of(self, now: Measures, state: State, kind: Kind, places: NDArray[np.int64]) -> Finding:
+    def finding_of(self, now: Measures, state: State, kind: Kind, places: NDArray[np.int64]) -> Finding:
         """Returns one finding about the ranks at ``places`` in the window."""
         window = now.window
         ranks = window.ranks[places]
         those = np.zeros(len(window.ranks), dtype=bool)
         those[places] = True
         extra = self.extra[ranks].sum(axis=0)
-        beside = ~those & np.isin(self.peers.cohort[window.ranks], self.peers.cohort[ranks])
+        peers = ~those & np.isin(self.peers.cohort[window.ranks], self.peers.cohort[ranks])
         past = self.baseline.typical  # the reference for ranks without peers
-        others = window.typical[beside] if beside.any() else window.typical[places] if past is None else past[ranks]
+        others = window.typical[peers] if peers.any() else window.typical[places] if past is None else past[ranks]
         normal = np.median(others, axis=0)
         together = those | self.accused.confirmed[window.ranks] if state is State.CONFIRMED else those
         return Finding(
@@ -399,8 +399,8 @@ class Judge:
         if state is None:
             return []
         hosts = tuple(dict.fromkeys(self.hosts[rank] for rank in ranks))
-        beside = bool(self.named().any())
-        return [Finding(kind, state, window.index, ranks, hosts, beside=beside, **findings)]  # type: ignore[arg-type]
+        has_named = bool(self.named().any())
+        return [Finding(kind, state, window.index, ranks, hosts, has_named=has_named, **findings)]  # type: ignore[arg-type]
 
     def by_host(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """Ranks grouped by host, in rank order."""

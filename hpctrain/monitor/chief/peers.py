@@ -166,10 +166,10 @@ def evening(load: Load, layers: Mapping[int, int]) -> Move | None:
         The move; None if layer counts are unknown or moving a whole layer would not help.
     """
     begin, seconds = load.index, load.seconds
-    beside = [stage for stage in (begin - 1, begin + 1) if 0 <= stage < len(seconds)]
-    if not beside or layers.get(begin, 0) < 2:
+    neighbours = [stage for stage in (begin - 1, begin + 1) if 0 <= stage < len(seconds)]
+    if not neighbours or layers.get(begin, 0) < 2:
         return None
-    end = min(beside, key=lambda stage: seconds[stage])
+    end = min(neighbours, key=lambda stage: seconds[stage])
     each = seconds[begin] / layers[begin]
     count = min(round((seconds[begin] - seconds[end]) / 2 / each), layers[begin] - 1)
     return Move(count, begin, end) if count > 0 else None

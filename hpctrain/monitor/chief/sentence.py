@@ -71,9 +71,9 @@ def moves(verdict: Finding) -> str:
     return f"; move {move.layers} layer{'s' if move.layers > 1 else ''} from stage {move.begin} to stage {move.end}"
 
 
-def nobody(verdict: Finding) -> str:
+def no_rank(verdict: Finding) -> str:
     """Returns "no rank", or "no other rank" if some are already named."""
-    return "no other rank" if verdict.beside else "no rank"
+    return "no other rank" if verdict.has_named else "no rank"
 
 
 BY_KIND = {
@@ -92,24 +92,24 @@ BY_KIND = {
         f"with so few ranks there is no telling which is off, {costs(v)}"
     ),
     Kind.ROTATING: lambda v: (
-        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the time: {nobody(v)} to blame"
+        f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the time: {no_rank(v)} to blame"
     ),
     Kind.IMBALANCE: lambda v: (
         f"ranks have unequal work{f' (most: {numbers(v.ranks)})' if v.ranks else ''}, "
-        f"which costs {v.cost:.0%} of the time: {nobody(v)} is slow"
+        f"which costs {v.cost:.0%} of the time: {no_rank(v)} is slow"
     ),
     Kind.PLAN: lambda v: (
         f"{of_plan(v)} takes {v.slowdown:.0%} longer than the other{'s' if v.load else ' ranks'} on every rank that "
-        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the plan is uneven, {nobody(v)} is slow"
+        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the plan is uneven, {no_rank(v)} is slow"
         f"{moves(v)}"
     ),
     Kind.NETWORK: lambda v: (
         f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: "
-        f"network, {nobody(v)} to blame"
+        f"network, {no_rank(v)} to blame"
     ),
     Kind.GLOBAL: lambda v: (
-        f"all {'other ' if v.beside else ''}ranks are {v.slowdown:.0%} slower than at the start, {costs(v)}: "
-        f"{nobody(v)} to blame"
+        f"all {'other ' if v.has_named else ''}ranks are {v.slowdown:.0%} slower than at the start, {costs(v)}: "
+        f"{no_rank(v)} to blame"
     ),
     Kind.ABSTAIN: lambda v: (
         f"cannot compare ranks: rank{'s' if len(v.ranks) != 1 else ''} {numbers(v.ranks)}: {v.note}"
@@ -166,4 +166,4 @@ def those_who_wait(hang: Hang) -> str:
 
 def described(beat: Beat, hosts: Sequence[str], grid: Grid) -> str:
     """Describes one rank in a hang."""
-    return f"rank {beat.rank}{grid.told(beat.rank)} on {hosts[beat.rank]} {beat.doing} after {beat.steps} steps"
+    return f"rank {beat.rank}{grid.label(beat.rank)} on {hosts[beat.rank]} {beat.doing} after {beat.steps} steps"

@@ -152,7 +152,7 @@ class Stragglers:
         self.suspects.clear()
         self.drop_cleared()
         for verdict in verdicts:
-            place = self.run.grid.told(verdict.ranks[0]) if len(verdict.ranks) == 1 else ""
+            place = self.run.grid.label(verdict.ranks[0]) if len(verdict.ranks) == 1 else ""
             self.tell(replace(self.with_evidence(verdict), place=place, move=self.move_of(verdict)))
         suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
         return [NodeCommand(node, Message("look")) for node in sorted({self.run.nodes[rank] for rank in suspects})]

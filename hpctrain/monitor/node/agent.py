@@ -68,7 +68,7 @@ class AgentPlan:
         return cls(**{**fields, "layout": Layout(**fields["layout"]), "addresses": tuple(fields["addresses"])})
 
 
-class Ears:
+class Inputs:
     """Waits for connections, messages and deaths."""
 
     def __init__(self, node: Node) -> None:
@@ -117,7 +117,7 @@ class ChiefAgent:
         self.by_node: dict[int, Connection] = {}
         self.next_look = 0.0
         self.last_turn: float | None = None
-        self.ears = Ears(node)
+        self.inputs = Inputs(node)
 
     def run(self) -> None:
         """Runs until the ranks of this node have ended and the other agents have disconnected."""
@@ -140,12 +140,12 @@ class ChiefAgent:
         """Handles readable connections, of which there may be thousands, and polls its own node when due."""
         if self.door is not None:
             self.keep_door(self.door, time.monotonic())
-        for source in self.ears.select(patience_s):
+        for source in self.inputs.select(patience_s):
             if isinstance(source, Connection):
                 self.hear(source)
             elif self.door is not None:
                 for stranger in self.door.accept(time.monotonic(), len(self.trusted)):
-                    self.ears.attend(stranger)
+                    self.inputs.attend(stranger)
                     self.flush(stranger)
         now = time.monotonic()
         if self.last_turn is not None and now - self.last_turn > LONGEST_TURN_S:
@@ -164,7 +164,7 @@ class ChiefAgent:
         """Closes unauthenticated connections that are overdue; stops accepting while there is no room."""
         for stranger in door.overdue(now):
             self.part_from(stranger)
-        self.ears.attend(door.listener, door.has_room(now, len(self.trusted)))
+        self.inputs.attend(door.listener, door.has_room(now, len(self.trusted)))
 
     def hear(self, connection: Connection) -> None:
         """Handles another agent's messages."""
@@ -195,7 +195,7 @@ class ChiefAgent:
         """Closes a connection, unless it is already closed."""
         if connection.fileno() < 0:
             return
-        self.ears.attend(connection, wanted=False)
+        self.inputs.attend(connection, wanted=False)
         self.trusted.discard(connection)
         if self.door is not None:
             self.door.forget(connection)
@@ -227,7 +227,7 @@ class NodeAgent:
         self.token = token
         self.connection: Connection | None = None
         self.next_try = 0.0
-        self.ears = Ears(node)
+        self.inputs = Inputs(node)
 
     def run(self) -> None:
         """Runs until the ranks of this node have ended."""
@@ -248,22 +248,22 @@ class NodeAgent:
             self.next_try = now + RECONNECT_S
             self.connection = connect(list(self.addresses), self.port, self.token, now)
             if self.connection is not None:
-                self.ears.attend(self.connection)
+                self.inputs.attend(self.connection)
         messages = self.node.poll(now)
         if self.connection is None:
-            self.ears.select(POLL_S)
+            self.inputs.select(POLL_S)
             return
         for message in messages:
             self.report(self.connection, message)
         self.connection.flush()
-        self.ears.select(POLL_S)
+        self.inputs.select(POLL_S)
         for command in self.connection.receive():
             for answer in self.node.answer(command):
                 self.report(self.connection, answer)
         self.connection.flush()
         silent = not self.connection.trusted and now - self.connection.opened > PROOF_S
         if self.connection.ended or silent:
-            self.ears.attend(self.connection, wanted=False)
+            self.inputs.attend(self.connection, wanted=False)
             self.connection.close()
             self.connection = None
 
@@ -272,7 +272,7 @@ class NodeAgent:
         connection.send(Message(message.kind, {"node": self.node.plan.node, **message.fields}, message.arrays))
 
 
-class Voice:
+class LogWriter:
     """Writes sentences to the log: through the first rank, or directly to its stdout if the rank may hang."""
 
     def __init__(self, reader: SlotReader) -> None:
@@ -309,15 +309,15 @@ def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
         return NodeAgent(node, plan.addresses, plan.port, token)
     folder = RunDir(Path(plan.chief["folder"]))
     config = MonitorConfig(**plan.chief["config"])
-    voice = Voice(reader)
+    log = LogWriter(reader)
     grid = Grid(**plan.chief["grid"])
-    chief = Chief(plan.chief["hosts"], plan.chief["nodes"], folder, plan.chief["attempt"], config, voice.say, grid)
+    chief = Chief(plan.chief["hosts"], plan.chief["nodes"], folder, plan.chief["attempt"], config, log.say, grid)
     door = None
     if plan.listener is not None:
         limits = DoorLimits()
         most = descriptors - limits.reserved_descriptors
         if len(set(chief.nodes)) > most:
-            voice.say(f"watches {most} nodes only: more than {descriptors} open files are not permitted here", False)
+            log.say(f"watches {most} nodes only: more than {descriptors} open files are not permitted here", False)
         door = Door(socket.socket(fileno=plan.listener), token, descriptors, limits)
     return ChiefAgent(node, chief, door)
 
@@ -327,7 +327,7 @@ def main() -> None:
     stand_apart()
     plan = AgentPlan.from_json(sys.stdin.read())
     agent = make_agent(plan, raise_descriptors())
-    agent.ears.watch()
+    agent.inputs.watch()
     death_watch.start(agent.node)
     if plan.watching is not None:
         os.close(plan.watching)

@@ -128,7 +128,7 @@ class Node:
             for rank, head in zip(self.ranks, heads, strict=True)
             if head[shared.STATE] != shared.JOINING
         ]
-        told = {
+        fields = {
             "node": self.plan.node,
             "beats": beats,
             "dropped": self.dropped,
@@ -137,7 +137,7 @@ class Node:
                 [rank, int(count)] for rank, count in zip(self.plan.ranks, heads[:, shared.LAYERS], strict=True)
             ],
         }
-        return Message("beat", told)
+        return Message("beat", fields)
 
     def state(self, head: NDArray[np.float64]) -> str:
         """A rank's state: ended, gone, stopped, the kernel's letter, or a question mark if it cannot be read."""

@@ -34,8 +34,8 @@ def dump(pid: int, signal_number: int, file: Path) -> str:
 
 def with_py_spy(pid: int) -> tuple[str | None, str]:
     """Returns the dump, or None and the reason."""
-    beside = Path(sys.executable).with_name("py-spy")
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    own = Path(sys.executable).with_name("py-spy")
+    program = str(own) if own.exists() else shutil.which("py-spy")
     if program is None:
         return None, 'py-spy is not installed (pip install "hpctrain[monitor]")'
     try:

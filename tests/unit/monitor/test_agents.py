@@ -30,7 +30,7 @@ from hpctrain.monitor.clock import RingClock
 from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, listen
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import death_watch
-from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Ears
+from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Inputs
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, Layout, Slot, SlotReader
@@ -190,7 +190,7 @@ def test_a_connection_that_breaks_while_the_first_node_sends_can_come_again() ->
         assert other.trusted and first.trusted == {first.by_node[1]}
         other.close()
         first.by_node[1].close()
-        first.ears.selector.close()
+        first.inputs.selector.close()
 
 
 def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
@@ -248,7 +248,7 @@ def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.
     slot.join()
     RingClock(slot)
     node = NodeView(NodePlan(0, (0,), 32, 5.0), SlotReader.of(handle, layout))
-    assert Ears(node).select(0) == []
+    assert Inputs(node).select(0) == []
     assert [message.kind for message in node.poll(time.monotonic())] == ["beat"]
 
 

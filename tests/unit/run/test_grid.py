@@ -27,7 +27,7 @@ def test_tensor_index_varies_fastest_then_data_then_stage(tensor: int, data: int
     ],
 )
 def test_what_people_read(grid: Grid, rank: int, told: str, name: str) -> None:
-    assert grid.told(rank) == told
+    assert grid.label(rank) == told
     assert str(grid) == name
 
 

@@ -197,8 +197,8 @@ def copies_of(config: Config, run: RunDir, job: Job, environment: bool) -> tuple
         command += ["--unpack", str(archive)]
         own = str(folder / "environment" / Path(sys.executable).relative_to(sys.prefix))
     code, output = client.heard(run, once_a_node(job, command), launch.env, STAGE_IN_S)
-    if told := preflight.reports(output.splitlines(), stage_on_node.MARK):
-        raise NoRequeue(f"stage-in: {told[0]['what']}", told[0]["fix"], Code.read(told[0]["code"]))
+    if failures := preflight.reports(output.splitlines(), stage_on_node.MARK):
+        raise NoRequeue(f"stage-in: {failures[0]['what']}", failures[0]["fix"], Code.read(failures[0]["code"]))
     if code:
         tell(output)
         why = last_line(output) or f"it ended with code {code}"

@@ -85,8 +85,8 @@ def judge(found: Reports, expected: Expected, hosts: Sequence[str] = ()) -> list
 
 
 def _silent(first: Reports, expected: Expected, hosts: Sequence[str]) -> list[Fault]:
-    spoke = {_short(name) for report in first for name in (report["host"], report.get("node")) if name}
-    silent = [host for host in hosts if _short(host) not in spoke]
+    reported = {_short(name) for report in first for name in (report["host"], report.get("node")) if name}
+    silent = [host for host in hosts if _short(host) not in reported]
     if silent and first:
         fix = "look at the launcher's messages above; exclude the host if it is broken"
         return [Fault(f"no rank on {host} answered", fix, host) for host in silent]
@@ -216,7 +216,7 @@ def _torn_groups(first: Reports, joined: Reports, expected: Expected) -> Fault |
     hosts: dict[int, set[str]] = defaultdict(set)
     for report in joined:
         hosts[report["rank"] // expected.tensor].add(report["host"])
-    torn = next((group for group, its in sorted(hosts.items()) if len(its) > 1), None)
+    torn = next((group for group, names in sorted(hosts.items()) if len(names) > 1), None)
     if torn is None:
         return None
     ranks = f"ranks {torn * expected.tensor} to {(torn + 1) * expected.tensor - 1}"

@@ -101,12 +101,12 @@ def pack(prefix: Path, archive: Path) -> None:
     Raises:
         UserError: the archive cannot be written, or a file of the environment cannot be read.
     """
-    tells = (prefix / "pyvenv.cfg", prefix / "conda-meta", *prefix.glob("lib*/python*/site-packages"))
-    changed = max((path.stat().st_mtime for path in tells if path.exists()), default=float("inf"))
+    marks = (prefix / "pyvenv.cfg", prefix / "conda-meta", *prefix.glob("lib*/python*/site-packages"))
+    changed = max((path.stat().st_mtime for path in marks if path.exists()), default=float("inf"))
     if archive.exists() and archive.stat().st_mtime > changed:
         return
-    told = file_errors(f"cannot pack {prefix} into {archive}", "free space, or leave out launch.stage_environment")
-    with told, replacement(archive) as temporary, tarfile.open(temporary, "w") as tar:
+    explained = file_errors(f"cannot pack {prefix} into {archive}", "free space, or leave out launch.stage_environment")
+    with explained, replacement(archive) as temporary, tarfile.open(temporary, "w") as tar:
         tar.add(prefix, arcname=".", filter=lambda entry: None if entry.name.endswith("__pycache__") else entry)
 
 

@@ -16,17 +16,18 @@ from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.jobs import (
     JOB,
     LOGS,
+    NO_OPTIONS,
     REFUSAL,
     SCRIPT,
     Plan,
+    SubmitOptions,
     Submitted,
-    Wish,
     note,
     note_refusal,
     submissions,
     write,
 )
-from hpctrain.launch.engines.scheduler import to_submit
+from hpctrain.launch.engines.scheduler import Scheduler, to_submit
 from hpctrain.launch.engines.slurm import client, leave_out, profile
 from hpctrain.launch.engines.slurm.directives import require_whole_groups
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, signal_seconds
@@ -37,36 +38,34 @@ from hpctrain.run.view import RunView
 from hpctrain.system.quantities import ranges
 
 
-class Slurm:
-    """Slurm; implements ``Scheduler``."""
+class Slurm(Scheduler):
+    """Slurm."""
 
     name = "slurm"
     title = "Slurm"
     ends_gently = False
 
-    def plan(self, config: Config, run: RunDir, wish: Wish) -> Plan:
+    def plan(self, config: Config, run: RunDir, options: SubmitOptions) -> Plan:
         """Returns a plan with an sbatch script."""
-        if wish.portable:
-            return Plan(config, run, portable(config))
-        slurm = dataclasses.replace(config.launch.slurm, exclude=(*config.launch.slurm.exclude, *wish.exclude))
-        config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
-        return plan(config, run, wish.elements, wish.at_once, wish.chain)
+        if options.portable:
+            return Plan(config, run, portable(config), options=options)
+        return plan(config, run, options)
 
-    def command(self, planned: Plan, wish: Wish) -> Sequence[str]:
+    def command(self, planned: Plan) -> Sequence[str]:
         """Returns the sbatch command."""
-        return ["sbatch", *leave_out.option(planned.config, planned.run), *after(wish), str(planned.script_file)]
+        without = leave_out.option(planned.config, planned.run)
+        return ["sbatch", *without, *after(planned.options), str(planned.script_file)]
 
-    def submit(self, planned: Plan, wish: Wish) -> tuple[list[str], Sequence[str]]:
+    def submit(self, planned: Plan) -> tuple[list[str], Sequence[str]]:
         """Submits with sbatch."""
         client.find("sbatch")
-        if wish.after:
-            check_after(wish.after)
+        if planned.options.after:
+            check_after(planned.options.after)
         without = leave_out.option(planned.config, planned.run)
         with to_submit(self, planned.run):
             write(planned)
-            past = submissions(planned.run, self.name) if wish.resumes else []
-            cwd = past[-1].cwd if past else None
-            ids = submit(planned, after(wish), wish.chain, cwd, without)
+            past = submissions(planned.run, self.name) if planned.options.resumes else []
+            ids = submit(planned, past[-1].cwd if past else None, without)
         return ids, [f"{without[0]} (hpctrain nodes tells why)"] if without else []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
@@ -90,51 +89,44 @@ class Slurm:
             client.cancel(ids)
         return ids, left
 
-    def log(self, run: RunDir, job: str) -> str:
-        """Returns an empty text, since the job's log is in the run folder."""
-        return ""
-
 
 SLURM = Slurm()
 
 
-def after(wish: Wish) -> list[str]:
+def after(options: SubmitOptions) -> list[str]:
     """Returns sbatch's options for the jobs that must end first."""
-    return [f"--dependency=afterok:{':'.join(wish.after)}", "--kill-on-invalid-dep=yes"] if wish.after else []
+    return [f"--dependency=afterok:{':'.join(options.after)}", "--kill-on-invalid-dep=yes"] if options.after else []
 
 
-def plan(
-    config: Config, run: RunDir, elements: Sequence[Config] = (), at_once: int | None = None, chain: int = 1
-) -> Plan:
+def plan(config: Config, run: RunDir, options: SubmitOptions = NO_OPTIONS) -> Plan:
     """Returns a checked plan for a submission. Writes nothing; reads only profiles, the run file and old events.
 
     Args:
         config: configuration as loaded.
         run: its run folder.
-        elements: runs of a job array; their folders below ``run`` are named by number.
-        at_once: maximum number of elements that run at the same time.
-        chain: number of jobs that follow each other; jobs of a chain are not requeued.
+        options: what the command asks for; jobs of a chain are not requeued.
 
     Raises:
         UserError: a value that Slurm does not accept, elements with different resources, or tensor groups that extend
             over several nodes.
     """
-    config = settle(config, run)
-    if chain > 1:
-        slurm = dataclasses.replace(config.launch.slurm, requeue=False)
-        config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm))
-    elements = [settle(each, RunDir.of(each.name, each.run_dir)) for each in elements]
+    slurm = config.launch.slurm
+    requeue = False if options.chain > 1 else slurm.requeue
+    slurm = dataclasses.replace(slurm, exclude=(*slurm.exclude, *options.exclude), requeue=requeue)
+    config = settle(dataclasses.replace(config, launch=dataclasses.replace(config.launch, slurm=slurm)), run)
+    elements = [settle(each, RunDir.of(each.name, each.run_dir)) for each in options.elements]
     elements.sort(key=number_of)
     every = tuple(elements) or (config,)
     if any(shape_of(each) != shape_of(every[0]) for each in every):
         fix = "sweep launch keys without Slurm, or submit one array for each value"
         raise UserError("the runs of one job array have the same launch settings", fix)
-    indices = ",".join(ranges(map(number_of, elements))) + (f"%{at_once}" if at_once else "") if elements else None
+    at_once = f"%{options.at_once}" if options.at_once else ""
+    indices = ",".join(ranges(map(number_of, elements))) + at_once if elements else None
     for each in every:
         require_whole_groups(each)
     in_order, run_file = any(each.parallel.tensor > 1 for each in every), run.path if elements else run.run_yaml
     script = job_script(config, run_file, run.logs, own_bin(), signal_s(config, run), indices, in_order)
-    return Plan(config, run, script, tuple(elements))
+    return Plan(config, run, script, tuple(elements), options=options)
 
 
 def number_of(element: Config) -> int:
@@ -173,27 +165,24 @@ def own_bin() -> Path:
     return Path(sys.executable).parent.absolute()
 
 
-def submit(
-    planned: Plan, options: Sequence[str] = (), chain: int = 1, cwd: str | None = None, always: Sequence[str] = ()
-) -> list[str]:
+def submit(planned: Plan, cwd: str | None = None, always: Sequence[str] = ()) -> list[str]:
     """Submits a written plan; returns the job IDs. Warns about jobs that cannot be recorded in the run folder.
 
     Args:
-        planned: a plan that ``write`` has written to the run folder.
-        options: further options of sbatch, such as a dependency, for the first job.
-        chain: number of jobs that follow each other, each resuming where the last one stopped.
+        planned: a plan that ``write`` has written to the run folder. Each job of a chain resumes where the last one
+            stopped.
         cwd: folder in which the jobs start; by default the current one.
-        always: further options for every job of a chain.
+        always: further options of sbatch, for every job of a chain.
 
     Raises:
         RunFailed: Slurm refused. If the first jobs of a chain are already in the queue, the message names them.
     """
     cwd = cwd or os.getcwd()
     ids: list[str] = []
-    for place in range(chain):
-        after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else list(options)
+    for place in range(planned.options.chain):
+        waits = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else after(planned.options)
         try:
-            ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *always, *after]))
+            ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *always, *waits]))
         except RunFailed as error:
             if not ids:
                 if not isinstance(error, client.Unanswered):
@@ -221,8 +210,8 @@ def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
         if origin is not None and is_of(run, job, origin):
             own.append(job)
         elif origin is not None:
-            whose = f"{origin.name!r} of {origin.folder}, and not known to be of {run.path}"
-            others.append(f"job {job} is left alone: it is {whose} (scancel {job} ends it all the same)")
+            described = f"{origin.name!r} of {origin.folder}, and not known to be of {run.path}"
+            others.append(f"job {job} is left alone: it is {described} (scancel {job} ends it all the same)")
     return own, others
 
 
@@ -282,9 +271,9 @@ def check_after(jobs: Sequence[str]) -> None:
         )
     asked = client.queue(jobs)
     found = {job: [each for each in asked if job in (each.id, each.id.partition("_")[0])] for job in jobs}
-    told = client.accounted([job for job in jobs if not found[job]])
+    ended = client.accounted([job for job in jobs if not found[job]])
     for job in jobs:
-        states = [each.state for each in found[job] or told if job in (each.id, each.id.partition("_")[0])]
+        states = [each.state for each in found[job] or ended if job in (each.id, each.id.partition("_")[0])]
         if not states:
             fix = "correct the number; if that job has ended well long ago, leave --after out"
             raise UserError(f"--after {job}: Slurm does not know this job, and would begin at once", fix)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, SlurmConfig, TrainConfig
 from hpctrain.errors import UserError
+from hpctrain.launch.engines.jobs import SubmitOptions
 from hpctrain.launch.engines.slurm import profile, render, submission
 from hpctrain.run.folder import RunDir
 
@@ -194,7 +195,7 @@ def planned(folder: Path, tensor: int, each: Sequence[dict[str, Any]] = (), **la
     run = RunDir.of(made.name, made.run_dir)
     places = [str(run.path / str(index)) for index in range(len(each))]
     elements = [dataclasses.replace(made, run_dir=place, **own) for place, own in zip(places, each, strict=True)]
-    return submission.plan(made, run, elements).script
+    return submission.plan(made, run, SubmitOptions(elements)).script
 
 
 def test_ranks_that_share_out_layers_stay_on_a_node(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hpctrain.commands import jobs as slurm_commands
 from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmConfig
 from hpctrain.errors import Code, ExitCode, NoRequeue, RunFailed, UserError
 from hpctrain.launch import patience
-from hpctrain.launch.engines.jobs import Plan, Submitted, record, submissions
+from hpctrain.launch.engines.jobs import Plan, SubmitOptions, Submitted, record, submissions
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.allocation import skip_steps, unclean
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
@@ -265,7 +265,7 @@ def test_of_a_chain_that_slurm_takes_in_part_the_jobs_are_told(tmp_path: Path, m
     run = RunDir(tmp_path)
     monkeypatch.setattr(client, "submit", sbatch)
     with pytest.raises(RunFailed, match="UserLimit; before that job 1, 2 was submitted") as caught:
-        submit(Plan(Config(name="r", launch=LaunchConfig(command=("true",))), run, ""), chain=4)
+        submit(Plan(Config(name="r", launch=LaunchConfig(command=("true",))), run, "", options=SubmitOptions(chain=4)))
     assert "hpctrain cancel" in caught.value.fix
 
 
