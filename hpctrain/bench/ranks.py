@@ -39,10 +39,8 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
             fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
             raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error
         if ended.code or not out.exists():
-            raise RunFailed(
-                f"{module} ended with code {ended.code}:\n{(ended.output + ended.messages)[-4000:]}",
-                "read the lines above; hpctrain doctor checks the installation",
-            )
+            fix = "read the lines above; hpctrain doctor checks the installation"
+            raise RunFailed(f"{module} ended with code {ended.code}:\n{(ended.output + ended.messages)[-4000:]}", fix)
         rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
         return rows
 

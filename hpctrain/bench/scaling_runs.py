@@ -59,10 +59,8 @@ def shapes(config: Config, ranks: Sequence[int], slurm: bool) -> list[Shape]:
     full = ranks_per_node(config.launch)
     for count in ranks:
         if count > full and count % full:
-            raise UserError(
-                f"{count} ranks do not fill nodes of {full} ranks (launch.ranks_per_node)",
-                f"give multiples of {full}, or fewer than {full}, to --ranks",
-            )
+            fix = f"give multiples of {full}, or fewer than {full}, to --ranks"
+            raise UserError(f"{count} ranks do not fill nodes of {full} ranks (launch.ranks_per_node)", fix)
     return [Shape(-(-count // full), min(count, full)) for count in ranks]
 
 
@@ -76,16 +74,12 @@ def batches(config: Config, mode: Mode, ranks: Sequence[int]) -> list[int]:
     whole = config.train.global_batch or (config.train.batch_per_rank or 1) * least
     if mode == "weak":
         if whole % least:
-            raise UserError(
-                f"train.global_batch is {whole}, which {least} ranks cannot share equally",
-                "set train.batch_per_rank, or --mode strong",
-            )
+            fix = "set train.batch_per_rank, or --mode strong"
+            raise UserError(f"train.global_batch is {whole}, which {least} ranks cannot share equally", fix)
         return [whole // least * count for count in ranks]
     if whole < max(ranks):
-        raise UserError(
-            f"a global batch of {whole} leaves some of {max(ranks)} ranks without a sample",
-            "set train.global_batch higher, give fewer --ranks, or --mode weak",
-        )
+        fix = "set train.global_batch higher, give fewer --ranks, or --mode weak"
+        raise UserError(f"a global batch of {whole} leaves some of {max(ranks)} ranks without a sample", fix)
     return [whole for _ in ranks]
 
 
@@ -201,10 +195,8 @@ def write(jobs: Sequence[ScalingJob], output: Path) -> None:
     for job in jobs:
         file, text = run_file(job), dump(job.config)
         if file.exists() and file.read_text(encoding="utf-8") != text:
-            raise UserError(
-                f"{output} holds measurements of another run file, or with other options",
-                "name another folder with --output, or remove this one",
-            )
+            fix = "name another folder with --output, or remove this one"
+            raise UserError(f"{output} holds measurements of another run file, or with other options", fix)
         write_atomically(file, text.encode())
 
 
@@ -295,7 +287,5 @@ def _run(job: ScalingJob, words: Sequence[str]) -> None:
     done = subprocess.run(python.module("hpctrain", *words), capture_output=True, text=True, check=False)
     if not is_done(job):
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-        raise RunFailed(
-            f"{job.name} ended with exit code {done.returncode} and without a result:\n{said}",
-            f"hpctrain explain {job.config.run_dir} says why; the same command then resumes with what is missing",
-        )
+        fix = f"hpctrain explain {job.config.run_dir} says why; the same command then resumes with what is missing"
+        raise RunFailed(f"{job.name} ended with exit code {done.returncode} and without a result:\n{said}", fix)

@@ -56,9 +56,8 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     source = {name.removeprefix(MODEL): name for name in loaded.arrays if name.startswith(MODEL)}
     average = {name.removeprefix(AVERAGE): name for name in loaded.arrays if name.startswith(AVERAGE)}
     if not source:
-        raise UserError(
-            f"{loaded.path} has no model", f"its names begin with {sorted({n.split('/')[0] for n in loaded.arrays})}"
-        )
+        fix = f"its names begin with {sorted({n.split('/')[0] for n in loaded.arrays})}"
+        raise UserError(f"{loaded.path} has no model", fix)
     if averaged and not average:
         raise UserError(f"{loaded.path} has no averaged weights", "set train.ema_decay, or export without --ema")
     if averaged:
@@ -84,10 +83,8 @@ def trained_names(loaded: Loaded, names: Iterable[str]) -> set[str]:
     """Names of the weights that were trained. Raises UserError if the checkpoint does not record them."""
     trained = loaded.meta.get("trained", "unknown")
     if trained is not None and not isinstance(trained, list):
-        raise UserError(
-            f"{loaded.path} does not say which weights were trained: an earlier version saved it",
-            "export it without --trainable-only, or train it further for one step",
-        )
+        fix = "export it without --trainable-only, or train it further for one step"
+        raise UserError(f"{loaded.path} does not say which weights were trained: an earlier version saved it", fix)
     return set(names) if trained is None else {str(name).removeprefix(MODEL) for name in trained}
 
 
@@ -173,10 +170,8 @@ def extra_state(loaded: Loaded) -> dict[str, Any]:
             if kind == "number":
                 return loaded.arrays[names[part]].item()
             if kind == "array":
-                raise UserError(
-                    f"{keys[module]} holds NumPy arrays, which a .pt file cannot without a pickle",
-                    "have get_extra_state return tensors, or export to a .safetensors file, which leaves it out",
-                )
+                fix = "have get_extra_state return tensors, or export to a .safetensors file, which leaves it out"
+                raise UserError(f"{keys[module]} holds NumPy arrays, which a .pt file cannot without a pickle", fix)
             return tensor_over(np.array(loaded.arrays[names[part]]), loaded.dtypes[names[part]])
 
         return put_together({part: loaded.arrays[name] for part, name in names.items()}, leaf, keys[module])

@@ -507,7 +507,5 @@ def verify_replicated(group: Group, tensors: Sequence[StateTensor], synchronize:
     of_ranks = group.allgather(sums, "compare what should be equal")
     unequal = [name for name in sums if len({ranks_sums.get(name) for ranks_sums in of_ranks}) > 1]
     if unequal:
-        raise RunFailed(
-            f"{len(unequal)} tensors differ between ranks at step {step}: {', '.join(unequal[:5])}",
-            "look for code that runs on some ranks only, or for random numbers that ranks do not share",
-        )
+        fix = "look for code that runs on some ranks only, or for random numbers that ranks do not share"
+        raise RunFailed(f"{len(unequal)} tensors differ between ranks at step {step}: {', '.join(unequal[:5])}", fix)

@@ -154,9 +154,8 @@ def weights_of_file(path: Path) -> Weights:
         try:
             from hpctrain.backends.torch.state.tensors import read_weights
         except ModuleNotFoundError:
-            raise UserError(
-                f"{path} is read with PyTorch, which is not installed", "save the weights as .safetensors"
-            ) from None
+            fix = "save the weights as .safetensors"
+            raise UserError(f"{path} is read with PyTorch, which is not installed", fix) from None
 
         def read() -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
             with reading(real) as descriptor, open(descriptor, "rb", closefd=False) as file:

@@ -84,9 +84,8 @@ def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> d
         result[plain] = value
     idle = [beginning for beginning in beginnings if beginning not in used]
     if idle:
-        raise UserError(
-            f"no weight of {what} has a name that begins with {idle[0]!r}", f"its names are {listed(list(weights))}"
-        )
+        fix = f"its names are {listed(list(weights))}"
+        raise UserError(f"no weight of {what} has a name that begins with {idle[0]!r}", fix)
     return result
 
 
@@ -116,10 +115,8 @@ def require_meant(
         patterns = guessed_patterns(name for _, names in left for name in names)
         keep = f"if these are to keep their initial values, set checkpoint.init_missing: [{', '.join(patterns)}]"
         also = f"; not used: {listed(match.unexpected)}" if match.unexpected else ""
-        raise UserError(
-            f"{source.path} does not have all weights of the model: {' and '.join(problems)}{also}",
-            f"{hint}, or, {keep}" if hint else keep,
-        )
+        fix = f"{hint}, or, {keep}" if hint else keep
+        raise UserError(f"{source.path} does not have all weights of the model: {' and '.join(problems)}{also}", fix)
     return match
 
 

@@ -66,17 +66,13 @@ def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], a
     arrays = as_saved(weights)
     adapters = peft_adapters(arrays) or keras_adapters(arrays, dtypes)
     if not adapters:
-        raise UserError(
-            "there is no LoRA adapter in it: no name holds .lora_A, lora_kernel_a or lora_embeddings_a",
-            "export it without --merge-lora",
-        )
+        what = "there is no LoRA adapter in it: no name holds .lora_A, lora_kernel_a or lora_embeddings_a"
+        raise UserError(what, "export it without --merge-lora")
     used = {name for adapter in adapters.values() for name in (adapter.left, adapter.right)}
     left = [name for name in arrays if re.search(r"[./]lora_", name) and name not in used]
     if left:
-        raise UserError(
-            f"{left[0]} is an adapter that is not merged here: only one LoRA of a linear layer is",
-            BY_HAND["/" in left[0]],
-        )
+        fix = BY_HAND["/" in left[0]]
+        raise UserError(f"{left[0]} is an adapter that is not merged here: only one LoRA of a linear layer is", fix)
     names = {
         TRAINED_WHOLE.sub("", name.removeprefix(WRAPPER).replace(FROZEN, ".")): name
         for name in arrays
@@ -110,9 +106,8 @@ def keras_adapters(arrays: SavedArrays, dtypes: Mapping[str, str]) -> dict[str, 
         left, base = match[0], match["layer"] + match["weight"]
         right = f"{left.removesuffix('a')}b"
         if right not in arrays or base not in arrays:
-            raise UserError(
-                f"{left} lacks {base if right in arrays else right}", "name the weights as enable_lora does"
-            )
+            fix = "name the weights as enable_lora does"
+            raise UserError(f"{left} lacks {base if right in arrays else right}", fix)
         shapes = arrays.shape_of(left)[:-1] + arrays.shape_of(right)[1:]
         if arrays.shape_of(base) != shapes or "int" in dtypes[base]:
             raise UserError(f"{left} adapts {base}, which is quantized or has another shape", BY_HAND[True])

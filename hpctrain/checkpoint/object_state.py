@@ -61,10 +61,8 @@ def require_equal(group: Group, objects: Sequence[Kept], leaves: Leaves, step: i
     for number, one in enumerate(shared):
         odd = [rank for rank, each in enumerate(of_ranks) if each[number] != of_ranks[0][number]]
         if odd:
-            raise UserError(
-                f"{one.spoken} of the task differs between ranks 0 and {odd[0]} after {step} steps",
-                "wrap it in hpctrain.PerRank(...) if each rank is to have its own; else change it identically on all",
-            )
+            fix = "wrap it in hpctrain.PerRank(...) if each rank is to have its own; else change it identically on all"
+            raise UserError(f"{one.spoken} of the task differs between ranks 0 and {odd[0]} after {step} steps", fix)
 
 
 def restore(

@@ -173,10 +173,8 @@ class Remote:
         listed, problem = self.group.broadcast([list(files.items()), problem], "list the checkpoints in the store")
         self.files = {step: list(names) for step, names in listed}
         if problem and not problem[1]:
-            raise UnreadableCheckpoint(
-                f"{problem[0]}; whether the run has checkpoints there is not known",
-                "run the same command again when the store can be reached, or with --fresh to begin without it",
-            )
+            fix = "run the same command again when the store can be reached, or with --fresh to begin without it"
+            raise UnreadableCheckpoint(f"{problem[0]}; whether the run has checkpoints there is not known", fix)
         if problem:
             self.problem = problem[0]
         return [self.home / name_of_step(step) for step in self.files]

@@ -140,9 +140,8 @@ class CheckpointStore(CheckpointFolder):
         if not steps:
             raise UserError(f"{self.path} has no checkpoint", "save one first, or check the path")
         if step is not None and step not in steps:
-            raise UserError(
-                f"{self.path} has no checkpoint of step {step}", f"choose one of {', '.join(map(str, steps))}"
-            )
+            fix = f"choose one of {', '.join(map(str, steps))}"
+            raise UserError(f"{self.path} has no checkpoint of step {step}", fix)
         return [self.folder(each) for each in ([step] if step is not None else steps[::-1])]
 
     def close(self) -> None:

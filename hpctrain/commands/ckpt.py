@@ -178,13 +178,11 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
     pairs = [pair.partition("=") for pair in args.rename]
     if any(not equals for _, equals, _ in pairs):
-        raise UserError(
-            f"--rename {args.rename[0]} has no =", "write --rename OLD=NEW; --rename model.= takes model. away"
-        )
+        fix = "write --rename OLD=NEW; --rename model.= takes model. away"
+        raise UserError(f"--rename {args.rename[0]} has no =", fix)
     if args.trainable_only and args.merge_lora is not None:
-        raise UserError(
-            "--merge-lora needs the frozen weights, which --trainable-only leaves out", "give one of the two"
-        )
+        fix = "give one of the two"
+        raise UserError("--merge-lora needs the frozen weights, which --trainable-only leaves out", fix)
     rename = {old: new for old, _, new in pairs}
     return Selection(args.ema, args.trainable_only, args.merge_lora, rename)
 
@@ -204,10 +202,8 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
     if dataclasses.replace(selection, averaged=False, lora_alpha=None) != Selection():
-        raise UserError(
-            "a .weights.h5 file holds all weights of a model, by their places in it",
-            "export to a .safetensors file, or without --trainable-only and --rename",
-        )
+        fix = "export to a .safetensors file, or without --trainable-only and --rename"
+        raise UserError("a .weights.h5 file holds all weights of a model, by their places in it", fix)
     if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
     identity = Reader(loaded.meta["identity"], f"{loaded.path}, identity of the run")

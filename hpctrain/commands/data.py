@@ -273,9 +273,8 @@ def parse_dtypes(texts: Sequence[str], source: Source) -> dict[str, np.dtype[Any
         try:
             dtype = np.dtype(dtype_name)
         except TypeError as error:
-            raise UserError(
-                f"--dtype {text}: {dtype_name!r} is not a dtype", "write one such as float32 or uint8"
-            ) from error
+            fix = "write one such as float32 or uint8"
+            raise UserError(f"--dtype {text}: {dtype_name!r} is not a dtype", fix) from error
         if dtype.kind not in "biufc":
             raise UserError(f"--dtype {text}: {dtype} is not a number", "write one such as float32 or uint8")
         if name and name not in source.fields:

@@ -256,12 +256,11 @@ def logs(args: argparse.Namespace) -> int:
         for text in run_logs.follow(wanted.path, lambda: is_over(run), FOLLOW_S):
             foreign_text.show(text, end="")
         return ExitCode.DONE
-    places = run_logs.places(run, found)
+    pairs = list(zip(found, run_logs.places(run, found), strict=True))
     data = [
         {"file": str(log.path), "rank": log.rank, "attempt": log.attempt, "place": place.strip(" ()") or None}
-        for log, place in zip(found, places, strict=True)
+        for log, place in pairs
     ]
-    pairs = zip(found, places, strict=True)
     answer(args.json, data, [f"==> {log.path}{place} <==\n{run_logs.read(log.path)}" for log, place in pairs])
     return ExitCode.DONE
 

@@ -53,9 +53,8 @@ def sync(args: argparse.Namespace) -> int:
             make = importlib.import_module(f"hpctrain.track.{key}").make
             follower = make(RunDir(view.path), uri, track.get(more) or getattr(TrackConfig(), more, ""))
         if not follow(follower, lambda seconds: True):
-            raise RunFailed(
-                f"{title} at {uri} does not accept the metrics: {follower.problem}", "start the server, then try again"
-            )
+            fix = "start the server, then try again"
+            raise RunFailed(f"{title} at {uri} does not accept the metrics: {follower.problem}", fix)
         foreign_text.show(f"{title} run {follower.run_id} at {uri} is complete")
     return ExitCode.DONE
 

@@ -170,9 +170,8 @@ def field_of(name: str, array: NDArray[Any], where: str) -> Field:
     dtype = np.result_type(*{item.dtype for item in full}) if full else np.dtype(np.float64)
     axes = {item.ndim for item in array}
     if len(axes) > 1:
-        raise UserError(
-            f"{where}: the samples of {name!r} have {min(axes)} to {max(axes)} axes", "give all the same number of axes"
-        )
+        fix = "give all the same number of axes"
+        raise UserError(f"{where}: the samples of {name!r} have {min(axes)} to {max(axes)} axes", fix)
     shapes = list(zip(*(item.shape for item in array), strict=True))
     shape = tuple(lengths[0] if len(set(lengths)) == 1 else -1 for lengths in shapes)
     if -1 not in shape:
@@ -190,15 +189,11 @@ def in_dtype(array: NDArray[Any], field: Field) -> NDArray[Any]:
 def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:
     """The field of an array of this shape, sample axis included; raises UserError if it cannot be trained on."""
     if not shape:
-        raise UserError(
-            f"{where}: {name!r} is a single value, without a sample axis",
-            "store one value per sample, or name only the arrays to use",
-        )
+        fix = "store one value per sample, or name only the arrays to use"
+        raise UserError(f"{where}: {name!r} is a single value, without a sample axis", fix)
     if dtype.kind not in "biufc":
-        raise UserError(
-            f"{where}: {name!r} has dtype {dtype}, which is not a number",
-            "store numbers (encode text and objects first), or name only the arrays to use",
-        )
+        fix = "store numbers (encode text and objects first), or name only the arrays to use"
+        raise UserError(f"{where}: {name!r} has dtype {dtype}, which is not a number", fix)
     return Field(tuple(shape[1:]), dtype.newbyteorder("="))
 
 
@@ -208,10 +203,8 @@ def check_lengths(lengths: Mapping[str, int], where: str) -> int:
         raise UserError(f"{where} holds no arrays", "give arrays whose first axis runs over the samples")
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
-        raise UserError(
-            f"{where}: the arrays have different numbers of samples: {listed}",
-            "make them equally long, or name only the arrays that belong together",
-        )
+        fix = "make them equally long, or name only the arrays that belong together"
+        raise UserError(f"{where}: the arrays have different numbers of samples: {listed}", fix)
     length = next(iter(lengths.values()))
     if length == 0:
         raise UserError(f"{where} holds no samples: its arrays are empty", "give data with at least one sample")
@@ -225,10 +218,8 @@ def choose(present: Mapping[str, Any] | list[str], wanted: tuple[str, ...] | Non
         return names
     missing = [name for name in wanted if name not in names]
     if missing:
-        raise UserError(
-            f"{where} has no {' or '.join(map(repr, missing))}",
-            f"it has {', '.join(names) or 'nothing'}: name one of them",
-        )
+        fix = f"it has {', '.join(names) or 'nothing'}: name one of them"
+        raise UserError(f"{where} has no {' or '.join(map(repr, missing))}", fix)
     return tuple(wanted)
 
 

@@ -181,10 +181,8 @@ class Order:
             raise UserError(f"data.shuffle is {self.shuffle!r}", "give full, block or none")
         if self.drop_last and self.epoch_samples < self.global_batch:
             size = self.global_batch
-            raise UserError(
-                f"an epoch of {self.epoch_samples} samples fills no global batch of {size}, and drop_last is on",
-                "use a smaller global batch, or set data.drop_last to false",
-            )
+            what = f"an epoch of {self.epoch_samples} samples fills no global batch of {size}, and drop_last is on"
+            raise UserError(what, "use a smaller global batch, or set data.drop_last to false")
 
     @cached_property
     def epoch_samples(self) -> int:
@@ -276,10 +274,8 @@ def order_of(order: Order, epoch: int) -> EpochOrder:
     if order.sampler is not None:
         ids = draw(order.sampler, order, epoch)
         if len(ids) != order.epoch_samples:
-            raise UserError(
-                f"the sampler gives {len(ids)} samples for epoch {epoch} and {order.epoch_samples} for epoch 0",
-                "give the same number for every epoch: draw some samples again, or fewer of them",
-            )
+            what = f"the sampler gives {len(ids)} samples for epoch {epoch} and {order.epoch_samples} for epoch 0"
+            raise UserError(what, "give the same number for every epoch: draw some samples again, or fewer of them")
         drawn = Drawn(epoch, ids, repeats_in(ids))
         return lambda begin, end: drawn.part(slice(begin, end))
     shuffled = shuffle_of(order, epoch)

@@ -75,10 +75,8 @@ def padded_shape(
         raise UserError(f"pad: the samples' arrays {name!r} differ in their number of axes", "give all the same number")
     longest, *others = (max(axis) for axis in zip(*shapes, strict=True))
     if length is not None and longest > length:
-        raise UserError(
-            f"pad: an array {name!r} has {longest} values along its first axis, and length is {length}",
-            "cut such samples in the transform, or give a larger length",
-        )
+        what = f"pad: an array {name!r} has {longest} values along its first axis, and length is {length}"
+        raise UserError(what, "cut such samples in the transform, or give a larger length")
     return -(-(length or longest) // multiple_of) * multiple_of, *others
 
 

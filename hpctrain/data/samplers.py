@@ -37,10 +37,8 @@ class WeightedSampler:
         if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
             raise UserError("WeightedSampler: weights must be finite, at least 0, and not all 0", "correct the weights")
         if not self.replacement and number > np.count_nonzero(weights):
-            raise UserError(
-                f"WeightedSampler: {np.count_nonzero(weights)} samples have a weight, and {number} are to be drawn",
-                "draw fewer with num_samples, or with replacement",
-            )
+            what = f"WeightedSampler: {np.count_nonzero(weights)} samples have a weight, and {number} are to be drawn"
+            raise UserError(what, "draw fewer with num_samples, or with replacement")
         drawn = epoch.rng.choice(epoch.num_samples, number, self.replacement, weights / weights.sum())
         return drawn.astype(np.int64)
 
@@ -90,10 +88,8 @@ class CurriculumSampler:
         """int64[num_samples]: the samples of an epoch; raises UserError if there is not one difficulty per sample."""
         difficulty = one_each("difficulty", self.difficulty, epoch)
         if not 0 < self.begin <= 1 or self.epochs < 1:
-            raise UserError(
-                f"CurriculumSampler: begin is {self.begin} and epochs is {self.epochs}",
-                "give a share above 0 and at most 1, and at least one epoch",
-            )
+            fix = "give a share above 0 and at most 1, and at least one epoch"
+            raise UserError(f"CurriculumSampler: begin is {self.begin} and epochs is {self.epochs}", fix)
         share = self.begin + (1 - self.begin) * min(1.0, epoch.index / self.epochs)
         easiest = np.argsort(difficulty, kind="stable")[: max(1, round(share * epoch.num_samples))]
         rounds = -(-epoch.num_samples // len(easiest))
@@ -113,10 +109,8 @@ class LaneSampler:
         """int64[lanes * samples per lane]: the samples of an epoch; raises UserError if a lane would be empty."""
         lanes, length = epoch.global_batch, epoch.num_samples // epoch.global_batch
         if not length:
-            raise UserError(
-                f"LaneSampler: {epoch.num_samples} samples are fewer than the {lanes} lanes of a global batch",
-                "use a smaller global batch, or cut the data into shorter samples",
-            )
+            what = f"LaneSampler: {epoch.num_samples} samples are fewer than the {lanes} lanes of a global batch"
+            raise UserError(what, "use a smaller global batch, or cut the data into shorter samples")
         return np.arange(lanes * length).reshape(lanes, length).T.ravel()
 
 
@@ -124,8 +118,6 @@ def one_each(name: str, values: Numbers, epoch: Epoch) -> NDArray[Any]:
     """The numbers as an array; raises UserError if there is not one per sample."""
     array = np.asarray(values)
     if array.shape != (epoch.num_samples,):
-        raise UserError(
-            f"the sampler's {name} have shape {list(array.shape)}, and the data has {epoch.num_samples} samples",
-            f"give {name} with one number for each sample",
-        )
+        what = f"the sampler's {name} have shape {list(array.shape)}, and the data has {epoch.num_samples} samples"
+        raise UserError(what, f"give {name} with one number for each sample")
     return array

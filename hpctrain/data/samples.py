@@ -92,15 +92,13 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
         batch = {name: np.asarray(array) for name, array in made.items()}
     for name, array in batch.items():
         if array.dtype.kind not in "biufc":
-            raise UserError(
-                f"collate gives {name!r} with dtype {array.dtype} for samples {shown}", "return arrays of numbers"
-            )
+            fix = "return arrays of numbers"
+            raise UserError(f"collate gives {name!r} with dtype {array.dtype} for samples {shown}", fix)
     first = next(iter(batch.values()), None)
     if first is None or first.shape[:1] != (len(ids),):
         given = layout({name: Field(array.shape, array.dtype) for name, array in batch.items()})
-        raise UserError(
-            f"collate gives {given} for {len(ids)} samples", "return a dict whose first array has a row for each sample"
-        )
+        fix = "return a dict whose first array has a row for each sample"
+        raise UserError(f"collate gives {given} for {len(ids)} samples", fix)
     return batch
 
 
@@ -123,10 +121,8 @@ def named(sample: Any, names: tuple[str, ...] | None) -> Sample:
     parts = list(sample) if isinstance(sample, (tuple, list)) else [sample]
     names = names or ("x", "y")[: len(parts)]
     if len(names) != len(parts):
-        raise UserError(
-            f"a sample has {len(parts)} parts, for which there are {len(names)} names",
-            "name them all: open_dataset(..., fields=(...))",
-        )
+        fix = "name them all: open_dataset(..., fields=(...))"
+        raise UserError(f"a sample has {len(parts)} parts, for which there are {len(names)} names", fix)
     return {name: np.asarray(part) for name, part in zip(names, parts, strict=True)}
 
 

@@ -158,10 +158,8 @@ def open_stream(
         first = first_of(source, kind, decode, names)
         source.load_state_dict(begin)
     elif isinstance(source, Iterator):
-        raise UserError(
-            f"{kind} can be read only once, so a run could not be resumed",
-            "give an object whose __iter__ begins again, or one with state_dict and load_state_dict",
-        )
+        fix = "give an object whose __iter__ begins again, or one with state_dict and load_state_dict"
+        raise UserError(f"{kind} can be read only once, so a run could not be resumed", fix)
     else:
         first = first_of(source, kind, decode, names)
     return Stream(source, names, first, lambda count: islice(iter(source), count, None), decode)

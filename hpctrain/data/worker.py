@@ -100,10 +100,8 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
     else:
         dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
     if dataset.fingerprint() != reference.get("fingerprint", dataset.fingerprint()):
-        raise UserError(
-            "a worker process reads other data than the rank",
-            "make a data function depend on its arguments only: seed a Generator inside it; leave files alone",
-        )
+        fix = "make a data function depend on its arguments only: seed a Generator inside it; leave files alone"
+        raise UserError("a worker process reads other data than the rank", fix)
     return dataset
 
 

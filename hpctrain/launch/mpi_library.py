@@ -123,10 +123,8 @@ def find_mpirun(library: MpiLibrary) -> str:
                     return path
                 seen.append(f"{path} ({version.splitlines()[0] if version else 'does not answer'})")
     found = f"; found only {', '.join(seen)}" if seen else ""
-    raise UserError(
-        f"there is no mpirun for {library.version}, the MPI library that mpi4py links{found}",
-        "put the mpirun of that library on PATH, or rebuild mpi4py against the other one: hpctrain doctor says more",
-    )
+    fix = "put the mpirun of that library on PATH, or rebuild mpi4py against the other one: hpctrain doctor says more"
+    raise UserError(f"there is no mpirun for {library.version}, the MPI library that mpi4py links{found}", fix)
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ def on_ranks(
         try:
             _wait(launcher, timeout_s, has_ranks=library is not None)
         finally:
-            _end(launcher)
+            processes.end_process(launcher, KILL_S)
         output.seek(0)
         messages.seek(0)
         return Ended(launcher.returncode, output.read(), messages.read())
@@ -271,12 +269,3 @@ def _wait(launcher: subprocess.Popen[bytes], timeout_s: float, has_ranks: bool) 
             return
         except subprocess.TimeoutExpired:
             pause = min(2 * pause, LONGEST_POLL_S)
-
-
-def _end(launcher: subprocess.Popen[bytes]) -> None:
-    launcher.terminate()
-    try:
-        launcher.wait(KILL_S)
-    except subprocess.TimeoutExpired:
-        launcher.kill()
-        launcher.wait()

@@ -73,8 +73,6 @@ def _pause(run: RunDir, pause_s: float, error: HpctrainError) -> None:
     while (left_s := end - time.monotonic()) > 0:
         request = requested_stop(run)
         if request is not None and request.signal is None:
-            raise Stopped(
-                f"stopped by {request.by} while Slurm's controller was away ({error.what})",
-                "hpctrain resume continues from the last checkpoint",
-            ) from error
+            fix = "hpctrain resume continues from the last checkpoint"
+            raise Stopped(f"stopped by {request.by} while Slurm's controller was away ({error.what})", fix) from error
         time.sleep(min(LOOK_S, left_s))

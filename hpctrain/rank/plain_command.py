@@ -70,7 +70,7 @@ def main() -> int:
     try:
         asked = watch(child, run_dir, attempt, word.rank, signals)
     except Replaced as error:
-        end(child)
+        processes.end_process(child, KILL_GRACE_S)
         file.end(failed(word, error))
         return error.exit_code
     port.close()
@@ -130,16 +130,6 @@ def failed(word: LastWord, error: HpctrainError) -> LastWord:
     """Returns the last word of a rank that ends with an error of hpctrain."""
     why = ErrorWord(error.what, error.fix, type(error).__name__, "", error.code)
     return dataclasses.replace(word, ending=Ending.FAILED, ended=time.time(), exit_code=error.exit_code, error=why)
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    """Terminates the program; kills it after KILL_GRACE_S."""
-    child.terminate()
-    try:
-        child.wait(KILL_GRACE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 def watch(

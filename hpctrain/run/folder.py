@@ -84,10 +84,8 @@ class RunDir:
             fix = "remove it, or set run_dir to another folder; for more space, put the whole run folder elsewhere"
             raise UserError(f"{error.strerror}", fix) from error
         except OSError as error:
-            raise UserError(
-                f"the run folder {self.path} cannot be made: {error.strerror}",
-                "set run_dir to a folder that you may write and that has free space",
-            ) from error
+            fix = "set run_dir to a folder that you may write and that has free space"
+            raise UserError(f"the run folder {self.path} cannot be made: {error.strerror}", fix) from error
 
     @property
     def has_begun(self) -> bool:

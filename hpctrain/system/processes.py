@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -203,6 +204,16 @@ def end_descendants(patience_s: float, spared: Collection[int] = (), alone: int 
             process.kill()
     _reap()
     return [process.pid for process in alive]
+
+
+def end_process(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Terminates a child process and waits for it; kills it after ``patience_s``."""
+    process.terminate()
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def kernel_killed_for_memory(pid: int) -> bool:

@@ -110,9 +110,8 @@ def manifest_from_json(value: Any, where: str) -> layout.Manifest:
         reader.fail("it is not from an hpctrain checkpoint")
     version = reader.integer("version", 1, 2**31)
     if version > layout.VERSION:
-        raise UserError(
-            f"{where} has format version {version}; this program reads {layout.VERSION}", "install a newer hpctrain"
-        )
+        fix = "install a newer hpctrain"
+        raise UserError(f"{where} has format version {version}; this program reads {layout.VERSION}", fix)
     manifest = layout.Manifest(
         step=reader.integer("step", 0, 10**18 - 1),
         ranks=reader.integer("ranks", 1, 10**9),

@@ -16,9 +16,8 @@ def to_json(document: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"the checkpoint's meta is not JSON: {error}", "pass dicts, lists, strings, finite numbers"
-        ) from error
+        fix = "pass dicts, lists, strings, finite numbers"
+        raise UserError(f"the checkpoint's meta is not JSON: {error}", fix) from error
 
 
 def parse_json(data: bytes, where: str) -> Any:

@@ -68,10 +68,8 @@ class BlockArray:
         try:
             values = self.array.read((rows, *map(range, self.field.shape)))
         except OSError as error:
-            raise UserError(
-                f"{self.path}: samples {begin} to {rows[-1]} of {'/' + self.name!r} cannot be read: {error}",
-                "the file is damaged: make or copy it again",
-            ) from error
+            what = f"{self.path}: samples {begin} to {rows[-1]} of {'/' + self.name!r} cannot be read: {error}"
+            raise UserError(what, "the file is damaged: make or copy it again") from error
         return values.astype(self.field.dtype, copy=False)
 
 
@@ -95,10 +93,8 @@ class Hdf5Dataset:
             return {name: reader.take(indices) for name, reader in self.readers.items()}
         except MemoryError as error:
             sample_bytes = sum(field.num_bytes for field in self.fields.values())
-            raise UserError(
-                f"{self.path}: {len(indices)} samples of {sample_bytes / 1e6:g} MB do not fit into memory",
-                "use smaller batches, or store smaller samples",
-            ) from error
+            what = f"{self.path}: {len(indices)} samples of {sample_bytes / 1e6:g} MB do not fit into memory"
+            raise UserError(what, "use smaller batches, or store smaller samples") from error
 
     def fingerprint(self) -> str:
         if self.origin is not None:

@@ -110,10 +110,8 @@ class MappedBytes:
 def check_end(path: Path | str, num_bytes: int, end: int) -> None:
     """Raise UserError if a file of ``num_bytes`` bytes is shorter than ``end``."""
     if num_bytes < end:
-        raise UserError(
-            f"{path} is truncated: it has {num_bytes} bytes in place of at least {end}",
-            "copy or make it again, and do not change data during a run",
-        )
+        fix = "copy or make it again, and do not change data during a run"
+        raise UserError(f"{path} is truncated: it has {num_bytes} bytes in place of at least {end}", fix)
 
 
 class MappedArray:

@@ -95,10 +95,8 @@ class LinkedFiles:
                 continue
             hops += 1
             if hops > MOST_HOPS:
-                raise UserError(
-                    f"{self.path}: the link {name!r} leads in a circle, or through more than {MOST_HOPS} links",
-                    "make the link again, or name only the arrays to use",
-                )
+                what = f"{self.path}: the link {name!r} leads in a circle, or through more than {MOST_HOPS} links"
+                raise UserError(what, "make the link again, or name only the arrays to use")
             if isinstance(link, h5py.ExternalLink):
                 here = self.open(self.locate(here.file, link.filename, f"the link {name!r}"))["/"]
             elif link.path.startswith("/"):
@@ -118,9 +116,8 @@ class LinkedFiles:
         candidates = [Path(name), home / Path(name).name] if Path(name).is_absolute() else [at / name for at in folders]
         found = next((path for path in candidates if path.exists()), None)
         if found is None:
-            raise UserError(
-                f"{self.path}: {what} leads to {candidates[0]}, which does not exist", "put the file there, or copy it"
-            )
+            fix = "put the file there, or copy it"
+            raise UserError(f"{self.path}: {what} leads to {candidates[0]}, which does not exist", fix)
         self._check_folder(found.resolve(), what)
         look_at(found, f"{self.path}: {what} leads to ")
         return found
@@ -212,10 +209,8 @@ def names_in(file: h5py.File) -> Iterator[tuple[str, bool]]:
             yield prefix + name, is_link
         elif isinstance(item, h5py.Group):
             if hash(item.id) in seen:
-                raise UserError(
-                    f"{file.filename}: the group {prefix + name!r} contains itself, or is in the file twice",
-                    "name the arrays to use",
-                )
+                what = f"{file.filename}: the group {prefix + name!r} contains itself, or is in the file twice"
+                raise UserError(what, "name the arrays to use")
             seen.add(hash(item.id))
             open_groups.append((f"{prefix}{name}/", item, iter(item)))
 
@@ -238,9 +233,8 @@ def look_at(path: Path, leading: str = "") -> None:
         raise UserError(f"{leading}{path} cannot be opened: {error}", remedy(error)) from error
     if stat.S_ISDIR(mode):
         raise UserError(f"{leading}{path} is a folder", f"name its files with a pattern: {path}/*.h5")
-    raise UserError(
-        f"{leading}{path} is not a plain file but a pipe, socket or device", "copy what it gives into a file"
-    )
+    fix = "copy what it gives into a file"
+    raise UserError(f"{leading}{path} is not a plain file but a pipe, socket or device", fix)
 
 
 def open_file(path: Path) -> h5py.File:
@@ -250,9 +244,8 @@ def open_file(path: Path) -> h5py.File:
             return open_unlocked(path)
     except OSError as error:
         raise UserError(f"{path} cannot be opened: {error}", remedy(error)) from error
-    raise UserError(
-        f"{path} is not an HDF5 file", "hpctrain data pack makes one of .npz, .npy, CSV, Parquet and images"
-    )
+    fix = "hpctrain data pack makes one of .npz, .npy, CSV, Parquet and images"
+    raise UserError(f"{path} is not an HDF5 file", fix)
 
 
 def open_unlocked(path: Path) -> h5py.File:

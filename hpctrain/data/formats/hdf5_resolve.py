@@ -144,10 +144,8 @@ def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Ar
     """Resolve an array whose bytes are in external files, which are not HDF5."""
     missing = dataset.size * dataset.dtype.itemsize
     if not lies_as_numpy(dataset):
-        raise UserError(
-            f"{files.path}: {what} lies in external files in a type that NumPy does not know",
-            "copy it into the file: h5repack -l CONTI",
-        )
+        fix = "copy it into the file: h5repack -l CONTI"
+        raise UserError(f"{files.path}: {what} lies in external files in a type that NumPy does not know", fix)
     parts = []
     for name, offset, size in dataset.external:
         if missing:
@@ -178,9 +176,8 @@ def resolve_virtual(files: LinkedFiles, dataset: h5py.Dataset, what: str, known:
         source = boxes_of(properties.get_virtual_srcspace(index), sources[named].shape)
         label = f"{files.path}: {what} takes from {named[1]!r} of {named[0]}"
         if not target or not source:
-            raise UserError(
-                f"{label} a selection that is not of whole rows", "copy the array into a separate file with h5py"
-            )
+            fix = "copy the array into a separate file with h5py"
+            raise UserError(f"{label} a selection that is not of whole rows", fix)
         pairs = aligned(target, source)
         pieces += [fit(label, into, shape, out_of, sources[named], dataset.dtype) for into, out_of in pairs]
     pieces = [piece for piece in pieces if math.prod(map(len, piece.target))]
@@ -192,10 +189,8 @@ def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: 
     """Resolve a source of a virtual dataset, given the names of its file and dataset."""
     file_name, name = (text.replace("%%", "\0") for text in named)
     if "%b" in file_name + name:
-        raise UserError(
-            f"{files.path}: {what} takes a series of sources without an end, {' '.join(named)!r}",
-            "make a virtual dataset that names each of its sources",
-        )
+        fix = "make a virtual dataset that names each of its sources"
+        raise UserError(f"{files.path}: {what} takes a series of sources without an end, {' '.join(named)!r}", fix)
     file_name, name = file_name.replace("\0", "%"), name.replace("\0", "%")
     label = f"{name!r} of {file_name} (a source of {what})"
     owner = dataset.file

@@ -120,7 +120,5 @@ def opening(address: str, package: str) -> Iterator[None]:
     except ImportError as error:
         raise MissingExtra(package, "lake") from error
     except Exception as error:
-        raise UserError(
-            f"{address} cannot be opened: {shortened(error)}",
-            "correct the table and its version, and check the connection to it",
-        ) from error
+        fix = "correct the table and its version, and check the connection to it"
+        raise UserError(f"{address} cannot be opened: {shortened(error)}", fix) from error

@@ -152,10 +152,8 @@ class JsonLines:
     def plain(self, record: dict[str, Any]) -> Any:
         texts = [name for name, value in record.items() if isinstance(value, str)]
         if texts:
-            raise UserError(
-                f"{self.path}: {texts[0]!r} is text",
-                "encode it: open_dataset(..., decode=function), or name only the fields to use",
-            )
+            fix = "encode it: open_dataset(..., decode=function), or name only the fields to use"
+            raise UserError(f"{self.path}: {texts[0]!r} is text", fix)
         return record
 
     def _object(self, row: int, text: bytes) -> dict[str, Any]:
@@ -196,9 +194,8 @@ class TarShard:
             self.file = UnchangedFile(path)
             self.samples = index_of(path)
         except (OSError, tarfile.TarError) as error:
-            raise UserError(
-                f"{path} is not a tar file, or is damaged: {error}", "give tars without compression"
-            ) from error
+            fix = "give tars without compression"
+            raise UserError(f"{path} is not a tar file, or is damaged: {error}", fix) from error
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -241,10 +238,8 @@ def decoded(extension: str, content: bytes, where: str) -> NDArray[Any]:
         **dict.fromkeys(IMAGES, picture),
     }
     if kind not in readers:
-        raise UserError(
-            f"{where}.{extension} is of a kind that needs a function to decode it",
-            "give open_dataset(..., decode=function), or name only the fields to use",
-        )
+        fix = "give open_dataset(..., decode=function), or name only the fields to use"
+        raise UserError(f"{where}.{extension} is of a kind that needs a function to decode it", fix)
     try:
         return np.asarray(readers[kind](content))
     except (ValueError, OSError) as error:

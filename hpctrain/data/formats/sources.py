@@ -171,10 +171,8 @@ def table_kind(source: str | Path) -> tuple[str, str] | None:
     if suffix in HDF5:
         return None
     if "://" in text and suffix not in ("", ".parquet"):
-        raise UserError(
-            f"{text} cannot be read directly from the store: only HDF5 (.h5) and Parquet files can",
-            "copy it to a disk of the cluster, or pack it: hpctrain data pack",
-        )
+        fix = "copy it to a disk of the cluster, or pack it: hpctrain data pack"
+        raise UserError(f"{text} cannot be read directly from the store: only HDF5 (.h5) and Parquet files can", fix)
     if "://" in text or suffix == ".parquet" or any(Path(text).expanduser().glob("**/*.parquet")):
         return text, "parquet"
     return None

@@ -225,7 +225,5 @@ def asking(url: str) -> Iterator[None]:
 
         if isinstance(error, PreconditionError):
             raise UserError(f"{url} has changed since the run opened it", "do not change data during a run") from error
-        raise UserError(
-            f"{url} cannot be read: {shortened(error)}",
-            "check the address, the connection to the store, and the credentials that its library uses",
-        ) from error
+        fix = "check the address, the connection to the store, and the credentials that its library uses"
+        raise UserError(f"{url} cannot be read: {shortened(error)}", fix) from error

@@ -122,9 +122,8 @@ class TableDataset:
         arrays = columns_of(self.table, part, tuple(self.fields), begin)
         for name, array in arrays.items():
             if len(array) != rows:
-                raise UserError(
-                    f"{part.where} gave {len(array)} rows in place of {rows}", "do not change data during a run"
-                )
+                fix = "do not change data during a run"
+                raise UserError(f"{part.where} gave {len(array)} rows in place of {rows}", fix)
             if array.shape[1:] != self.fields[name].shape:
                 raise UserError(
                     f"{part.where}: column {name!r} has values of shape {array.shape[1:]}, those before them have "
@@ -219,10 +218,8 @@ def check_type(name: str, table: Table) -> None:
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         kind = kind.value_type
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-        raise UserError(
-            f"{table.address}: column {name!r} holds {kind}",
-            "encode it: open_dataset(..., decode=function), or name only the fields to use",
-        )
+        fix = "encode it: open_dataset(..., decode=function), or name only the fields to use"
+        raise UserError(f"{table.address}: column {name!r} holds {kind}", fix)
 
 
 class TableRows:
@@ -244,10 +241,8 @@ class TableRows:
     def plain(self, record: dict[str, Any]) -> Any:
         for name, value in record.items():
             if value is None or isinstance(value, (str, bytes)):
-                raise UserError(
-                    f"{self.path}: column {name!r} holds {'no value' if value is None else 'text'}",
-                    "encode it: open_dataset(..., decode=function), or name only the fields to use",
-                )
+                fix = "encode it: open_dataset(..., decode=function), or name only the fields to use"
+                raise UserError(f"{self.path}: column {name!r} holds {'no value' if value is None else 'text'}", fix)
         return record
 
     def _row(self, row: int) -> dict[str, Any]:

@@ -88,10 +88,8 @@ def open_files(address: str, kind: str) -> Table:
         store, path = filesystem_of(address)
         folder = store.get_file_info(path).type == fs.FileType.Directory
         if folder and store.get_file_info(f"{path}/_delta_log").type == fs.FileType.Directory:
-            raise UserError(
-                f"{address} is a Delta table, whose files do not all count",
-                "pack it with --kind delta, or train on delta:PATH",
-            )
+            fix = "pack it with --kind delta, or train on delta:PATH"
+            raise UserError(f"{address} is a Delta table, whose files do not all count", fix)
         form = csv_form(address) if kind == "csv" else kind
         files = dataset.dataset(path, filesystem=store, format=form, partitioning="hive" if folder else None)
         if kind == "csv":  # read as bytes; hpctrain.data.packing.table infers the types
@@ -118,10 +116,8 @@ def filesystem_of(address: str) -> tuple[Any, str]:
         try:
             found = fs.FileSystem.from_uri(f"fsspec+{address}")
         except (ImportError, ValueError) as error:
-            raise UserError(
-                f"{address} cannot be opened: {shortened(refusal)}; {shortened(error)}",
-                "correct the address, or install the plug-in of fsspec for this store",
-            ) from error
+            fix = "correct the address, or install the plug-in of fsspec for this store"
+            raise UserError(f"{address} cannot be opened: {shortened(refusal)}; {shortened(error)}", fix) from error
     return found
 
 
@@ -140,10 +136,8 @@ def reading(where: str, kind: str) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise not_utf8(where) from error
     except OSError as error:
-        raise UserError(
-            f"{where} cannot be read, or is damaged: {shortened(error)}",
-            "check the file, the connection to the store, and the credentials that its library uses",
-        ) from error
+        fix = "check the file, the connection to the store, and the credentials that its library uses"
+        raise UserError(f"{where} cannot be read, or is damaged: {shortened(error)}", fix) from error
 
 
 def shortened(error: Exception) -> str:

@@ -139,9 +139,8 @@ def alone(folder: Path, path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                f"another process packs {path}", "wait until it has ended, or choose another name"
-            ) from error
+            fix = "wait until it has ended, or choose another name"
+            raise UserError(f"another process packs {path}", fix) from error
         except OSError:  # the file system does not support locks
             pass
         yield

@@ -35,9 +35,8 @@ def from_images(folder: Path, size: tuple[int, int] | None = None) -> Source:
     if not classes:
         files = [(path, 0) for path in images_in(folder)]
     if not files:
-        raise UserError(
-            f"{folder} holds no images", f"give a folder of {', '.join(sorted(SUFFIXES))}, or of folders of them"
-        )
+        fix = f"give a folder of {', '.join(sorted(SUFFIXES))}, or of folders of them"
+        raise UserError(f"{folder} holds no images", fix)
     mode = "L" if mode_of(files[0][0]) in ("1", "L") else "RGB"
     first = decode(files[0][0], mode, size)
     fields = {"image": Field(first.shape, first.dtype)}
@@ -86,10 +85,8 @@ def decode(path: Path, mode: str, size: tuple[int, int] | None) -> NDArray[np.ui
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise damaged(path, error) from error
     if least < 0 or most > 255:
-        raise UserError(
-            f"{path} has values from {least:g} to {most:g}, and 8 bits hold 0 to 255",
-            "scale such images to 8 bits first, or pack their values from .npy or .npz",
-        )
+        fix = "scale such images to 8 bits first, or pack their values from .npy or .npz"
+        raise UserError(f"{path} has values from {least:g} to {most:g}, and 8 bits hold 0 to 255", fix)
     if size is not None and converted.size != (size[1], size[0]):
         converted = converted.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     pixels = np.asarray(converted)
@@ -100,10 +97,8 @@ def stacked(images: Sequence[NDArray[np.uint8]], paths: Sequence[Path], shape: t
     """Stack the images along a new first axis; raises UserError if one differs in size."""
     for image, path in zip(images, paths, strict=True):
         if image.shape != shape:
-            raise UserError(
-                f"{path} is {image.shape[0]}x{image.shape[1]} pixels but the first image is {shape[0]}x{shape[1]}",
-                f"scale all to one size, such as --size {shape[0]}x{shape[1]}",
-            )
+            what = f"{path} is {image.shape[0]}x{image.shape[1]} pixels but the first image is {shape[0]}x{shape[1]}"
+            raise UserError(what, f"scale all to one size, such as --size {shape[0]}x{shape[1]}")
     return np.stack(images)
 
 

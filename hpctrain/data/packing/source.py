@@ -65,10 +65,8 @@ def from_dataset(dataset: Dataset) -> Source:
     """
     ragged = [name for name, field in dataset.fields.items() if field.is_ragged]
     if ragged:
-        raise UserError(
-            f"the samples of {', '.join(map(repr, ragged))} differ in shape, which HDF5 arrays cannot hold",
-            "pad them to one shape, and keep their lengths in a separate array",
-        )
+        what = f"the samples of {', '.join(map(repr, ragged))} differ in shape, which HDF5 arrays cannot hold"
+        raise UserError(what, "pad them to one shape, and keep their lengths in a separate array")
     step = block_samples(dataset.fields)
 
     def blocks() -> Iterator[Samples]:
@@ -131,9 +129,8 @@ def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]]) -> Samples:
 def only_names(wanted: Columns | None, kind: str) -> tuple[str, ...] | None:
     """The arrays to take from a file that holds arrays, not columns; None for all. Raises UserError for columns."""
     if wanted and any(columns != (name,) for name, columns in wanted.items()):
-        raise UserError(
-            f"columns are put together for {kind}, which holds arrays", "write --field NAME to take an array"
-        )
+        fix = "write --field NAME to take an array"
+        raise UserError(f"columns are put together for {kind}, which holds arrays", fix)
     return tuple(wanted) if wanted else None
 
 
@@ -173,7 +170,6 @@ def packed_notes(path: str | Path) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         notes = None
     if not isinstance(notes, dict):
-        raise UserError(
-            f"the attribute {NOTES!r} of {path} holds no notes of hpctrain data pack", "pack the file again"
-        )
+        fix = "pack the file again"
+        raise UserError(f"the attribute {NOTES!r} of {path} holds no notes of hpctrain data pack", fix)
     return notes

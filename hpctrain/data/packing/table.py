@@ -89,10 +89,8 @@ def numbers(texts: Any, kind: Any, part: Part, name: str, begin: int, or_text: b
     if or_text:
         return trimmed
     row, text = next((row, text) for row, text in enumerate(trimmed.to_pylist()) if not is_number(text))
-    raise UserError(
-        f"{part.where}: column {name!r} has {text!r} in row {begin + row}, which is not a number",
-        "fill in or leave out such rows, or choose columns with --field",
-    )
+    fix = "fill in or leave out such rows, or choose columns with --field"
+    raise UserError(f"{part.where}: column {name!r} has {text!r} in row {begin + row}, which is not a number", fix)
 
 
 def is_number(text: str) -> bool:
@@ -176,10 +174,8 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
 
     first = next(blocks(), None)
     if first is None:
-        raise UserError(
-            f"{table.address} holds no rows{' that meet the conditions' if conditions else ''}",
-            "give data with at least one sample",
-        )
+        fix = "give data with at least one sample"
+        raise UserError(f"{table.address} holds no rows{' that meet the conditions' if conditions else ''}", fix)
     fields = {name: check_field(name, array.shape, array.dtype, table.address) for name, array in first.items()}
     origin = {**table.record(begins[-1]), **({"filter": list(conditions)} if conditions else {})}
     return Source(fields, begins[-1], blocks, {"sources": [origin]}, pieces)
@@ -189,15 +185,11 @@ def parsed(condition: str, table: Table) -> tuple[str, str, str]:
     """Parse a condition into column, operator and value."""
     match = CONDITION.fullmatch(condition)
     if not match:
-        raise UserError(
-            f"--filter {condition!r} is not a condition",
-            "write column, operator and value, such as --filter 'age >= 30'",
-        )
+        fix = "write column, operator and value, such as --filter 'age >= 30'"
+        raise UserError(f"--filter {condition!r} is not a condition", fix)
     if match[1] not in [name.strip() for name in table.schema.names]:
-        raise UserError(
-            f"--filter {condition!r}: {table.address} has no column {match[1]!r}",
-            f"it has {', '.join(table.schema.names)}: name one of them",
-        )
+        fix = f"it has {', '.join(table.schema.names)}: name one of them"
+        raise UserError(f"--filter {condition!r}: {table.address} has no column {match[1]!r}", fix)
     return match[1], match[2].strip(), match[3].strip("'\"")
 
 
@@ -213,7 +205,5 @@ def expression(column: str, operation: str, value: str, table: Table) -> Any:
             return compute.field(column).isin(pyarrow.array(each, pyarrow.string()).cast(kind))
         return COMPARE[operation](compute.field(column), pyarrow.scalar(value).cast(kind))
     except pyarrow.ArrowException as error:
-        raise UserError(
-            f"--filter compares column {column!r}, which holds {kind}, with {value!r}: {shortened(error)}",
-            "give a value of the column's type",
-        ) from error
+        what = f"--filter compares column {column!r}, which holds {kind}, with {value!r}: {shortened(error)}"
+        raise UserError(what, "give a value of the column's type") from error

@@ -73,10 +73,8 @@ def text_source(
             documents, tokens = fill(spool, pieces_of(files, form.field), form.tokenizer, dtype, on_progress)
         samples = (tokens - 1) // form.context
         if samples < 1:
-            raise UserError(
-                f"the text has {tokens} tokens, and a sample of context {form.context} takes {form.context + 1}",
-                "give more text, or a shorter --context",
-            )
+            what = f"the text has {tokens} tokens, and a sample of context {form.context} takes {form.context + 1}"
+            raise UserError(what, "give more text, or a shorter --context")
         notes = {
             "tokenizer": form.tokenizer.name,
             **({"tokenizer_sha256": form.tokenizer.sha256} if form.tokenizer.sha256 else {}),
@@ -213,9 +211,8 @@ def of_object(line: bytes, field: str, where: str) -> str:
         raise UserError(f"{where} is not JSON: {error}", "write one object per line") from error
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        raise UserError(
-            f"{where} is not an object with a text {field!r}", "name the field that has the text: --text-field NAME"
-        )
+        fix = "name the field that has the text: --text-field NAME"
+        raise UserError(f"{where} is not an object with a text {field!r}", fix)
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -70,9 +70,8 @@ class HuggingFace:
         try:
             encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exceptions
-            raise UserError(
-                f"{self.name} cannot encode the text: {error}", "use a tokenizer that has a token for unknown words"
-            ) from error
+            fix = "use a tokenizer that has a token for unknown words"
+            raise UserError(f"{self.name} cannot encode the text: {error}", fix) from error
         return [np.array(one.ids, np.int64) for one in encoded]
 
 
@@ -99,22 +98,17 @@ def open_tokenizer(path: Path | None, end: str | None = None) -> Tokenizer:
     try:
         tokenizer = Library.from_str(content.decode())
     except Exception as error:  # the library raises plain Exceptions
-        raise UserError(
-            f"{path} is not a tokenizer: {error}", "give a tokenizer.json, as tokenizers and transformers write it"
-        ) from error
+        fix = "give a tokenizer.json, as tokenizers and transformers write it"
+        raise UserError(f"{path} is not a tokenizer: {error}", fix) from error
     tokenizer.no_truncation()  # the file may set truncation to a model's maximum length
     tokenizer.no_padding()
     words: dict[str, int] = tokenizer.get_vocab()
     largest = max(words.values(), default=0)
     if largest > LARGEST_TOKEN:
-        raise UserError(
-            f"{path} has token {largest}, and files hold tokens up to {LARGEST_TOKEN}",
-            "number its tokens from 0 without large gaps",
-        )
+        fix = "number its tokens from 0 without large gaps"
+        raise UserError(f"{path} has token {largest}, and files hold tokens up to {LARGEST_TOKEN}", fix)
     found = [words[each] for each in ([end] if end is not None else ENDS) if each in words]
     if not found:
-        raise UserError(
-            f"{path} has no token {end or ' or '.join(ENDS)} to end a text",
-            "name one that it has: --end-of-text TOKEN",
-        )
+        fix = "name one that it has: --end-of-text TOKEN"
+        raise UserError(f"{path} has no token {end or ' or '.join(ENDS)} to end a text", fix)
     return HuggingFace(path.name, hashlib.sha256(content).hexdigest(), largest + 1, found[0], tokenizer)

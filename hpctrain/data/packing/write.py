@@ -234,10 +234,8 @@ def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: i
     for block in source.blocks():
         for name, field in fields.items():
             if block[name].shape[1:] != field.shape:
-                raise UserError(
-                    f"{name!r} has shape {block[name].shape[1:]} from sample {begin} on, and {field.shape} before it",
-                    "pad all samples to one shape",
-                )
+                what = f"{name!r} has shape {block[name].shape[1:]} from sample {begin} on, and {field.shape} before it"
+                raise UserError(what, "pad all samples to one shape")
         made = {name: fit(name, block[name], field.dtype, begin) for name, field in fields.items()}
         end = begin + len(next(iter(made.values())))
         if end > first + source.length:
@@ -247,9 +245,8 @@ def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: i
     else:
         end = begin
     if end != first + source.length:
-        raise UserError(
-            f"the source gave {end - first} samples in place of {source.length}", "do not change it while it is packed"
-        )
+        fix = "do not change it while it is packed"
+        raise UserError(f"the source gave {end - first} samples in place of {source.length}", fix)
 
 
 def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
@@ -267,9 +264,8 @@ def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> ND
     if wrong.any():
         row = int(np.argwhere(wrong)[0][0])
         value = values[row][wrong[row]].ravel()[0] if values.ndim > 1 else values[row]
-        raise UserError(
-            f"{name!r} of sample {begin + row} holds {value}, which {dtype} cannot hold", "choose a wider dtype"
-        )
+        fix = "choose a wider dtype"
+        raise UserError(f"{name!r} of sample {begin + row} holds {value}, which {dtype} cannot hold", fix)
     return cast
 
 
@@ -278,17 +274,13 @@ def check_names(names: Collection[str]) -> None:
     for name in names:
         is_group = any(other.startswith(f"{name}/") for other in names)
         if is_group or "\0" in name or any(part in ("", ".") for part in name.split("/")):
-            raise UserError(
-                f"an array in HDF5 cannot be named {name!r}" + (" and be a group, too" if is_group and name else ""),
-                "rename the column or array, or choose others with --field",
-            )
+            what = f"an array in HDF5 cannot be named {name!r}" + (" and be a group, too" if is_group and name else "")
+            raise UserError(what, "rename the column or array, or choose others with --field")
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
     """Raise UserError early if the disk has too little free space."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise UserError(
-            f"{folder} has {free / 1e9:.2f} GB free and the file needs {num_bytes / 1e9:.2f} GB",
-            "make room, write elsewhere, choose a narrower --dtype, or use --compression gzip",
-        )
+        fix = "make room, write elsewhere, choose a narrower --dtype, or use --compression gzip"
+        raise UserError(f"{folder} has {free / 1e9:.2f} GB free and the file needs {num_bytes / 1e9:.2f} GB", fix)

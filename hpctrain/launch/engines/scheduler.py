@@ -96,10 +96,8 @@ def to_submit(scheduler: Scheduler, run: RunDir, own_job: str | None = None) -> 
     with LiveLock(run, myself(), TO_SUBMIT).held():
         for entry in alive(scheduler, run):
             if entry.id != own_job:
-                raise UserError(
-                    f"job {entry.id} of {run.path} is {entry.state} already",
-                    "wait for it, end it with hpctrain cancel, or give the new run another name",
-                )
+                fix = "wait for it, end it with hpctrain cancel, or give the new run another name"
+                raise UserError(f"job {entry.id} of {run.path} is {entry.state} already", fix)
         yield
 
 
@@ -138,9 +136,8 @@ def end_each(
             failed.append(f"job {job}: {error.what}")
     if failed:
         succeeded = [f"ended all the same: job {', '.join(ended)}"] * bool(ended)
-        raise RunFailed(
-            "; ".join([*failed, *succeeded, *left]), "see whether the scheduler ends these jobs without hpctrain"
-        )
+        fix = "see whether the scheduler ends these jobs without hpctrain"
+        raise RunFailed("; ".join([*failed, *succeeded, *left]), fix)
     return ended, left
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from hpctrain.launch import mpi_library
 from hpctrain.launch.mpi_library import on_ranks
+from hpctrain.system import processes
 
 OUTLIVES_ITS_RANKS = (
     "import subprocess, sys, time; subprocess.run([sys.executable, '-c', 'import time; time.sleep(1)'])"
@@ -36,4 +37,4 @@ def test_a_launcher_that_outlives_its_ranks_is_not_waited_for(monkeypatch: pytes
         mpi_library._wait(launcher, 60, has_ranks=True)
         assert launcher.poll() is None
     finally:
-        mpi_library._end(launcher)
+        processes.end_process(launcher, mpi_library.KILL_S)

@@ -19,6 +19,7 @@ from hpctrain.launch.patience import patiently
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
 from hpctrain.system import foreign_text
+from hpctrain.system.processes import end_process
 
 TIMEOUT_S = 60
 """Default timeout: a controller under load answers within a minute or not at all."""
@@ -26,6 +27,8 @@ TIMEOUT_S = 60
 SOON_S = 10
 """Timeout for answers that are needed soon: a job that Slurm is ending has half a minute left."""
 
+END_S = 10
+"""Seconds that a step gets to end after its timeout."""
 DAEMON_S = 2
 """Seconds a node's daemon gets to accept a connection before the node counts as lost."""
 CONNECTIONS = 64
@@ -92,10 +95,8 @@ def find(program: str) -> str:
     """Returns the path of one of Slurm's commands; raises UserError if it is not on PATH."""
     path = shutil.which(program)
     if path is None:
-        raise UserError(
-            f"Slurm's {program} is not on PATH",
-            "run this on a login node of the cluster; hpctrain render and hpctrain run need no Slurm",
-        )
+        fix = "run this on a login node of the cluster; hpctrain render and hpctrain run need no Slurm"
+        raise UserError(f"Slurm's {program} is not on PATH", fix)
     return path
 
 
@@ -108,9 +109,8 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, st
             command, env=env, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise Unanswered(
-            f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when Slurm answers"
-        ) from error
+        fix = "try again when Slurm answers"
+        raise Unanswered(f"{words[0]} did not answer within {timeout_s:.0f} s", fix) from error
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         kinds = {UNHEARD: Unheard, UNANSWERED: Unanswered, UNKNOWN_JOB: NoSuchJob, DISABLED: Disabled}
@@ -325,10 +325,6 @@ def run_step(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> 
             try:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                process.terminate()
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                end_process(process, END_S)
         output.seek(0)
         return process.returncode, output.read().decode(errors="replace")

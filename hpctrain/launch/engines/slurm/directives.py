@@ -139,15 +139,12 @@ def build(
     for field, pattern in PATTERNS.items():
         value = getattr(slurm, field)
         if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-            raise UserError(
-                f"launch.slurm.{field} is {value!r}", f"write {EXAMPLES.get(field, 'a name as Slurm lists it')}"
-            )
+            fix = f"write {EXAMPLES.get(field, 'a name as Slurm lists it')}"
+            raise UserError(f"launch.slurm.{field} is {value!r}", fix)
     limit = seconds(slurm.time) if slurm.time else None
     if limit is not None and signal_s >= limit:
-        raise UserError(
-            f"launch.slurm.time {slurm.time} leaves no time before the stop signal {signal_s} s ahead of its end",
-            f"give a time of more than {signal_s} s, or a smaller launch.slurm.signal_s",
-        )
+        what = f"launch.slurm.time {slurm.time} leaves no time before the stop signal {signal_s} s ahead of its end"
+        raise UserError(what, f"give a time of more than {signal_s} s, or a smaller launch.slurm.signal_s")
     made = [
         Directive("--job-name", text(name, "name")),
         *_given(slurm, "account", "partition", "qos", "constraint", "reservation", "licenses"),
@@ -198,16 +195,13 @@ def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
     kinds = [directive.kind for directive in directives]
     for kind in kinds:
         if kinds.count(kind) > 1 and kind != "--gres":
-            raise UserError(
-                f"the script would have {kind} twice", f"use launch.slurm.replace for {kind} in place of extra"
-            )
+            fix = f"use launch.slurm.replace for {kind} in place of extra"
+            raise UserError(f"the script would have {kind} twice", fix)
     for group in EXCLUSIVE:
         found = [kind for kind in kinds if kind in group]
         if len(found) > 1:
-            raise UserError(
-                f"{' and '.join(found)} exclude each other",
-                f"keep one, and put {found[0]} into launch.slurm.skip if it is ours",
-            )
+            fix = f"keep one, and put {found[0]} into launch.slurm.skip if it is ours"
+            raise UserError(f"{' and '.join(found)} exclude each other", fix)
     return directives
 
 
@@ -256,10 +250,8 @@ def _gpus(launch: LaunchConfig) -> list[Directive]:
     if slurm.gpu_request == "gpus-per-task":
         each, rest = divmod(slurm.gpus_per_node, ranks_per_node(launch))
         if rest or not each:
-            raise UserError(
-                f"{slurm.gpus_per_node} GPUs of a node do not divide by {ranks_per_node(launch)} ranks",
-                "change launch.ranks_per_node, or set launch.slurm.gpu_request: gpus-per-node",
-            )
+            what = f"{slurm.gpus_per_node} GPUs of a node do not divide by {ranks_per_node(launch)} ranks"
+            raise UserError(what, "change launch.ranks_per_node, or set launch.slurm.gpu_request: gpus-per-node")
         return [Directive("--gpus-per-task", f"{model}{each}")]
     if slurm.gpu_request == "gpus-per-node":
         return [Directive("--gpus-per-node", f"{model}{slurm.gpus_per_node}")]
@@ -271,9 +263,8 @@ def _memory(slurm: SlurmConfig) -> list[Directive]:
         return []
     match = re.fullmatch(r"(\d+[KMGT]?)(?:/(cpu|gpu))?", slurm.memory)
     if not match:
-        raise UserError(
-            f"launch.slurm.memory is {slurm.memory!r}", "write 4G (each node), 2G/cpu, 16G/gpu or 0 (all of the node)"
-        )
+        fix = "write 4G (each node), 2G/cpu, 16G/gpu or 0 (all of the node)"
+        raise UserError(f"launch.slurm.memory is {slurm.memory!r}", fix)
     return [Directive(f"--mem-per-{match.group(2)}" if match.group(2) else "--mem", match.group(1))]
 
 

@@ -147,10 +147,8 @@ def candidates(
     found: list[Launcher] = []
     if launch.launcher != "mpirun" and offered:
         if slurm.mpi and slurm.mpi not in offered:
-            raise UserError(
-                f"srun has no --mpi={slurm.mpi} here",
-                f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun",
-            )
+            fix = f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun"
+            raise UserError(f"srun has no --mpi={slurm.mpi} here", fix)
         found.append(Srun(job, slurm, slurm.mpi or best_mpi(offered, flavour), in_order, flavour))
     if launch.launcher != "srun" and mpirun is not None:
         found.append(Mpirun(job, slurm, mpirun))

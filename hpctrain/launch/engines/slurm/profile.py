@@ -140,10 +140,8 @@ def _section(section: type, values: typing.Any, place: str) -> dict[str, typing.
     for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
-            raise UserError(
-                f"{place}.{key} is not something that a profile can set",
-                f"did you mean {near[0]}?" if near else f"use {', '.join(allowed)}",
-            )
+            fix = f"did you mean {near[0]}?" if near else f"use {', '.join(allowed)}"
+            raise UserError(f"{place}.{key} is not something that a profile can set", fix)
     return {key: _value(value, allowed[key], f"{place}.{key}") for key, value in values.items()}
 
 

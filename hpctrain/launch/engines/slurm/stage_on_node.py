@@ -123,10 +123,8 @@ def _files(source: Path, copy: Path) -> list[tuple[Path, Path]]:
     if source.is_dir():
         return [(path, copy / path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()]
     if not source.is_file():
-        raise UserError(
-            f"launch.stage_in names {source}, which {socket.gethostname()} does not see",
-            "correct the path, or put the file where all nodes see it",
-        )
+        fix = "correct the path, or put the file where all nodes see it"
+        raise UserError(f"launch.stage_in names {source}, which {socket.gethostname()} does not see", fix)
     return [(source, copy)]
 
 
@@ -141,10 +139,8 @@ def _copy(source: Path, copy: Path) -> None:
         with open(temporary, "rb") as reader:
             written = hashlib.file_digest(reader, "sha256")
         if read.digest() != written.digest():
-            raise RunFailed(
-                f"{copy} on {socket.gethostname()} differs from what was written",
-                f"exclude {socket.gethostname()}: its disk is broken",
-            )
+            fix = f"exclude {socket.gethostname()}: its disk is broken"
+            raise RunFailed(f"{copy} on {socket.gethostname()} differs from what was written", fix)
 
 
 @contextlib.contextmanager

@@ -266,9 +266,8 @@ def check_after(jobs: Sequence[str]) -> None:
         RunFailed: Slurm does not answer.
     """
     if wrong := [job for job in jobs if not JOB.fullmatch(job)]:
-        raise UserError(
-            f"--after {wrong[0]} is not a job", "give numbers of jobs, as hpctrain submit --parsable prints them"
-        )
+        fix = "give numbers of jobs, as hpctrain submit --parsable prints them"
+        raise UserError(f"--after {wrong[0]} is not a job", fix)
     asked = client.queue(jobs)
     found = {job: [each for each in asked if job in (each.id, each.id.partition("_")[0])] for job in jobs}
     ended = client.accounted([job for job in jobs if not found[job]])
