@@ -174,8 +174,7 @@ def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
     """What is to be packed."""
     from hpctrain.data.packing.read import kind_of, open_source
     from hpctrain.data.packing.source import parse_fields
-    from hpctrain.data.packing.text import TextForm, files_of, text_source
-    from hpctrain.data.packing.tokenizer import open_tokenizer
+    from hpctrain.data.packing.text import TextForm, files_of, open_tokenizer, text_source
     from hpctrain.data.packing.write import prepare
 
     kind = kind_of(args.sources, args.kind)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.dataset import Dataset, Field, Samples, SeededDataset, choose, content_fingerprint, from_arrays
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.formats.records import Decode, JsonLines, Records, TarShard, open_records
 from hpctrain.data.formats.table_dataset import open_table_dataset
+from hpctrain.data.formats.tables import open_table
 from hpctrain.data.samples import grouped, require_alike
 from hpctrain.errors import UserError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.formats.hdf5_files import look_at
-from hpctrain.data.formats.open_table import open_table
+from hpctrain.data.formats.tables import open_table
 from hpctrain.data.packing.growing_file import ALONE, Ranks
 from hpctrain.data.packing.source import Columns, Source, from_dataset, join, only_names
 from hpctrain.data.packing.text import SUFFIXES

@@ -16,8 +16,8 @@ import pytest
 
 from hpctrain.cli import main
 from hpctrain.data.dataset import Field
-from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.formats.tables import open_table
 from hpctrain.data.packing import source as source_module
 from hpctrain.data.packing.source import Source, from_dataset, packed_notes
 from hpctrain.data.packing.table import from_table

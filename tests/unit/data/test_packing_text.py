@@ -22,8 +22,7 @@ from hpctrain import UserError, open_dataset, packed_notes
 from hpctrain.cli import main
 from hpctrain.data.packing import source, text
 from hpctrain.data.packing.source import Source
-from hpctrain.data.packing.text import TextForm, files_of, text_source
-from hpctrain.data.packing.tokenizer import Bytes, Tokenizer, open_tokenizer
+from hpctrain.data.packing.text import Bytes, TextForm, Tokenizer, files_of, open_tokenizer, text_source
 
 END = 256
 STORY = "Once upon a time\nthere was a \u00fcber-k\u00e4fer \U0001f41e\r\n" * 30

@@ -15,9 +15,9 @@ import pytest
 
 import hpctrain
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.formats.table_dataset import open_table_dataset
+from hpctrain.data.formats.tables import open_table
 from hpctrain.data.order import Order
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.data.samples import Recipe

@@ -14,9 +14,8 @@ import pytest
 from hpctrain.checkpoint.resume_compat import identity_of, refuse_changes
 from hpctrain.cli import main
 from hpctrain.data.dataset import Dataset, Field
-from hpctrain.data.formats.open_table import open_table
 from hpctrain.data.formats.sources import open_dataset
-from hpctrain.data.formats.tables import filesystem_of
+from hpctrain.data.formats.tables import filesystem_of, open_table
 from hpctrain.data.info import sources_of
 from hpctrain.data.order import Order
 from hpctrain.data.packing.source import packed_notes
