@@ -129,8 +129,8 @@ def with_weights(path: str, use: Callable[[Weights], T], group: Group) -> T:
         return {}
 
     store, step = locate(path)
-    own_of_nobody = Group("alone")  # one process, so that rank-local state is averaged
-    CheckpointStore(store.path, group=group, peers=own_of_nobody).load_into(take, step)
+    single = Group("alone")  # one process, so that rank-local state is averaged
+    CheckpointStore(store.path, group=group, peers=single).load_into(take, step)
     return found[-1]
 
 

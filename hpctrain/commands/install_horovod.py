@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         with build.checked(wheel) as copy:
             _install(copy, again=built)
     for framework in frameworks:
-        _see_it_load(framework, mpi)
+        _check_it_loads(framework, mpi)
     outcome = {
         "version": recipe.version, "frameworks": frameworks, "mpi": mpi.name, "gpu": args.gpu, "built": built,
         "wheel": str(wheel), "seconds": round(time.monotonic() - begin, 1),
@@ -139,7 +139,7 @@ def _install(wheel: Path, again: bool) -> None:
         raise RunFailed(what=f"pip cannot install {wheel}: {toolchain.last_line(done.stderr)}", fix="try again")
 
 
-def _see_it_load(framework: str, mpi: toolchain.Mpi) -> None:
+def _check_it_loads(framework: str, mpi: toolchain.Mpi) -> None:
     done = subprocess.run(python.code(_SMOKE_TEST.format(framework)), capture_output=True, text=True)
     if done.returncode != 0:
         raise RunFailed(

@@ -54,7 +54,7 @@ def report(args: argparse.Namespace) -> int:
 
     view = find_run(args.run)
     data = view.history()
-    tell_notes(data)
+    show_notes(data)
     if args.json:
         foreign_text.show(
             json.dumps({**summarize(data), "explanation": asdict(explain_run(data))}, indent=1, default=str)
@@ -66,7 +66,7 @@ def report(args: argparse.Namespace) -> int:
     html = page.render(data, explain_run(data), sections, view.pictures())
     replace_whole(path, lambda temporary: temporary.write_text(html, encoding="utf-8"))
     foreign_text.show(str(path))
-    tell_charts_missing()
+    show_charts_missing()
     if args.svg:
         for picture in page.save_pictures(sections, Path(args.svg)):
             foreign_text.show(str(picture))
@@ -85,7 +85,7 @@ def explain(args: argparse.Namespace) -> int:
     answers = {}
     for run in runs:
         data = RunView(run.path).history()
-        tell_notes(data)
+        show_notes(data)
         answers[run.path] = explain_run(data, data.run.state(time.time(), jobs.job_of(run)))
     of_array = bool(runs) and runs[0].path != resolve_run.existing(args.run).path
     if args.json:
@@ -108,7 +108,7 @@ def compare(args: argparse.Namespace) -> int:
     from hpctrain.report.compare import overlays
 
     runs = [find_run(name).history() for name in args.runs]
-    tell_notes(*runs)
+    show_notes(*runs)
     result = compare_runs(runs)
     if args.json:
         foreign_text.show(json.dumps(result, indent=1, default=str))
@@ -118,7 +118,7 @@ def compare(args: argparse.Namespace) -> int:
         html = page.render_comparison(result, overlays(runs, result["runs"]))
         replace_whole(Path(args.output), lambda temporary: temporary.write_text(html, encoding="utf-8"))
         foreign_text.show(args.output)
-        tell_charts_missing()
+        show_charts_missing()
     return 0
 
 
@@ -131,7 +131,7 @@ def print_comparison(result: Mapping[str, Any]) -> None:
         foreign_text.table(title, ["", *result["runs"]], rows)
 
 
-def tell_charts_missing() -> None:
+def show_charts_missing() -> None:
     """Says that a page has tables only, and what to install."""
     from hpctrain.report.drawing import INSTALL, can_draw
 
@@ -139,7 +139,7 @@ def tell_charts_missing() -> None:
         foreign_text.show(f"hpctrain: the page has no charts, which need matplotlib\n  fix: {INSTALL}", sys.stderr)
 
 
-def tell_notes(*runs: RunHistory) -> None:
+def show_notes(*runs: RunHistory) -> None:
     """Says once what was left out of run folders."""
     for found in (data.run for data in runs if data.run.left_out):
         foreign_text.show(f"hpctrain: {found.path}: {found.left_out}", sys.stderr)

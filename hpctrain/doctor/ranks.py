@@ -65,13 +65,13 @@ def transport(text: str, version: str) -> str:
     return ", ".join(parts) or f"not known from {version}"
 
 
-def judge(facts: dict[str, Any], carried_by: str) -> Iterator[Check]:
+def judge(facts: dict[str, Any], transport: str) -> Iterator[Check]:
     """Turns measurements into findings."""
-    if re.search(r"\btcp within", carried_by):
+    if re.search(r"\btcp within", transport):
         fix = "let MPI use shared memory: more room in /dev/shm, and no OMPI_MCA_btl or UCX_TLS that leave it out"
-        yield problem("transport", carried_by, fix)
+        yield problem("transport", transport, fix)
     else:
-        yield Check("transport", carried_by)
+        yield Check("transport", transport)
     if "latency_us" in facts:
         latency = f"{facts['latency_us']:.1f} us"
         if facts["latency_us"] > SLOW_LATENCY_US and facts["nodes"] == 1:

@@ -179,11 +179,11 @@ def start_agent(
     own = interfaces() if world.local_rank == 0 and world.nodes > 1 else []
     reached_at = [interface.address for interface in own] if world.local_rank == 0 else None
     introduction = [world.host, world.node, reached_at]
-    everybody = world.everyone.allgather(introduction, "tell the monitor who is where")
+    introductions = world.everyone.allgather(introduction, "tell the monitor who is where")
     listener = None
     meeting: dict[str, object] = {}
     if world.rank == 0:
-        others = [addresses for _, node, addresses in everybody if addresses is not None and node]
+        others = [addresses for _, node, addresses in introductions if addresses is not None and node]
         try:
             make_folder(folder.monitor, folder.path)
             listener, addresses = listen_for(own, others) if world.nodes > 1 else (None, [])
@@ -203,8 +203,8 @@ def start_agent(
         layout=layout,
         listener=listener.fileno() if listener else None,
         chief={
-            "hosts": [host for host, *_ in everybody],
-            "nodes": [node for _, node, _ in everybody],
+            "hosts": [host for host, *_ in introductions],
+            "nodes": [node for _, node, _ in introductions],
             "folder": str(folder.path.absolute()),
             "attempt": current_attempt(),
             "config": dataclasses.asdict(config),

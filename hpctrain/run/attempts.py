@@ -207,19 +207,19 @@ class Attempts:
             write_atomically(self.run_dir.run_yaml, run_yaml.encode(), self.run_dir.path)
         return number
 
-    def end(self, number: int, verdict: RunVerdict, words: Sequence[LastWord], all_told: bool = True) -> None:
+    def end(self, number: int, verdict: RunVerdict, words: Sequence[LastWord], all_ended: bool = True) -> None:
         """Records how an attempt ended.
 
         Args:
             number: number of the attempt.
             verdict: the verdict on it.
             words: its ranks' last words.
-            all_told: whether all ranks have ended; if not, their last words are not merged.
+            all_ended: whether all ranks have ended; if not, their last words are not merged.
 
         Raises:
             RunFailed: the folder cannot be written.
         """
-        if all_told:
+        if all_ended:
             last_words.merge(self.run_dir, number, words, verdict)
         entry = {"ended": time.time(), "to_step": self.run_dir.newest_checkpoint_step(), "verdict": verdict.to_json()}
         self._note(number, "ended", {**entry, "hosts": sorted({word.host for word in words})})

@@ -50,8 +50,8 @@ def kernel_share(before: Usage, after: Usage) -> float | None:
     """
     seconds = after.seconds - before.seconds
     share = (after.kernel_s - before.kernel_s) / seconds
-    hands_out = (after.faults - before.faults) / seconds >= LEAST_FAULTS_PER_S
-    return share if hands_out and share >= LEAST_SHARE else None
+    is_frequent = (after.faults - before.faults) / seconds >= LEAST_FAULTS_PER_S
+    return share if is_frequent and share >= LEAST_SHARE else None
 
 
 def is_given(environment: Mapping[str, str]) -> bool:

@@ -88,7 +88,7 @@ def fit(config: Config, invite: Invite, fresh: bool, report: Report | None) -> R
     """
     run_dir = RunDir.of(config.name, config.run_dir)
     before = len(Attempts(run_dir).all())
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as guests:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as nodes:
         shown = Path(folder, "ticket")
         launch = dataclasses.replace(config.launch, engine="runners", hosts=(), ticket=str(shown))
         task, path = absolute_task(config.task), str(run_dir.path)
@@ -102,7 +102,7 @@ def fit(config: Config, invite: Invite, fresh: bool, report: Report | None) -> R
                 time.sleep(LOOK_S)
                 if problem is None:
                     with contextlib.suppress(FileNotFoundError):
-                        problem = guests.enter_context(invite(config, ticket.read(shown)))
+                        problem = nodes.enter_context(invite(config, ticket.read(shown)))
                 elif len(Attempts(run_dir).all()) == before and (what := problem()):
                     raise RunFailed(what, "look at the cluster's own status of its tasks")
                 seen = _tell(report, view, seen, before)

@@ -89,9 +89,9 @@ def run_on(
     with own_folder(tempfile.gettempdir()) as folder:
         if not folder:
             raise RunFailed(f"{tempfile.gettempdir()} cannot be written", "set TMPDIR to a folder of this machine")
-        with contextlib.ExitStack() as guests, desk.opened(given, Path(folder)) as opened:
+        with contextlib.ExitStack() as nodes, desk.opened(given, Path(folder)) as opened:
             made = dataclasses.replace(given, port=opened.port)
-            problem = guests.enter_context(invite(config, made))  # nodes leave when the desk closes, before this exits
+            problem = nodes.enter_context(invite(config, made))  # nodes leave when the desk closes, before this exits
             count = launch.nodes + launch.spare_nodes
             names = wait_for(opened, count, launch.node_wait_s, problem)
             shell = shlex.join([sys.executable, "-I", "-S", ask.__file__, str(opened.path), "{host}"])

@@ -119,9 +119,9 @@ def who_never_arrived(beats: list[Beat], grid: Grid | None = None) -> list[Beat]
 
 def apart(beats: list[Beat], grid: Grid) -> list[Beat]:
     """Ranks in the exchange for which others wait: tensor neighbours, or any rank waiting for rows or gradients."""
-    in_vain = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
+    waiting_groups = {beat.rank // grid.tensor for beat in beats if beat.waits_for == Neighbours.TENSOR}
     of_all = any(beat.waits_for in (Neighbours.TABLES, Neighbours.GRADIENTS) for beat in beats)
-    return [beat for beat in beats if beat.waits and (of_all or beat.rank // grid.tensor in in_vain)]
+    return [beat for beat in beats if beat.waits and (of_all or beat.rank // grid.tensor in waiting_groups)]
 
 
 class HangWatch:
@@ -145,8 +145,8 @@ class HangWatch:
         """Returns a hang once each time the run stops; ``beats`` holds one of each known rank."""
         alive = [beat for beat in beats if beat.state not in (ENDED, GONE)]
         dead = [beat for beat in beats if beat.state == GONE]
-        said_goodbye = any(beat.state == ENDED for beat in beats)
-        if dead and not self.reported_dead and not said_goodbye:
+        has_ended = any(beat.state == ENDED for beat in beats)
+        if dead and not self.reported_dead and not has_ended:
             self.reported_dead = True
             return Hang(min(beat.age_s for beat in dead), tuple(dead), tuple(alive), died=True)
         if not alive or dead:

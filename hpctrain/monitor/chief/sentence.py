@@ -140,11 +140,11 @@ def of_hang(hang: Hang, hosts: Sequence[str], action: str, grid: Grid | None = N
     if hang.died:
         return f"{'; '.join(named)}: {ending}"
     if not named:
-        return f"no step for {hang.silence_s:.0f} s: every rank {what_all_do(hang.waiting)}: {ending}"
-    return f"no step for {hang.silence_s:.0f} s: {'; '.join(named)}; {those_who_wait(hang)}: {ending}"
+        return f"no step for {hang.silence_s:.0f} s: every rank {common_activity(hang.waiting)}: {ending}"
+    return f"no step for {hang.silence_s:.0f} s: {'; '.join(named)}; {waiting_ranks(hang)}: {ending}"
 
 
-def what_all_do(beats: Sequence[Beat]) -> str:
+def common_activity(beats: Sequence[Beat]) -> str:
     """Says what ranks do when none is to blame, by group if they differ."""
     doing: dict[str, list[int]] = {}
     for beat in beats:
@@ -156,7 +156,7 @@ def what_all_do(beats: Sequence[Beat]) -> str:
     )
 
 
-def those_who_wait(hang: Hang) -> str:
+def waiting_ranks(hang: Hang) -> str:
     """Says how many ranks wait, and which of them wait for neighbours within a pass."""
     near = [beat.rank for beat in hang.waiting if beat.waits_for_neighbours]
     them = f" (rank{'s' if len(near) != 1 else ''} {numbers(near)} in the middle of a pass)" if near else ""

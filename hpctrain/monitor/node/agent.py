@@ -163,7 +163,7 @@ class ChiefAgent:
     def keep_door(self, door: Door, now: float) -> None:
         """Closes unauthenticated connections that are overdue; stops accepting while there is no room."""
         for stranger in door.overdue(now):
-            self.part_from(stranger)
+            self.disconnect(stranger)
         self.inputs.attend(door.listener, door.has_room(now, len(self.trusted)))
 
     def hear(self, connection: Connection) -> None:
@@ -182,16 +182,16 @@ class ChiefAgent:
         """Records the node of a connection; an agent that connects again has lost its earlier connection."""
         known = self.by_node.get(node)
         if known is not None and known is not connection:
-            self.part_from(known)
+            self.disconnect(known)
         self.by_node[node] = connection
 
     def flush(self, connection: Connection) -> None:
         """Sends queued data; closes the connection if it has ended."""
         connection.flush()
         if connection.ended:
-            self.part_from(connection)
+            self.disconnect(connection)
 
-    def part_from(self, connection: Connection) -> None:
+    def disconnect(self, connection: Connection) -> None:
         """Closes a connection, unless it is already closed."""
         if connection.fileno() < 0:
             return
@@ -292,7 +292,7 @@ class LogWriter:
                 os.write(sys.stdout.fileno(), line)
 
 
-def stand_apart() -> None:
+def detach() -> None:
     """Ignores the job's signals and undoes the first rank's CPU affinity."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -324,7 +324,7 @@ def make_agent(plan: AgentPlan, descriptors: int) -> ChiefAgent | NodeAgent:
 
 def main() -> None:
     """Runs the agent."""
-    stand_apart()
+    detach()
     plan = AgentPlan.from_json(sys.stdin.read())
     agent = make_agent(plan, raise_descriptors())
     agent.inputs.watch()
