@@ -22,7 +22,7 @@ from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.errors import Code, RunFailed
 from hpctrain.run.folder import PARTIAL, name_of_step, step_named
-from hpctrain.system.files import sync_folder
+from hpctrain.system.files import sync
 
 TRASH = ".trash-"
 """Prefix of a folder that is being deleted."""
@@ -131,20 +131,20 @@ class CheckpointFolder:
     def seal(self, partial: Path, step: int, file: str, data: bytes) -> None:
         """Write the last file of a partial checkpoint and rename its folder. Raises OSError, Replaced."""
         write_durably(partial / file, data, self.file_mode)
-        sync_folder(partial)
+        sync(partial)
         self.fence()
         target = self.folder(step)
         replaced = self.path / f"{REPLACED}{target.name}-{secrets.token_hex(4)}"
         if target.exists():
             os.rename(target, replaced)
-            sync_folder(self.path)
+            sync(self.path)
         try:
             os.rename(partial, target)
         except OSError:  # a newer attempt has removed the partial checkpoint; one in its place is that attempt's
             if replaced.exists() and not target.exists():
                 os.rename(replaced, target)
             raise
-        sync_folder(self.path)
+        sync(self.path)
         if replaced.exists():
             self._delete(replaced)
 
@@ -168,7 +168,7 @@ class CheckpointFolder:
         self.fence()
         aside = self.path / f"{why}-{name_of_step(step)}-{secrets.token_hex(4)}"
         os.rename(self.folder(step), aside)
-        sync_folder(self.path)
+        sync(self.path)
         return aside
 
     def sweep(self) -> list[str]:
@@ -186,7 +186,7 @@ class CheckpointFolder:
             target = self.path / entry.name.removeprefix(REPLACED).rpartition("-")[0]
             if entry.name.startswith(REPLACED) and not target.exists():
                 os.rename(entry, target)
-                sync_folder(self.path)
+                sync(self.path)
             else:
                 self._delete(entry)
         return [entry.name for entry in leftovers]
@@ -197,7 +197,7 @@ class CheckpointFolder:
         if not folder.name.startswith(TRASH):
             trash = self.path / f"{TRASH}{folder.name.lstrip('.')}-{secrets.token_hex(4)}"
             os.rename(folder, trash)
-            sync_folder(self.path)
+            sync(self.path)
         shutil.rmtree(trash, ignore_errors=True)  # files that a file server still holds are removed at the next start
 
 

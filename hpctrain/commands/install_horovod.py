@@ -100,10 +100,8 @@ def run(args: argparse.Namespace) -> int:
 def _frameworks(torch: bool | None, tensorflow: bool | None, gpu: bool) -> dict[str, str]:
     """Name and version of each framework to build for."""
     if gpu and tensorflow:
-        raise UserError(
-            what="Horovod's TensorFlow operations do not build for GPUs against today's TensorFlow",
-            fix="leave out --tensorflow: --gpu builds for PyTorch",
-        )
+        fix = "leave out --tensorflow: --gpu builds for PyTorch"
+        raise UserError("Horovod's TensorFlow operations do not build for GPUs against today's TensorFlow", fix)
     wanted = {"torch": torch, "tensorflow": False if gpu else tensorflow}
     versions = {"torch": python.version_of("torch"), "tensorflow": python.version_of("tensorflow-cpu", "tensorflow")}
     for name, want in wanted.items():
@@ -111,10 +109,8 @@ def _frameworks(torch: bool | None, tensorflow: bool | None, gpu: bool) -> dict[
             raise UserError(what=f"{name} is not installed", fix=f'pip install "hpctrain[{name}]" first')
     found = {name: version for name, version in versions.items() if version and wanted[name] is not False}
     if not found:
-        raise UserError(
-            what="there is no framework to build Horovod for",
-            fix='install one first: pip install "hpctrain[torch]" or "hpctrain[tensorflow]"',
-        )
+        fix = 'install one first: pip install "hpctrain[torch]" or "hpctrain[tensorflow]"'
+        raise UserError("there is no framework to build Horovod for", fix)
     return found
 
 
@@ -142,10 +138,8 @@ def _install(wheel: Path, again: bool) -> None:
 def _check_it_loads(framework: str, mpi: toolchain.Mpi) -> None:
     done = subprocess.run(python.code(_SMOKE_TEST.format(framework)), capture_output=True, text=True)
     if done.returncode != 0:
-        raise RunFailed(
-            what=f"horovod.{framework} does not load: {toolchain.last_line(done.stderr)}",
-            fix=f"build it again with --force, with {mpi.name} loaded as it will be in jobs",
-        )
+        fix = f"build it again with --force, with {mpi.name} loaded as it will be in jobs"
+        raise RunFailed(f"horovod.{framework} does not load: {toolchain.last_line(done.stderr)}", fix)
 
 
 @contextlib.contextmanager

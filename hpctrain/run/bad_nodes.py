@@ -60,7 +60,7 @@ class BadNodes:
             lines = safe_read.read(self.folder / FILE).splitlines()
         except OSError:
             return []
-        for entry in filter(None, map(_entry, lines)):
+        for entry in filter(None, (safe_read.parse_as(_entry_of, line) for line in lines)):
             found[entry.node] = entry
         return [entry for entry in found.values() if entry.until > now]
 
@@ -119,13 +119,6 @@ def _elsewhere(verdict: RunVerdict, words: Sequence[LastWord]) -> bool:
 
 def _how(word: LastWord) -> tuple[Ending, str | None]:
     return word.ending, word.error.what if word.error else word.note
-
-
-def _entry(line: bytes) -> BadNode | None:
-    try:
-        return _entry_of(safe_read.parse_json(line))
-    except ValueError:
-        return None
 
 
 def _is_host(value: object) -> bool:

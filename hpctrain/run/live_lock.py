@@ -216,7 +216,7 @@ class LiveLock:
         with contextlib.suppress(FileNotFoundError):
             handle = safe_read.open_plain(self.file)
             try:
-                if _decode(os.read(handle, MOST_BYTES)) == self.holder:
+                if safe_read.parse_as(lock_of, os.read(handle, MOST_BYTES)) == self.holder:
                     os.utime(handle)
                     return
             finally:
@@ -237,7 +237,7 @@ lock_of = maker(Holder, since=sound(is_time))
 def read(path: Path) -> Holder | None:
     """Reads the holder from a lock file or ticket; None if it is missing, empty or damaged."""
     try:
-        return _decode(safe_read.read(path, MOST_BYTES))
+        return safe_read.parse_as(lock_of, safe_read.read(path, MOST_BYTES))
     except OSError:
         return None
 
@@ -281,13 +281,6 @@ def _settled(path: Path) -> Holder | None:
 
 def _encode(holder: Holder) -> bytes:
     return json.dumps(asdict(holder)).encode()
-
-
-def _decode(content: bytes) -> Holder | None:
-    try:
-        return lock_of(safe_read.parse_json(content))
-    except ValueError:
-        return None
 
 
 def _describe(other: Holder) -> str:

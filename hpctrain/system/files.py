@@ -144,17 +144,13 @@ def replacement(path: Path, first_wins: bool = False) -> Iterator[Path]:
     os.close(os.open(temporary, _NEW, FILE_MODE))
     try:
         yield temporary
-        handle = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(temporary)
         if not (first_wins and _link_new(temporary, path)):
             os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _link_new(path: Path, name: Path) -> bool:
@@ -230,9 +226,9 @@ def remove_folder(folder: Path, root: Path | None = None) -> None:
         os.rmdir(folder.name, dir_fd=above)
 
 
-def sync_folder(path: Path) -> None:
-    """Syncs a folder's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Syncs a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -10,9 +10,11 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MOST_BYTES = 64 << 20
 """Largest file that is read whole; the last words of 100,000 ranks take 45 MB."""
@@ -101,6 +103,14 @@ def parse_json(content: bytes) -> Any:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
+
+
+def parse_as(read: Callable[[Any], T], content: bytes) -> T | None:
+    """Parses a JSON text and reads its value, as ``json_shape.maker`` does; None if it is not valid."""
+    try:
+        return read(parse_json(content))
+    except ValueError:
+        return None
 
 
 def lines(path: Path | str) -> Iterator[bytes]:

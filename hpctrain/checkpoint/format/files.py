@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.errors import UserError
-from hpctrain.system.files import sync_folder
+from hpctrain.system.files import sync
 
 try:  # several times as fast as zlib, with the same checksums
     from isal.isal_zlib import crc32 as crc32
@@ -34,7 +34,7 @@ class NotAPlainFile(OSError):
 
 
 def write_durably(path: Path, data: NDArray[np.uint8] | bytes, mode: int = 0o666) -> None:
-    """Write a new file; returns when its bytes are on disk. Its name is durable after ``sync_folder``."""
+    """Write a new file; returns when its bytes are on disk. Its name is durable after ``sync``."""
     view = memoryview(data) if isinstance(data, bytes) else data.data
     with created(path, mode) as descriptor:
         write_at(descriptor, view, 0)
@@ -76,7 +76,7 @@ def make_durable_folder(path: Path) -> None:
         path = path.parent
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 def open_regular(path: Path) -> int:

@@ -43,7 +43,7 @@ def write_paced(
     ending: Callable[[], bytes] = bytes,
     mode: int = 0o666,
 ) -> None:
-    """Write a new file; returns when its bytes are on disk. Its name is durable after ``sync_folder``.
+    """Write a new file; returns when its bytes are on disk. Its name is durable after ``sync``.
 
     Args:
         path: the file.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from hpctrain.errors import UserError
 from hpctrain.system import safe_read
-from hpctrain.system.files import FILE_MODE, make_private, remove_folder, sync_folder, write_atomically
+from hpctrain.system.files import FILE_MODE, make_private, remove_folder, sync, write_atomically
 
 MARK_S = 5.0
 """Minimum time between two marks of a process, since each mark syncs the file."""
@@ -56,12 +56,6 @@ class GrowingFile:
             file.flush()
             os.fsync(file.fileno())
         self.finished, self.marked = [], time.monotonic()
-
-
-def sync(path: Path) -> None:
-    """Flush a file to disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -105,7 +99,7 @@ def growing(
                 raise UserError(f"parts of {path} were not written", "give a folder that all ranks share")
             file.path.replace(path)
             remove_folder(folder)
-            sync_folder(path.parent)
+            sync(path.parent)
 
 
 def begun(folder: Path, identity: str, make: Callable[[Path], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -161,11 +161,8 @@ def submissions(run: RunDir, engine: str | None = None) -> list[Submitted]:
 
 def _submitted(line: bytes) -> Submitted | None:
     """Parses a line strictly, as its job is passed to the scheduler's commands; None if it is torn or not valid."""
-    try:
-        found = _submitted_of(safe_read.parse_json(line))
-    except ValueError:
-        return None
-    return found if found.engine != "slurm" or JOB.fullmatch(found.job) else None
+    found = safe_read.parse_as(_submitted_of, line)
+    return found if found and (found.engine != "slurm" or JOB.fullmatch(found.job)) else None
 
 
 def _is_job(value: object) -> bool:
