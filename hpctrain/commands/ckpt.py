@@ -38,23 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("--name", default="", help="only tensors below this name, such as model")
     diff.add_argument("first", help=PATH_HELP)
     diff.add_argument("second", help="likewise")
-    export.add_argument("-o", "--output", required=True, metavar="FILE", help=f"output file: {', '.join(SUFFIXES)}")
-    export.add_argument(
-        "--trainable-only", action="store_true", help="only what was trained: an adapter without its base"
-    )
-    export.add_argument(
+    add = export.add_argument
+    add("-o", "--output", required=True, metavar="FILE", help=f"output file: {', '.join(SUFFIXES)}")
+    add("--trainable-only", action="store_true", help="only what was trained: an adapter without its base")
+    add(
         "--merge-lora",
         type=float,
         metavar="ALPHA",
         help="add LoRA adapters to their weights, times ALPHA over the rank",
     )
-    export.add_argument(
-        "--rename", action="append", default=[], metavar="OLD=NEW", help="replace a prefix of names: --rename model.="
-    )
-    export.add_argument(
-        "--like", metavar="FOLDER", help="write a folder for from_pretrained: FOLDER's configuration, and the weights"
-    )
-    export.add_argument("--ema", action="store_true", help="the moving average of the weights instead of the weights")
+    add("--rename", action="append", default=[], metavar="OLD=NEW", help="replace a prefix of names: --rename model.=")
+    add("--like", metavar="FOLDER", help="write a folder for from_pretrained: FOLDER's configuration, and the weights")
+    add("--ema", action="store_true", help="the moving average of the weights instead of the weights")
     for action in (ls, verify, inspect, diff, export):
         action.add_argument("--json", action="store_true", help="print JSON")
 

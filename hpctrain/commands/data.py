@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pack = actions.add_parser(
         "pack", help="make an HDF5 file for training from .npz, .npy, tables (CSV, Parquet, ORC), images or text"
     )
-    pack.add_argument(
+    add = pack.add_argument
+    add(
         "sources",
         nargs="+",
         metavar="SRC",
@@ -41,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "their name; a folder of images, or of one folder of images for each class; with --kind text a folder of "
         "texts, with --kind parquet, csv, json or orc one of such files; tables may be URIs (s3://bucket/folder)",
     )
-    pack.add_argument("-o", "--output", required=True, type=Path, metavar="OUT.h5", help="the file to make")
-    pack.add_argument("--kind", choices=NAMES, help="by default taken from the suffix")
-    pack.add_argument(
+    add("-o", "--output", required=True, type=Path, metavar="OUT.h5", help="the file to make")
+    add("--kind", choices=NAMES, help="by default taken from the suffix")
+    add(
         "--field",
         action="append",
         default=[],
@@ -51,13 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take this column or array; tables: make one array of several columns (* is all others); by default "
         "everything is taken and each column is an array",
     )
-    pack.add_argument("--version", type=int, metavar="N", help="Delta: the table's version; by default the newest")
-    pack.add_argument("--snapshot", type=int, metavar="ID", help="Iceberg: the table's snapshot; by default the newest")
-    pack.add_argument(
-        "--catalog", metavar="NAME", help="Iceberg: where SRC (namespace.table) is, as pyiceberg names it"
-    )
-    pack.add_argument("--columns", metavar="A,B", help="take these columns, an array each: as --field A --field B")
-    pack.add_argument(
+    add("--version", type=int, metavar="N", help="Delta: the table's version; by default the newest")
+    add("--snapshot", type=int, metavar="ID", help="Iceberg: the table's snapshot; by default the newest")
+    add("--catalog", metavar="NAME", help="Iceberg: where SRC (namespace.table) is, as pyiceberg names it")
+    add("--columns", metavar="A,B", help="take these columns, an array each: as --field A --field B")
+    add(
         "--filter",
         action="append",
         default=[],
@@ -65,33 +64,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tables: leave out rows that do not meet this, such as 'age >= 30', 'split == train' or 'day in 3,4'; "
         "several must all be met",
     )
-    pack.add_argument(
+    add(
         "--dtype",
         action="append",
         default=[],
         metavar="[NAME=]DTYPE",
         help="store the array NAME, or all arrays of floats, in this dtype",
     )
-    pack.add_argument("--size", metavar="HxW", help="images: scale to this height and width")
-    pack.add_argument(
-        "--context", type=positive, metavar="N", help="text: tokens that a model sees at once (default 1024)"
-    )
-    pack.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json; by default bytes"
-    )
-    pack.add_argument(
-        "--end-of-text", metavar="TOKEN", help="text: the tokenizer's token that ends each text, such as <|endoftext|>"
-    )
-    pack.add_argument("--text-field", metavar="NAME", help="JSON lines: the field that has the text (default text)")
-    pack.add_argument(
-        "--chunks", type=positive, metavar="N", help="store in chunks of N samples; by default contiguous"
-    )
-    pack.add_argument(
-        "--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read"
-    )
-    pack.add_argument("--force", action="store_true", help="replace OUT.h5 if it exists")
+    add("--size", metavar="HxW", help="images: scale to this height and width")
+    add("--context", type=positive, metavar="N", help="text: tokens that a model sees at once (default 1024)")
+    add("--tokenizer", type=Path, metavar="FILE", help="text: a Hugging Face tokenizer.json; by default bytes")
+    add("--end-of-text", metavar="TOKEN", help="text: the tokenizer's token that ends each text, such as <|endoftext|>")
+    add("--text-field", metavar="NAME", help="JSON lines: the field that has the text (default text)")
+    add("--chunks", type=positive, metavar="N", help="store in chunks of N samples; by default contiguous")
+    add("--compression", choices=["gzip", "lzf"], help="compress chunks: smaller, and many times slower to read")
+    add("--force", action="store_true", help="replace OUT.h5 if it exists")
     add_outside(pack)
-    pack.add_argument("--json", action="store_true", help="print what was made as JSON")
+    add("--json", action="store_true", help="print what was made as JSON")
     info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
     info.add_argument("file", metavar="FILE", help="an HDF5 file, or a quoted pattern of several")
     info.add_argument("--seconds", type=float, default=1.0, help="seconds per measurement (default 1)")

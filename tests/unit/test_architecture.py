@@ -75,7 +75,7 @@ LINES: dict[str, int] = {
     "doctor": 536,
     "horovod_wheel": 456,
     "bench": 1263,
-    "commands": 1636,
+    "commands": 1620,
     "cli": 123,
     "__main__": 16,
     "__init__": 35,
