@@ -54,7 +54,7 @@ ROOMS: dict[str, str] = {
 
 LINES: dict[str, int] = {
     "errors": 123,
-    "system": 1093,
+    "system": 1103,
     "config": 1054,
     "comm": 336,
     "run": 2555,
