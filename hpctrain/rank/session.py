@@ -371,5 +371,6 @@ def message(error: BaseException) -> tuple[str, str]:
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the exit code of a rank that ends with this error."""
-    return int(error.exit_code) if isinstance(error, HpctrainError) else int(ExitCode.FAILURE)
+    """Returns the exit code of a rank that ends with this error; errors on which there is advice are the user's."""
+    known = ExitCode.USER_ERROR if isinstance(error, Exception) and advised("", words(error)) else ExitCode.FAILURE
+    return int(error.exit_code if isinstance(error, HpctrainError) else known)

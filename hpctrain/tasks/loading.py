@@ -249,7 +249,7 @@ def require_fields(task: Any) -> None:
         "transform": (task.transform, "(sample, rng)", "dicts of NumPy arrays"),
         "collate": (task.collate, "(samples)", "lists of dicts of NumPy arrays"),
         "sampler": (task.sampler, "(epoch)", "hpctrain.Epoch"),
-        "schedule": (task.schedule, "(step)", "whole numbers, or a TorchScheduler for PyTorch"),
+        "schedule": (task.schedule, "(step)", "whole numbers, or for PyTorch TorchScheduler(lambda optimizer: ...)"),
     }
     for name, (value, arguments, of) in fields.items():
         if value is not None and not isinstance(value, TorchScheduler):

@@ -29,15 +29,30 @@ ADVICE = {
     r"[Tt]arget \d+ is out of bounds|outside the valid range of": (
         "Classes count from 0, and the last layer has an output for each of them"
     ),
-    r"invalid data type 'str'|'dict' object has no attribute|valid indices, got '": (
-        "The outputs come first, then the batch"
+    r"invalid data type 'str'|'(dict|tuple)' object has no attribute|, not (dict|tuple)$|valid indices, got '": (
+        "The outputs come first, then the batch; of several outputs take one, as in loss(outputs['logits'], batch['y'])"
+    ),
+    r"does not require grad": (
+        "hpctrain calls backward itself, and evaluates without gradients: put what needs some there into "
+        "with torch.enable_grad():"
+    ),
+    r"must have the same dtype": (
+        "Arrays for a model are float32 (array.astype(np.float32)), as are its weights: leave .half() and .double() out"
+    ),
+    r"Found dtype \w+ but expected": "Targets are of the type of the outputs: array.astype(np.float32)",
+    r"backward through the graph a second time": (
+        "Detach what the model keeps from one batch to the next (state.detach()), and call backward nowhere"
     ),
     r"Using a target size": "Give them the same shape, for example by outputs.squeeze(1)",
     r"modified by an inplace operation": (
         "Something in model or loss overwrites what the backward pass needs: write x = x + 1 for x += 1, and leave "
         "inplace=True out"
     ),
+    r"process group has not been initialized|Horovod has not been initialized": (
+        "hpctrain averages gradients itself: leave DistributedDataParallel and hvd out"
+    ),
     r"not compiled with CUDA": "hpctrain moves model and batch to a GPU if there is one: leave .cuda() and .to() out",
+    r"empty parameter list": "Weights are attributes of type nn.Parameter, and lists of layers are nn.ModuleList",
     r"before Module\.__init__\(\) call": "Begin __init__ of the class with super().__init__()",
 }
 """Advice to add to a fix, by pattern of common framework errors."""

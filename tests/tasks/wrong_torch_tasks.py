@@ -98,6 +98,29 @@ class NoSuper(nn.Module):
         self.layer = nn.Linear(4, 3)
 
 
+class Unregistered(nn.Module):
+    """A model whose layers are in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 3)]
+
+
+class DictOutputs(nn.Linear):
+    """A model that returns its outputs by name."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The layer's outputs."""
+        return {"logits": super().forward(x)}
+
+
+def backward(outputs: Any, batch: Any) -> Any:
+    """A loss that calls ``backward``."""
+    total = loss(outputs, batch)
+    total.backward()
+    return total
+
+
 class Two(nn.Module):
     """A model that returns two tensors."""
 
@@ -133,6 +156,11 @@ WRONG: dict[str, Any] = {
     "optimizers_twice": lambda: twice(nn.Linear(4, 3)),
     "other_parameters": lambda: made(optimizer=torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)),
     "frozen": lambda: made(model=nn.Linear(4, 3).requires_grad_(False)),
+    "unregistered": lambda: made(optimizer=torch.optim.SGD(Unregistered().parameters(), 0.1)),
+    "scripted": lambda: made(model=torch.jit.script(nn.Linear(4, 3))),
+    "halves": lambda: made(model=nn.Linear(4, 3).half()),
+    "dict_outputs": lambda: made(model=DictOutputs(4, 3), loss="cross_entropy"),
+    "backward": lambda: made(loss=backward),
     "no_super": lambda: made(model=NoSuper()),
     "lazy": lambda: made(model=nn.LazyLinear(3)),
     "two_outputs": lambda: made(model=Two()),

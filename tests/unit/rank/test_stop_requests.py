@@ -113,4 +113,6 @@ def test_other_errors_are_told_with_type_and_place():
     error = caught(ValueError("bad\n  sample"))
     assert message(error)[0].startswith("ValueError: bad sample (test_stop_requests.py:")
     assert exit_code(error) == ExitCode.FAILURE
+    cuda = caught(AssertionError("Torch not compiled with CUDA enabled"))
+    assert "leave .cuda() and .to() out" in message(cuda)[1] and exit_code(cuda) == ExitCode.USER_ERROR
     assert "sys.exit(0)" in message(caught(SystemExit(0)))[0]

@@ -64,6 +64,11 @@ TORCH = {
     "optimizers_twice": ("cannot be combined: some parameters appear in more than one", "", "each parameter to one"),
     "other_parameters": ("optimizer updates tensors that are not parameters", "", r"model.parameters\(\)"),
     "frozen": ("no parameter of the task's model wants a gradient", "", "leave requires_grad on"),
+    "unregistered": ("empty parameter list", r"wrong_torch_tasks.py:\d+: ", "nn.ModuleList"),
+    "scripted": ("the task's model is a ScriptModule", "", "leave torch.jit.script out"),
+    "halves": ("the model or forward fails", "same dtype", r"leave .half\(\)"),
+    "dict_outputs": ("loss fails", "", r"outputs a dict of logits.*as in loss\(outputs\['logits'\]"),
+    "backward": ("loss fails", "does not require grad", r"evaluates without gradients.*torch.enable_grad"),
     "no_super": ("cannot assign module before", r"wrong_torch_tasks.py:\d+: `self.layer = ", r"super\(\).__init__\(\)"),
     "lazy": ("parameter weight has no shape yet", "", "example batch"),
     "two_outputs": ("loss fails", r"not tuple \(wrong_torch_tasks.py:\d+: `return", "outputs a tuple of 2"),
@@ -97,7 +102,7 @@ TORCH = {
         r"Target 3 is out of bounds. \(wrong_torch_tasks.py:\d+",
         "outputs a tensor of shape .8, 3..*count from 0",
     ),
-    "dict_loss": ("loss returned a dict of loss", "", "return its mean"),
+    "dict_loss": ("loss returned a dict of loss", "", "return its mean.*give the parts as metrics="),
     "three_values": ("loss returned 3 values", "", "sum, weight"),
     "one_argument": (
         r"loss of the task takes \(outputs\), not \(outputs, batch\)",
@@ -184,6 +189,7 @@ def config_of(module: Any, which: str) -> Config:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("which", wrong_torch_tasks.WRONG)
 def test_wrong_torch_tasks(which: str) -> None:
     what, line, fix = TORCH[which]

@@ -22,7 +22,7 @@ from hpctrain.backends.update import Decision, NotFinite, UpdateRule
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig, TrainConfig
-from hpctrain.errors import RunFailed
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.layout import ExchangeResult
@@ -117,7 +117,8 @@ def differentiated() -> Iterator[None]:
             "see the operations in loss and forward; torch.autograd.set_detect_anomaly(True) in the task's file has "
             "the rank's log show the line of the one that fails"
         )
-        raise RunFailed(f"the loss has no gradient: {said}{own_line(error)}", advised(fix, said)) from error
+        kind = UserError if advised("", said) else RunFailed
+        raise kind(f"the backward pass fails: {said}{own_line(error)}", advised(fix, said)) from error
 
 
 @dataclass(frozen=True)

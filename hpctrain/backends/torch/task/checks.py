@@ -23,6 +23,9 @@ from hpctrain.tasks.user_errors import blamed, of_float64, shapes
 
 def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raises UserError if a model cannot be trained with one backward pass and one optimizer step per update."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        fix = "leave torch.jit.script out; train.compile compiles a model"
+        raise UserError("the task's model is a ScriptModule, whose state cannot be replaced", fix)
     own = set()
     for name, parameter in model.named_parameters():
         own.add(id(parameter))
@@ -127,7 +130,7 @@ def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = ""
     if not isinstance(total, Tensor) or not total.requires_grad:
         raise UserError(
             f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
-            "compute it from the outputs with torch operations, without .item(), .detach(), argmax or NumPy",
+            "compute it from the outputs with torch operations, without .item(), .detach(), no_grad, argmax or NumPy",
         )
     return total
 
@@ -195,7 +198,8 @@ def require_score(score: Any, field: str) -> None:
             try:
                 float(part)  # a NumPy number
             except (TypeError, ValueError):
-                raise UserError(f"{field} returned {describe(part)}", SCALAR) from None
+                fix = f"{SCALAR}; of several losses return the sum, and give the parts as metrics="
+                raise UserError(f"{field} returned {describe(part)}", fix) from None
 
 
 def describe(value: Any) -> str:

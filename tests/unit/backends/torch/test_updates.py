@@ -86,6 +86,12 @@ def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(h
     assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
 
 
+def twice(hidden: Tensor) -> Tensor:
+    total = hidden.exp().sum()
+    total.backward()
+    return total
+
+
 def overwritten(hidden: Tensor) -> Tensor:
     squares = hidden.exp()
     total = squares.sum()
@@ -94,16 +100,17 @@ def overwritten(hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "what", "fix"),
+    ("loss", "kind", "what", "fix"),
     [
-        (overwritten, "has been modified by an inplace operation", "write x = x \\+ 1 for x \\+= 1"),
-        (lambda hidden: Halved.apply(hidden).sum(), "@ torch.ones\\(7, 7\\)`", "set_detect_anomaly"),
+        (overwritten, UserError, "has been modified by an inplace operation", "write x = x \\+ 1 for x \\+= 1"),
+        (twice, UserError, "through the graph a second time", "Detach what the model keeps"),
+        (lambda hidden: Halved.apply(hidden).sum(), RunFailed, "@ torch.ones\\(7, 7\\)`", "set_detect_anomaly"),
     ],
 )
-def test_a_loss_without_a_gradient_is_told_in_a_sentence(loss, what, fix) -> None:  # type: ignore[no-untyped-def]
+def test_a_loss_without_a_gradient_is_told_in_a_sentence(loss, kind, what, fix) -> None:  # type: ignore[no-untyped-def]
     model = nn.Linear(2, 2)
     passes = Passes(NoReducer(list(model.named_parameters())), 1.0, 3)
-    with pytest.raises(RunFailed, match=f"(?s)the loss has no gradient: .*{what}.*fix: .*{fix}") as caught:
+    with pytest.raises(kind, match=f"(?s)the backward pass fails: .*{what}.*fix: .*{fix}") as caught:
         passes.add(loss(model(torch.ones(3, 2))), 3)
     assert "\n" not in caught.value.what
 
