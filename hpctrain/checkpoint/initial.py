@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from hpctrain.checkpoint.format.files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json
 from hpctrain.checkpoint.initial_match import Match, WeightSource, listed, of_stages, renamed, require_meant
+from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.mirror import locate
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.reading import Loaded
@@ -70,16 +70,6 @@ def load_initial(
     return with_weights(
         source.path, lambda weights: load_weights(source, weights, framework, wanted), everyone or alone
     )
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Weights of a source, read on access."""
-
-    arrays: SavedArrays
-    """Arrays by name; bfloat16 as uint16."""
-    dtypes: Mapping[str, str]
-    """Logical types by name."""
 
 
 def load_weights(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,15 @@ BY_HAND = {
     True: "merge it in Python: layer.kernel is what a Keras layer computes with",
 }
 """Advice for unsupported adapters, by whether they are from Keras."""
-Weights = tuple[SavedArrays, dict[str, str]]
-"""Arrays (bfloat16 as uint16), read on demand, and logical types, by name."""
+
+
+class Weights(NamedTuple):
+    """Weights of a source, read on access."""
+
+    arrays: SavedArrays
+    """Arrays by name; bfloat16 as uint16."""
+    dtypes: Mapping[str, str]
+    """Logical types by name."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Adapter:
 def under_names(arrays: SavedArrays, dtypes: Mapping[str, str], names: Mapping[str, str]) -> Weights:
     """Rename weights; ``names`` maps each new name to the old one."""
     places = {new: (arrays, old) for new, old in names.items()}
-    return DerivedArrays(places), {new: dtypes[old] for new, old in names.items()}
+    return Weights(DerivedArrays(places), {new: dtypes[old] for new, old in names.items()})
 
 
 def merge_lora(weights: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str], alpha: float) -> Weights:
