@@ -75,7 +75,7 @@ GROUP_BLOCKS = 16
 Shuffle = Literal["full", "block", "none"]
 
 
-class Stream(enum.IntEnum):
+class RandomStream(enum.IntEnum):
     """Purposes of random numbers, each with an independent stream for the same seed and epoch."""
 
     ORDER = 0
@@ -90,7 +90,7 @@ class Stream(enum.IntEnum):
     """Random numbers that a dataset draws while it reads a sample."""
 
 
-def keyed_generator(seed: int, epoch: int, stream: Stream, index: int = 0, repeat: int = 0) -> Generator:
+def keyed_generator(seed: int, epoch: int, stream: RandomStream, index: int = 0, repeat: int = 0) -> Generator:
     """A generator keyed by (seed, epoch, stream, index, repeat).
 
     Philox is counter-based (Salmon et al., SC 2011): seed and epoch form its 128-bit key; stream, index and repeat form
@@ -264,7 +264,7 @@ class BlockShuffle:
             blocks = self.blocks[group * GROUP_BLOCKS : (group + 1) * GROUP_BLOCKS]
             samples = (blocks[:, None] * size + np.arange(size)).ravel()
             samples = samples[samples < self.order.length]
-            keyed_generator(self.order.seed, self.epoch, Stream.WITHIN_GROUP, group).shuffle(samples)
+            keyed_generator(self.order.seed, self.epoch, RandomStream.WITHIN_GROUP, group).shuffle(samples)
             self.cached = (group, samples)
         return samples
 
@@ -297,9 +297,9 @@ def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], NDArray[np.int6
         return lambda begin, end: np.arange(begin, end, dtype=np.int64)
     if order.shuffle == "block":
         blocks = np.arange(-(-order.length // order.block_samples), dtype=np.int64)
-        keyed_generator(order.seed, epoch, Stream.ORDER).shuffle(blocks)
+        keyed_generator(order.seed, epoch, RandomStream.ORDER).shuffle(blocks)
         return BlockShuffle(order, epoch, blocks)
-    rng = keyed_generator(order.seed, epoch, Stream.ORDER)
+    rng = keyed_generator(order.seed, epoch, RandomStream.ORDER)
     if order.length >= LARGE_SAMPLES:
         return FeistelPermutation.draw(order.length, rng)
     permutation = np.arange(order.length, dtype=np.int32)
@@ -309,7 +309,7 @@ def shuffle_of(order: Order, epoch: int) -> Callable[[int, int], NDArray[np.int6
 
 def draw(sampler: Sampler, order: Order, epoch: int) -> NDArray[np.int64]:
     """Call the sampler for an epoch; raises UserError if its result is not an array of valid sample indices."""
-    rng = keyed_generator(order.seed, epoch, Stream.SAMPLER)
+    rng = keyed_generator(order.seed, epoch, RandomStream.SAMPLER)
     with users_code(f"the sampler failed in epoch {epoch}", "correct the sampler"):
         ids = np.asarray(sampler(Epoch(epoch, rng, order.length, order.global_batch)))
     fix = f"return an array of whole numbers from 0 to {order.length - 1}"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively, users_code, with_place
-from hpctrain.data.order import Drawn, Stream, keyed_generator
+from hpctrain.data.order import Drawn, RandomStream, keyed_generator
 from hpctrain.errors import UserError, foreign_errors, kind_of
 
 Sample = dict[str, NDArray[Any]]
@@ -58,7 +58,7 @@ def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
 def seeds_of(drawn: Drawn, seed: int) -> NDArray[np.int64]:
     """Seeds for ``read_seeded``: int64, one per sample, keyed by (seed, epoch, sample, repeat)."""
     keys = zip(drawn.ids.tolist(), drawn.repeats.tolist(), strict=True)
-    generators = (keyed_generator(seed, drawn.epoch, Stream.DATASET, *key) for key in keys)
+    generators = (keyed_generator(seed, drawn.epoch, RandomStream.DATASET, *key) for key in keys)
     return np.array([generator.integers(2**63) for generator in generators], np.int64)
 
 
@@ -106,7 +106,7 @@ def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, s
     """The transformed sample; if the transform fails, raises UserError that names the sample."""
     what = f"the transform failed on sample {sample_id} in epoch {epoch}"
     with users_code(what, "correct the transform, or the sample"):
-        transformed = transform(sample, keyed_generator(seed, epoch, Stream.TRANSFORM, sample_id, repeat))
+        transformed = transform(sample, keyed_generator(seed, epoch, RandomStream.TRANSFORM, sample_id, repeat))
         if transformed is None:
             raise UserError(
                 f"the transform returned None for sample {sample_id}", "return the sample: a return is missing"

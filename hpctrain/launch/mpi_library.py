@@ -209,7 +209,7 @@ KILL_S = 10.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """Exit code and output of a program."""
 
     code: int
@@ -220,7 +220,7 @@ class Ended:
 
 def on_ranks(
     words: Sequence[str], ranks: int, library: MpiLibrary | None, environment: Mapping[str, str], timeout_s: float
-) -> Ended:
+) -> ProgramResult:
     """Runs a program on ranks of this machine and waits for it.
 
     Args:
@@ -250,7 +250,7 @@ def on_ranks(
             processes.end_process(launcher, KILL_S)
         output.seek(0)
         messages.seek(0)
-        return Ended(launcher.returncode, output.read(), messages.read())
+        return ProgramResult(launcher.returncode, output.read(), messages.read())
 
 
 def _wait(launcher: subprocess.Popen[bytes], timeout_s: float, has_ranks: bool) -> None:

@@ -29,14 +29,14 @@ from hpctrain.launch.forks.stand_in import LONGEST, READY
 from hpctrain.system.processes import die_with_parent
 
 READING_S = 10.0
-"""Timeout for receiving an order."""
+"""Timeout for receiving a request."""
 FORK_SAFE = {"jemalloc_bg_thd"}
 """Names of threads whose libraries restart them after a fork: that of Arrow's allocator."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 @dataclass(frozen=True)
-class Order:
+class Request:
     """A stand-in's request for a rank."""
 
     argv: Sequence[str]
@@ -56,9 +56,9 @@ def main(supervisor: str, modules: str) -> None:
     if os.getppid() != int(supervisor):  # it died before die_with_parent took effect
         return
     prepare(modules.split(","))
-    if (order := serve(listener)) is not None:
-        become(order)
-        run(order.argv)
+    if (request := serve(listener)) is not None:
+        become(request)
+        run(request.argv)
 
 
 def prepare(modules: Sequence[str]) -> None:
@@ -82,8 +82,8 @@ def may_fork() -> bool:
     return {task.read_text().strip() for task in tasks} <= FORK_SAFE
 
 
-def serve(listener: socket.socket) -> Order | None:
-    """Forks a rank for each stand-in. Returns its order in the fork; returns None if this process cannot fork."""
+def serve(listener: socket.socket) -> Request | None:
+    """Forks a rank for each stand-in. Returns its request in the fork; returns None if this process cannot fork."""
     if not may_fork():
         return None
     parent, ranks = os.getpid(), dict[int, socket.socket]()
@@ -95,7 +95,7 @@ def serve(listener: socket.socket) -> Order | None:
         ready, _, _ = select.select([listener, ended, *ranks.values()], [], [])
         if listener in ready:
             asking, _ = listener.accept()
-            if (order := read(asking)) is None:
+            if (request := read(asking)) is None:
                 asking.close()
             elif (pid := os.fork()) == 0:
                 die_with_parent()
@@ -106,16 +106,16 @@ def serve(listener: socket.socket) -> Order | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for each in (listener, asking, ended, note, *ranks.values()):
                     each.close()
-                return order
+                return request
             else:
                 with contextlib.suppress(OSError):  # the child has done so itself, or ended
                     os.setpgid(pid, pid)
-                for stream in order.streams:
+                for stream in request.streams:
                     os.close(stream)
                 ranks[pid] = asking
                 answer(asking, pid)
         for pid, stand_in in list(ranks.items()):
-            if stand_in in ready:  # the stand-in sends nothing after its order, so it has ended
+            if stand_in in ready:  # the stand-in sends nothing after its request, so it has ended
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 ranks.pop(pid).close()
@@ -127,13 +127,13 @@ def serve(listener: socket.socket) -> Order | None:
                     waiting.close()
 
 
-def read(asking: socket.socket) -> Order | None:
-    """Reads a stand-in's order; None if the stand-in has ended or given up."""
+def read(asking: socket.socket) -> Request | None:
+    """Reads a stand-in's request; None if the stand-in has ended or given up."""
     try:
         asking.settimeout(READING_S)
         asking.sendall(READY)
         text, streams, _, _ = socket.recv_fds(asking, LONGEST, 3)
-        return Order(*[*json.loads(text), streams]) if text else None
+        return Request(*[*json.loads(text), streams]) if text else None
     except OSError:
         return None
 
@@ -151,22 +151,22 @@ def reap() -> Iterator[tuple[int, int]]:
             yield ended
 
 
-def become(order: Order) -> None:
+def become(request: Request) -> None:
     """Sets this process up as if Python had just started in the stand-in's place: streams, environment, limits."""
-    for descriptor, stream in enumerate(order.streams):
+    for descriptor, stream in enumerate(request.streams):
         os.dup2(stream, descriptor)
         os.close(stream)
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
-    os.chdir(order.folder)
+    os.chdir(request.folder)
     os.environ.clear()
-    os.environ.update(order.environment)
-    os.umask(order.umask)
+    os.environ.update(request.environment)
+    os.umask(request.umask)
     with contextlib.suppress(OSError, ValueError):  # a limit that may not be raised stays as the parent has it
-        os.sched_setaffinity(0, os.sched_getaffinity(order.stand_in))
+        os.sched_setaffinity(0, os.sched_getaffinity(request.stand_in))
         for limit in LIMITS:
-            resource.setrlimit(limit, resource.prlimit(order.stand_in, limit))
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, order.stand_in))
-    show([sys.executable, *order.argv])
+            resource.setrlimit(limit, resource.prlimit(request.stand_in, limit))
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, request.stand_in))
+    show([sys.executable, *request.argv])
     importlib.import_module("numpy").random.seed()  # Python reseeds its own generator at each fork
 
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 READY = b"ready"
 LONGEST = 1 << 22
-"""Largest order in bytes: arguments and environment take at most 2 MB, plus JSON escapes."""
+"""Largest request in bytes: arguments and environment take at most 2 MB, plus JSON escapes."""
 ANSWER_S = 600.0
 """Timeout for the parent's imports; a rank's own imports would not be faster, even from a slow disk."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -30,7 +30,7 @@ def main(path: str, *words: str) -> NoReturn:
     if "HPCTRAIN_TETHER" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        parent = ordered(path, words)
+        parent = requested(path, words)
     except OSError as error:
         os.write(2, f"hpctrain: this rank is not forked but started: {error}\n".encode())
         os.execv(sys.executable, [sys.executable, *words])
@@ -40,11 +40,11 @@ def main(path: str, *words: str) -> NoReturn:
     end(int(parent.recv(64) or signal.SIGKILL))
 
 
-def ordered(path: str, words: Sequence[str]) -> socket.socket:
-    """Sends the order to the parent once it has finished its imports; returns the connection.
+def requested(path: str, words: Sequence[str]) -> socket.socket:
+    """Sends the request to the parent once it has finished its imports; returns the connection.
 
     Raises:
-        OSError: the parent is gone, does not answer, or takes no order.
+        OSError: the parent is gone, does not answer, or refuses.
     """
     parent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent.settimeout(ANSWER_S)
@@ -53,9 +53,9 @@ def ordered(path: str, words: Sequence[str]) -> socket.socket:
         raise ConnectionError("the process that would fork it has ended")
     mask = os.umask(0)
     os.umask(mask)
-    order = json.dumps([words, os.getcwd(), dict(os.environ), mask, os.getpid()]).encode()
-    parent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(order))
-    socket.send_fds(parent, [order], [0, 1, 2])  # one packet: sent whole or not at all
+    request = json.dumps([words, os.getcwd(), dict(os.environ), mask, os.getpid()]).encode()
+    parent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(request))
+    socket.send_fds(parent, [request], [0, 1, 2])  # one packet: sent whole or not at all
     parent.settimeout(None)
     return parent
 

@@ -106,7 +106,7 @@ class Finding:
         }
 
 
-class Standing:
+class Suspicion:
     """Tracks who is suspected (one bad window), confirmed (several in a row) or cleared (several calm ones in a row).
 
     Costs O(number observed) per window.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import statistics
 from hpctrain.monitor.chief.baseline import RECENT, Baseline, Pauses
-from hpctrain.monitor.chief.finding import Finding, Kind, Standing, State
+from hpctrain.monitor.chief.finding import Finding, Kind, State, Suspicion
 from hpctrain.monitor.chief.peers import Peers, heaviest
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
@@ -83,7 +83,7 @@ class Judge:
         self.baseline = Baseline(len(hosts), self.peers)
         self.ranks_of_host = Counter(self.hosts)
         standing = functools.partial(
-            Standing, confirm_after=self.rule.confirm_windows, clear_after=self.rule.clear_windows
+            Suspicion, confirm_after=self.rule.confirm_windows, clear_after=self.rule.clear_windows
         )
         self.accused = standing(len(hosts))
         """Ranks whose typical step is slow."""

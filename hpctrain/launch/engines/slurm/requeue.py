@@ -20,7 +20,7 @@ from hpctrain.system.output import say
 BY_HAND = "hpctrain resume continues from the last checkpoint; hpctrain submit --chain N submits N jobs beforehand"
 
 
-class Ended(UserError):
+class Cancelled(UserError):
     """The job was cancelled."""
 
 
@@ -31,7 +31,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     job; likewise if Slurm does not requeue the job (``JobRequeue=0``).
 
     Raises:
-        Ended: the job was cancelled.
+        Cancelled: the job was cancelled.
         Stopped: a person stopped the run while the controller was down.
         UserError: launch.slurm.requeue is false.
         NoRequeue: launch.slurm.max_requeues is reached.
@@ -39,7 +39,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
     """
     slurm = config.launch.slurm
     if who_ends(client.job_fields(job.id), job.restarts) is Who.PERSON:
-        raise Ended("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
+        raise Cancelled("the job has been cancelled", "hpctrain resume continues from the last checkpoint")
     if slurm.requeue is False:
         raise UserError("launch.slurm.requeue is false", "submit the run again, or use hpctrain submit --chain")
     attempts, jobs = read_patiently(Attempts(run).all), read_patiently(lambda: submissions(run, "slurm"))

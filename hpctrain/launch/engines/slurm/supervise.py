@@ -192,7 +192,7 @@ def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, paren
         return verdict.exit_code
     try:
         restarts = requeue.requeue(config, run_dir, job)
-    except (NoRequeue, requeue.Ended, Stopped, RunFailed) as error:
+    except (NoRequeue, requeue.Cancelled, Stopped, RunFailed) as error:
         is_final, is_refused = isinstance(error, NoRequeue), isinstance(error, RunFailed)
         failed = is_refused and verdict.exit_code is not ExitCode.STOPPED  # nothing else restarts the run
         action = Action.DO_NOT_REQUEUE if is_final else Action.FAIL if failed else Action.STOP

@@ -339,7 +339,7 @@ def test_a_cancelled_job_is_never_requeued(
     run_after: Callable[[Sequence[RunVerdict | None]], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": "None"})
-    with pytest.raises(requeue.Ended, match="cancelled"):
+    with pytest.raises(requeue.Cancelled, match="cancelled"):
         requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
 
 
