@@ -64,7 +64,7 @@ LINES: dict[str, int] = {
     "parallel": 456,
     "tasks": 653,
     "backends": 10105,
-    "checkpoint": 4581,
+    "checkpoint": 4579,
     "monitor": 2804,
     "track": 702,
     "rank": 1606,
