@@ -251,8 +251,8 @@ def partition(tensors: Sequence[TensorSpec], num_writers: int) -> list[list[Tens
     Every rank computes the same result from the same tensors, without communication. A part differs from the mean by at
     most SPLIT_BYTES or one row at each end.
     """
-    ends = list(accumulate(tensor.num_bytes for tensor in tensors))
-    total = ends[-1] if ends else 0
+    sizes = [tensor.num_bytes for tensor in tensors]
+    ends, total = list(accumulate(sizes)), sum(sizes)
     cuts = [(0, 0)]
     cuts += [cut(tensors, ends, total * writer // num_writers) for writer in range(1, num_writers)]
     cuts.append((len(tensors), 0))
