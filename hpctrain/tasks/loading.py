@@ -184,6 +184,9 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
             fix = f"give an object: {name}={EXAMPLES[framework][name.partition('[')[0]]}"
             fix += ", or optimizer: {name: adam, lr: 1e-3} in the run file" if name == "optimizer" else ""
             raise UserError(f"{name} of the task is {spoken(value)}{place_of(value)}", fix)
+        if any(str(getattr(each, "__module__", "")).startswith("horovod.") for each in vars(type(value)).values()):
+            fix = "give the plain one: hpctrain averages gradients, by Horovod if reduce.kind is horovod"
+            raise UserError(f"{name} of the task is Horovod's DistributedOptimizer", fix)
     several = [name for name in ("model", "optimizer") if isinstance(vars(task)[name], Mapping)]
     if several and not with_step:
         fix = "give step=, which says how each of them is trained, or one object"

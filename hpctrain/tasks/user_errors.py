@@ -29,7 +29,10 @@ ADVICE = {
     r"[Tt]arget \d+ is out of bounds|outside the valid range of": (
         "Classes count from 0, and the last layer has an output for each of them"
     ),
-    r"invalid data type 'str'|'(dict|tuple)' object has no attribute|, not (dict|tuple)$|valid indices, got '": (
+    (
+        r"invalid data type 'str'|Attempt to convert a value|'(dict|tuple)' object has no attribute|, not (dict|tuple)$"
+        "|valid indices, got '"
+    ): (
         "The outputs come first, then the batch; of several outputs take one, as in loss(outputs['logits'], batch['y'])"
     ),
     r"does not require grad": (
@@ -48,15 +51,22 @@ ADVICE = {
         "Something in model or loss overwrites what the backward pass needs: write x = x + 1 for x += 1, and leave "
         "inplace=True out"
     ),
-    r"process group has not been initialized|Horovod has not been initialized": (
-        "hpctrain averages gradients itself: leave DistributedDataParallel and hvd out"
+    r"process group has not been initialized|Horovod has not been initialized|not MirroredVariable": (
+        "hpctrain averages gradients itself: leave DistributedDataParallel, hvd and tf.distribute out"
     ),
+    r"Invalid input shape": "Data hold samples, not batches: leave .batch() out of a tf.data.Dataset",
+    r"argument '\w*callbacks'": "Callbacks are hooks, or keys of the run file such as train.early_stop",
+    r"argument '(epochs|batch_size)'": "train.epochs and train.global_batch are keys of the run file",
+    r"argument '(sample|class)_weight'": "Weights are an array of the data, which the loss, or fit_data, takes",
+    r"argument 'validation_split'": "Split the arrays, and give validation=",
     r"not compiled with CUDA": "hpctrain moves model and batch to a GPU if there is one: leave .cuda() and .to() out",
     r"empty parameter list": "Weights are attributes of type nn.Parameter, and lists of layers are nn.ModuleList",
     r"before Module\.__init__\(\) call": "Begin __init__ of the class with super().__init__()",
 }
 """Advice to add to a fix, by pattern of common framework errors."""
 SUFFIX = re.compile(r"\s*\[Op:\w+\].*", re.S)
+NUMBERS = re.compile(r"\[[-+\d.,\se\[\]]{60,}")
+"""The values of an array."""
 
 
 def blamed(field: str, fix: str) -> AbstractContextManager[None]:
@@ -84,7 +94,7 @@ def words(error: BaseException) -> str:
         text = metadata.cause_message
     for dump in DUMPS:
         text = text.partition(dump)[0]
-    text = " ".join(SUFFIX.sub("", PREFIX.sub("", text)).split())
+    text = " ".join(NUMBERS.sub("[...]", SUFFIX.sub("", PREFIX.sub("", text))).split())
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
 
 
@@ -157,7 +167,10 @@ def no_mean(name: str) -> UserError:
 
 def no_such_field(error: TypeError, fields: Sequence[str]) -> UserError:
     """The error for a task created with an unknown or duplicate field."""
-    return UserError(f"the task cannot be made: {words(error)}{own_line(error)}", f"its fields are {', '.join(fields)}")
+    said = words(error)
+    return UserError(
+        f"the task cannot be made: {said}{own_line(error)}", advised(f"its fields are {', '.join(fields)}", said)
+    )
 
 
 def of_float64(batch: Mapping[str, Any]) -> str:

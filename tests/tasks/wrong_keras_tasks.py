@@ -96,6 +96,16 @@ def data(**changes: Any) -> dict[str, Any]:
     return {"x": random.normal(size=(40, 4)).astype(np.float32), "y": random.integers(0, 3, 40)} | changes
 
 
+def batched() -> Any:
+    """A tf.data.Dataset of batches."""
+    return tf.data.Dataset.from_tensor_slices(data()).batch(16, drop_remainder=True)
+
+
+def of_targets(targets: Any, outputs: Any) -> Any:
+    """A loss as Keras calls it."""
+    return keras.ops.mean(targets - outputs)
+
+
 WRONG: dict[str, Any] = {
     "no_call": lambda: made(model=NoCall()),
     "no_return": lambda: made(model=NoReturn()),
@@ -110,6 +120,8 @@ WRONG: dict[str, Any] = {
     "metrics_list": lambda: made(metrics=["accuracy"]),
     "hook_class": lambda: made(hooks=[BaseHook]),
     "input_shape": lambda: made(model=keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])),
+    "batched": lambda: made(train=batched(), validation=None),
+    "loss_of_targets": lambda: made(loss=of_targets, train=data(x=np.full((40, 4), 0.1234567, np.float32))),
     "pair": lambda: made(train=(data()["x"], data()["y"])),
     "compiled_without_loss": lambda: alone(compiled()),
     "compiled_with_a_class": lambda: alone(compiled(loss=keras.losses.MeanSquaredError)),

@@ -114,6 +114,15 @@ class DictOutputs(nn.Linear):
         return {"logits": super().forward(x)}
 
 
+def of_horovod() -> torch.optim.Optimizer:
+    """An optimizer of a class that Horovod has extended."""
+
+    def synchronize(self: Any) -> None: ...
+
+    synchronize.__module__ = "horovod.torch.optimizer"
+    return type("SGD", (torch.optim.SGD,), {"synchronize": synchronize})(nn.Linear(4, 3).parameters(), 0.1)  # type: ignore[no-any-return]
+
+
 def backward(outputs: Any, batch: Any) -> Any:
     """A loss that calls ``backward``."""
     total = loss(outputs, batch)
@@ -157,6 +166,8 @@ WRONG: dict[str, Any] = {
     "other_parameters": lambda: made(optimizer=torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)),
     "frozen": lambda: made(model=nn.Linear(4, 3).requires_grad_(False)),
     "unregistered": lambda: made(optimizer=torch.optim.SGD(Unregistered().parameters(), 0.1)),
+    "horovod": lambda: made(optimizer=of_horovod()),
+    "callbacks": lambda: TorchTask(nn.Linear(4, 3), loss, None, callbacks=[]),  # type: ignore[call-arg]
     "scripted": lambda: made(model=torch.jit.script(nn.Linear(4, 3))),
     "halves": lambda: made(model=nn.Linear(4, 3).half()),
     "dict_outputs": lambda: made(model=DictOutputs(4, 3), loss="cross_entropy"),

@@ -62,7 +62,7 @@ LINES: dict[str, int] = {
     "reduce": 1308,
     "train": 1336,
     "parallel": 456,
-    "tasks": 653,
+    "tasks": 668,
     "backends": 10105,
     "checkpoint": 4579,
     "monitor": 2804,
