@@ -1,4 +1,4 @@
-"""Cost of snapshots in node memory, or of copies of checkpoints in a store: steps with and without them, in turns.
+"""Cost of snapshots in node memory, or of copies of checkpoints in a store: steps with and without them, alternately.
 
     mpirun -n 2 python -m benchmarks.snapshots [--copies 1] [--params 10000000] [--every 50] [--step-ms 20] [--pairs 20]
     mpirun -n 2 python -m benchmarks.snapshots --store file:///somewhere

@@ -1,4 +1,4 @@
-"""Program of ``benchmarks.parallel`` on the ranks: steps of a GPT under each plan, in turns, on the same samples."""
+"""Program of ``benchmarks.parallel`` on the ranks: steps of a GPT under each plan, alternating, on the same samples."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def of_torch(name: str, size: str, batch: int, micro_batches: int, world: World)
 
 
 def measure(names: Sequence[str], args: argparse.Namespace, world: World) -> list[Row]:
-    """Runs contenders in turns. Single-process ones run on rank 0 while the others wait without using a core."""
+    """Runs contenders in turn. Single-process ones run on rank 0 while the others wait without using a core."""
     times: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
     exchange: dict[str, list[float]] = {name: [] for name in PLANS}

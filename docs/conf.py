@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep_colons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in the first line of an attribute's docstring for its type."""
+    """Napoleon takes the text before a colon in the first line of an attribute's docstring for its type."""
     if what in ("attribute", "property"):
         lines[:0] = ["..", ""]  # a comment, in which there is no colon
 
@@ -50,11 +50,11 @@ def hide_signature_of_protocols(
 
 
 def require_documentation(app: Sphinx, env: BuildEnvironment) -> None:
-    """What ``import hpctrain`` offers stands on a page, and each of its members says what it is."""
+    """Checks that each public name of ``hpctrain`` is on a page, and that each of its members has a docstring."""
     on_pages = {name for name, *_ in env.get_domain("py").get_objects()}
     for name in sorted(set(hpctrain.__all__) - {"__version__"}):
         if f"hpctrain.{name}" not in on_pages:
-            logger.warning("hpctrain.%s is public and stands on no page of docs/api", name)
+            logger.warning("hpctrain.%s is public but on no page of docs/api", name)
         for missing in undocumented(getattr(hpctrain, name)):
             logger.warning("hpctrain.%s: %s has no docstring", name, missing)
 

@@ -25,7 +25,7 @@ _REMOVED = {
     "RocCurve": "torchmetrics.classification.BinaryROC()",
     "PrecisionRecallCurve": "torchmetrics.classification.BinaryPrecisionRecallCurve()",
 }
-"""What takes the place of names of version 0.2."""
+"""Replacements of names of version 0.2."""
 
 _homes: dict[str, tuple[str, str]] = {}
 

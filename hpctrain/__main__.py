@@ -7,7 +7,7 @@ import sys
 def leave_current_folder() -> None:
     """Drops empty entries of PYTHONPATH, which Python takes for the current folder, before anything else is imported.
 
-    They come from ``PYTHONPATH=/some/folder:$PYTHONPATH`` if it was not set. Tasks are found there all the same.
+    They come from ``PYTHONPATH=/some/folder:$PYTHONPATH`` if it was not set. Tasks are still found there.
     """
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     named = [folder for folder in given if folder]

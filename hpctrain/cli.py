@@ -1,7 +1,7 @@
 """The command line: parse, dispatch, and turn errors into one sentence and an exit code.
 
-Each command lives in the room that does its work, in a module with ``add_arguments(parser)`` and ``run(args) -> int``;
-it is imported when it is called for, so that ``hpctrain --help`` loads no framework, no MPI and no command.
+Each command is a module of ``hpctrain.commands`` with ``add_arguments(parser)`` and ``run(args) -> int``. It is
+imported when the command is called, so that ``hpctrain --help`` loads no framework, no MPI and no command.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class Command:
 COMMANDS = {
     "train": Command("hpctrain.commands.train", "train in this process: one rank, alone or under mpirun or srun"),
     "run": Command("hpctrain.commands.run", "train on N supervised ranks of this machine"),
-    "sweep": Command("hpctrain.commands.sweep", "a run for each combination of values, and one table of results"),
-    "evaluate": Command("hpctrain.commands.train", "loss and metrics of a checkpoint over the validation data"),
-    "predict": Command("hpctrain.commands.train", "outputs of a checkpoint over a data set, to HDF5"),
-    "plan": Command("hpctrain.commands.plan", "memory per rank under each parallel plan"),
+    "sweep": Command("hpctrain.commands.sweep", "run each combination of values, and print one table of results"),
+    "evaluate": Command("hpctrain.commands.train", "compute loss and metrics of a checkpoint over the validation data"),
+    "predict": Command("hpctrain.commands.train", "write outputs of a checkpoint over a data set to HDF5"),
+    "plan": Command("hpctrain.commands.plan", "estimate the memory per rank under each parallel plan"),
     "render": Command("hpctrain.commands.jobs", "print the job script, or the Kubernetes objects, of a run"),
     "submit": Command("hpctrain.commands.jobs", "submit a run to Slurm or another scheduler"),
-    "status": Command("hpctrain.commands.jobs", "where a run stands: queue, attempt, step, rate"),
-    "logs": Command("hpctrain.commands.jobs", "logs of a run's ranks and attempts"),
+    "status": Command("hpctrain.commands.jobs", "show the state of a run: queue, attempt, step, rate"),
+    "logs": Command("hpctrain.commands.jobs", "show logs of a run's ranks and attempts"),
     "stop": Command("hpctrain.commands.jobs", "ask a run to save a checkpoint and stop"),
     "cancel": Command("hpctrain.commands.jobs", "end a run's jobs now"),
     "resume": Command("hpctrain.commands.jobs", "submit a stopped run again"),
-    "supervise": Command("hpctrain.commands.run", "inside a Slurm job: start and supervise the ranks"),
-    "node": Command("hpctrain.commands.run", "on each node of a run with launch.engine: runners"),
-    "nodes": Command("hpctrain.commands.jobs", "nodes that are excluded because they broke runs, and why"),
-    "watch": Command("hpctrain.commands.report", "live view of a run: step, rate, curves, ranks, verdicts"),
-    "report": Command("hpctrain.commands.report", "run folder to one HTML page with plots"),
-    "explain": Command("hpctrain.commands.report", "why a run ended or is slow, and what to do"),
-    "compare": Command("hpctrain.commands.report", "several runs side by side"),
-    "track": Command("hpctrain.commands.track", "export a run's model to MLflow"),
+    "supervise": Command("hpctrain.commands.run", "start and supervise the ranks inside a Slurm job"),
+    "node": Command("hpctrain.commands.run", "serve a run with launch.engine: runners, on each of its nodes"),
+    "nodes": Command("hpctrain.commands.jobs", "list nodes that are excluded because they broke runs, and why"),
+    "watch": Command("hpctrain.commands.report", "show a live view of a run: step, rate, curves, ranks, verdicts"),
+    "report": Command("hpctrain.commands.report", "make one HTML page with plots from a run folder"),
+    "explain": Command("hpctrain.commands.report", "say why a run ended or is slow, and what to do"),
+    "compare": Command("hpctrain.commands.report", "compare several runs side by side"),
+    "track": Command("hpctrain.commands.track", "send a run's events to trackers, register its model"),
     "ckpt": Command("hpctrain.commands.ckpt", "list, verify, inspect, compare and export checkpoints"),
     "data": Command("hpctrain.commands.data", "make and inspect HDF5 data sets"),
     "bench": Command("hpctrain.commands.bench", "measure steps, checkpoints, data and scaling on this machine"),
-    "doctor": Command("hpctrain.commands.doctor", "what is installed, what is wrong, how to fix it"),
+    "doctor": Command("hpctrain.commands.doctor", "check what is installed, what is wrong, and how to fix it"),
     "init": Command("hpctrain.commands.init", "write a task and a run file to start from"),
     "completion": Command("hpctrain.commands.completion", "print a completion script for bash, zsh or fish"),
     "install-horovod": Command("hpctrain.commands.install_horovod", "build Horovod for what is installed here"),
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HpctrainError as error:
         say(str(error))
         return error.exit_code
-    except ModuleNotFoundError as error:  # imported where it is needed first
+    except ModuleNotFoundError as error:  # raised by the first import that needs it
         if (extra := FRAMEWORKS.get(error.name or "")) is None:
             raise
         say(str(missing := MissingExtra(error.name or "", extra)))
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return ExitCode.DONE
-    except PermissionError as error:  # somebody else's run, most often
+    except PermissionError as error:  # mostly another user's run
         fix = "ask its owner for the permission, or name another path"
         say(f"{error.filename}: {error.strerror}\n  fix: {fix}")
         return ExitCode.USER_ERROR
@@ -87,14 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def say(text: str) -> None:
-    """To the user. Its imports would be a tenth of ``hpctrain --help``."""
+    """Prints a message. The import takes a tenth of ``hpctrain --help``, so it is done only here."""
     from hpctrain.system import output
 
     output.say(text)
 
 
 def dispatch(words: Sequence[str]) -> int:
-    """Finds the command's module and hands over to it."""
+    """Runs the module of the command that the words name."""
     if not words or words[0].startswith("-"):
         overview().parse_args(words)
         overview().print_help()
@@ -118,9 +118,9 @@ def dispatch(words: Sequence[str]) -> int:
 
 
 def before_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words before ``--``, and the program and its arguments behind it.
+    """Returns the words before ``--``, and the program and its arguments after it.
 
-    Before a program, a run file comes first or is left out: then an empty word is in its place.
+    If a program is given without a run file, an empty word takes the file's place.
     """
     place = list(words).index("--") if "--" in words else len(words)
     before, program = list(words[:place]), list(words[place + 1 :])
@@ -129,7 +129,7 @@ def before_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parser_of(name: str) -> Parser:
-    """The parser of a command's words."""
+    """Returns the parser of a command's arguments."""
     command = COMMANDS[name]
     parser = Parser(prog=f"hpctrain {name}", description=command.help, allow_abbrev=False)
     parser.set_defaults(command=name)
@@ -138,14 +138,14 @@ def parser_of(name: str) -> Parser:
 
 
 class Parser(argparse.ArgumentParser):
-    """Usage errors end like all other mistakes of the user's."""
+    """Raises UserError for usage errors, as for all other mistakes of users."""
 
     def error(self, message: str) -> NoReturn:
         """See ArgumentParser."""
         raise UserError(f"{self.prog.removeprefix('hpctrain ')}: {message}", f"{self.prog} --help shows what it takes")
 
     def format_help(self) -> str:
-        """See ArgumentParser. Commands that take a run file list its keys, too."""
+        """See ArgumentParser. Commands that take a run file also list its keys."""
         text = super().format_help()
         if self.get_default("overrides") is None:
             return text

@@ -33,6 +33,11 @@ BANNED = {
     r"\bforet(?:ell|old)\w*": "predict",
     r"\bhand(?:s|ed|ing)? on\b": "pass on, send",
     r"\balike\b": "the same, equally",
+    r"\b(?:any|every|some)body\b": "anyone, everyone; or name the actor",
+    r"\bmid-run\b": "during the run",
+    r"\bended well\b": "succeeded",
+    r"\bin turns\b": "in turn, alternately",
+    r"\bfor ever\b(?! longer)": "forever",
     r"\bstands? (?:in|there|on|for it)\b": "is in",
 }
 """Regular expression, and what to write instead."""

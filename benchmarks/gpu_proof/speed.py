@@ -70,7 +70,7 @@ class Clocked(BaseHook):
 
 
 def measured(setting: Setting, name: str, make: Callable[..., TorchTask], sizes: Any, batch: int) -> Figures:
-    """Runs the three loops in turns, twice unless they are compiled."""
+    """Runs the three loops alternately, twice unless they are compiled."""
     compiles = can_compile(setting.on_gpu)
     steps = WARM + (20 if setting.on_gpu else 8)
     seconds: dict[str, list[float]] = {"hpctrain": [], "ddp": [], "bare": []}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.recovery [-n 2] [--rounds 5] [--kills 1] [--contenders hpctrain,torchrun,hpctrain-keras]
 
-All train the same network (``torch_program``, ``keras_program``), in turns. Measured are the first start, from the
+All train the same network (``torch_program``, ``keras_program``), alternately. Measured are the first start, from the
 command to the first step, and recoveries, from SIGKILL of a random rank to the first step not done before.
 """
 

@@ -1,6 +1,6 @@
 """Measures how fast random samples are read, and whether prefetching hides it.
 
-All readers read the same samples of the same data, in turns within each round, from the page cache: this compares the
+All readers read the same samples of the same data, in turn within each round, from the page cache: this compares the
 CPU work of reading, not the disk.
 """
 

@@ -36,7 +36,7 @@ def on_ranks(module: str, options: Mapping[str, str], ranks: int) -> list[dict[s
         try:
             ended = mpi_library.on_ranks(words, ranks, library, environment, TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor checks that ranks can talk"
+            fix = "measure less: fewer --rounds, --steps or contenders; hpctrain doctor tests MPI between ranks"
             raise RunFailed(f"{module} did not end within {TIMEOUT_S} s", fix) from error
         if ended.code or not out.exists():
             fix = "read the lines above; hpctrain doctor checks the installation"
@@ -69,7 +69,7 @@ class Contender(Protocol):
 def take_turns(
     contenders: Sequence[str], make: Callable[[str], Contender], rounds: int, steps: int, group: Group
 ) -> tuple[dict[str, float], dict[str, bool]]:
-    """Runs contenders in turns. Returns, by name, median step seconds on the slowest rank and whether weights agree."""
+    """Runs contenders in turn. Returns, by name, median step seconds on the slowest rank and whether weights agree."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     equal = dict.fromkeys(contenders, True)
     for _ in range(rounds):

@@ -162,12 +162,12 @@ def warnings(
         sizes = ", ".join(str(shape.ranks) for shape in crowded)
         found.append(
             f"{sizes} ranks have more threads than this machine's {cores} cores: efficiency there says nothing about a "
-            "larger machine, and no fit takes it"
+            "larger machine, and fits leave them out"
         )
     if not through_mpi:
         found.append(
-            "the runs exchanged by Horovod, the exchange model is of MPI: if the runs were faster than it, as with "
-            "NCCL, it is scaled to them"
+            "the runs used Horovod, but the exchange model is for MPI: if the runs were faster, as with NCCL, the "
+            "model is scaled to them"
         )
     if slower is not None and slower > WORTH_IT:
         found.append(

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     program: str, args: argparse.Namespace, frameworks: Sequence[str], models: Sequence[str], contenders: Sequence[str]
 ) -> int:
-    """Runs contenders in turns on ranks of this machine and prints the rows; returns an exit code.
+    """Runs contenders in turn on ranks of this machine and prints the rows; returns an exit code.
 
     Raises:
         UserError: a model or contender is unknown.

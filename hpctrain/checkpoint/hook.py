@@ -415,7 +415,7 @@ def not_used(one: events.Rejected | reading.NotUsed) -> str:
 def lines_about(event: events.Event) -> Iterator[str]:
     """Lines to print for events that the user must not miss."""
     if isinstance(event, events.CheckpointFailed):
-        yield f"checkpoint of step {event.step} FAILED: {event.error}; older checkpoints are whole"
+        yield f"checkpoint of step {event.step} FAILED: {event.error}; older checkpoints are intact"
         if (event.failures or 0) > 1:
             yield f"{event.failures} CHECKPOINTS IN A ROW FAILED: what was trained since the last is not saved"
     if isinstance(event, events.Resumed):

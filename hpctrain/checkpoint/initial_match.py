@@ -80,7 +80,7 @@ def renamed(weights: Mapping[str, T], rename: Mapping[str, str], what: str) -> d
             used.add(beginning)
             plain = rename[beginning] + plain.removeprefix(beginning)
         if plain in result:
-            raise UserError(f"two weights of {what} would be called {plain}", "map their beginnings to different ones")
+            raise UserError(f"two weights of {what} would be called {plain}", "map their prefixes to different ones")
         result[plain] = value
     idle = [beginning for beginning in beginnings if beginning not in used]
     if idle:

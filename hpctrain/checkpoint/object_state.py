@@ -61,7 +61,7 @@ def require_equal(group: Group, objects: Sequence[Kept], leaves: Leaves, step: i
     for number, one in enumerate(shared):
         odd = [rank for rank, each in enumerate(of_ranks) if each[number] != of_ranks[0][number]]
         if odd:
-            fix = "wrap it in hpctrain.PerRank(...) if each rank is to have its own; else change it identically on all"
+            fix = "wrap it in hpctrain.PerRank(...) if each rank has its own; else change it identically on all"
             raise UserError(f"{one.spoken} of the task differs between ranks 0 and {odd[0]} after {step} steps", fix)
 
 
@@ -123,7 +123,8 @@ def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group
             f"declares it as {'one for all ranks' if per_rank else 'each rank its own'}",
             f"write {'PerRank(...)' if per_rank else 'the object without PerRank'} in state= of the task, as it was",
         )
-    blame = blamed(one, f"it does not take over what {loaded.path} holds of it", "see load_state_dict, or --fresh")
+    fix = "correct load_state_dict, or begin again with --fresh"
+    blame = blamed(one, f"it cannot load what {loaded.path} holds of it", fix)
     if one.rule is None or loaded.ranks == group.size:
         with blame:
             one.load(below(one.name, loaded.arrays), leaves)

@@ -119,7 +119,7 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str)
     fix = "restore the run file, give the run another name, or begin again with --fresh"
     if any(key in LENGTH for key, _, _ in found):
         kind = now["config"]["schedule"]["kind"]
-        shown += f" (schedule.kind {kind} ends with the run, so that a longer one would have had other rates all along)"
+        shown += f" (schedule.kind {kind} depends on the run's length: a longer run has other rates from the start)"
     if any(key == "training data" for key, _, _ in found):
         before, after = (
             ", ".join(source["address"] for source in each.get("data_sources") or ()) for each in (saved, now)
@@ -129,7 +129,7 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str)
         )
     if all(key not in DATA for key, _, _ in found):
         flags = " ".join(f"--accept {key}" for key in dict.fromkeys(length_as_one(key) for key, _, _ in found))
-        fix += f"; to resume all the same, with what the run file says from here on: {flags}"
+        fix += f"; to resume anyway, with the run file's values from here on: {flags}"
     if any(key == "global batch" for key, _, _ in found):
         old = saved["global_batch"]
         fix = f"set train.global_batch to {old}, which any number of ranks up to {old} can share; or begin with --fresh"
@@ -138,4 +138,4 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str)
         if per_rank and old % per_rank == 0:
             ranks = old // per_rank * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
             fix = f"run on {ranks} ranks; or {fix}"
-    raise UserError(f"the run file is not that of {where}: {shown}", fix)
+    raise UserError(f"the run file differs from that of {where}: {shown}", fix)

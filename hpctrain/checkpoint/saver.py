@@ -49,7 +49,7 @@ class SaveStage(Enum):
 
     WRITING = "every rank's shard"
     COMMITTING = "the commit by each folder's first rank"
-    ABANDONING = "its clearing away"
+    ABANDONING = "its removal"
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class Saver:
     def _write(self, image: ShardImage, partial: Path, is_dropped: Callable[[], bool]) -> None:
         """Write this rank's shard, in the background."""
         if spoiled := image.first_not_finite(self.trained):
-            fix = "no checkpoint is made of weights that a run could not resume from"
+            fix = "weights that a run could not resume from are not saved"
             raise NoRequeue(f"{spoiled} is not finite", fix, Code.NAN)
         self.folder.prepare_folder(partial)
         if not image.keeps:

@@ -47,7 +47,7 @@ class Group:
         self.rank: int = comm.Get_rank() if comm else 0
         self.size: int = comm.Get_size() if comm else 1
 
-    def barrier(self, what: str = "come to a barrier", timeout_s: float = TIMEOUT_S) -> None:
+    def barrier(self, what: str = "reach a barrier", timeout_s: float = TIMEOUT_S) -> None:
         """Returns when every rank has arrived.
 
         Args:
@@ -57,7 +57,7 @@ class Group:
         if self.comm:
             self._wait(self.comm.Ibarrier(), what, timeout_s)
 
-    def meet(self, what: str = "come to a barrier", timeout_s: float = TIMEOUT_S) -> None:
+    def meet(self, what: str = "reach a barrier", timeout_s: float = TIMEOUT_S) -> None:
         """A barrier that returns within microseconds of the last arrival. It never sleeps, but soon starts to yield its
         core to other threads and processes, such as loaders, writers, or a rank that has not arrived yet.
 

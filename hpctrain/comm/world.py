@@ -149,7 +149,7 @@ def in_grid(world: World, tensor: int, pipeline: int = 1) -> World:
         if len(set(nodes[first : first + tensor])) > 1:
             raise UserError(
                 f"parallel.tensor is {tensor}, and ranks {first} to {first + tensor - 1}, which would share layers, "
-                "lie on different nodes",
+                "are on different nodes",
                 f"start a multiple of {tensor} ranks on each node, one node after the other (Slurm: "
                 "--distribution=block)",
             )

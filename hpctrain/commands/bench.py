@@ -19,7 +19,7 @@ MOVED = ("parallel", "reduce", "simulate", "straggler")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand for each benchmark."""
+    """Adds one subcommand for each benchmark."""
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, text in BENCHMARKS.items():
         module = benchmark(name)
@@ -34,7 +34,7 @@ def benchmark(name: str) -> ModuleType:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the chosen one; an exit code."""
+    """Runs the chosen benchmark; returns an exit code."""
     if args.benchmark in MOVED:
         fix = f"in a checkout of hpctrain, run python -m benchmarks.{args.benchmark}"
         raise UserError(f"hpctrain bench {args.benchmark} is no longer part of the package", fix)

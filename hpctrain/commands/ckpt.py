@@ -24,7 +24,7 @@ SUFFIXES = (".safetensors", ".pt", ".weights.h5")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The group's own commands."""
+    """Adds the subcommands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|inspect|diff|export")
     ls = actions.add_parser("ls", help="checkpoints of a run")
     verify = actions.add_parser("verify", help="read and check every byte; exit code 70 unless all are intact")
@@ -72,7 +72,7 @@ def ls(args: argparse.Namespace) -> int:
 
 
 def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
-    """One row of ``ls``."""
+    """Returns one row of ``ls``."""
     from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 
     row: dict[str, Any] = {"step": step, "path": store.where(step)}
@@ -88,7 +88,7 @@ def describe(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 
 def row_text(row: dict[str, Any]) -> str:
-    """A row of ``ls`` for people."""
+    """Formats a row of ``ls`` for people."""
     if "problem" in row:
         return f"step {row['step']:>9}  {'DAMAGED' if row['readable'] else 'UNREADABLE'}: {row['problem']}"
     when = local_time(row["time"])
@@ -97,7 +97,7 @@ def row_text(row: dict[str, Any]) -> str:
 
 
 def local_time(seconds: Any) -> str:
-    """A moment for people; nothing if it is not one."""
+    """Formats a time as local time; empty if the value is not a time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
     except (TypeError, ValueError, OverflowError, OSError):
@@ -105,7 +105,7 @@ def local_time(seconds: Any) -> str:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Reads everything and compares checksums."""
+    """Reads all data and compares checksums."""
     from hpctrain.checkpoint.mirror import locate
     from hpctrain.checkpoint.verify import verify_checkpoint
 
@@ -168,12 +168,12 @@ def export(args: argparse.Namespace) -> int:
 
 
 def selection_of(args: argparse.Namespace) -> Selection:
-    """What the options of ``export`` mean together. Raises UserError."""
+    """Combines the options of ``export``. Raises UserError."""
     from hpctrain.checkpoint.export import Selection
 
     pairs = [pair.partition("=") for pair in args.rename]
     if any(not equals for _, equals, _ in pairs):
-        fix = "write --rename OLD=NEW; --rename model.= takes model. away"
+        fix = "write --rename OLD=NEW; --rename model.= removes model."
         raise UserError(f"--rename {args.rename[0]} has no =", fix)
     if args.trainable_only and args.merge_lora is not None:
         fix = "give one of the two"
@@ -183,7 +183,7 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 
 def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> None:
-    """Through the model that the run's task makes: Keras files number layers as the model holds them."""
+    """Exports through the model of the run's task: Keras files number layers in the model's order."""
     import numpy as np
 
     from hpctrain.backends.tensorflow import runtime
@@ -217,7 +217,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
 
     weights, _ = model_weights(loaded, selection)
     places: dict[str, Place] = {f"model/{name}": (weights, name) for name in weights}
-    if selection.lora_alpha is not None:  # the task's model has adapters as well, which Keras adds as it saves
+    if selection.lora_alpha is not None:  # the task's model has adapters as well, which Keras merges when it saves
         every, _ = model_weights(loaded, dataclasses.replace(selection, lora_alpha=None))
         merged = (name for name in every if name not in weights)
         zeros = HeldArrays({name: np.zeros(every.shape_of(name), every.dtype_of(name)) for name in merged})
@@ -227,7 +227,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
 
 
 def opened(path: str, step: int | None = None) -> AbstractContextManager[Loaded]:
-    """A checkpoint from the user's argument; the newest must be sound, no older one is taken in its place."""
+    """Opens the checkpoint that the user names; if the newest is damaged, no older one takes its place."""
     from hpctrain.checkpoint.mirror import locate
 
     store, found = locate(path, step)

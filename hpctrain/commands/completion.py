@@ -1,4 +1,4 @@
-"""``hpctrain completion``: a script with which a shell completes commands, options and keys of the run file."""
+"""``hpctrain completion``: a script for the shell's completion of commands, options and keys of the run file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def words_of(command: str) -> Iterator[str]:
-    """Subcommands, options, and keys of the run file if a command takes them."""
+    """Yields subcommands and options, and keys of the run file if the command takes them."""
     parser = parser_of(command)
     yield from within(parser)
     if parser.get_default("overrides") is not None:
@@ -32,7 +32,7 @@ def words_of(command: str) -> Iterator[str]:
 
 
 def within(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Words of a parser and of its subcommands."""
+    """Yields the words of a parser and its subcommands."""
     for action in parser._actions:
         yield from (option for option in action.option_strings if option.startswith("--"))
         if isinstance(action, argparse._SubParsersAction):
@@ -44,7 +44,7 @@ def within(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def bash(words: Mapping[str, Sequence[str]]) -> str:
-    """For bash."""
+    """Returns the script for bash."""
     lines = [
         "_hpctrain() {",
         '    local current="${COMP_WORDS[COMP_CWORD]}" words=""',
@@ -63,13 +63,13 @@ def bash(words: Mapping[str, Sequence[str]]) -> str:
 
 
 def zsh(words: Mapping[str, Sequence[str]]) -> str:
-    """For zsh, which reads bash's."""
+    """Returns the script for zsh, which can load that for bash."""
     load = "autoload -Uz compinit bashcompinit\n(( $+functions[compdef] )) || compinit\nbashcompinit\n"
     return load + bash(words)
 
 
 def fish(words: Mapping[str, Sequence[str]]) -> str:
-    """For fish."""
+    """Returns the script for fish."""
     lines = [
         f"complete -c hpctrain -n __fish_use_subcommand -f -a {name} -d {quoted(COMMANDS[name].help)}" for name in words
     ]
@@ -84,7 +84,7 @@ def fish(words: Mapping[str, Sequence[str]]) -> str:
 
 
 def quoted(text: str) -> str:
-    """As fish reads it."""
+    """Quotes a text for fish."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

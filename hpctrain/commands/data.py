@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from hpctrain.data.packing.source import Source
 
 MOST_CHARACTERS = 80
-"""Of a note of a file."""
+"""Maximum length of a note that ``info`` shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The group's own commands."""
+    """Adds the subcommands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="pack|info")
     pack = actions.add_parser(
         "pack", help="make an HDF5 file for training from .npz, .npy, tables (CSV, Parquet, ORC), images or text"
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_outside(parser: argparse.ArgumentParser) -> None:
-    """The option of both commands that says where HDF5 files may lead to."""
+    """Adds the option of both commands for further folders that HDF5 files may refer to."""
     parser.add_argument(
         "--allow-outside",
         action="append",
@@ -123,14 +123,14 @@ def run_pack(args: argparse.Namespace) -> int:
 
 
 def pack(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Makes a file. Ranks share tables out; of other kinds, rank 0 does all. Collective."""
+    """Packs a file. Ranks divide tables among them; other kinds are packed by rank 0. Collective."""
     from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S
     from hpctrain.data.packing.read import TABLES, kind_of
     from hpctrain.data.packing.write import write_hdf5
 
     there = [one for one in (args.output, *args.sources) if os.path.exists(one)]
     if args.output in there and any(os.path.samefile(args.output, one) for one in there[1:]):
-        raise UserError(f"{args.output} is to be packed into itself", "choose another name for what is made")
+        raise UserError(f"{args.output} is both source and output", "choose another --output")
     together = kind_of(args.sources, args.kind) in TABLES
     if together or ranks.rank == 0:
         group = ranks if together else ALONE
@@ -146,7 +146,7 @@ def pack(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, np.dtype[Any]]) -> None:
-    """What was made."""
+    """Prints what was packed."""
     arrays = [
         {"name": name, "dtype": dtypes.get(name, field.dtype).name, "shape": list(field.shape)}
         for name, field in source.fields.items()
@@ -160,7 +160,7 @@ def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, n
 
 @contextlib.contextmanager
 def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
-    """What is to be packed."""
+    """Opens the data to pack."""
     from hpctrain.data.packing.read import kind_of, open_source
     from hpctrain.data.packing.source import parse_fields
     from hpctrain.data.packing.text import TextForm, files_of, open_tokenizer, text_source
@@ -179,7 +179,7 @@ def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
         yield open_source(addresses(args, kind), kind, columns, size, args.allow_outside, args.filter, ranks)
         return
     form = TextForm(open_tokenizer(args.tokenizer, args.end_of_text), args.context or 1024, args.text_field or "text")
-    prepare(args.output, args.force)  # before time is spent
+    prepare(args.output, args.force)  # fail early, before text is tokenized
     files = files_of([Path(source) for source in args.sources])
     num_bytes = sum(path.stat().st_size for path in files)
     with contextlib.ExitStack() as reading:
@@ -190,7 +190,7 @@ def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
 
 
 def addresses(args: argparse.Namespace, kind: str) -> list[str]:
-    """The sources as ``open_source`` takes them: of versioned tables with catalog and version."""
+    """Returns the sources for ``open_source``: those of versioned tables with catalog and version."""
     given = {"version": args.version, "snapshot": args.snapshot, "catalog": args.catalog}
     mine = {"delta": {"version"}, "iceberg": {"snapshot", "catalog"}}.get(kind, set())
     wrong = [name for name, value in given.items() if value is not None and name not in mine]
@@ -214,7 +214,7 @@ def run_info(args: argparse.Namespace) -> int:
 
 
 def print_info(about: Mapping[str, Any]) -> None:
-    """As a table."""
+    """Prints it as a table."""
     rows = (
         (field["name"], field["dtype"], " x ".join(map(str, field["shape"])) or "scalar", field["layout"])
         for field in about["fields"]
@@ -236,13 +236,13 @@ def print_info(about: Mapping[str, Any]) -> None:
 
 
 def shortened(value: Any) -> str:
-    """A note as JSON, on a line."""
+    """Returns a note as one line of JSON, shortened."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
-    """Height and width, from ``32x48``."""
+    """Parses height and width, such as ``32x48``."""
     if text is None:
         return None
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
@@ -252,7 +252,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_dtypes(texts: Sequence[str], source: Source) -> dict[str, np.dtype[Any]]:
-    """The dtype of each array that ``--dtype`` changes."""
+    """Returns the dtype of each array that ``--dtype`` changes."""
     import numpy as np
 
     chosen: dict[str, np.dtype[Any]] = {}
@@ -274,7 +274,7 @@ def parse_dtypes(texts: Sequence[str], source: Source) -> dict[str, np.dtype[Any
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int, unit: str, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Shows a bar on a terminal, and nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", nargs="?", help="a run file: its folder, task and job script are looked at, too")
+    parser.add_argument("run_file", nargs="?", help="a run file: its folder, task and job script are checked too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at this machine; 64 if there is a problem."""
+    """Checks this machine; returns 64 if there is a problem."""
     from hpctrain.doctor import machine, slurm, software
     from hpctrain.doctor.probe import Status
 
@@ -39,12 +39,12 @@ def run(args: argparse.Namespace) -> int:
         folder = RunDir.of(config.name, config.run_dir).path if config else folder
     found = [*software.findings(), *machine.findings(folder), *slurm.findings(args.run_file), *more]
     if config and config.task and more[-1].status is not Status.PROBLEM:
-        found.append(trial(config))  # last: a task that is loaded may change what the others would find
+        found.append(trial(config))  # last: loading a task may change what other checks see
     return show(found, args.json)
 
 
 def trial(config: Config) -> Check:
-    """Whether the task works on one batch."""
+    """Checks whether the task works on one batch."""
     from hpctrain.doctor.probe import Check, problem
     from hpctrain.rank.trial import try_task
 
@@ -57,7 +57,7 @@ def trial(config: Config) -> Check:
 
 
 def on_ranks(ranks: int, as_json: bool) -> int:
-    """Looks at MPI between ranks of this machine: ``hpctrain run -n 2 --doctor``."""
+    """Checks MPI between ranks of this machine: ``hpctrain run -n 2 --doctor``."""
     from hpctrain.doctor import ranks as between
     from hpctrain.doctor.probe import problem
 
@@ -69,7 +69,7 @@ def on_ranks(ranks: int, as_json: bool) -> int:
 
 
 def show(found: Sequence[Check], as_json: bool) -> int:
-    """Prints findings; the exit code."""
+    """Prints findings; returns the exit code."""
     from hpctrain.doctor.probe import Status
 
     problems = sum(finding.status is Status.PROBLEM for finding in found)

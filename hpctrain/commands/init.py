@@ -1,4 +1,4 @@
-"""``hpctrain init``: a task and a run file to begin with."""
+"""``hpctrain init``: writes a task and a run file to start from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.errors import ExitCode, UserError, file_errors
 from hpctrain.system import foreign_text
 
 FRAMEWORKS = {"torch": "torch", "keras": "tensorflow"}
-"""What begins the names of the files in ``starters``, a link to those of ``examples``."""
+"""Prefixes of the files in ``starters``, which is a link to ``examples/starters``."""
 KINDS = ("image", "text", "table", "steps")
 RUN_FILE = """\
 name: {name}
@@ -35,13 +35,13 @@ checkpoint:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="name of the run; NAME.py and NAME.yaml are written")
     parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="torch", help="by default torch")
-    kinds = "what a sample is, by default a row of a table; steps: two networks trained in turns by a custom step"
+    kinds = "what a sample is, by default a row of a table; steps: two networks trained in turn by a custom step"
     parser.add_argument("--kind", choices=KINDS, default="table", help=kinds)
     parser.add_argument("--folder", default=".", help="folder of the files; by default the current one")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes both files, unless one of them is there."""
+    """Writes both files, unless one of them exists."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,80}", args.name):
         fix = "use letters, digits and underscores, beginning with a letter"
         raise UserError(f"{args.name!r} cannot be the name of a Python file", fix)

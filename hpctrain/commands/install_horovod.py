@@ -1,8 +1,8 @@
 """`hpctrain install-horovod`: Horovod built from its sdist, with our edits, for what is installed here.
 
 The wheel is cached under a key of everything it was built against, so a second environment like this one gets it in
-seconds. An interrupted build resumes where it was. Builds lie in a folder that only this user can write to; a folder
-that others write to, too, holds finished wheels only, and they are looked at before they are taken.
+seconds. An interrupted build resumes where it was. Builds are in a folder that only this user can write to. A folder
+that others can write to holds only finished wheels, which are checked before use.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the wheel unless it is cached, installs it, and sees it load.
+    """Builds the wheel unless it is cached, installs it, and checks that it loads.
 
     Raises:
         UserError: something that the build needs is missing.
-        RunFailed: the build broke; the message names its log.
+        RunFailed: the build failed; the message names its log.
     """
     begin = time.monotonic()
     say = _silent if args.json else _say
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _frameworks(torch: bool | None, tensorflow: bool | None, gpu: bool) -> dict[str, str]:
-    """Name and version of each framework to build for."""
+    """Returns name and version of each framework to build for."""
     if gpu and tensorflow:
         fix = "leave out --tensorflow: --gpu builds for PyTorch"
         raise UserError("Horovod's TensorFlow operations do not build for GPUs against today's TensorFlow", fix)
@@ -122,7 +122,7 @@ def _share(wheel: Path, folder: Path, say: build.Say) -> Path:
     try:
         return build.share(wheel, folder)
     except OSError as error:
-        say(f"{folder} does not take the wheel ({error.strerror}): it stays in {wheel.parent}")
+        say(f"{folder} cannot hold the wheel ({error.strerror}): it stays in {wheel.parent}")
         return wheel
 
 
@@ -144,7 +144,7 @@ def _check_it_loads(framework: str, mpi: toolchain.Mpi) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, say: build.Say) -> Iterator[None]:
-    """Two set-ups at once build one after the other; the kernel frees the lock of a process that died."""
+    """Lets simultaneous set-ups build one after the other; the kernel frees the lock of a process that died."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,4 +159,4 @@ def _say(text: str) -> None:
 
 
 def _silent(text: str) -> None:
-    """Says nothing."""
+    """Prints nothing."""

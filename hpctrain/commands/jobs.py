@@ -1,4 +1,4 @@
-"""``hpctrain render | submit | resume | status | logs | stop | cancel | nodes``: of a run file or a run folder."""
+"""``hpctrain render | submit | resume | status | logs | stop | cancel | nodes``, for a run file or a run folder."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hpctrain.system.foreign_text import answer
 from hpctrain.system.quantities import positive
 
 POLL_S = (0.5, 10.0)
-"""First and longest pause between looks at the queue."""
+"""First and longest pause between queries of the queue."""
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 """States of jobs that have nothing to save."""
 FOLLOW_S = 0.5
-"""Seconds between two readings of a log that is followed."""
+"""Seconds between two reads of a log that is followed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; an exit code."""
+    """Runs the command; returns an exit code."""
     functions = {"render": render, "submit": submit, "resume": submit, "status": status, "logs": logs}
     return (functions | {"stop": stop, "cancel": cancel, "nodes": nodes})[args.command](args)
 
 
 def render(args: argparse.Namespace) -> int:
-    """Prints the script or the objects; needs no scheduler."""
+    """Prints the script or the Kubernetes objects; needs no scheduler."""
     config, folder = resolve_run.configured(args.target, args.overrides)
     options = SubmitOptions(portable=True) if args.portable else SubmitOptions(elements_of(args), args.at_once)
     has = schedulers.of(config)
@@ -100,7 +100,7 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def elements_of(args: argparse.Namespace) -> list[Config]:
-    """The runs of ``--array``; none without it."""
+    """Returns the runs of ``--array``; none without it."""
     target = Path(args.target)
     return sweep.elements(str(RunDir(target).run_yaml if target.is_dir() else target), args.overrides, args.array)
 
@@ -127,7 +127,7 @@ def send(
 
 
 def refuse_finished(planned: Plan) -> None:
-    """Nothing is left to resume.
+    """Refuses to resume a run that has nothing left to do.
 
     Raises:
         UserError: the run has finished, and no option asks for more than it did.
@@ -135,7 +135,7 @@ def refuse_finished(planned: Plan) -> None:
     found = RunView(planned.run.path).snapshot()
     if found.outcome.word is Word.FINISHED:
         reason = (found.newest.verdict.reason if found.newest and found.newest.verdict else "") or found.outcome.value
-        fix = "nothing to do; to train on, say how far: hpctrain resume ... --train.epochs N"
+        fix = "nothing to do; to train further, say how far: hpctrain resume ... --train.epochs N"
         raise UserError(f"{planned.run.path} has finished: {reason}", fix)
 
 
@@ -146,9 +146,9 @@ def _shape(planned: Plan) -> str:
 
 
 def _wait(folder: RunDir) -> int:
-    """Returns when no job of the run waits or runs: done only if all of the last one completed.
+    """Waits until no job of the run is queued or running; returns DONE only if all parts of the last one completed.
 
-    Queues that forget jobs at once do not say how they ended: then the run itself does.
+    If the queue has already forgotten a job, the run folder says how it ended.
     """
     pause, longest = POLL_S
     while schedulers.goes_on(folder):
@@ -167,7 +167,7 @@ def _wait(folder: RunDir) -> int:
 
 
 def last_worked(run: RunDir) -> str:
-    """Of the jobs that were submitted together last the one that ran last: of a chain, those after the end never do."""
+    """Returns the job that ran last among those submitted last: in a chain, jobs after the run's end never run."""
     jobs = submissions(run)
     begin = max((index for index, each in enumerate(jobs) if each.chain == 0 and each.replaces is None), default=0)
     ours = [each.job for each in jobs[begin:]]
@@ -175,9 +175,9 @@ def last_worked(run: RunDir) -> str:
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Asks a running job to save and stop, or a run without one; others have nothing to save and are cancelled.
+    """Asks a running job, or a run without a job, to save and stop; jobs with nothing to save are cancelled.
 
-    An attempt that begins forgets older requests: a job that runs without holding the run folder would not see ours.
+    A new attempt forgets older requests, so a running job that does not yet hold the run folder would not see ours.
     """
     said, text = [], []
     for run in resolve_run.runs(args.target):
@@ -192,7 +192,7 @@ def stop(args: argparse.Namespace) -> int:
         if waiting:
             saves = "whose ranks save first if they run" if has.ends_gently else "which has nothing to save"
             text.append(f"{run.path}: cancelled job {', '.join(waiting)}, {saves}")
-        if holder is not None:  # perhaps in an allocation that is not one of the run's own jobs
+        if holder is not None:  # possibly in an allocation that is not a job of the run
             request_stop(run)
             who = f"job {', '.join(running)}" if running else "the run"
             text.append(f"{run.path}: asked {who} to save a checkpoint and stop")
@@ -202,7 +202,7 @@ def stop(args: argparse.Namespace) -> int:
 
 
 def request_stop(run: RunDir) -> None:
-    """Makes the STOP file.
+    """Creates the STOP file.
 
     Raises:
         UserError: the run folder cannot be written.
@@ -215,7 +215,7 @@ def request_stop(run: RunDir) -> None:
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """Ends the run's jobs now; what was saved stays."""
+    """Ends the run's jobs now; saved checkpoints stay."""
     runs = resolve_run.runs(args.target)
     has = schedulers.of_run(runs[0])
     ids, left = has.end([(run, [entry.id for entry in schedulers.alive(run)]) for run in runs])
@@ -225,7 +225,7 @@ def cancel(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Prints where the run, each element of an array, or each of the user's runs stands; without Slurm, too."""
+    """Prints the state of the run, of each element of an array, or of all the user's runs; also without Slurm."""
     runs = resolve_run.runs(args.target) if args.target else run_status.own_runs(Path.cwd())
     found = run_status.of_runs(runs)
     text = run_status.lines(found) if args.target else run_status.table(found)
@@ -251,7 +251,7 @@ def logs(args: argparse.Namespace) -> int:
         fix = f"its last attempt has logs of {there}" if there else "hpctrain status shows whether the job has started"
         raise UserError(f"{run.logs} holds no such log", fix)
     if args.follow:
-        # Rank 0 prints into the job's log.
+        # Rank 0 prints to the job's log.
         wanted = found[0] if args.rank else next((log for log in found if log.rank == "job"), found[0])
         for text in run_logs.follow(wanted.path, lambda: is_over(run), FOLLOW_S):
             foreign_text.show(text, end="")
@@ -266,21 +266,21 @@ def logs(args: argparse.Namespace) -> int:
 
 
 def is_over(run: RunDir) -> bool:
-    """Whether no process works on the run, and no job of it waits."""
+    """Whether no process works on the run and none of its jobs is queued."""
     return live_lock.at_work(run) is None and not schedulers.goes_on(run)
 
 
 def nodes(args: argparse.Namespace) -> int:
-    """Shows the nodes that are left out, and why, or takes some off the list."""
+    """Lists the nodes that are excluded, and why, or clears some of them."""
     listed = bad_nodes.of_run(resolve_run.configured(args.target, [])[1]) if args.target else bad_nodes.shared()
     now = time.time()
     if args.clear:
         entries = listed.clear(args.clear, now)
         if not entries and args.clear != "all":
-            raise UserError(f"{args.clear} is not left out", "hpctrain nodes lists those that are")
+            raise UserError(f"{args.clear} is not excluded", "hpctrain nodes lists those that are")
     else:
         entries = listed.entries(now)
-    how = "cleared, was to be left out" if args.clear else "left out"
+    how = "cleared, was to be excluded" if args.clear else "excluded"
     text = [f"{each.node}: {how} for {(each.until - now) / 3600:.1f} h more: {each.reason}" for each in entries]
-    answer(args.json, [dataclasses.asdict(each) for each in entries], text or ["no node is left out"])
+    answer(args.json, [dataclasses.asdict(each) for each in entries], text or ["no node is excluded"])
     return ExitCode.DONE

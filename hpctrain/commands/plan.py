@@ -1,4 +1,4 @@
-"""``hpctrain plan``: what a rank needs under each plan that fits the ranks, before a job is submitted."""
+"""``hpctrain plan``: memory of a rank under each plan that fits the ranks, before a job is submitted."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from hpctrain.run.figures import Plans
 
 PIPELINED = "pipeline"
-"""Stands for plans with stages among the reasons why others cannot be."""
+"""Key of pipeline plans among the reasons why plans are impossible."""
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 WIDEST = 1000
-"""Characters that the table may have, however narrow the terminal is: no cell is cut short."""
+"""Width of the table in characters, even on a narrow terminal, so that no cell is truncated."""
 PARTS = ("program", "parameters", "gradients", "optimizer", "averages", "activations", "staging", "total")
 
 
 def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | None) -> None:
-    """A table, and what cannot be."""
+    """Prints a table of plans, and why others are impossible."""
     from rich.console import Console
     from rich.table import Table
 
@@ -56,7 +56,7 @@ def show(found: Sequence[Footprint], reasons: Mapping[str, str], limit: int | No
 
 
 def plans_of(found: Sequence[Footprint], memory: int | None) -> Plans:
-    """As pictures have them."""
+    """Returns the plans as charts take them."""
     from hpctrain.run.figures import Planned, Plans
 
     return Plans(
@@ -74,7 +74,7 @@ def draw(plans: Plans, path: Path) -> None:
 
 
 def keep(plans: Plans, run: RunDir) -> None:
-    """Leaves them in the run folder, whose report shows them. Raises UserError or RunFailed."""
+    """Writes the plans to the run folder, for its report. Raises UserError or RunFailed."""
     from hpctrain.run.figures import write_plans
 
     run.create()
@@ -82,22 +82,22 @@ def keep(plans: Plans, run: RunDir) -> None:
 
 
 def name_of(plan: ParallelLayout) -> str:
-    """As ``hpctrain status`` has it: ``tensor 2 x data 4, shard optimizer``."""
+    """Names a plan as ``hpctrain status`` does: ``tensor 2 x data 4, shard optimizer``."""
     grid = Grid(plan.tensor * plan.data * plan.pipeline, plan.tensor, plan.pipeline)
     return (str(grid) or f"data {plan.data}") + (f", shard {plan.shard}" if plan.shard != "none" else "")
 
 
 LARGEST_GROUP = 8
-"""Ranks of a tensor group, unless the run file says how many a node has."""
+"""Maximum ranks of a tensor group, unless the run file says how many a node has."""
 LARGEST_PIPELINE = 8
-"""Stages, unless the run file asks for more."""
+"""Maximum number of stages, unless the run file asks for more."""
 MOST_RANKS = 100_000
-"""Each of which gets its part of sharded optimizers."""
+"""Maximum of ``-n``: an estimate is made for each rank of a sharded optimizer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See cli.py."""
-    parser.add_argument("run_file", help="what to train; its task is made in this process, and trained for one step")
+    """Adds the arguments; see ``cli``."""
+    parser.add_argument("run_file", help="what to train; its task is loaded in this process and trained for one step")
     parser.add_argument("-n", "--ranks", type=int, required=True, help="ranks of the run")
     parser.add_argument(
         "--memory",
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def num_bytes(text: str) -> int:
-    """Of a size such as 512M or 1.5G, in powers of 1024 as Slurm has them."""
+    """Parses a size such as 512M or 1.5G, in powers of 1024 as in Slurm."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 80G")
@@ -124,7 +124,7 @@ def num_bytes(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See cli.py."""
+    """Prints the plans; raises UserError if that of the run file is impossible or does not fit the memory."""
     from hpctrain.comm.world import undivided
     from hpctrain.config.loading import load
     from hpctrain.parallel.memory_estimate import ParallelLayout, cheapest, footprints
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     found = footprints(estimates, args.ranks, samples, program, config.train.accumulate)
     given = config.parallel
     size = given.tensor * given.pipeline
-    # Plans with stages are listed with whole states only.
+    # Pipeline plans are listed without sharding.
     shard = given.shard if args.ranks > size and given.pipeline == 1 else "none"
     given_plan = ParallelLayout(given.tensor, args.ranks // size, shard, given.pipeline)
     own = next((one for one in found if one.plan == given_plan), None)
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def memory_of(launch: LaunchConfig) -> int | None:
-    """Bytes of a rank that a job asks for; None if it does not say, or if ranks have GPUs, whose memory it is not."""
+    """Memory per rank that a job requests, in bytes; None if it requests none, or if ranks train in GPU memory."""
     given = re.fullmatch(r"(\d+)([KMGT]?)(/cpu)?", launch.slurm.memory or "")
     if given is None or launch.slurm.gpus_per_node or not int(given[1]):
         return None
@@ -184,7 +184,7 @@ def memory_of(launch: LaunchConfig) -> int | None:
 
 
 def group_sizes(config: Config, ranks: int) -> list[int]:
-    """Of tensor groups: they divide the ranks, and lie within a node."""
+    """Returns sizes of tensor groups that divide the ranks and fit within a node."""
     node = config.launch.ranks_per_node or config.launch.slurm.gpus_per_node
     limit = LARGEST_GROUP if node is None else node
     whole = math.gcd(ranks, node or ranks)
@@ -193,9 +193,9 @@ def group_sizes(config: Config, ranks: int) -> list[int]:
 
 
 def estimate_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict[int, MemoryEstimate], dict[str, str]]:
-    """Of each size of tensor groups what a rank has, and why others, and sharded optimizers, cannot be.
+    """Returns estimates by size of tensor group, and why other sizes and sharded optimizers are impossible.
 
-    Raises UserError for the whole model.
+    Raises UserError if there is no estimate for the whole model.
     """
     from hpctrain.rank.trial import estimate, require_stages
 
@@ -211,7 +211,7 @@ def estimate_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict
     for size in sizes:
         try:
             largest_micro_batch(config, ranks // size, size)
-        except UserError as error:  # of this many groups
+        except UserError as error:  # too many groups
             reasons[str(size)] = error.what
             continue
         try:
@@ -226,7 +226,7 @@ def estimate_all(config: Config, sizes: Sequence[int], ranks: int) -> tuple[dict
 
 
 def pipeline_sizes(config: Config, ranks: int) -> list[int]:
-    """Numbers of stages that divide this number of ranks, for models on the samples they need."""
+    """Returns the numbers of stages that divide this number of ranks and leave each model enough samples."""
     sizes = {size for size in (*range(2, LARGEST_PIPELINE + 1), config.parallel.pipeline) if size > 1}
     able = []
     for size in sorted(size for size in sizes if ranks % size == 0):
@@ -237,7 +237,7 @@ def pipeline_sizes(config: Config, ranks: int) -> list[int]:
 
 
 def largest_micro_batch(config: Config, data: int, each: int = 1) -> int:
-    """Samples of one pass of a rank, at a number of groups of ranks that see different ones."""
+    """Returns the largest number of samples in one pass, if ``data`` groups of ``each`` ranks share a batch."""
     from hpctrain.train.schedule import global_batch
 
     share = -(-global_batch(config.train, data, each) // data)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from hpctrain.run.history import RunHistory
 
 MOST_CHARACTERS = 20_000
-"""Of an explanation."""
+"""Maximum length of an explanation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command that ``args.command`` names."""
+    """Adds the arguments of the parser's command."""
     command = parser.get_default("command")
     many = command == "compare"
     parser.add_argument("runs" if many else "run", nargs="+" if many else None, help="run folder or run file")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """One HTML file, SVG files if asked for, or JSON."""
+    """Writes one HTML file, and SVG files if requested, or prints JSON."""
     from hpctrain.report import page, plots
     from hpctrain.report.explain import explain as explain_run
     from hpctrain.report.summary import summarize
@@ -74,7 +74,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """One paragraph; of an array one for all elements that have come to the same."""
+    """Prints one paragraph; for an array, one for all elements with the same explanation."""
     from rich.console import Console
 
     from hpctrain.launch.engines import status
@@ -102,7 +102,7 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Tables, and an HTML file with overlays if asked for."""
+    """Prints tables, and writes an HTML file with overlays if requested."""
     from hpctrain.report import page
     from hpctrain.report.compare import compare as compare_runs
     from hpctrain.report.compare import overlays
@@ -123,7 +123,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def print_comparison(result: Mapping[str, Any]) -> None:
-    """Two tables: what differs in the run files, and the results."""
+    """Prints two tables: differences between the run files, and the results."""
     from hpctrain.report.page import number
 
     for title in ("configuration", "results"):
@@ -132,7 +132,7 @@ def print_comparison(result: Mapping[str, Any]) -> None:
 
 
 def show_charts_missing() -> None:
-    """Says that a page has tables only, and what to install."""
+    """Warns that a page has no charts, with the fix."""
     from hpctrain.report.drawing import INSTALL, can_draw
 
     if not can_draw():
@@ -140,19 +140,19 @@ def show_charts_missing() -> None:
 
 
 def show_notes(*runs: RunHistory) -> None:
-    """Says once what was left out of run folders."""
+    """Warns once about events that were left out of the run folders."""
     for found in (data.run for data in runs if data.run.left_out):
         foreign_text.show(f"hpctrain: {found.path}: {found.left_out}", sys.stderr)
 
 
 def find_run(name: str) -> RunView:
-    """The run that is meant. Raises UserError if it is not there, or an array."""
+    """Returns the run that is named. Raises UserError if it does not exist or is an array."""
     resolve_run.existing(name)
     return RunView(resolve_run.single(name).path)
 
 
 def watch(args: argparse.Namespace) -> int:
-    """The live view of a run, from any machine that sees its folder. It never writes there."""
+    """Shows a live view of a run, on any machine that sees its folder. It never writes there."""
     from rich.console import Console
 
     from hpctrain.watch import terminal

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See api of commands in ``cli``; ``args.command`` says which of the three is meant."""
+    """Adds the arguments of the parser's command; see ``cli``."""
     if parser.get_default("command") == "node":
         parser.add_argument(
-            "ticket", type=Path, nargs="?", help="launch.ticket of the run; by default HPCTRAIN_NODE_KEY says"
+            "ticket", type=Path, nargs="?", help="launch.ticket of the run; by default HPCTRAIN_NODE_KEY is used"
         )
         parser.add_argument(
             "--wait", type=float, default=600.0, metavar="S", help="longest wait for the run, in seconds"
         )
-        parser.epilog = "Runs on each node until the run is over. hpctrain run has launch.engine: runners."
+        parser.epilog = "Start it on each node of a run with launch.engine: runners; it ends with the run."
         return
     from hpctrain.config.loading import add_run_file
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of the three; an ExitCode."""
+    """Runs one of the three; returns an ExitCode."""
     if args.command == "node":
         return serve(args)
     if args.command == "run" and args.doctor:
@@ -73,7 +73,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def run_here(args: argparse.Namespace) -> int:
-    """Ranks on this machine, or on those that the run file names."""
+    """Runs ranks on this machine, or on those that the run file names."""
     from hpctrain.config.loading import load
     from hpctrain.launch.supervisor import report
     from hpctrain.run.folder import RunDir
@@ -89,7 +89,7 @@ def run_here(args: argparse.Namespace) -> int:
     verdict, number = start(config, args.ranks, ["train", *words], args.verbose, args.fresh)
     command = ["hpctrain", "run", *number, *words, *(["--", *args.program] if args.program else [])]
     report(verdict, RunDir.of(config.name, config.run_dir), command, saves=not config.launch.command)
-    if verdict.action is Action.STOP and JOB in os.environ:  # the job is not to start again
+    if verdict.action is Action.STOP and JOB in os.environ:  # the job must not start again
         return ExitCode.DO_NOT_REQUEUE
     return ExitCode(verdict.exit_code)
 
@@ -97,7 +97,7 @@ def run_here(args: argparse.Namespace) -> int:
 def start(
     config: Config, asked: int | None, rank_words: Sequence[str], verbose: bool, fresh: bool = False
 ) -> tuple[RunVerdict, list[str]]:
-    """Starts ranks here, or on ``launch.hosts``: the verdict, and the option that says how many for another start.
+    """Starts ranks here or on ``launch.hosts``; returns the verdict, and the ``-n`` option for another start.
 
     Raises:
         UserError: fewer than one rank is asked for, or what the engines raise.
@@ -122,7 +122,7 @@ def start(
 
 
 def name_of(program: Sequence[str]) -> str:
-    """A name for the run of a program: that of its Python file or module, else that of the program itself."""
+    """Names the run of a program: after its Python file or module, else after the program itself."""
     words = list(program)
     if re.fullmatch(r"python[\d.]*", Path(words[0]).name):
         given = next((word for word in words[1:] if word.endswith(".py")), "")

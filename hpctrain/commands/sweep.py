@@ -22,7 +22,7 @@ from hpctrain.system.quantities import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See api of commands in ``cli``."""
+    """Adds the arguments; see ``cli``."""
     parser.add_argument("run_file", nargs="?", help="YAML run file")
     parser.add_argument(
         "--list", action="append", default=[], metavar="FILE", help="file with one line of options per run"
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs what has not finished, and prints the table; an exit code."""
+    """Runs what has not finished, and prints the table; returns an exit code."""
     if args.table:
         show_table(args, resolve_run.runs(args.table))
         return ExitCode.DONE
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_here(args: argparse.Namespace, points: Sequence[Point]) -> int:
-    """One after the other; one that fails does not end the others, unless the first cannot start at all."""
+    """Runs them one after the other; a failure does not end the others, unless the first cannot start at all."""
     from hpctrain.commands.run import start
     from hpctrain.config.loading import dump
     from hpctrain.launch.supervisor import report
@@ -89,7 +89,7 @@ def run_here(args: argparse.Namespace, points: Sequence[Point]) -> int:
 
 
 def submit(args: argparse.Namespace, points: Sequence[Point]) -> int:
-    """As one array, whose elements have the numbers of the points."""
+    """Submits them as one array, whose elements have the numbers of the points."""
     from hpctrain.commands.jobs import send
     from hpctrain.launch.engines.jobs import SubmitOptions
 
@@ -100,7 +100,7 @@ def submit(args: argparse.Namespace, points: Sequence[Point]) -> int:
 
 
 def show_table(args: argparse.Namespace, runs: Sequence[RunDir]) -> None:
-    """Results, the best first."""
+    """Prints the results, best first."""
     from hpctrain.report.compare import sweep_table
 
     found = [RunView(run.path).history() for run in runs]
@@ -113,7 +113,7 @@ def show_table(args: argparse.Namespace, runs: Sequence[RunDir]) -> None:
 
 
 def print_table(table: Mapping[str, Any]) -> None:
-    """A row for each point."""
+    """Returns a row for each point."""
     from hpctrain.report.page import number
 
     points = table["points"]

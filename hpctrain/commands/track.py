@@ -1,4 +1,4 @@
-"""``hpctrain track sync|register|card``: what a run hands over after it has ended."""
+"""``hpctrain track sync|register|card``: what is sent or written about a run after it has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.system import foreign_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand for each."""
+    """Adds the subcommands."""
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     sync = commands.add_parser("sync", help="send MLflow and Weights & Biases what they missed while they were down")
     register = commands.add_parser("register", help="register a checkpoint's model in MLflow, with its provenance")
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the action; an exit code."""
+    """Runs the subcommand; returns an exit code."""
     refuse_credentials(getattr(args, "uri", None), "--uri")
     return {"sync": sync, "register": register, "card": card}[args.action](args)
 
 
 def sync(args: argparse.Namespace) -> int:
-    """Sends every event that has not been sent."""
+    """Sends all events that have not been sent."""
     from hpctrain.commands.report import find_run
     from hpctrain.config.sections import TrackConfig
     from hpctrain.track.follower import follow

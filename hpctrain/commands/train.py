@@ -1,4 +1,4 @@
-"""``hpctrain train``, ``evaluate`` and ``predict``: what one rank does, alone or among others."""
+"""``hpctrain train``, ``evaluate`` and ``predict``, as one rank runs them, alone or with others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command that ``args.command`` names."""
+    """Adds the arguments of the parser's command."""
     add_run_file(parser)
     parser.add_argument("--verbose", action="store_true", help="also show the output of libraries")
     if parser.get_default("command") == "train":
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; an exit code."""
+    """Runs the command; returns an exit code."""
     if args.command == "train" and args.print_config:
         foreign_text.show(dump(load(args.run_file, args.overrides, say)), end="")
         return 0
@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace, session: Session) -> RankResult:
-    """From the run file to the end of the loop."""
+    """Trains, from the run file to the end of the loop."""
     from hpctrain.rank.fit import train as train_rank
 
-    alone = session.world.rank == 0 and not session.supervised  # else the supervisor has said it
+    alone = session.world.rank == 0 and not session.supervised  # otherwise the supervisor has printed it
     with session.phase("read the run file"):
         config = load(args.run_file, args.overrides, *[say] * alone)
     _, outcome = train_rank(session, config, fresh=args.fresh)
@@ -58,7 +58,7 @@ def train(args: argparse.Namespace, session: Session) -> RankResult:
 
 
 def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
-    """Loss and metrics of a checkpoint over the validation data, printed by rank 0."""
+    """Computes loss and metrics of a checkpoint over the validation data; rank 0 prints them."""
     from hpctrain.errors import UserError
     from hpctrain.rank.batches import make_validation_sets
     from hpctrain.rank.session import RankResult
@@ -82,7 +82,7 @@ def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
 
 
 def predict(args: argparse.Namespace, session: Session) -> RankResult:
-    """Outputs of a checkpoint for every sample, in the order in which they are stored, to one HDF5 file."""
+    """Writes a checkpoint's outputs for every sample, in stored order, to one HDF5 file."""
     from hpctrain.data.formats.sources import open_dataset
     from hpctrain.errors import UserError
     from hpctrain.rank.batches import make_validation
@@ -97,7 +97,7 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
             if args.data:
                 outside = config.data.allow_outside
                 dataset = open_dataset(args.data, allow_outside=outside)
-                # models get the first array, and files may keep no order
+                # models get the first array, but files may not keep the order
                 shared = [name for name in problem.train.fields if name in dataset.fields]
                 dataset = open_dataset(args.data, shared, allow_outside=outside) if shared else dataset
             if dataset is None:
@@ -113,7 +113,7 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
 
 @contextmanager
 def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[Config, Framework, Any, int]]:
-    """Config, framework with a checkpoint's weights, problem, and the checkpoint's step. Writes nothing."""
+    """Yields config, framework with a checkpoint's weights, problem, and the checkpoint's step. Writes nothing."""
     import dataclasses
 
     from hpctrain.checkpoint.store import CheckpointStore, load_weights
@@ -125,12 +125,12 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
 
     with session.phase("read the run file"):
         config = load(args.run_file, args.overrides)
-        # No gradients are exchanged here, so no reducer has to be there.
+        # No gradients are exchanged here, so no reducer is needed.
         config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="auto", compression="none"))
     session.arrange(config.parallel.tensor, config.parallel.pipeline)
     folder = RunDir.of(config.name, config.run_dir).checkpoints
     store = CheckpointStore(folder, group=session.world.everyone, peers=session.world.data)
-    store.candidates(args.step)  # before a framework is imported
+    store.candidates(args.step)  # fail early, before a framework is imported
     with session.phase("make the task"):
         problem = make_problem(config, session.world, session.verbose)
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())

@@ -42,7 +42,7 @@ def load(
         path: YAML file with the sections of ``Config``; none if the overrides say everything.
         overrides: command-line words such as ``["--train.epochs", "3", "--name=long"]``; they win over the file, also
             over a key of it that excludes theirs.
-        tell: gets a sentence for each key of the file that gives way in that manner.
+        tell: gets a sentence for each key of the file that is overridden in this way.
 
     Raises:
         UserError: no such file, not YAML, an unknown key, a wrong type or a value out of range.

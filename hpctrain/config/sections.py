@@ -33,7 +33,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LARGEST_SEED = 2**64 - 1
 """What the generators of data order and frameworks take."""
 MOST_EPOCHS = 10**6
-"""Beyond what anybody means."""
+"""Larger numbers are mistakes."""
 
 
 class WrongValue(UserError):
@@ -421,7 +421,7 @@ class RunDirTierConfig:
 
 
 class StoreTierConfig(Section, key="checkpoint.tiers.store"):
-    """Copies of the run folder's checkpoints in an object store, from which a resume takes what it has no more."""
+    """Copies of the run folder's checkpoints in an object store, for a resume that does not find them in the folder."""
 
     url: str | None = None
     """Folder of this run in the store: s3://bucket/folder, gs://, az:// or file:///path, without credentials."""
@@ -796,7 +796,7 @@ class Config(Section, key=""):
     task_args: Decisive[dict[str, Any]] = field(default_factory=dict)
     """Arguments of the task function."""
     optimizer: Decisive[OptimizerConfig] = field(default_factory=OptimizerConfig)
-    """The optimizer of a task that brings none."""
+    """The optimizer, if the task has none."""
     schedule: Decisive[ScheduleConfig] = field(default_factory=ScheduleConfig)
     """The learning rate."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -806,7 +806,7 @@ class Config(Section, key=""):
     sync: Decisive[SyncConfig] = field(default_factory=SyncConfig)
     """When ranks exchange what they have learned."""
     data: DataConfig = field(default_factory=DataConfig)
-    """How samples are ordered and brought."""
+    """How samples are ordered and loaded."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -876,14 +876,14 @@ DECISIVE = tuple(key for section in Section.__subclasses__() for key in section.
 
 @dataclass(frozen=True)
 class OneOf:
-    """Two keys that exclude each other. If the command line gives one of them, the run file's other one gives way."""
+    """Two keys that exclude each other. One given on the command line overrides the other in the run file."""
 
     first: str
     second: str
     required: bool = True
     """Whether one of them must be given."""
     fix: str = ""
-    """By default that one of them is to be given."""
+    """Advice; by default to give one of them."""
 
     def check(self, config: Config) -> None:
         """Raises WrongValue if both are given, or neither and one is required."""
@@ -913,12 +913,12 @@ ONE_OF = (
 
 
 def require_whole_groups(tensor: int, ranks_per_node: int | None) -> None:
-    """Raises WrongValue if tensor groups would lie on several nodes."""
+    """Raises WrongValue if tensor groups would span several nodes."""
     if ranks_per_node is not None and ranks_per_node % tensor:
         raise WrongValue(
             "parallel.tensor",
             f"parallel.tensor is {tensor}, which does not divide launch.ranks_per_node, {ranks_per_node}: ranks that "
-            "share a layer would lie on different nodes",
+            "share a layer would be on different nodes",
             "choose a parallel.tensor that divides launch.ranks_per_node",
         )
 

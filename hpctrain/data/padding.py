@@ -76,7 +76,7 @@ def padded_shape(
     longest, *others = (max(axis) for axis in zip(*shapes, strict=True))
     if length is not None and longest > length:
         what = f"pad: an array {name!r} has {longest} values along its first axis, and length is {length}"
-        raise UserError(what, "cut such samples in the transform, or give a larger length")
+        raise UserError(what, "truncate such samples in the transform, or give a larger length")
     return -(-(length or longest) // multiple_of) * multiple_of, *others
 
 

@@ -37,7 +37,7 @@ class WeightedSampler:
         if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
             raise UserError("WeightedSampler: weights must be finite, at least 0, and not all 0", "correct the weights")
         if not self.replacement and number > np.count_nonzero(weights):
-            what = f"WeightedSampler: {np.count_nonzero(weights)} samples have a weight, and {number} are to be drawn"
+            what = f"WeightedSampler: {np.count_nonzero(weights)} samples have a weight, but {number} are requested"
             raise UserError(what, "draw fewer with num_samples, or with replacement")
         drawn = epoch.rng.choice(epoch.num_samples, number, self.replacement, weights / weights.sum())
         return drawn.astype(np.int64)

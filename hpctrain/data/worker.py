@@ -100,7 +100,7 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
     else:
         dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])
     if dataset.fingerprint() != reference.get("fingerprint", dataset.fingerprint()):
-        fix = "make a data function depend on its arguments only: seed a Generator inside it; leave files alone"
+        fix = "make a data function depend on its arguments only: seed a Generator inside it, and do not change files"
         raise UserError("a worker process reads other data than the rank", fix)
     return dataset
 

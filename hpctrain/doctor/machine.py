@@ -52,7 +52,7 @@ def gpus() -> Iterator[Check]:
         yield problem("GPUs", "nvidia-smi does not answer", "the driver hangs: use another node, tell the site")
         return
     if done.returncode:
-        fix = "ask for a GPU in the job, or tell the site"
+        fix = "request a GPU in the job, or tell the site"
         yield problem("GPUs", f"nvidia-smi: {(done.stdout + done.stderr).strip()[:200]}", fix)
         return
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
@@ -106,7 +106,7 @@ def locking(folder: Path) -> Iterator[Check]:
     spent = time.perf_counter() - begin
     if (first, second) != (True, False):
         fix = "set run_dir to another file system: two runs could use one folder here at the same time"
-        yield problem("locking", "exclusive creation does not exclude", fix)
+        yield problem("locking", "exclusive creation of files does not work", fix)
     elif not flock:
         fix = "none needed: run folders do not use it; your own HDF5 code may want HDF5_USE_FILE_LOCKING=FALSE"
         yield note("locking", f"exclusive creation works, flock does not ({spent * 1e3:.1f} ms)", fix)

@@ -50,7 +50,7 @@ def findings(ranks: int) -> list[Check]:
     if line is None:
         said = [line for line in text.splitlines() if line.strip(" -\0")]
         what = said[-1][:300] if said else "they print nothing"
-        raise RunFailed(f"{ranks} ranks do not run: {what}", "hpctrain doctor looks at MPI")
+        raise RunFailed(f"{ranks} ranks do not run: {what}", "hpctrain doctor checks MPI")
     facts = json.loads(line.removeprefix(MARK))
     who = Check("ranks", f"{facts['ranks']} on {', '.join(facts['hosts'])}")
     return [who, *judge(facts, transport(text, library.version))]

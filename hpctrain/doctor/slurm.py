@@ -37,7 +37,7 @@ def site(config: dict[str, str]) -> Iterator[Check]:
     version, cluster = config.get("SLURM_VERSION", "unknown version"), config.get("ClusterName", "?")
     yield Check("Slurm", f"{version}, cluster {cluster}")
     if config.get("JobRequeue") == "0":
-        fix = "jobs ask for it with --requeue; if that is refused use submit --chain N"
+        fix = "jobs request it with --requeue; if that is refused, use submit --chain N"
         yield note("requeue", "off by default here", fix)
     else:
         yield Check("requeue", "allowed")

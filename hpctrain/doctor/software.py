@@ -61,7 +61,7 @@ def mpi() -> Iterator[Check]:
     if seen.error:
         yield problem("MPI start", seen.error, "start hpctrain doctor inside a job: login nodes may lack the network")
     elif seen.facts["threads"] != "multiple":
-        fix = "use an MPI built with MPI_THREAD_MULTIPLE: Horovod's thread and ours both communicate"
+        fix = "use an MPI built with MPI_THREAD_MULTIPLE: Horovod and hpctrain communicate from different threads"
         yield problem("MPI threads", f"level {seen.facts['threads']}", fix)
     else:
         yield Check("MPI threads", f"level multiple, standard {seen.facts['standard']}")

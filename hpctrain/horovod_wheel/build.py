@@ -209,7 +209,7 @@ def explain_log(text: str) -> tuple[str, str]:
         (r"Killed signal|out of memory allocating|virtual memory exhausted", "the compiler ran out of memory",
          "run again with MAKEFLAGS=-j1, or where there is more memory"),
         (r"Failed to establish a new connection|Temporary failure in name resolution|No matching distribution found",
-         "the package index cannot be reached", f"run where there is network, or bring {patch.SDIST} and use --sdist"),
+         "the package index cannot be reached", f"run where there is network, or copy {patch.SDIST} and use --sdist"),
         (r"fatal error: Python\.h", "Python's headers are missing", "install them (python3-dev)"),
     )  # fmt: skip
     for pattern, reason, fix in known:

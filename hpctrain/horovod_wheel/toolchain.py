@@ -142,7 +142,7 @@ def find_cuda() -> Cuda:
     found = {nvcc: _release(nvcc) for place in places if (nvcc := shutil.which("nvcc", path=place))}
     nvcc = next((nvcc for nvcc, release in found.items() if release.split(".")[0] == major), None)
     if nvcc is None:
-        others = "".join(f"; {other} is of CUDA {release}" for other, release in found.items())
+        others = "".join(f"; {other} has CUDA {release}" for other, release in found.items())
         wheels = f', or: pip install "cuda-toolkit[nvcc,cccl]=={torch_cuda}.*"' if int(major) >= 13 else ""
         what = f"torch was built with CUDA {torch_cuda}, and there is no nvcc of CUDA {major} on PATH{others}"
         raise UserError(what, f"load a CUDA {torch_cuda} module or set CUDA_HOME{wheels}")

@@ -73,7 +73,7 @@ def facts_of(run_dir: RunDir, attempt: int, words: Sequence[LastWord], text: str
             # Code.NODE would say the node is lost, and the host may only be cut off for a while.
             found.append(Found(Standing.CUT_OFF, dataclasses.replace(verdict, code=Code.VANISHED)))
         elif event.kind == "hung" and event.action == "abort":
-            what = event.sentence or "no rank moved any more"
+            what = event.sentence or "no rank made progress"
             fix = f"the stacks are in {run_dir.monitor}; the same command resumes from the last checkpoint"
             found.append(Found(Standing.HUNG, failed_with(Code.HANG, what, fix, next(iter(about), None))))
     return found
@@ -166,7 +166,7 @@ def missing_ranks(
     if not missing or (dead and dead.rank in known):
         return None
     reason = f"rank {dead.rank} {dead.cause}" if dead else last_line(said)
-    what = f"{len(missing)} of {ranks} ranks ended before they could say why: {reason or 'nothing was said'}"
+    what = f"{len(missing)} of {ranks} ranks ended before they could say why: {reason or 'they printed nothing'}"
     return failed_with(Code.VANISHED, what, f"see {log}", dead.rank if dead else None)
 
 

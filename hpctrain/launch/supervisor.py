@@ -128,7 +128,7 @@ def lost(lock: LiveLock, number: int) -> RunVerdict | None:
     except Replaced as error:
         return replaced(error)
     except OSError as error:  # being unable to check does not end the run
-        say(f"whether a newer attempt has begun cannot be seen: {error}")
+        say(f"cannot check whether a newer attempt has begun: {error}")
     return None
 
 
@@ -165,7 +165,7 @@ def begins(run_dir: RunDir, step: int | None) -> str:
         kept = [progress.newest(SnapshotSaved), progress.newest(Resumed)]  # an attempt keeps what it resumed from
         steps = [each.step for each in kept if each and each.attempt >= trained and each.tier not in (None, "store")]
         if max(steps, default=0) > (step or 0):
-            return f"from step {max(steps)} if its snapshot is whole, else {where}"
+            return f"from step {max(steps)} if its snapshot is complete, else {where}"
     return where
 
 

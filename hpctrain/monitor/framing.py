@@ -103,7 +103,7 @@ def derive(token: bytes, calls: bool, own_hello: bytes, peer_hello: bytes) -> Ke
         ProtocolError: the peer speaks another protocol.
     """
     if not peer_hello.startswith(MAGIC):
-        raise ProtocolError("the peer does not speak as an agent does")
+        raise ProtocolError("the peer does not speak the agent's protocol")
     hellos = own_hello + peer_hello if calls else peer_hello + own_hello
 
     def key(purpose: bytes) -> bytes:
@@ -189,4 +189,4 @@ class Opener:
 
     def _check(self, part: bytes, content: bytes, seal: bytes) -> None:
         if not hmac.compare_digest(tag(self.key, self.number, part, content), seal):
-            raise ProtocolError("a frame does not come from the peer, or not in its turn")
+            raise ProtocolError("a frame is not from the peer, or out of order")

@@ -12,7 +12,7 @@ from hpctrain.train.clock import Phase
 REST = len(Phase)
 """Column of the time that no phase claimed (hand-written loops)."""
 GC = REST + 1
-"""Column of Python's garbage collection; it lies inside the other columns and is not added to them."""
+"""Column of Python's garbage collection; it is part of the other columns and is not added to them."""
 WORK = GC + 1
 """Column of the amount of work: samples or tokens."""
 ENDED = WORK + 1

@@ -18,7 +18,7 @@ from hpctrain.reduce.layout import Layout
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """Size of a parameter that is to be sharded."""
+    """Size of a parameter to shard."""
 
     rows: int
     """Number of rows it can be split into; 1 if it must have one owner."""
@@ -58,7 +58,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a parameter that lies in a window of the flat buffer."""
+    """The part of a parameter within a window of the flat buffer."""
 
     index: int
     """Index of the parameter."""

@@ -45,7 +45,7 @@ class Columns(LayerCut):
             UserError: outputs in several parts cannot be gathered or be classes, or a number is not positive.
         """
         if parts < 1 or (heads is not None and heads < 1):
-            raise UserError(f"columns(parts={parts}, heads={heads}) is not a cut", "give positive numbers")
+            raise UserError(f"columns(parts={parts}, heads={heads}) is not a possible split", "give positive numbers")
         if gathers and parts > 1:
             fix = "leave gathers=True out, and let a layer with `rows` follow; or give each part a separate layer"
             raise UserError(f"columns(parts={parts}, gathers=True) would mix the parts", fix)

@@ -73,7 +73,7 @@ class FolderGroup(Group):
         """See Group."""
         return self.allgather(value if self.rank == root else None, what, timeout_s)[root]
 
-    def barrier(self, what: str = "come to a barrier", timeout_s: float = TIMEOUT_S) -> None:
+    def barrier(self, what: str = "reach a barrier", timeout_s: float = TIMEOUT_S) -> None:
         """See Group."""
         self.allgather(None, what, timeout_s)
 

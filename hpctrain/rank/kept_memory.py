@@ -59,6 +59,6 @@ class KeptMemory(BaseHook):
             return
         if training.world.rank == 0:
             self.say(
-                f"for {share:.0%} of the time the kernel cleared memory that steps had given back: from step "
+                f"for {share:.0%} of the time the kernel cleared memory that steps had freed: from step "
                 f"{training.state.step} on it is kept"
             )

@@ -95,7 +95,7 @@ def start_program(
 
     with signals.held():
         if signals.received:
-            raise MeetingStopped("the program was not started: the run is to stop", "nothing to do")
+            raise MeetingStopped("the program was not started: a stop was requested", "nothing to do")
         with file_errors(f"cannot run {words[0]}", "correct launch.command"):
             # there is one thread here, so a preexec_fn is safe
             return subprocess.Popen(words, env=environment, preexec_fn=become_program)  # noqa: PLW1509

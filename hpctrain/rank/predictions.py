@@ -92,7 +92,7 @@ def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
     told = [each for each in group.allgather(mine, "compare their outputs") if each]
     if any(each != told[0] for each in told):
         raise RunFailed(
-            "the model's outputs differ in shape or dtype between ranks", "return arrays of a fixed shape a sample"
+            "the model's outputs differ in shape or dtype between ranks", "return arrays of a fixed shape per sample"
         )
     return {name: Field(tuple(shape), np.dtype(kind)) for name, (shape, kind) in told[0].items()}
 

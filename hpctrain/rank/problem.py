@@ -181,7 +181,7 @@ def with_optimizer(task: Task, asked: OptimizerConfig) -> Task:
     if own is not None or isinstance(task.model, Mapping):
         what = f"its own, {type(own).__name__}" if own is not None else "several models"
         fix = "leave optimizer= and compile() out of the task, or optimizer: out of the run file"
-        raise UserError(f"the run file asks for optimizer {asked.name}, and the task brings {what}", fix)
+        raise UserError(f"the run file names optimizer {asked.name}, and the task has {what}", fix)
     return dataclasses.replace(task, optimizer=make_optimizer(asked.name, asked.options, task.model))
 
 

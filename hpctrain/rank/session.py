@@ -364,7 +364,7 @@ def message(error: BaseException) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted before the current step had ended", "the same command resumes from the last checkpoint"
     if isinstance(error, SystemExit):
-        return f"the program called sys.exit({error.code!r}) in mid-run{own_line(error)}", "remove that call"
+        return f"the program called sys.exit({error.code!r}) during the run{own_line(error)}", "remove that call"
     said = words(error)
     fix = FIXES.get(code_of(error)) or advised("the traceback in the rank's log shows where it comes from", said)
     return f"{type(error).__name__}: {said}{own_line(error)}", fix

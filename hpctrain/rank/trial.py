@@ -130,8 +130,8 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
 
         problem = make_problem(config, alone())
         if not isinstance(problem.task, TorchTask):
-            what = f"{config.task} is a KerasTask, of which each rank has all"
-            raise UserError(what, "ask for the plans of a TorchTask")
+            what = f"{config.task} is a KerasTask, whose model every rank holds whole"
+            raise UserError(what, "only models of a TorchTask can be split")
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
             assert isinstance(framework, TorchFramework), "of a TorchTask"
             yield Model(problem, framework, world)

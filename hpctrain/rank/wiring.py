@@ -69,7 +69,7 @@ def make_framework(
 def make_local_framework(
     config: Config, world: World, task: Task, clock: StepClock, reducer: KeptReducer
 ) -> LocalFramework:
-    """Makes the framework for local training, in which ranks or nodes train apart between synchronizations.
+    """Makes the framework for local training, in which ranks or nodes train independently between synchronizations.
 
     Gradients of embedding tables are made dense, since their ranks change. No reducer is measured while ranks train
     apart, since they are not at the same point.
@@ -81,7 +81,7 @@ def make_local_framework(
     index = world.node if config.sync.within == "node" else world.rank
     own = dataclasses.replace(
         config,
-        seed=derive(config.seed, 2, index) % LARGEST_SEED,  # random numbers must differ between groups that train apart
+        seed=derive(config.seed, 2, index) % LARGEST_SEED,  # random numbers must differ between independent groups
         reduce=dataclasses.replace(config.reduce, sparse="densify"),
     )
     return LocalFramework(open_framework(own, inner, task, clock, first), world, inner, config.sync, apart)

@@ -1,4 +1,4 @@
-"""Plans the flat buffer that is exchanged: where each gradient lies, which parts are sent together, and the extra
+"""Plans the flat buffer that is exchanged: where each gradient is, which parts are sent together, and the extra
 slots, which carry a few numbers in the same message without additional latency.
 
 Pure index arithmetic that depends only on the model, so sums are formed in the same order in every run.

@@ -182,7 +182,7 @@ class Rehearsal(Generic[R]):
 def choose(
     among: Sequence[Candidate], rehearsal: Turns, group: Group, now: Callable[[], float] = time.perf_counter
 ) -> Choice:
-    """Measures the candidates in turns and returns the same choice on every rank: the least median on the slowest rank.
+    """Measures the candidates in turn and returns the same choice on every rank: the least median on the slowest rank.
 
     Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if those are slower.
     """

@@ -9,7 +9,7 @@ NO_SYNC = "leave sync out of the run file"
 WITH_LOCAL_SYNC = {
     Feature.EMA: (
         "train.ema_decay is {0}, and sync.kind is local, which averages weights itself",
-        "leave train.ema_decay out: evaluations are of the outer weights",
+        "leave train.ema_decay out: evaluations use the outer weights",
     ),
     Feature.FP16: (
         "train.precision is fp16, whose loss scale would differ between ranks (sync.kind: local)",
@@ -17,7 +17,7 @@ WITH_LOCAL_SYNC = {
     ),
     Feature.HALF_PARAMETERS: ("16-bit parameters cannot take the small steps of sync.kind: local", NO_SYNC),
     Feature.INT8_SUMS: ("reduce.compression is int8, and sync.kind is local", "choose one of the two"),
-    Feature.JOINT_LAYERS: ("{0} normalises over all ranks, which train apart (sync.kind: local)", NO_SYNC),
+    Feature.JOINT_LAYERS: ("{0} normalises over all ranks, which train independently (sync.kind: local)", NO_SYNC),
     Feature.OWN_STEP: ("the task has its own step, and sync.kind is local", NO_SYNC),
     Feature.TRAIN_STEP: ("{0} has its own train_step, and sync.kind is local", NO_SYNC),
     Feature.VERIFY: (

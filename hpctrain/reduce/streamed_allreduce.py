@@ -5,7 +5,7 @@ sums each piece and sends the result to the others; ranks take turns, which mini
 both sum. Which rank sums follows from the calls alone, so results do not depend on timing. Within and between nodes,
 terms are added pairwise, neighbours first: if nodes have 1, 2, 4, 8, ... ranks in order, that is one tree over all
 ranks, and fp32 sums are bitwise identical on any number of nodes. Pieces are small enough for MPI to pass them to the
-network at once, so that they travel while ranks compute.
+network at once, so that they are sent while ranks compute.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def explain(data: RunHistory, state: State | None = None) -> Explanation:
     if found is None:
         found = (by_standing(state) if state else by_life(data)) or unknown(data, state)
     elif state is not None and state.word is Word.PENDING:
-        return replace(found, findings=(f"it is to resume: {state.why}", *([state.fix] if state.fix else [])))
+        return replace(found, findings=(f"it will resume: {state.why}", *([state.fix] if state.fix else [])))
     slow, recovered = [finding for rule in SLOW for finding in rule(data)], recoveries(data)
     if found.cause in (Code.COMPLETED, Code.RUNNING) and slow:
         first = slow[0]
@@ -188,7 +188,7 @@ def by_completion(data: RunHistory) -> Explanation | None:
     is_early = reached is Outcome.EARLY
     title = "The run ended early: its metric no longer improved" if is_early else "The run completed"
     attempts = len(data.run.attempts) or 1
-    reached_step = f"it reached step {finished.step}" if finished else "its command ended well"
+    reached_step = f"it reached step {finished.step}" if finished else "its command succeeded"
     evidence = f"{reached_step} in {attempts} attempt{'s' if attempts > 1 else ''}"
     return Explanation(Code.COMPLETED, title, (evidence,))
 

@@ -95,8 +95,8 @@ class Death:
         if self.signal is not None:
             return f"was killed by {signal_name(self.signal)}"
         if self.exit_code == MPI_ERR_UNKNOWN:
-            return f"exited with code {self.exit_code}, as MPI does where another rank is lost"
-        return f"exited with code {self.exit_code}" if self.exit_code else "left in mid-run without an error"
+            return f"exited with code {self.exit_code}, as MPI does when another rank is lost"
+        return f"exited with code {self.exit_code}" if self.exit_code else "exited during the run without an error"
 
     @property
     def code(self) -> Code:

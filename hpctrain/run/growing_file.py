@@ -77,7 +77,7 @@ class Tail:
 
 @dataclass
 class JsonFile:
-    """Reads a small file with one JSON object that its writer replaces now and then."""
+    """Reads a small file with one JSON object that its writer replaces from time to time."""
 
     path: Path
     interpret: Callable[[Any], Any] = AN_OBJECT

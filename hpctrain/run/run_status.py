@@ -28,14 +28,14 @@ REFUSED = "REFUSED"
 """State of a submission that the scheduler refused."""
 
 ADVICE = {
-    "DependencyNeverSatisfied": "a job that it waits for did not end well: cancel it, and submit it without --after",
-    "Dependency": "it begins when the jobs that it waits for have ended well",
-    "JobHeldUser": "it is held: scontrol release lets it begin",
+    "DependencyNeverSatisfied": "a job that it waits for failed: cancel it, and submit it without --after",
+    "Dependency": "it starts when the jobs that it waits for have succeeded",
+    "JobHeldUser": "it is held: scontrol release lets it start",
     "JobHeldAdmin": "an administrator holds it: ask the site",
-    "BeginTime": "it begins at launch.slurm.begin, or some time after a requeue",
-    "PartitionNodeLimit": "the partition never gives as many nodes: lower launch.nodes, or take another partition",
-    "PartitionTimeLimit": "the partition never gives that much time: lower launch.slurm.time",
-    "ReqNodeNotAvail": "nodes that it needs are down or reserved: sinfo -R tells why",
+    "BeginTime": "it starts at launch.slurm.begin, or some time after a requeue",
+    "PartitionNodeLimit": "the partition does not allow that many nodes: lower launch.nodes, or take another partition",
+    "PartitionTimeLimit": "the partition does not allow that much time: lower launch.slurm.time",
+    "ReqNodeNotAvail": "nodes that it needs are down or reserved: sinfo -R shows why",
 }
 """Advice by Slurm's reason, for reasons that keep jobs waiting longest."""
 
@@ -205,7 +205,7 @@ def of_run(
         its_job = job if newest is None or newest.job_id else None
         return _silent(left.word, life, its_job, progress, newest is not None, now)
     if job is not None:
-        return _by_job(job, "before it left anything")
+        return _by_job(job, "before it wrote anything")
     if unclear is None:
         return State(Word.NOT_STARTED, code=Code.NOT_STARTED)
     if unclear.state == REFUSED:
@@ -233,10 +233,10 @@ def _ended(word: Word, verdict: RunVerdict | None, newest: Attempt, job: QueueEn
     if verdict and verdict.action is Action.REQUEUE and newest.job_id:
         if job is None:
             return State(
-                Word.UNKNOWN, _join(reason, "its job was to continue, but its scheduler cannot be asked from here")
+                Word.UNKNOWN, _join(reason, "its job should continue, but its scheduler cannot be queried from here")
             )
         if job.state in ALIVE:
-            return State(Word.PENDING, _join(reason, f"job {job.id} is to begin again"))
+            return State(Word.PENDING, _join(reason, f"job {job.id} will start again"))
     over = job is None or job.state not in ALIVE
     return State(word, reason or "an attempt has ended without saying how", over)
 

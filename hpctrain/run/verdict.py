@@ -17,8 +17,8 @@ BY_SUPERVISOR = (*(Code.KILLED, Code.OUT_OF_MEMORY, Code.NODE, Code.HANG), *(Cod
 BY_CAUSE = {"replaced": Code.IN_USE, **{code.value: code for code in BY_SUPERVISOR}}
 """Code by ``cause``, for stored verdicts that have no code."""
 FIXES: Mapping[Code, str] = {
-    Code.OUT_OF_MEMORY: "take a smaller batch (train.accumulate keeps the global one) or fewer data.workers, ask for "
-    "more memory, or cut the model by a plan (hpctrain plan run.yaml shows what fits)"
+    Code.OUT_OF_MEMORY: "use a smaller batch (train.accumulate keeps the global one) or fewer data.workers, request "
+    "more memory, or split the model by a plan (hpctrain plan run.yaml shows what fits)"
 }
 """Advice by code, for codes that mean the same wherever they occur."""
 

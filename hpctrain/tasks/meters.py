@@ -76,7 +76,7 @@ def second_array(outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         told = f"several outputs ({type(outputs).__name__})" if len(batch) == 2 else f"batches of {', '.join(batch)}"
         raise UserError(
             f"it compares the model's output with the second of two arrays, and there are {told}",
-            "pick what it gets: hpctrain.Selected(metric, lambda outputs, batch: (outputs, batch['y']))",
+            "select what it gets: hpctrain.Selected(metric, lambda outputs, batch: (outputs, batch['y']))",
         )
     return outputs, list(batch.values())[1]
 

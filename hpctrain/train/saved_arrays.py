@@ -131,7 +131,7 @@ def runs_of_rows(shape: Sequence[int], row_bytes: int, block_bytes: int) -> Iter
 
 
 def lies_in(begin: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a part lies in a tensor of this shape."""
+    """Whether a part is within a tensor of this shape."""
     return len(begin) == len(shape) == len(whole) and all(
         first >= 0 and 0 <= count <= length - first for first, count, length in zip(begin, shape, whole, strict=True)
     )
@@ -140,7 +140,7 @@ def lies_in(begin: Sequence[int], shape: Sequence[int], whole: Sequence[int]) ->
 def require_inside(name: str, begin: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
     """Raises ValueError unless the part is inside the tensor."""
     if not lies_in(begin, shape, whole):
-        raise ValueError(f"{name} has shape {list(whole)}: {list(shape)} from {list(begin)} on does not lie in it")
+        raise ValueError(f"{name} has shape {list(whole)}: {list(shape)} from {list(begin)} on is not within it")
 
 
 def as_saved(arrays: Mapping[str, NDArray[Any]]) -> SavedArrays:

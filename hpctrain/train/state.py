@@ -62,7 +62,7 @@ class Placement(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a rank's shard lies in a tensor that is split over several ranks."""
+    """The place of a rank's shard in a tensor that is split over several ranks."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
@@ -104,7 +104,7 @@ class StateTensor(Protocol):
 
     @property
     def cut(self) -> Cut | None:
-        """Where it lies in the whole tensor if the placement is CUT; else None."""
+        """Its place in the whole tensor if the placement is CUT; else None."""
 
     @property
     def is_trained(self) -> bool:

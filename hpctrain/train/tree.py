@@ -128,7 +128,7 @@ def put_together(arrays: Mapping[str, NDArray[Any]], leaf: Callable[[str, Any], 
     try:
         return value(json.loads(arrays[STRUCTURE].tobytes()))
     except (ValueError, TypeError, KeyError, StopIteration, RecursionError) as error:
-        raise UserError(f"what was saved of {where} cannot be put together", "use another checkpoint") from error
+        raise UserError(f"what was saved of {where} cannot be restored", "use another checkpoint") from error
 
 
 def tree_tensors(name: str, value: Any, placement: Placement, leaves: Leaves, where: str) -> list[StateTensor]:

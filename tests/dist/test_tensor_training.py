@@ -182,4 +182,4 @@ def test_what_would_train_wrongly_is_refused(found: Callable[[], tuple[Path, Fou
     assert "in update 1 the losses of ranks of one model differ: " in results["ungathered"]["error"]
     assert "after step 2 the weights of rank 1, 3 differ from those of rank 0" in results["drifted"]["error"]
     assert "parallel.tensor is 3, and 4 ranks do not divide into groups of that size" in results["uneven"]["error"]
-    assert "a rank has some outputs of each layer with columns" in results["part"]["error"]
+    assert "a rank has only some outputs of a layer with columns" in results["part"]["error"]

@@ -94,7 +94,7 @@ def test_the_site_fails_on_what_leads_nowhere_and_on_what_is_undocumented(
     for problem in (
         "gone.md",
         "no-such-part",
-        "hpctrain.connect is public and stands on no page",
+        "hpctrain.connect is public but on no page",
         "hpctrain.load_config: it has no docstring",
     ):
         assert problem in done.stderr, done.stderr

@@ -261,7 +261,7 @@ def test_a_disk_that_is_full_when_events_are_written_costs_the_events_not_the_ru
 def test_a_disk_that_is_full_when_the_end_is_saved_fails_the_run(tmp_path):
     result = run_on_a_disk_that_fills(tmp_path, checkpoint={"every_steps": 100})
     assert result.returncode == 70, result.output
-    assert result.stdout.count("FAILED: rank 0: ") >= 2 and "older checkpoints are whole" in result.stdout
+    assert result.stdout.count("FAILED: rank 0: ") >= 2 and "older checkpoints are intact" in result.stdout
     assert "the checkpoint of step 300 was not written" in result.stderr and "free space" in result.stderr
     assert "Traceback" not in result.output
 

@@ -153,7 +153,7 @@ class KerasEvaluator:
         except NotImplementedError as error:
             if type(self.task.model).call is not keras.Model.call:
                 raise  # raised by the user's code, with its own message
-            what = f"the model {type(self.task.model).__name__} has no call, and nothing else predicts"
+            what = f"the model {type(self.task.model).__name__} has no call method, and the task has no forward"
             raise UserError(what, "define call(self, inputs), or give the task forward=") from error
 
 
@@ -215,7 +215,7 @@ class KerasMeter:
                 raise UserError(
                     f"{self.entry.field} of the task, {type(self.metric).__name__}, keeps {variable.name!r}, which is "
                     "not a sum over samples: those of several ranks do not add up",
-                    "write it as an hpctrain.Metric, whose merge says how states of two ranks become one",
+                    "write it as an hpctrain.Metric, whose merge combines the states of two ranks",
                 )
 
 

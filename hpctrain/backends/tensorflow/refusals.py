@@ -37,8 +37,8 @@ WITH_ZERO1 = {
         "leave optimizer.build out of the task, or parallel.shard",
     ),
     Feature.GLOBAL_CLIPNORM: (
-        "{1} has global_clipnorm, and would clip by the gradients of a part",
-        "set train.clip_norm instead, which clips by the whole gradient, or leave parallel.shard out",
+        "{1} has global_clipnorm, and would clip by the norm of a part of the gradients",
+        "set train.clip_norm instead, which clips by the norm of all gradients, or leave parallel.shard out",
     ),
 }
 ROWS: Rows = {

@@ -89,11 +89,11 @@ def reduction_of(entry: Entry, name: str) -> Callable[[Any, Any], Any]:
         kind = type(entry.metric).__name__
         raise UserError(
             f"{entry.field} of the task, {kind}, merges its state {name!r} over ranks by {known}",
-            f"only {', '.join(sorted(REDUCTIONS))} give what all samples at once would: write it as an hpctrain.Metric",
+            f"only {', '.join(sorted(REDUCTIONS))} give the result over all samples: write it as an hpctrain.Metric",
         )
     if known == "dim_zero_sum" and isinstance(starts_at, torch.Tensor) and bool(starts_at.any()):
-        what = f"{entry.field} of the task sums its state {name!r} over ranks, and it does not begin at 0"
-        raise UserError(what, "begin at 0, or each rank adds what it begins with")
+        what = f"{entry.field} of the task sums its state {name!r} over ranks, and its initial value is not 0"
+        raise UserError(what, "start it at 0: otherwise each rank adds its initial value")
     return REDUCTIONS[known]
 
 

@@ -39,12 +39,12 @@ ROWS: Rows = {
         "write `for part in ctx.split(batch): ...` around the backward passes, or set train.accumulate: 1",
     ),
     (Feature.OWN_STEP, Feature.ACCUMULATE, Feature.GATHER): (
-        "ctx.gather: with train.accumulate: {1} a loss over the global batch would be one over a part of it{2}",
+        "ctx.gather: with train.accumulate: {1} a loss over the global batch would cover only a part of it{2}",
         "set train.accumulate: 1",
     ),
     (Feature.SEVERAL_MODELS, Feature.REGISTRY): (
-        "the task has several models ({0}), and a registered model is one",
-        "write their weights with hpctrain ckpt export",
+        "the task has several models ({0}), but only one can be registered",
+        "export their weights with hpctrain ckpt export",
     ),
     # models and optimizers
     (Feature.MAX_NORM, Feature.RANKS): (

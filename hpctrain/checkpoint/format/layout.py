@@ -205,7 +205,7 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
             problem = f"has {len(tensor.shape)} dimensions; HDF5 holds {MAX_DIMENSIONS}"
         parents = parents_of(tensor.name) & datasets
         if parents:
-            problem = f"lies below {min(parents)}, which is a tensor itself"
+            problem = f"is below {min(parents)}, which is a tensor itself"
         if problem:
             raise UserError(f"tensor {tensor.name!r} {problem}", "rename or convert it before it is saved")
 

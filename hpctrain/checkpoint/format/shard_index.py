@@ -153,17 +153,13 @@ def piece_from_json(value: Any, where: str, block_bytes: int) -> layout.StoredPi
     tensor = tensor_of(value, where)
     begin, count, sums = value.get("begin"), value.get("count"), value.get("crc32")
     if not are_counts(begin) or not are_counts(count):
-        raise layout.DamagedCheckpoint(
-            f"{where}: {tensor.name} is said to lie at {str(begin)[:100]}, {str(count)[:100]}"
-        )
+        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the range {str(begin)[:100]}, {str(count)[:100]}")
     dataset = value.get("dataset", tensor.name)
     if type(dataset) is not str or layout.name_problem(dataset):
         raise layout.DamagedCheckpoint(f"{where}: {str(dataset)[:100]!r} is not a name")
     piece = layout.TensorPiece(tensor, Box(tuple(begin), tuple(count)), "" if dataset == tensor.name else dataset)
     if not lies_in(begin, count, tensor.shape):
-        raise layout.DamagedCheckpoint(
-            f"{where}: {tensor.name} is said to lie at {begin}, {count} of {list(tensor.shape)}"
-        )
+        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the range {begin}, {count} of {list(tensor.shape)}")
     if not is_hex(sums, 8 * -(-piece.num_bytes // block_bytes)):
         raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the checksums {str(sums)[:50]}")
     crc32 = tuple(int(sums[at : at + 8], 16) for at in range(0, len(sums), 8))

@@ -130,7 +130,7 @@ class LinkedFiles:
             line = json.dumps([*map(str, self.outside), str(real.parent)], ensure_ascii=False)
             raise UserError(
                 f"{self.path}: {what} leads to {real}, outside the data set's own folder",
-                f"if it is to be read, add this line below data: in the run file: `allow_outside: {line}`; "
+                f"to allow it, add this line below data: in the run file: `allow_outside: {line}`; "
                 f"hpctrain data takes --allow-outside {shlex.quote(str(real.parent))}",
             )
 

@@ -145,7 +145,7 @@ def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Ar
     missing = dataset.size * dataset.dtype.itemsize
     if not lies_as_numpy(dataset):
         fix = "copy it into the file: h5repack -l CONTI"
-        raise UserError(f"{files.path}: {what} lies in external files in a type that NumPy does not know", fix)
+        raise UserError(f"{files.path}: {what} is in external files in a type that NumPy does not know", fix)
     parts = []
     for name, offset, size in dataset.external:
         if missing:
@@ -153,7 +153,7 @@ def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Ar
             end = offset + min(size, missing)
             if path.stat().st_size < end:
                 raise UserError(
-                    f"{files.path}: {what} lies in {path}, which has {path.stat().st_size} bytes in place of {end}",
+                    f"{files.path}: {what} is in {path}, which has {path.stat().st_size} bytes in place of {end}",
                     "copy or make that file again",
                 )
             parts.append(MappedBytes(path, files.map(path), offset, end))
@@ -190,7 +190,7 @@ def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: 
     file_name, name = (text.replace("%%", "\0") for text in named)
     if "%b" in file_name + name:
         fix = "make a virtual dataset that names each of its sources"
-        raise UserError(f"{files.path}: {what} takes a series of sources without an end, {' '.join(named)!r}", fix)
+        raise UserError(f"{files.path}: {what} takes an endless series of sources, {' '.join(named)!r}", fix)
     file_name, name = file_name.replace("\0", "%"), name.replace("\0", "%")
     label = f"{name!r} of {file_name} (a source of {what})"
     owner = dataset.file

@@ -132,7 +132,7 @@ def on_hosts_of_the_job(launch: LaunchConfig, given: Mapping[str, str]) -> Launc
         hosts = hosts_of(system, given)
     except (OSError, KeyError, subprocess.SubprocessError) as error:
         reason = f"{error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
-        what = f"launch.engine is {launch.engine}, and this process is in no job of {system.title}: {reason}"
+        what = f"launch.engine is {launch.engine}, and this process is in no {system.title} job: {reason}"
         raise UserError(what, "start hpctrain run in the job's script, or leave launch.engine out") from error
     return dataclasses.replace(launch, hosts=hosts, remote_shell=system.remote_shell, engine=None)
 

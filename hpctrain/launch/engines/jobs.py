@@ -54,7 +54,7 @@ class SubmitOptions:
             wanted, usual = getattr(self, each.name), getattr(plain, each.name)
             if wanted != usual and (wanted or usual):
                 name = names.get(each.name, each.name)
-                raise UserError(f"jobs of {title} take no --{name}", "leave it out: with Slurm there is more")
+                raise UserError(f"jobs of {title} take no --{name}", "leave it out: only Slurm jobs have it")
 
 
 NO_OPTIONS = SubmitOptions()
@@ -147,7 +147,7 @@ def record(run: RunDir, submitted: Submitted) -> None:
         why = "no space left on device"
     except OSError as error:
         why = str(error.strerror)
-    raise RunFailed(f"job {submitted.job} cannot be noted in {path}: {why}", "free space there")
+    raise RunFailed(f"job {submitted.job} cannot be recorded in {path}: {why}", "free space there")
 
 
 def submissions(run: RunDir, engine: str | None = None) -> list[Submitted]:

@@ -92,7 +92,7 @@ def temporary(environment: Mapping[str, str]) -> dict[str, str]:
     given = os.environ.get("TMPDIR")
     if not given or "TMPDIR" in environment or os.path.abspath(given) == (found := tempfile.gettempdir()):
         return {}
-    say(f"nothing can be written in TMPDIR, {given}: {found} takes its place")
+    say(f"TMPDIR is {given}, which is not writable: using {found}")
     return {"TMPDIR": found}
 
 

@@ -86,8 +86,8 @@ def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
     actors: list[Any] = []
     try:
         if not group.wait(launch.node_wait_s):
-            what = f"Ray has had no {group.bundle_count} nodes with {bundle} within {launch.node_wait_s:g} s"
-            raise RunFailed(what, "see `ray status`, and ask for less")
+            what = f"Ray did not have {group.bundle_count} nodes with {bundle} within {launch.node_wait_s:g} s"
+            raise RunFailed(what, "see `ray status`, and request less")
         for index in range(group.bundle_count):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             made_there: Any = ray.remote(Node).options(num_cpus=cores, num_gpus=gpus, scheduling_strategy=place)

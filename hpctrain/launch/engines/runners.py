@@ -49,11 +49,11 @@ def run(
         return run_on(invite, ticket.fresh(), config, ranks, rank_words, verbose, fresh)
     given, path = ticket.of_environment(os.environ), config.launch.ticket
     if given is None and path is None:
-        what = "launch.engine is runners, and nothing tells nodes where this supervisor is"
+        what = "launch.engine is runners, and nodes cannot find this supervisor"
         raise UserError(what, f"set launch.ticket to a file that all nodes see, or {ticket.KEY} and {ticket.ADDRESS}")
     for name in (ticket.KEY, ticket.ADDRESS):  # ranks must not have them
         os.environ.pop(name, None)
-    say(f"waits for {config.launch.nodes + config.launch.spare_nodes} nodes: hpctrain node {path or ''}".rstrip())
+    say(f"waiting for {config.launch.nodes + config.launch.spare_nodes} nodes: hpctrain node {path or ''}".rstrip())
 
     @contextlib.contextmanager
     def shown(_: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:

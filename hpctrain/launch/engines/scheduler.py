@@ -135,8 +135,8 @@ def end_each(
         except RunFailed as error:
             failed.append(f"job {job}: {error.what}")
     if failed:
-        succeeded = [f"ended all the same: job {', '.join(ended)}"] * bool(ended)
-        fix = "see whether the scheduler ends these jobs without hpctrain"
+        succeeded = [f"cancelled anyway: job {', '.join(ended)}"] * bool(ended)
+        fix = "check whether these jobs can be cancelled without hpctrain"
         raise RunFailed("; ".join([*failed, *succeeded, *left]), fix)
     return ended, left
 
@@ -156,5 +156,5 @@ def ask(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> 
         raise RunFailed(f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when it answers") from error
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[:CHARACTERS] or f"exit code {done.returncode}"
-        raise RunFailed(f"{' '.join(words[:2])} refused: {said}", "see whether this command works without hpctrain")
+        raise RunFailed(f"{' '.join(words[:2])} refused: {said}", "check whether this command works without hpctrain")
     return done.stdout

@@ -36,7 +36,7 @@ def tell(launch: LaunchConfig, engine: str) -> None:
     """Tells the user which keys are set that the engine does not read."""
     if found := list(unread(launch, engine)):
         name = {"slurm": "Slurm", "hosts": "launch.hosts"}.get(engine, f"launch.engine: {engine}")
-        say(f"{', '.join(found)}: not read with {name}")
+        say(f"{', '.join(found)}: ignored with {name}")
 
 
 def unread(launch: LaunchConfig, engine: str) -> Iterator[str]:

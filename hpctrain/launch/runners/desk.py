@@ -78,7 +78,7 @@ class Desk:
                 why = f": {said}" if (said := problem()) else late
             names = list(self.links)
         if len(names) < count:
-            raise RunFailed(f"{len(names)} of {count} nodes have come{why}", "start hpctrain node on each node")
+            raise RunFailed(f"{len(names)} of {count} nodes have joined{why}", "start hpctrain node on each node")
         return names
 
     async def serve(self, port: int, ready: Future[Callable[[], object]]) -> None:
@@ -150,7 +150,7 @@ class Desk:
             while True:
                 kind, number, content = await link.receive()
                 if kind is Kind.GOING:
-                    say(f"{host} is to go away: the run saves and stops")
+                    say(f"{host} is about to go away: the run saves and stops")
                     os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler would
                 elif number in self.askers:
                     Link(link.reader, self.askers[number][1]).send(kind, number, content)
@@ -216,7 +216,7 @@ def opened(ticket: Ticket, folder: Path) -> Iterator[Desk]:
     try:
         end = ready.result()
     except OSError as error:
-        raise RunFailed(f"nodes cannot be awaited: {error}", "give another port") from error
+        raise RunFailed(f"cannot listen for nodes: {error}", "give another port") from error
     try:
         yield desk
     finally:

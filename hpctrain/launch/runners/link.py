@@ -149,7 +149,7 @@ async def _read(link: Link) -> bytes:
     try:
         return await link.reader.readexactly(NONCE_BYTES)
     except (OSError, EOFError) as error:
-        raise Lost("it left before it had proved itself") from error
+        raise Lost("it disconnected before it authenticated") from error
 
 
 def listening_context(folder: Path) -> tuple[ssl.SSLContext, bytes]:

@@ -45,9 +45,7 @@ class Ticket:
         Raises:
             UserError: the file cannot be written, or belongs to a live run.
         """
-        taken = UserError(
-            f"launch.ticket: {path} is that of another run, which lives", "name another file for this run"
-        )
+        taken = UserError(f"launch.ticket: {path} belongs to another live run", "name another file for this run")
         old = _found(path)
         if old is not None and lives(old):
             raise taken

@@ -211,7 +211,7 @@ class Stragglers:
                 self.run.say(f"the monitor cannot exclude {entry.host}: {error.what}", False)
             if excluded:
                 self.run.say(
-                    f"host {entry.host} is left out at the next requeue, for {self.run.config.exclude_hours:g} h", False
+                    f"host {entry.host} is excluded at the next requeue, for {self.run.config.exclude_hours:g} h", False
                 )
         event = Straggler(step=step, attempt=self.run.attempt, **verdict.fields(), sentence=text, excluded=excluded)
         self.run.events.append(event)

@@ -54,7 +54,7 @@ def compare(before: Reading, after: Reading) -> Findings:
 
     host = []
     if (share := grown("throttled_s") / seconds) >= NOTABLE:
-        host.append(f"the control group's CPU quota held it for {share:.0%} of the time")
+        host.append(f"the control group's CPU quota throttled it for {share:.0%} of the time")
     if (share := grown("steal_s") / max(grown("cpu_s"), 1e-3)) >= NOTABLE:
         host.append(f"the hypervisor took {share:.0%} of the processors")
     if (times := grown("hot")) > 0:
@@ -66,7 +66,7 @@ def compare(before: Reading, after: Reading) -> Findings:
     if (share := grown("io_pressure_s") / seconds) >= 0.2:
         host.append(f"tasks waited {share:.0%} of the time for storage")
     if (lost := grown("retransmits") / seconds) >= 100:
-        host.append(f"the network sent {lost:.0f} segments/s again")
+        host.append(f"the network retransmitted {lost:.0f} segments/s")
     host.extend(after.gpus)
     by_pid, starved = {}, set()
     for pid, counters in after.processes.items():

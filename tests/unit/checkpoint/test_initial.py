@@ -105,8 +105,8 @@ class Evil:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"weight": Evil()}, "not a file of PyTorch that holds only weights"),
-        (b"hello", "not a file of PyTorch"),
+        ({"weight": Evil()}, "not a PyTorch file that holds only weights"),
+        (b"hello", "not a PyTorch file"),
         ({"epoch": 3}, "holds no state_dict"),
         ({"weight": torch.zeros(2), "epoch": 3}, "epoch of .* is an int, not"),
         ({"weight": torch.zeros(2).to_sparse()}, "is a torch.sparse_coo, not a dense tensor"),

@@ -154,7 +154,7 @@ def test_an_error_while_loading_is_one_sentence_with_the_state_and_the_line() ->
         def load_state_dict(self, saved: Any) -> None:
             self.held = saved["missing"]
 
-    with pytest.raises(UserError, match=r"state 'level': it does not take over .*: KeyError: 'missing' \(test_object"):
+    with pytest.raises(UserError, match=r"state 'level': it cannot load .*: KeyError: 'missing' \(test_object"):
         resumed({"level": Strict(0)}, saved_by([lambda: {"level": Box({})}], 1, 0))
 
 

@@ -117,7 +117,7 @@ def test_length_matters_to_a_schedule_that_ends() -> None:
     short = change(schedule=ScheduleConfig(kind="cosine"))
     longer = dataclasses.replace(short, train=TrainConfig(epochs=9, batch_per_rank=16))
     with pytest.raises(
-        UserError, match=r"train\.epochs was 3 and is 9 \(schedule\.kind cosine ends with the run"
+        UserError, match=r"train\.epochs was 3 and is 9 \(schedule\.kind cosine depends on the run's length"
     ) as caught:
         refuse_changes(identity(short), identity(longer), "here")
     assert "--accept train.epochs" in caught.value.fix
@@ -139,7 +139,7 @@ def test_what_is_accepted_may_differ() -> None:
         with pytest.raises(UserError, match=r"train\.epochs was 3"):
             refuse_changes(identity(short), identity(accepting(config, "schedule", "train.ep")), "here")
     both = accepting(dataclasses.replace(longer, seed=1), "train.epochs")
-    with pytest.raises(UserError, match=r"not that of here: seed was 0 and is 1\n") as caught:
+    with pytest.raises(UserError, match=r"differs from that of here: seed was 0 and is 1\n") as caught:
         refuse_changes(identity(short), identity(both), "here")
     assert caught.value.fix.endswith("--accept seed")
 

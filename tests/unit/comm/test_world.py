@@ -137,8 +137,8 @@ def test_ranks_that_do_not_make_whole_models() -> None:
 @pytest.mark.parametrize(
     ("nodes", "tensor", "what"),
     [
-        ([0, 0, 0, 1, 1, 1], 2, r"ranks 2 to 3, which would share layers, lie on different nodes"),
-        ([0, 1, 0, 1], 2, r"ranks 0 to 1, which would share layers, lie on different nodes"),
+        ([0, 0, 0, 1, 1, 1], 2, r"ranks 2 to 3, which would share layers, are on different nodes"),
+        ([0, 1, 0, 1], 2, r"ranks 0 to 1, which would share layers, are on different nodes"),
         ([0, 0, 0], 2, r"3 ranks do not divide into groups of that size"),
     ],
 )

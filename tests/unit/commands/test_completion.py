@@ -45,4 +45,4 @@ def test_all_commands_are_in_the_others(shell: str, capsys: pytest.CaptureFixtur
 
 def test_fish_gets_help_texts_quoted(capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "fish"])
-    assert r"-a track -d 'export a run\'s model to MLflow'" in capsys.readouterr().out
+    assert r"-a track -d 'send a run\'s events to trackers, register its model'" in capsys.readouterr().out

@@ -182,7 +182,7 @@ def test_a_toolkit_of_another_major_version_is_passed_over(tmp_path: Path) -> No
     old, fits = toolkit(tmp_path / "old", "12.4"), toolkit(tmp_path / "path", "13.1")
     assert found_cuda(tmp_path / "site", path=fits, CUDA_HOME=str(old)) == f"{fits} 13.1"
     said = found_cuda(tmp_path / "site", path=old)
-    assert f"no nvcc of CUDA 13 on PATH; {old}/bin/nvcc is of CUDA 12.4" in said
+    assert f"no nvcc of CUDA 13 on PATH; {old}/bin/nvcc has CUDA 12.4" in said
     assert 'pip install "cuda-toolkit[nvcc,cccl]==13.0.*"' in said
 
 

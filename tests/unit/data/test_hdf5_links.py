@@ -233,7 +233,7 @@ class TestVirtual:
             properties.set_virtual(space, b"part-%b.h5", b"x", h5py.h5s.create_simple((10,)))
             whole = h5py.h5s.create_simple((500,), (h5py.h5s.UNLIMITED,))
             h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_INT64, whole, properties)
-        refused(folder / "a.h5", "a series of sources without an end")
+        refused(folder / "a.h5", "an endless series of sources")
 
     def test_circles(self, folder: Path) -> None:
         refused(virtual(folder / "a.h5", (500,), (slice(None), ".", ((500,), slice(None)))), "a source of itself")

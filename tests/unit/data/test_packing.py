@@ -186,7 +186,7 @@ class TestCsv:
         """``--force`` replaced the source."""
         Path("b.csv").write_text("a\n1\n")
         Path("link.csv").symlink_to("b.csv")
-        assert "is to be packed into itself" in refused(capsys, "b.csv", "-o", output, "--force")
+        assert "is both source and output" in refused(capsys, "b.csv", "-o", output, "--force")
         assert Path("b.csv").read_text() == "a\n1\n"
 
     def test_values_must_fit_their_dtype(self, capsys: pytest.CaptureFixture[str]) -> None:

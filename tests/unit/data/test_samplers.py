@@ -124,7 +124,7 @@ def test_each_sample_of_a_rank_continues_that_of_the_batch_before(ranks: int) ->
         (lambda epoch: np.array([], int), r"gives int64\[0\] for epoch 0"),
         (WeightedSampler([1, 2]), r"weights have shape \[2\], and the data has 200"),
         (WeightedSampler([-1.0] * LENGTH), "must be finite, at least 0"),
-        (WeightedSampler([1.0] * LENGTH, 300, replacement=False), "200 samples have a weight, and 300 are to be drawn"),
+        (WeightedSampler([1.0] * LENGTH, 300, replacement=False), "200 samples have a weight, but 300 are requested"),
         (CurriculumSampler(LENGTHS, begin=0), "begin is 0"),
         (lambda epoch: LaneSampler()(Epoch(0, epoch.rng, 15, 16)), "15 samples are fewer than the 16 lanes"),
     ],

@@ -116,7 +116,7 @@ def test_a_job_that_cannot_be_ended_keeps_no_other_and_hides_none(engine: str) -
     with pytest.raises(RunFailed) as caught:
         schedulers.SCHEDULERS[engine].end([(own, ["1", "2", "3"]), (other, ["4"])])
     assert caught.value.what == (
-        "job 2: qdel 2 refused: no permission; ended all the same: job 1, 3; "
+        "job 2: qdel 2 refused: no permission; cancelled anyway: job 1, 3; "
         f"job 4 is left alone: it is not known to be of {other.path}"
     )
 

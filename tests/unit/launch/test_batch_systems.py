@@ -44,7 +44,7 @@ def test_outside_of_a_job_that_is_said(engine: str, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     launch = LaunchConfig(engine=engine)  # type: ignore[arg-type]
     with pytest.raises(
-        UserError, match=f"launch.engine is {engine}, and this process is in no job of {SYSTEMS[engine].title}: "
+        UserError, match=f"launch.engine is {engine}, and this process is in no {SYSTEMS[engine].title} job: "
     ):
         on_hosts_of_the_job(launch, {})
     if SYSTEMS[engine].hosts_file:

@@ -81,7 +81,7 @@ def test_deaths_are_read_from_what_launchers_say(text, expected):
 def test_causes_read_as_sentences():
     assert [death.cause for death in deaths(OPEN_MPI_5 + OPEN_MPI_CODE + OPEN_MPI_EARLY)] == [
         "was killed by SIGKILL",
-        "left in mid-run without an error",
+        "exited during the run without an error",
         "exited with code 7",
     ]
 
@@ -173,7 +173,7 @@ def test_whom_mpi_ended_after_another_rank_is_no_culprit() -> None:
 def test_a_rank_that_nothing_is_known_of_but_that_mpi_ended_it_is_no_cause() -> None:
     death = first_cause(deaths("srun: error: n1: task 0: Exited with exit code 14\n"))
     assert isinstance(death, Death)
-    assert (death.rank, death.cause) == (0, "exited with code 14, as MPI does where another rank is lost")
+    assert (death.rank, death.cause) == (0, "exited with code 14, as MPI does when another rank is lost")
 
 
 def test_of_ranks_without_a_word_the_one_that_srun_does_not_report_left_with_exit_code_0() -> None:

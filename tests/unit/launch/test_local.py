@@ -171,4 +171,4 @@ def test_a_folder_of_temporary_files_that_cannot_be_written_is_replaced(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
     assert temporary({"TMPDIR": "of launch.env"}) == {}
     assert temporary({}) == {"TMPDIR": str(tmp_path)}
-    assert "nothing can be written in TMPDIR" in capsys.readouterr().err
+    assert "which is not writable: using" in capsys.readouterr().err

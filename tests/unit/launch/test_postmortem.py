@@ -89,7 +89,7 @@ def test_the_first_death_is_the_cause_unless_an_error_came_before(run: RunDir, m
 
 
 @pytest.mark.parametrize(
-    ("sentence", "told"), [("no step for 130 s: rank 1", "no step for 130 s: rank 1"), ("", "no rank moved any more")]
+    ("sentence", "told"), [("no step for 130 s: rank 1", "no step for 130 s: rank 1"), ("", "no rank made progress")]
 )
 def test_a_hang_that_the_monitor_ended_is_told_in_its_words(run: RunDir, sentence: str, told: str) -> None:
     tell(run, "hung", [1], "abort", sentence)
@@ -361,7 +361,7 @@ def test_ranks_that_never_spoke_are_counted_and_the_launcher_quoted(tmp_path: Pa
     spoken = [dataclasses.replace(RUNNING, rank=0, ended=1.0, ending=Ending.COMPLETED)]
     silent = missing_ranks(spoken, 2, "", tmp_path / "log")
     assert silent is not None
-    assert silent.reason == "1 of 2 ranks ended before they could say why: nothing was said"
+    assert silent.reason == "1 of 2 ranks ended before they could say why: they printed nothing"
     dead = missing_ranks(spoken, 2, "", tmp_path / "log", Death(1, signal=11))
     assert dead is not None
     assert dead.reason == "1 of 2 ranks ended before they could say why: rank 1 was killed by SIGSEGV"

@@ -251,7 +251,7 @@ def test_strangers_hold_few_descriptors_and_keep_no_nodes_out(tmp_path: Path) ->
 def test_a_ticket_of_a_run_that_lives_stays(opened: Desk, tmp_path: Path) -> None:
     path, other = tmp_path / "ticket", ticket.fresh()
     ticket_of(opened).write(path)
-    with pytest.raises(UserError, match="is that of another run, which lives"):
+    with pytest.raises(UserError, match="belongs to another live run"):
         other.write(path, run_node.lives)
     assert ticket.read(path) == ticket_of(opened)
     dead = dataclasses.replace(ticket_of(opened), key=secrets.token_bytes(32))
@@ -272,7 +272,7 @@ def test_of_several_runs_one_gets_a_dead_runs_ticket(tmp_path: Path) -> None:
         quicker.write(path)
         return False
 
-    with pytest.raises(UserError, match="is that of another run"):
+    with pytest.raises(UserError, match="belongs to another live run"):
         slower.write(path, meanwhile)
     assert ticket.read(path) == quicker and list(tmp_path.iterdir()) == [path]
 
@@ -324,9 +324,9 @@ def test_pods_are_told_by_their_environment() -> None:
 
 
 def test_nodes_that_do_not_come_are_counted(opened: Desk) -> None:
-    with pytest.raises(RunFailed, match="0 of 2 nodes have come within 0 s"):
+    with pytest.raises(RunFailed, match="0 of 2 nodes have joined within 0 s"):
         opened.wait_for(2, 0.1)
-    with pytest.raises(RunFailed, match="0 of 2 nodes have come: the cluster is full"):
+    with pytest.raises(RunFailed, match="0 of 2 nodes have joined: the cluster is full"):
         opened.wait_for(2, 600, lambda: "the cluster is full")
 
 

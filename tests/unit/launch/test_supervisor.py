@@ -362,7 +362,7 @@ def test_the_end_of_a_run_names_the_step_and_the_command_that_resumes_it(
     report(dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR), run, command)
     assert "resume" not in capfd.readouterr().err
     writer = EventWriter(run.events, print)
-    newer = "from step 125 if its snapshot is whole, else "
+    newer = "from step 125 if its snapshot is complete, else "
     for step in (115, 125):
         number = Attempts(run).begin()
         Attempts(run).update(trained=number)

@@ -70,10 +70,10 @@ def test_what_an_earlier_start_has_noted_is_not_the_users(engine: str) -> None:
 @pytest.mark.parametrize(
     ("command", "launch", "said"),
     [
-        (["render"], "{directives: [-x]}", "launch.directives: not read with Slurm"),
-        (["submit", "--dry-run"], "{engine: pbs, launcher: srun}", "launch.launcher: not read with launch.engine: pbs"),
-        (["run"], "{engine: pbs, slurm: {qos: q}}", "launch.slurm.qos: not read with launch.engine: pbs"),
-        (["run"], "{hosts: [n1], setup: [x]}", "launch.setup: not read with launch.hosts"),
+        (["render"], "{directives: [-x]}", "launch.directives: ignored with Slurm"),
+        (["submit", "--dry-run"], "{engine: pbs, launcher: srun}", "launch.launcher: ignored with launch.engine: pbs"),
+        (["run"], "{engine: pbs, slurm: {qos: q}}", "launch.slurm.qos: ignored with launch.engine: pbs"),
+        (["run"], "{hosts: [n1], setup: [x]}", "launch.setup: ignored with launch.hosts"),
     ],
 )
 def test_they_are_named(

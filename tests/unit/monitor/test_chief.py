@@ -99,7 +99,7 @@ def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path:
     [event] = events_of(tmp_path)
     assert (event["kind"], event["host"], event["cause"], event["excluded"]) == ("host", "n2", "compute", True)
     assert event["evidence"] == [line]
-    assert any("n2 is left out" in text for text in said)
+    assert any("n2 is excluded" in text for text in said)
     [entry] = bad_nodes.of_run(RunDir(tmp_path)).entries(0.0)
     assert entry.host == "n2"
     again = BadNode("n3", entry.until, 1, "another one")

@@ -32,7 +32,7 @@ def test_quiet_counters_say_nothing() -> None:
 @pytest.mark.parametrize(
     ("grown", "word"),
     [
-        ({"throttled_s": 2.0}, "quota held it for 40%"),
+        ({"throttled_s": 2.0}, "quota throttled it for 40%"),
         ({"steal_s": 2.0, "cpu_s": 10.0}, "hypervisor took 20%"),
         ({"hot": 3.0}, "3 times for heat"),
         ({"swapped_pages": 5000.0}, "swaps 1000 pages/s"),

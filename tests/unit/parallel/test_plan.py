@@ -313,9 +313,9 @@ def test_a_task_that_says_nothing_of_cuts_is_not_cut(
     (tmp_path / "tasks.py").write_text(TASKS)
     (tmp_path / "run.yaml").write_text("name: r\ntask: tasks.py:linear\ntrain: {steps: 3, global_batch: 8}\n")
     assert main(["plan", "run.yaml", "-n", "2"]) == 0
-    assert "parallel.tensor is 2, and the task does not say how its layers are cut" in capsys.readouterr().out
+    assert "parallel.tensor is 2, and the task does not say how its layers are split" in capsys.readouterr().out
     told = hpctrain("plan", "run.yaml", "-n", 2, "--task", "tasks.py:of_keras", cwd=tmp_path, code=64)
-    assert "is a KerasTask, of which each rank has all" in told.stderr
+    assert "is a KerasTask, whose model every rank holds whole" in told.stderr
 
 
 @pytest.mark.slow

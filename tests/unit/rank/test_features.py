@@ -205,7 +205,7 @@ def test_each_place_refuses(names: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_registry_refuses_several_models(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"the task has several models \(one, other\), and a registered model is one"):
+    with pytest.raises(Refused, match=r"the task has several models \(one, other\), but only one can be registered"):
         run(features_of("SEVERAL_MODELS REGISTRY"), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that a run file names, for a task that brings none."""
+"""The optimizer that a run file names, for a task that has none."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_names_are_those_of_the_framework(run_file: Path, name: str) -> None:
 
 
 def test_an_optimizer_of_the_task_and_one_of_the_run_file_are_refused(run_file: Path) -> None:
-    with pytest.raises(UserError, match="asks for optimizer adamw, and the task brings its own, SGD"):
+    with pytest.raises(UserError, match="names optimizer adamw, and the task has its own, SGD"):
         made(run_file, "--task_args.own", "true")
 
 

@@ -199,7 +199,9 @@ def test_a_longer_run_is_accepted_and_told(tmp_path: Path, capfd: pytest.Capture
     config = dataclasses.replace(CONFIG, schedule=ScheduleConfig(kind="linear"))
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=40))
     attempt(tmp_path, config)
-    with pytest.raises(UserError, match=r"train\.steps was 20 and is 40 \(schedule.kind linear ends with the run"):
+    with pytest.raises(
+        UserError, match=r"train\.steps was 20 and is 40 \(schedule.kind linear depends on the run's length"
+    ):
         attempt(tmp_path, longer)
     accepted = dataclasses.replace(longer, checkpoint=CheckpointConfig(interval="none", accept=("train.epochs",)))
     rates = attempt(tmp_path, accepted)

@@ -63,7 +63,7 @@ TORCH = {
     "optimizers_other": ("optimizer of the task holds str, which is not a torch.optim.Optimizer", "", r"\[SparseAdam"),
     "optimizers_twice": ("cannot be combined: some parameters appear in more than one", "", "each parameter to one"),
     "other_parameters": ("optimizer updates tensors that are not parameters", "", r"model.parameters\(\)"),
-    "frozen": ("no parameter of the task's model wants a gradient", "", "leave requires_grad on"),
+    "frozen": ("no parameter of the task's model requires a gradient", "", "leave requires_grad on"),
     "unregistered": ("empty parameter list", r"wrong_torch_tasks.py:\d+: ", "nn.ModuleList"),
     "horovod": ("optimizer of the task is Horovod's DistributedOptimizer", "", "give the plain one"),
     "callbacks": ("unexpected keyword argument 'callbacks'", "", "model, loss, .*Callbacks are hooks"),

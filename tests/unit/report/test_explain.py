@@ -211,7 +211,7 @@ def test_a_run_that_came_to_its_end(attempts: int, reason: str, title: str, evid
 
 def test_an_end_of_which_only_the_verdict_tells() -> None:
     answer = explain(history(attempts=[ended(Action.DONE)]))
-    assert (answer.cause, answer.evidence) == (Code.COMPLETED, ("its command ended well in 1 attempt",))
+    assert (answer.cause, answer.evidence) == (Code.COMPLETED, ("its command succeeded in 1 attempt",))
 
 
 def test_what_is_missing_is_named_if_nobody_knows() -> None:
@@ -254,7 +254,7 @@ def test_a_run_that_has_not_said_how_it_ended_is_told_by_its_job(
 def test_what_a_job_says_adds_to_a_failure_only_that_it_is_to_resume_and_nothing_to_an_end() -> None:
     pending = State(Word.PENDING, "job 8 waits", fix="wait")
     failed = explain(history(attempts=[ended(Action.FAIL, "no", Code.USER_ERROR)]), pending)
-    assert (failed.cause, failed.findings) == (Code.USER_ERROR, ("it is to resume: job 8 waits", "wait"))
+    assert (failed.cause, failed.findings) == (Code.USER_ERROR, ("it will resume: job 8 waits", "wait"))
     done = history(attempts=[ended(Action.DONE)])
     assert explain(done, pending) == explain(done)
 

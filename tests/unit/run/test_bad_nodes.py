@@ -107,7 +107,7 @@ def test_the_command_shows_and_clears(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["nodes", str(run.path), "--clear", "n2"]) == 0
     assert cli.main(["nodes", str(run.path)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("n2: cleared") and shown[1].startswith("n3: left out for 2.0 h more: slow")
+    assert shown[0].startswith("n2: cleared") and shown[1].startswith("n3: excluded for 2.0 h more: slow")
     assert cli.main(["nodes", str(run.path), "--clear", "n2"]) == ExitCode.USER_ERROR
     assert cli.main(["nodes", str(run.path), "--clear", "all"]) == 0
     assert bad_nodes.of_run(run).entries(time.time()) == []
@@ -115,5 +115,5 @@ def test_the_command_shows_and_clears(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_node_that_is_not_on_the_list_cannot_be_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(UserError, match="n9 is not left out"):
+    with pytest.raises(UserError, match="n9 is not excluded"):
         cli.dispatch(["nodes", "--clear", "n9"])

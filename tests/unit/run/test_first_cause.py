@@ -107,7 +107,7 @@ CASES = {
     ),
     "a rank that leaves in mid-run with exit code 0": Case(
         1,
-        "left in mid-run",
+        "exited during the run",
         [running(1), noted(1, 0, 1.0)],
         [
             *(running(0), running(2, "n2"), noted(0, -9, 1.1), noted(2, -9, 1.2)),

@@ -74,5 +74,5 @@ def test_what_cannot_be_saved_is_named_with_its_place(value: Any) -> None:
 )
 def test_a_forged_structure_is_refused(text: str) -> None:
     arrays = {"structure": np.frombuffer(text.encode(), np.uint8)}
-    with pytest.raises(UserError, match="what was saved of it cannot be put together"):
+    with pytest.raises(UserError, match="what was saved of it cannot be restored"):
         put_together(arrays, lambda number, what: None, "it")

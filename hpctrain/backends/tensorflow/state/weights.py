@@ -42,7 +42,7 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
     Nothing is computed.
 
     Args:
-        task: the task whose model is to be built.
+        task: the task whose model is built.
         samples: example arrays of a batch, with any number of samples.
     """
     if trains_itself(task.model):

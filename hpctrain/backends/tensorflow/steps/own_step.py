@@ -328,7 +328,7 @@ class TrainStepProgram:
         known = key(tuple(variables[index] for index in present))
         if known not in self.reducers:
             raise UserError(
-                f"train_step updates other weights by {tracing.updates[-1].optimizer} than it did when it was planned",
+                f"train_step updates other weights by {tracing.updates[-1].optimizer} than when it was first traced",
                 "make the same updates in every step",
             )
         travelling, reducer = self.travelling[known], self.reducers[known]

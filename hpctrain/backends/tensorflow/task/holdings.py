@@ -94,8 +94,8 @@ class Holdings:
         late = [tensor.name for tensor in found if tensor.name not in self.made_with]
         if late:
             raise UserError(
-                f"the variable {late[0]} was made by the first update, so that a resumed run could not load it",
-                "make it with the task: in a constructor, or in the optimizer's build, which builds what it wraps",
+                f"the variable {late[0]} was made by the first update, so a resumed run could not load it",
+                "make it with the task: in a constructor, or in build of the optimizer and of those it wraps",
             )
         return found
 

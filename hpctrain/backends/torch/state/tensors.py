@@ -197,7 +197,7 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
     except Exception as error:  # UnpicklingError, RuntimeError, EOFError, KeyError, ...
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{path} is not a file of PyTorch that holds only weights: {first[:200]}",
+            f"{path} is not a PyTorch file that holds only weights: {first[:200]}",
             "save it with torch.save(model.state_dict(), path): objects are not read, since that runs their code",
         ) from error
     state = state_dict_in(content, path)
@@ -210,7 +210,7 @@ def read_weights(file: IO[bytes], path: Path, known: Container[str]) -> tuple[di
             raise UserError(f"{name} of {path} is {kind}, not a dense tensor", "save model.state_dict() alone")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in known:
-            raise UserError(f"{name} of {path} is {dtype}, which cannot be read", "save weights as numbers of 16 bits")
+            raise UserError(f"{name} of {path} is {dtype}, which cannot be read", "save weights as 16-bit numbers")
         host = value.detach().contiguous()
         arrays[str(name)] = host.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else host.numpy()
         dtypes[str(name)] = dtype

@@ -102,7 +102,7 @@ class Live:
     def agree(self, doing: str) -> None:
         """Raises UserError, on all ranks, if ranks do not reach the same collective action. Collective."""
         group = self.setting.group
-        if not group.same(self.labels.index(doing), "come to the same point of their step"):
+        if not group.same(self.labels.index(doing), "reach the same point of their step"):
             told = group.allgather(doing, "say what their step does")
             other = next(rank for rank, each in enumerate(told) if each != told[0])
             raise UserError(

@@ -114,8 +114,8 @@ def differentiated() -> Iterator[None]:
             raise
         said = words(error)
         fix = (
-            "see the operations in loss and forward; torch.autograd.set_detect_anomaly(True) in the task's file has "
-            "the rank's log show the line of the one that fails"
+            "look at the operations in loss and forward; with torch.autograd.set_detect_anomaly(True) in the task's "
+            "file, the rank's log shows the line that fails"
         )
         kind = UserError if advised("", said) else RunFailed
         raise kind(f"the backward pass fails: {said}{own_line(error)}", advised(fix, said)) from error

@@ -52,9 +52,9 @@ LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
 END = "the end of a forward pass"
 """Where ranks meet that have passed all layers."""
 SHARDED = (
-    "With parallel.shard: parameters weights are whole while their layers are called: call the model and its layers "
-    "themselves, not functions of theirs such as model.encode or layer.forward, and use no weight of a layer outside "
-    "of it; or set parallel.shard: optimizer"
+    "With parallel.shard: parameters, the weights of a layer are whole only while it is called: call the model and its "
+    "layers, not methods such as model.encode or layer.forward, and use no weight outside its layer; or set "
+    "parallel.shard: optimizer"
 )
 """Why reading weights outside forward fails."""
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -74,7 +74,7 @@ class Held:
     own: Parameter
     """A plain parameter over the memory of this rank's rows."""
     rows: Slices | None
-    """Where these rows lie; None for a scalar, which each rank has."""
+    """The place of these rows; None for a scalar, which each rank has."""
 
 
 class FullySharded(Partition):
@@ -212,14 +212,14 @@ def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> Non
     places = [*(name_of[id(layer)] for layer in layers), END]
 
     def meet(place: int, *ignored: Any) -> None:
-        if not group.same(place, "come to the same layer"):
+        if not group.same(place, "reach the same layer"):
             told = group.allgather(places[place], "say in which layer they are")
             other = next(rank for rank, each in enumerate(told) if each != told[0])
             raise UserError(
-                f"the ranks' forward passes differ while parallel.shard is parameters: one has reached {told[0]}, and "
-                f"another to {told[other]}",
-                "choose the layers that compute by values equal on all ranks, and not by a rank's own samples or "
-                "random numbers; or set parallel.shard: optimizer",
+                f"the ranks' forward passes differ while parallel.shard is parameters: one has reached {told[0]}, "
+                f"another {told[other]}",
+                "choose layers by values that are equal on all ranks, not by a rank's own samples or random numbers; "
+                "or set parallel.shard: optimizer",
             )
 
     for place, layer in enumerate(layers):
@@ -249,8 +249,8 @@ def refuse_changes(layers: Sequence[Module], model: Module) -> None:
             for (module, key), before in zip(places, versions, strict=True):
                 if module._parameters[key].ndim and module._parameters[key]._version != before:
                     raise UserError(
-                        f"the forward pass changes {name_of[id(module)]}.{key} in place, and parallel.shard is "
-                        "parameters, with which that is lost",
+                        f"the forward pass changes {name_of[id(module)]}.{key} in place, which is lost with "
+                        "parallel.shard: parameters",
                         "leave max_norm out of embeddings, and change parameters in hooks= of the task, which are "
                         "called after updates; or leave parallel.shard out",
                     )
@@ -340,8 +340,8 @@ class FullyShardedReducer:
         for one, before in self.memory:
             if one.module.untyped_storage()._cdata != before._cdata:
                 raise UserError(
-                    f"the task has given {one.name} other memory (.data = ...), and parallel.shard is parameters, with "
-                    "which that changes nothing",
+                    f"the task has given {one.name} other memory (.data = ...), which has no effect with "
+                    "parallel.shard: parameters",
                     "change it in place, under torch.no_grad(), as clamp_ and copy_ do; or set "
                     "parallel.shard: optimizer",
                 )

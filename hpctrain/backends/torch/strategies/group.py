@@ -77,7 +77,7 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
                 master_listen_fd=listener.detach(),
             )  # fmt: skip
         except (OSError, RuntimeError) as error:
-            problem = f"{address} cannot be listened on: {error}"
+            problem = f"cannot listen on {address}: {error}"
     first, port = group.broadcast([address, port], WHAT)
     if group.rank and port:
         try:
@@ -206,7 +206,7 @@ class DefaultGroup:
     def __init__(self, group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         if dist.is_initialized():
             raise UserError(
-                "the task has opened torch.distributed itself, and parallel.shard is parameters, which opens it",
+                "the task has opened torch.distributed, which parallel.shard: parameters opens itself",
                 "leave torch.distributed.init_process_group out of the task",
             )
         self.word = word_of(device)

@@ -85,7 +85,7 @@ WITH_FULLY_SHARDED = {
         "leave reduce.verify_every_steps out",
     ),
     Feature.MIXED_PARAMETERS: (
-        "the model has parameters of {1}, which do not travel together",
+        "the model has parameters of {1}, which cannot be exchanged together",
         "give all trained parameters one type, or set parallel.shard: optimizer",
     ),
     Feature.PARAMETER_HOOKS: (
@@ -94,7 +94,7 @@ WITH_FULLY_SHARDED = {
         "parallel.shard: optimizer",
     ),
     Feature.META_INIT: (
-        "the task made {1} on the meta device: rows are made of whole parameters",
+        "the task made {1} on the meta device, but rows are taken from whole parameters",
         "make the model with values, or divide it by parallel.tensor or parallel.pipeline",
     ),
     Feature.TORCH_METRICS: (
@@ -109,7 +109,7 @@ WITH_TABLES = {
         "return TorchTask(..., tensor={'tables.*': hpctrain.vocabulary}), or leave parallel.shard out",
     ),
     Feature.TENSOR: (
-        "parallel.tensor is {1}, which divides the rows of tables itself",
+        "parallel.tensor is {1}, which itself splits the rows of tables",
         "set parallel.tensor to 1, or leave parallel.shard out",
     ),
     Feature.PIPELINE: (
@@ -122,7 +122,7 @@ WITH_TABLES = {
 ROWS: Rows = {
     # tensor
     (Feature.TENSOR, Feature.NO_CUTS): (
-        "parallel.tensor is {0}, and the task does not say how its layers are cut",
+        "parallel.tensor is {0}, and the task does not say how its layers are split",
         "return TorchTask(..., tensor={'blocks.*.up': hpctrain.columns, ...}), or set parallel.tensor to 1",
     ),
     # pipeline
@@ -158,7 +158,7 @@ ROWS: Rows = {
         "leave reduce.compression out",
     ),
     (Trait.REDUCE_SCATTERS, Feature.SPARSE_ADAM): (
-        "{0}, and SparseAdam, which updates {1}, takes sparse gradients alone",
+        "{0}, and SparseAdam, which updates {1}, takes only sparse gradients",
         "leave parallel.shard out, or use Adam",
     ),
     (Trait.REDUCE_SCATTERS, Feature.NON_ELEMENTWISE, Feature.RANKS): (
@@ -193,18 +193,18 @@ ROWS: Rows = {
         "give the task plain optimizers",
     ),
     (Trait.DIVIDES, Feature.STEP_HOOKS): (
-        "{0}, and {1} has hooks of its step (register_step_pre_hook), which would see the gradients of a part",
-        "leave the hooks out: train.clip_norm clips by the whole gradient, train.ema_decay averages weights, and "
+        "{0}, and {1} has hooks of its step (register_step_pre_hook), which would see only a part of the gradients",
+        "leave the hooks out: train.clip_norm clips by the whole norm, train.ema_decay averages weights, and "
         "hooks= of the task are called after updates",
     ),
     (Trait.ADDS_DENSE, Feature.SPARSE_ROWS): (
         "{0}, and {1} has sparse gradients",
-        "leave sparse=True out (hpctrain.vocabulary divides rows of large tables), or set parallel.shard: optimizer",
+        "leave sparse=True out (hpctrain.vocabulary splits the rows of large tables), or set parallel.shard: optimizer",
     ),
     (Trait.HIDES_PARTS, Feature.CAPTURED_MODEL): (
-        "{0}, and {1} of the task holds the model or a part of it, and each rank has other layers, or other rows of "
-        "tables: a penalty, for instance, would be that of one rank's",
-        "let it compute from its arguments alone: have the last layer return what it needs of the others, and give "
+        "{0}, and {1} of the task holds the model or a part of it, but each rank has different layers or rows of "
+        "tables: a penalty, for instance, would cover only this rank's part",
+        "compute it from its arguments only: let the last layer also return what it needs of the others, and give "
         "weight decay to the optimizer",
     ),
 }

@@ -49,7 +49,7 @@ class ParameterTraits:
         traits = [self.traits.get(one, OptimizerTraits(is_alone=True)) for one in wanting]
         found = [one.nearly_by_rows if nearly else one.by_rows for one in traits]
         for group in groups:
-            everywhere = group.allgather(found, "compare how optimizer state may be cut")
+            everywhere = group.allgather(found, "compare how optimizer state can be split")
             found = [all(told) for told in zip(*everywhere, strict=True)]
         return {one for one, may_be in zip(wanting, found, strict=True) if may_be}
 
@@ -224,14 +224,13 @@ def try_optimizer(optimizer: Optimizer, group: Settings, parameter: Parameter) -
         parts = [run(optimizer, group, [cut(values, part)], cut_slots(begun, shape, part))[0] for part in rows]
     except Exception as error:
         raise UserError(
-            f"{type(optimizer).__name__} fails on a small copy of its parameters, by which it is tried before its "
+            f"{type(optimizer).__name__} fails on a small copy of its parameters, on which it is tried before its "
             f"state is sharded: {type(error).__name__}: {error}",
             "use an optimizer that updates what is in its param_groups, or leave parallel.shard out",
         ) from error
     if torch.equal(alone.value, values[0]):
         raise UserError(
-            f"{type(optimizer).__name__} does not update what is in its param_groups, so that its state cannot be "
-            "sharded",
+            f"{type(optimizer).__name__} does not update what is in its param_groups, so its state cannot be sharded",
             "use an optimizer whose step goes through its param_groups, or leave parallel.shard out",
         )
     common = frozenset(name for name, slot in alone.slots.items() if not is_whole(slot, shape))
@@ -247,9 +246,9 @@ def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis
 
     Args:
         optimizer: a copy of it is tried; it is not changed itself.
-        parameter: the whole parameter that is to be split; need not belong to the optimizer.
+        parameter: the whole parameter to split; need not belong to the optimizer.
         name: name of the parameter.
-        axis: axis along which it is to be split.
+        axis: axis along which to split it.
     """
     group = next((it for it in optimizer.param_groups if any(one is parameter for one in it["params"])), None)
     if group is None:
@@ -267,7 +266,7 @@ def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis
         parts = [run(optimizer, group, [(cuts[0][n], [it[n] for it in cuts[1:]])], own[n])[0].value for n in range(2)]
     except Exception as error:
         raise UserError(
-            f"{kind} cannot be tried on a small copy of {name}, which is cut: {type(error).__name__}: {error}",
+            f"{kind} cannot be tried on a small copy of {name}, which is split: {type(error).__name__}: {error}",
             "use an optimizer that updates what is in its param_groups, such as AdamW, or leave the layer whole",
         ) from error
     finally:

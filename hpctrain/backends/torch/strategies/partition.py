@@ -22,8 +22,8 @@ from hpctrain.train.state import Cut
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 CUT = (
-    "With parallel.tensor a rank has some outputs of each layer with columns: infer how many heads there are with -1 "
-    "in views, and let rows, gathers=True or classes=True follow"
+    "With parallel.tensor, a rank has only some outputs of a layer with columns: infer the number of heads with -1 in "
+    "views, and let rows, gathers=True or classes=True follow"
 )
 """Why a model fails on a partial tensor."""
 SAME_LOSS = 1e-6
@@ -32,7 +32,7 @@ SAME_LOSS = 1e-6
 
 @dataclass(frozen=True)
 class Slices:
-    """Where a rank's values of a parameter lie in the whole parameter.
+    """Where a rank's values of a parameter are in the whole parameter.
 
     They are one or several equal ranges along one axis; of these, a rank may have only some rows.
     """
@@ -66,7 +66,7 @@ class Slices:
         return torch.cat([whole.narrow(self.axis, begin, self.length) for begin in self.begins], self.axis)
 
     def views(self, held: Tensor) -> Iterator[tuple[Tensor, Cut]]:
-        """Yields a view of each contiguous part of what this rank has, and where it lies in the whole tensor."""
+        """Yields a view of each contiguous part of what this rank has, and its place in the whole tensor."""
         if not self.whole or 0 in self.whole:  # a scalar or an empty tensor has no ranges
             yield held, Cut(self.whole, (0,) * len(self.whole), self.copy, self.copies)
             return
@@ -105,7 +105,7 @@ class Partition:
         self.held: Mapping[str, Parameter] = {}
         """Plain tensors in place of parameters that are something else in the model, by name."""
         self.places = slices
-        """Where this rank's values of parameters lie in whole ones, by name."""
+        """Where this rank's values of parameters are in whole ones, by name."""
 
     @property
     def hint(self) -> str:
@@ -154,7 +154,7 @@ class Partition:
         return math.sqrt(total)
 
     def rows(self, name: str, shape: tuple[int, ...], begin: int, end: int) -> Slices:
-        """Where rows of a parameter lie that this rank alone of ``updaters`` updates.
+        """Which rows of a parameter only this rank of ``updaters`` updates.
 
         Args:
             name: name of the parameter.
@@ -200,8 +200,8 @@ class Partition:
             raise UserError(
                 f"in update {update} the losses of ranks of one model differ: {told}. They saw different "
                 "samples, or partial values reached the loss",
-                "cut the last layer by columns(gathers=True) or (hpctrain.cross_entropy) columns(classes=True), or let "
-                "rows follow; and make transforms and streams depend on the sample and its rng only",
+                "split the last layer by columns(gathers=True) or (hpctrain.cross_entropy) columns(classes=True), or "
+                "let rows follow; and make transforms and streams depend on the sample and its rng only",
             )
 
     def require_whole_gradients(self, summed: Named, everyone: Group) -> None:
@@ -219,15 +219,15 @@ class Partition:
             if name not in self.slices
             if one.grad is not None and one.device.type == "cpu"  # GPU kernels may add in any order
         }
-        of_ranks = everyone.allgather(sums, "compare what cut layers leave whole")
+        of_ranks = everyone.allgather(sums, "compare replicated gradients")
         for rank, found in enumerate(of_ranks):
             first = of_ranks[rank - rank % self.group.size]
             odd = next((name for name in first if found.get(name) != first[name]), None)
             if odd is not None:
                 raise UserError(
                     f"the gradient of {odd} differs between ranks of one model: it works on values of "
-                    "which each rank has a part, and is not cut itself",
-                    "cut its layer, too, or use it before a layer with columns or behind one with rows",
+                    "which each rank has a part, but is not split itself",
+                    "split its layer too, or use it before a layer with columns or after one with rows",
                 )
 
 

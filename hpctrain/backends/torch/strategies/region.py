@@ -144,7 +144,7 @@ def spread(rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) 
     """
 
     def at_places(own: Tensor) -> Tensor:
-        return embedding(places, region.joined(own, counts, "gather the rows of a cut table"))
+        return embedding(places, region.joined(own, counts, "gather the rows of a split table"))
 
     def collected(values: Tensor) -> Tensor:
         local, count = places.flatten() - sum(counts[: region.group.rank]), counts[region.group.rank]
@@ -156,10 +156,10 @@ def spread(rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) 
 
 def summed_backward(values: Tensor, region: Region) -> Tensor:
     """Passes whole values into a split layer unchanged; in backward, sums their gradients over the ranks."""
-    return mapped(values, alike, functools.partial(region.summed, what="add up the gradients of a cut layer's inputs"))
+    return mapped(values, alike, functools.partial(region.summed, what="add up gradients of a split layer's inputs"))
 
 
-def summed_forward(values: Tensor, region: Region, what: str = "add up the outputs of a cut layer") -> Tensor:
+def summed_forward(values: Tensor, region: Region, what: str = "add up the outputs of a split layer") -> Tensor:
     """Sums what the ranks computed; in backward, each rank gets the gradient of the sum."""
     return mapped(values, functools.partial(region.summed, what=what), alike)
 
@@ -171,7 +171,7 @@ def gathered(values: Tensor, region: Region) -> Tensor:
         length = everything.shape[-1] // region.group.size
         return everything.narrow(-1, region.group.rank * length, length).clone()
 
-    return mapped(values, functools.partial(region.gathered, what="gather the outputs of a cut layer"), own)
+    return mapped(values, functools.partial(region.gathered, what="gather the outputs of a split layer"), own)
 
 
 class CutLogits:
@@ -218,9 +218,9 @@ class CutLogits:
     def refuse(self, what: str) -> NoReturn:
         """Raises UserError naming the operation."""
         raise UserError(
-            f"{what} got the outputs of {self.layer}, of which each rank has some classes",
-            "use hpctrain.cross_entropy for the loss, on them or on a range of their leading axes, or cut the layer by "
-            "columns(gathers=True)",
+            f"{what} got the outputs of {self.layer}, of which each rank has only some classes",
+            "use hpctrain.cross_entropy for the loss, on them or on a range of their leading axes, or split the layer "
+            "by columns(gathers=True)",
         )
 
 
@@ -276,7 +276,7 @@ def of_cut(outputs: CutLogits, targets: Tensor, ignore_index: int, label_smoothi
     logits = logits.float() if logits.dtype in HALVES else logits
     counts = targets != ignore_index
     if bool((counts & ((targets < 0) | (targets >= classes))).any()):
-        raise IndexError(f"a target of cross_entropy is none of {classes} classes, nor {ignore_index}")
+        raise IndexError(f"a target of cross_entropy is not one of {classes} classes, nor {ignore_index}")
     count = logits.shape[1]
     local = targets - region.group.rank * count
     elsewhere = (local < 0) | (local >= count)

@@ -101,7 +101,7 @@ class Updates:
     names: Mapping[int, str]
     """Names of parameters and of rows of them, by id."""
     slots: Slots
-    """Where this rank's optimizer state lies in that of whole parameters."""
+    """Where this rank's optimizer state is in that of whole parameters."""
     reducers: Mapping[str, ReducerSource]
     """Reducers by optimizer."""
 
@@ -121,7 +121,7 @@ class Prepared:
     total_norm: Callable[[float], float] = float
     """Maps the gradient norm over this rank's partition to that of the whole model. Collective."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list
-    """Selects the state that this rank saves, and sets where it lies in the whole."""
+    """Selects the state that this rank saves, and sets its place in the whole."""
     close: Callable[[], object] = lambda: None
     """Closes exchanges that do not belong to the partition."""
 

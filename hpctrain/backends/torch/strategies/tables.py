@@ -120,10 +120,10 @@ class Lookup:
         places, counts = self.region.exchange.swap(said, each, each, SAY).t().tolist()
         if others := [replace(self, place=place) for place in places if place != self.place]:
             raise UserError(
-                f"the ranks' passes differ while parallel.shard is tables: one has reached {self.told}, and another to "
+                f"the ranks' passes differ while parallel.shard is tables: one has reached {self.told}, another "
                 f"{others[0].told}",
-                "have all ranks look up the same tables in the same order, and their losses depend on what is found, "
-                "whatever their samples are: a lookup of no index is one, too; or leave parallel.shard out",
+                "let all ranks look up the same tables in the same order, if need be without any index, and let their "
+                "losses depend on the results whatever their samples are; or leave parallel.shard out",
             )
         return list(counts)
 
@@ -172,9 +172,9 @@ def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
         if watched(cast(Tensor, one.layer._parameters["weight"])):
             raise UserError(
                 f"parallel.shard is tables, and {one.name}.weight has hooks of its gradient (register_hook), which "
-                "would see that of a rank's rows",
-                "leave the hooks out: train.clip_norm clips gradients, and the optimizer's groups have rates of their "
-                "own; or leave parallel.shard out",
+                "would see only that of a rank's rows",
+                "leave the hooks out: train.clip_norm clips gradients, and parameter groups have separate rates; "
+                "or leave parallel.shard out",
             )
     return tables
 

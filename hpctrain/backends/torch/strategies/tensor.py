@@ -34,7 +34,7 @@ from hpctrain.train.state import Tiling
 Kinds: TypeAlias = Mapping[str, tuple[type[Module], ...]]
 KINDS: Kinds = {"columns": (Linear,), "rows": (Linear,), "vocabulary": (Embedding,)}
 """Types of layers that can be split by each word."""
-ALIKE = "cut both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
+ALIKE = "split both along the same axis, such as vocabulary and columns(classes=True), or give each its own"
 """The fix suggested for layers that share a parameter."""
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 """Modules of torch.nn that only call their layers; others may access weights directly."""
@@ -76,7 +76,7 @@ def layers_to_cut(model: Module, words: Mapping[str, Any], ranks: int) -> list[C
 
 
 def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) -> list[CutLayer]:
-    """The layers that a task names, and how they are to be split.
+    """The layers that a task names, and how to split them.
 
     Args:
         model: the model.
@@ -101,11 +101,11 @@ def named_layers(model: Module, words: Mapping[str, Any], kinds: Kinds = KINDS) 
             ]
             raise UserError(
                 f"tensor= of the task: no layer of the model is called {pattern}",
-                f"its layers that can be cut are: {', '.join(able[:20]) or 'none'}{' ...' if len(able) > 20 else ''}",
+                f"its layers that can be split are: {', '.join(able[:20]) or 'none'}{' ...' if len(able) > 20 else ''}",
             )
         for name, layer in found:
             if name in layers and layers[name].word != word:
-                raise UserError(f"tensor= of the task names {name} twice, and cuts it differently", "name it once")
+                raise UserError(f"tensor= of the task names {name} twice, and splits it differently", "name it once")
             require_able(name, layer, parents[name], word, kinds)
             layers[name] = CutLayer(name, layer, word)
     return list(layers.values())
@@ -133,19 +133,19 @@ def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds
     closed = next((one for one in (parent, layer) if is_closed(one)), None)
     if closed is not None:
         raise UserError(
-            f"tensor= of the task cuts {name}, and {type(closed).__name__} of torch.nn may use its weights without "
+            f"tensor= of the task splits {name}, and {type(closed).__name__} of torch.nn may use its weights without "
             "calling it",
             "write the block with separate torch.nn.Linear layers",
         )
     weight, told = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
     if type(layer) not in kinds[word.kind] or weight is None:
         raise UserError(
-            f"tensor= of the task cuts {name}, {kind_of(layer)}, by {word.kind}, which takes a plain torch.nn.{told}",
+            f"tensor= of the task splits {name}, {kind_of(layer)}, by {word.kind}, which takes a plain torch.nn.{told}",
             f"name the {told} layers in it, or leave it whole",
         )
     if isinstance(layer, Embedding | EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         raise UserError(
-            f"tensor= of the task cuts {name}, an {type(layer).__name__} with max_norm or scale_grad_by_freq",
+            f"tensor= of the task splits {name}, an {type(layer).__name__} with max_norm or scale_grad_by_freq",
             "leave that option out, or the table whole",
         )
 
@@ -169,8 +169,8 @@ def require_divisible(name: str, layer: Module, word: LayerCut, ranks: int) -> N
         )
     if word.heads is not None and (word.heads % ranks or length // word.parts % word.heads):
         raise UserError(
-            f"{name} has {length // word.parts} outputs in {word.heads} heads, of which {ranks} ranks cannot have "
-            "whole ones in equal number",
+            f"{name} has {length // word.parts} outputs in {word.heads} heads, which {ranks} ranks cannot "
+            "divide equally",
             "choose a parallel.tensor that divides the number of heads",
         )
 
@@ -186,10 +186,8 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE
             cut = cut_of.get((id(module), key))
             other, first = users.setdefault(id(parameter), (name, cut))
             if cut != first:
-                raise UserError(
-                    f"{other or 'the model'} and {name} share their {key}, and tensor= of the task cuts it differently",
-                    fix,
-                )
+                names = f"{other or 'the model'} and {name}"
+                raise UserError(f"{names} share their {key}, and tensor= of the task splits it differently", fix)
 
 
 def cut_model(
@@ -286,9 +284,9 @@ def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
     if values.shape[-1] != layer.weight.shape[1]:
         raise UserError(
-            f"{one.name} gets {values.shape[-1]} inputs, and each rank has {layer.weight.shape[1]} of them: what comes "
-            "before it is not cut as it is",
-            "cut the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
+            f"{one.name} gets {values.shape[-1]} inputs, but each rank has weights for {layer.weight.shape[1]}: the "
+            "layer before it is not split to match",
+            "split the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
         )
     own = linear(values, layer.weight)
     outputs = summed_forward(own, region)

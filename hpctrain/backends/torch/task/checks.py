@@ -35,8 +35,8 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
                 "pass an example batch through the model before the task returns it",
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        what = "no parameter of the task's model wants a gradient: nothing would be trained"
-        raise UserError(what, "leave requires_grad on where the model is to learn")
+        what = "no parameter of the task's model requires a gradient: nothing would be trained"
+        raise UserError(what, "leave requires_grad on for what is to be trained")
     if not optimizers:
         raise UserError(
             "the task's optimizer neither is nor holds a torch.optim.Optimizer", "derive it from torch.optim.Optimizer"
@@ -49,7 +49,7 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
         )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise UserError(
-            "LBFGS evaluates the loss several times an update, which a step over several ranks does once",
+            "LBFGS evaluates the loss several times per update, but a step over several ranks only once",
             "use an optimizer whose step needs no closure, such as AdamW",
         )
 

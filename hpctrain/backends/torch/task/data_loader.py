@@ -55,7 +55,7 @@ def without_loaders(task: Task, batches: Batches) -> Task:
         return task
     for loader in loaders:
         if loader.batch_size is None:
-            fix = "give it batch_size, and say by sampler= of the task which samples come when"
+            fix = "give it batch_size, and set the order of samples by sampler= of the task"
             raise UserError("a DataLoader without batch_size, or with a batch_sampler, was given as data", fix)
     for loader in of_validation:
         check_validation(loader)

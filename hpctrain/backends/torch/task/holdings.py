@@ -326,7 +326,7 @@ def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module
     mute = [type(each).__name__ for _, each in found if type(each).set_extra_state is Module.set_extra_state]
     if mute:
         raise UserError(
-            f"{mute[0]} has get_extra_state and no set_extra_state, so that its state could not be put back",
+            f"{mute[0]} has get_extra_state and no set_extra_state, so its state could not be restored",
             "give it both",
         )
     return [(f"held/{root}/extra/{name}", each) for name, each in found]

@@ -54,7 +54,7 @@ def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[st
     for name, layer in layers.items():
         if id(layer) in traced:
             raise UserError(
-                f"train.recompute: the task compiles {name}, and the compiler decides itself what it computes again",
+                f"train.recompute: the task compiles {name}, and the compiler itself decides what to recompute",
                 "leave it out of train.recompute, or torch.compile out of the task",
             )
     for layer in layers.values():
@@ -69,7 +69,7 @@ def refuse_part(pattern: str, model: Module, layers: Iterable[str]) -> None:
     if layer is not None:
         what = f"train.recompute: {pattern} matches only what is inside {layer}, which another pattern matches already"
         raise UserError(
-            what, f"leave {pattern} out, or the pattern of {layer}: a layer computes all again that is in it"
+            what, f"leave {pattern} out, or the pattern of {layer}: recomputing a layer includes all layers in it"
         )
 
 
@@ -130,7 +130,7 @@ class Recomputed:
             }
         for name, buffer in self.layer.named_buffers():
             if name not in self.changing and (buffer is not buffers[name] or buffer._version != versions[name]):
-                what = f"a layer of train.recompute has changed its buffer {name}, which it had not in its first pass"
+                what = f"a layer of train.recompute has changed its buffer {name}, unlike in its first pass"
                 raise UserError(what, "leave the layer out of train.recompute")
 
     @contextlib.contextmanager

@@ -126,7 +126,7 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
     said = run(["sbatch", "--parsable", *options, str(script)], env=env)
     # Sites print greetings and checks before the number.
     if not (numbers := re.findall(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?$", said, re.MULTILINE)):
-        raise RunFailed(f"sbatch names no job: {' '.join(said.split())[-300:]}", "squeue --me tells whether it waits")
+        raise RunFailed(f"sbatch printed no job id: {' '.join(said.split())[-300:]}", "see squeue --me")
     return str(numbers[-1])
 
 

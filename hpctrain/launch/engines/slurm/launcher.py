@@ -154,7 +154,7 @@ def candidates(
         found.append(Mpirun(job, slurm, mpirun))
     if not found:
         wanted = "srun or mpirun" if launch.launcher == "auto" else launch.launcher
-        raise UserError(f"there is no {wanted} in the job", "load the module that brings it in launch.modules")
+        raise UserError(f"there is no {wanted} in the job", "load the module that provides it in launch.modules")
     return found
 
 

@@ -44,7 +44,7 @@ def note(config: Config, run: RunDir, host: str, reason: str, attempt: int) -> N
     hours = config.monitor.exclude_hours
     entry = bad_nodes.BadNode(host, time.time() + 3600 * hours, attempt, reason, str(run.path))
     if config.launch.slurm.bad_nodes != "off" and _add(bad_nodes.of_run(run), entry):
-        say(f"{entry.node} is left out at the next start, for {hours:g} h: {reason} (hpctrain nodes shows and clears)")
+        say(f"{entry.node} is excluded at the next start, for {hours:g} h: {reason} (hpctrain nodes shows and clears)")
 
 
 def _lists(config: Config, run: RunDir) -> list[bad_nodes.BadNodes]:

@@ -221,7 +221,7 @@ def _torn_groups(first: Reports, joined: Reports, expected: Expected) -> Fault |
         return None
     ranks = f"ranks {torn * expected.tensor} to {(torn + 1) * expected.tensor - 1}"
     what = f"{ranks}, which hold parts of a layer (parallel.tensor), are on {' and '.join(sorted(hosts[torn]))}"
-    fix = "start ranks one node after the other: no --distribution but block in launch.slurm.srun_options"
+    fix = "fill one node after the other: no --distribution other than block in launch.slurm.srun_options"
     return Fault(what, fix, launcher=True)
 
 

@@ -51,7 +51,7 @@ def requeue(config: Config, run: RunDir, job: Job) -> bool:
             succeed(run, job, option)
             return False
         except RunFailed as error:  # too few nodes, or Slurm does not know the name: better a bad node than no run
-            say(f"the job continues without leaving out any node ({option[0]}): {error.what}")
+            say(f"the job continues without excluding a node ({option[0]}): {error.what}")
     try:
         patiently(lambda: put_back(job), client.Unanswered, run)
     except client.Disabled as error:

@@ -157,7 +157,7 @@ def _check_room(folder: Path, wanted: int) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free, host = shutil.disk_usage(existing).free, socket.gethostname()
     if wanted > free:
-        what = f"{wanted / 1e9:.1f} GB are to be staged, {existing} on {host} has {free / 1e9:.1f} GB free"
+        what = f"{wanted / 1e9:.1f} GB to stage, but {existing} on {host} has {free / 1e9:.1f} GB free"
         raise UserError(what, "stage less, or name another folder in launch.slurm.scratch")
 
 

@@ -66,7 +66,7 @@ class Slurm(Scheduler):
             write(planned)
             past = submissions(planned.run, self.name) if planned.options.resumes else []
             ids = submit(planned, past[-1].cwd if past else None, without)
-        return ids, [f"{without[0]} (hpctrain nodes tells why)"] if without else []
+        return ids, [f"{without[0]} (hpctrain nodes shows why)"] if without else []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
         """Queries the queue once for all jobs, and with ``ended`` accounting for those that the queue has forgotten."""
@@ -189,7 +189,7 @@ def submit(planned: Plan, cwd: str | None = None, always: Sequence[str] = ()) ->
                     note_refusal(planned.run, error.what)
                 raise
             what = f"{error.what}; before that job {', '.join(ids)} was submitted"
-            raise RunFailed(what, f"{error.fix}; hpctrain cancel takes back what was submitted") from error
+            raise RunFailed(what, f"{error.fix}; hpctrain cancel cancels what was submitted") from error
         (planned.run.path / REFUSAL).unlink(missing_ok=True)
         note(planned.run, Submitted(ids[-1], time.time(), cwd, place))
         for config in planned.elements:
@@ -211,7 +211,7 @@ def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
             own.append(job)
         elif origin is not None:
             described = f"{origin.name!r} of {origin.folder}, and not known to be of {run.path}"
-            others.append(f"job {job} is left alone: it is {described} (scancel {job} ends it all the same)")
+            others.append(f"job {job} is left alone: it is {described} (scancel {job} ends it anyway)")
     return own, others
 
 
@@ -274,8 +274,8 @@ def check_after(jobs: Sequence[str]) -> None:
     for job in jobs:
         states = [each.state for each in found[job] or ended if job in (each.id, each.id.partition("_")[0])]
         if not states:
-            fix = "correct the number; if that job has ended well long ago, leave --after out"
-            raise UserError(f"--after {job}: Slurm does not know this job, and would begin at once", fix)
+            fix = "correct the number; if that job succeeded long ago, leave --after out"
+            raise UserError(f"--after {job}: Slurm does not know this job, and would start this one at once", fix)
         if bad := [state for state in states if state not in (*ALIVE, "COMPLETED")]:
             fix = "resume that run first, and name its new job"
             raise UserError(f"--after {job}: that job is {bad[0]}, so this one would never begin", fix)

@@ -190,7 +190,7 @@ def test_predictions_are_the_models_own() -> None:
 def test_a_model_without_a_call_cannot_predict() -> None:
     """``hpctrain predict`` ended with a traceback and 70."""
     framework = framework_of(keras_own_steps.vae_task, alone())
-    with pytest.raises(UserError, match="has no call, and nothing else predicts"):
+    with pytest.raises(UserError, match="has no call method, and the task has no forward"):
         framework.predict({"picture": keras_own_steps.pictures(4)})
 
 

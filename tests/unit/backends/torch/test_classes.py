@@ -164,7 +164,7 @@ def test_16_bits_are_summed_in_32() -> None:
     ],
 )
 def test_what_would_take_a_part_for_the_whole_is_refused(uses: Any) -> None:
-    with pytest.raises(UserError, match="got the outputs of head, of which each rank has some classes"):
+    with pytest.raises(UserError, match="got the outputs of head, of which each rank has only some classes"):
         uses(some())
 
 

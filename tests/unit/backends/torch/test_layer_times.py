@@ -126,7 +126,9 @@ def test_no_stage_ends_where_a_layer_hands_on_what_cannot_be_sent() -> None:
 
 
 def test_layers_of_which_none_can_be_apart_are_refused() -> None:
-    with pytest.raises(UserError, match="layer 0 of layers= of the task is one of those that pass on what only"):
+    with pytest.raises(
+        UserError, match="layer 0 of layers= of the task passes on a value that another rank could not use"
+    ):
         chosen(of_sets(HandsOnASet(4, 9), HandsOnASet(9, 4)), BATCH, [])
 
 

@@ -58,7 +58,7 @@ class Wrapper(Hits):
         ),
         (Hits(None), r"metrics\['it'\] of the task, Hits, merges its state 'hits' over ranks by None"),
         (Hits(lambda values: values), "over ranks by <lambda>"),
-        (Hits(dim_zero_sum, begin=1), "sums its state 'hits' over ranks, and it does not begin at 0"),
+        (Hits(dim_zero_sum, begin=1), "sums its state 'hits' over ranks, and its initial value is not 0"),
         (Collection(), "is a Collection, which is not a metric of torchmetrics"),
         (Wrapper(), "is a Wrapper, which keeps its state in other metrics"),
         (LikeKeras(), "is a LikeKeras, which is not a metric of torchmetrics.* without init, update, merge, compute"),

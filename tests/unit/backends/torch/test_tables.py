@@ -192,7 +192,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize(
     ("orders", "said"),
-    [(("ab", "ba"), "reached a, and another to b"), (("ab", "a"), "reached b, and another to the end of a forward")],
+    [(("ab", "ba"), "reached a, another b"), (("ab", "a"), "reached b, another the end of a forward")],
 )
 def test_ranks_that_look_up_other_tables_are_told(orders: tuple[str, str], said: str) -> None:
     def on_a_rank(group: ThreadGroup) -> str:
@@ -216,7 +216,7 @@ def test_gradients_that_come_back_in_other_orders_are_told() -> None:
             values[group.rank].sum().backward()
         return refused.value.what
 
-    assert "reached gradients of a, and another to gradients of b" in in_threads(2, on_a_rank)[0]
+    assert "reached gradients of a, another gradients of b" in in_threads(2, on_a_rank)[0]
 
 
 def test_a_loss_that_needs_no_table_on_one_rank_is_told() -> None:
@@ -230,7 +230,7 @@ def test_a_loss_that_needs_no_table_on_one_rank_is_told() -> None:
             tables.finish(torch.device("cpu"))
         return refused.value.what
 
-    assert "gradients of b, and another to the end of a backward pass" in in_threads(2, on_a_rank)[0]
+    assert "gradients of b, another the end of a backward pass" in in_threads(2, on_a_rank)[0]
 
 
 def test_what_asks_for_the_weight_of_a_table_is_refused() -> None:
@@ -298,9 +298,9 @@ class Shared(nn.Module):
     ("name", "said"),
     [
         ("words", "words and head share their weight"),
-        ("bounded", "cuts bounded, an Embedding with max_norm"),
-        ("often", "cuts often, an Embedding with max_norm or scale_grad_by_freq"),
-        ("head", "cuts head, a Linear, by vocabulary, which takes a plain torch.nn.Embedding or EmbeddingBag"),
+        ("bounded", "splits bounded, an Embedding with max_norm"),
+        ("often", "splits often, an Embedding with max_norm or scale_grad_by_freq"),
+        ("head", "splits head, a Linear, by vocabulary, which takes a plain torch.nn.Embedding or EmbeddingBag"),
         ("no", "no layer of the model is called no"),
     ],
 )

@@ -73,18 +73,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no word": ({"six": "columns"}, "tensor['six'] of the task is a str"),
     "outputs": ({"seven": columns}, "seven has 7 outputs, which 2 ranks cannot split equally"),
     "parts": ({"six": columns(parts=4)}, "six has 12 outputs in 4 parts, which 2 ranks"),
-    "attention": ({"attention": columns}, "cuts attention, and MultiheadAttention of torch.nn may use its weights"),
-    "part of it": ({"attention.out_proj": rows}, "cuts attention.out_proj, and MultiheadAttention of torch.nn may use"),
+    "attention": ({"attention": columns}, "splits attention, and MultiheadAttention of torch.nn may use its weights"),
+    "part of it": ({"attention.out_proj": rows}, "splits attention.out_proj, and MultiheadAttention of torch.nn"),
     "rows": ({"table": vocabulary}, "table has 9 rows, which 2 ranks cannot split equally"),
-    "heads": ({"six": columns(heads=3)}, "six has 12 outputs in 3 heads, of which 2 ranks cannot have whole ones"),
+    "heads": ({"six": columns(heads=3)}, "six has 12 outputs in 3 heads, which 2 ranks cannot divide equally"),
     "heads of a size": ({"six": columns(heads=8)}, "six has 12 outputs in 8 heads"),
-    "kind": ({"convolution": columns}, "cuts convolution, a Conv1d, by columns, which takes a plain torch.nn.Linear"),
-    "another kind": ({"six": vocabulary}, "cuts six, a Linear, by vocabulary, which takes a plain torch.nn.Embedding"),
-    "subclass": ({"custom": columns}, "cuts custom, a Custom, by columns"),
+    "kind": ({"convolution": columns}, "splits convolution, a Conv1d, by columns, which takes a plain torch.nn.Linear"),
+    "another kind": ({"six": vocabulary}, "splits six, a Linear, by vocabulary, which takes a plain torch.nn.Emb"),
+    "subclass": ({"custom": columns}, "splits custom, a Custom, by columns"),
     "inside of torch": ({"encoder.linear1": columns}, "TransformerEncoderLayer of torch.nn may use its weights"),
-    "max_norm": ({"bounded": vocabulary}, "cuts bounded, an Embedding with max_norm"),
-    "twice": ({"six": columns, "s?x": rows}, "names six twice, and cuts it differently"),
-    "tied to a whole one": ({"one": columns}, "one and other share their weight, and tensor= of the task cuts it"),
+    "max_norm": ({"bounded": vocabulary}, "splits bounded, an Embedding with max_norm"),
+    "twice": ({"six": columns, "s?x": rows}, "names six twice, and splits it differently"),
+    "tied to a whole one": ({"one": columns}, "one and other share their weight, and tensor= of the task splits it"),
     "tied otherwise": ({"one": columns, "other": rows}, "one and other share their weight"),
 }
 
@@ -196,7 +196,7 @@ def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_to
 def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
     model = Gpt()
     cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), Region(OneOf(0, 2)), OneOf(0, 1), [])
-    with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, and each rank has 32 of them"):
+    with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, but each rank has weights for 32"):
         model(torch.zeros(1, 7, dtype=torch.int64))
 
 
@@ -316,7 +316,7 @@ def test_one_process_tries_a_task_for_many(tmp_path: Path) -> None:
     """As ``hpctrain doctor`` does: the map of the layers is looked at, too."""
     try_task(config(tmp_path))
     with pytest.raises(
-        UserError, match="words and head share their weight, and tensor= of the task cuts it differently"
+        UserError, match="words and head share their weight, and tensor= of the task splits it differently"
     ):
         try_task(config(tmp_path, leave_out="head"))
 

@@ -56,7 +56,7 @@ def test_a_node_that_breaks_two_attempts_is_left_out(
     fail(run)
     leave_out.note_culprit(config(choice), run)
     assert leave_out.option(config(choice), run) == (["--exclude=n9,n2"] if left_out else [])
-    assert ("n2 is left out at the next start, for 2 h" in capsys.readouterr().err) is left_out
+    assert ("n2 is excluded at the next start, for 2 h" in capsys.readouterr().err) is left_out
     assert len(bad_nodes.shared().entries(0.0)) == (choice == "shared")
 
 

@@ -222,7 +222,7 @@ def test_a_job_that_cannot_be_recorded_is_told(
     config = Config(name="r", launch=LaunchConfig(command=("true",)))
     assert submit(Plan(config, unwritable(tmp_path), "")) == ["4711"]
     said = capsys.readouterr().err
-    assert "job 4711 cannot be noted in" in said and "scancel 4711" in said
+    assert "job 4711 cannot be recorded in" in said and "scancel 4711" in said
 
 
 def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_the_same(
@@ -279,7 +279,7 @@ def test_a_job_that_cannot_be_recorded_by_itself_starts_all_the_same(
     monkeypatch.setattr("hpctrain.launch.engines.slurm.supervise.submissions", lambda run, engine: [])
     with pytest.raises(NoRequeue, match="as far as this"):
         make_launch(with_cap(1), unwritable(tmp_path), JOB, 1, False)
-    assert "job 7 cannot be noted in" in capsys.readouterr().err
+    assert "job 7 cannot be recorded in" in capsys.readouterr().err
 
 
 @pytest.fixture

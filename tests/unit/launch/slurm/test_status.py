@@ -148,11 +148,11 @@ def test_a_forgotten_job_is_unknown(tmp_path: Path, slurm: Path) -> None:
     ("job", "state", "why"),
     [
         ("9", "pending", "job 9 waits (DependencyNeverSatisfied)"),
-        ("10", "cancelled", "job 10 is CANCELLED (DependencyNeverSatisfied), before it left anything"),
+        ("10", "cancelled", "job 10 is CANCELLED (DependencyNeverSatisfied), before it wrote anything"),
         ("11", "pending", "job 11 waits (PartitionNodeLimit)"),
-        ("12", "failed", "job 12 is TIMEOUT (TimeLimit), before it left anything"),
+        ("12", "failed", "job 12 is TIMEOUT (TimeLimit), before it wrote anything"),
         ("2_0", "running", "starting"),
-        ("2_3", "cancelled", "job 2_3 is CANCELLED (taken out of the queue), before it left anything"),
+        ("2_3", "cancelled", "job 2_3 is CANCELLED (taken out of the queue), before it wrote anything"),
     ],
 )
 def test_what_slurm_says_of_runs_that_have_said_nothing(
@@ -231,7 +231,7 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("job", "cause", "said"),
     [
-        ("9", "pending", "The run has not begun. Job 9 waits (DependencyNeverSatisfied). A job that it waits for did"),
+        ("9", "pending", "The run has not begun. Job 9 waits (DependencyNeverSatisfied). A job that it waits"),
         ("10", "cancelled", "The run's job was cancelled. Job 10 is CANCELLED (DependencyNeverSatisfied)"),
         ("11", "pending", "lower launch.nodes"),
         ("2_0", "running", "The run continues"),
@@ -285,7 +285,7 @@ def test_a_failed_run_that_is_to_go_on_says_so(tmp_path: Path, slurm: Path, caps
     run = submitted(tmp_path / "r", "11")
     conclude(run, Action.REQUEUE, "rank 3 on n2 was killed")
     said = explained(capsys, str(run.path))
-    assert "rank 3 on n2 was killed" in said and "It is to resume: job 11 waits (PartitionNodeLimit)" in said
+    assert "rank 3 on n2 was killed" in said and "It will resume: job 11 waits (PartitionNodeLimit)" in said
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def share_out(
     require_same_model(group, described, "variables")
     broadcast(group, [one.value for one in variables], "receive the model")  # state may start from the weights
     verdict = try_optimizer(optimizer, variables)
-    told = group.allgather((verdict.is_alone, verdict.by_rows), "compare how optimizer state may be cut")
+    told = group.allgather((verdict.is_alone, verdict.by_rows), "compare how optimizer state can be split")
     coupled = not all(is_alone for is_alone, _ in told)
     refuse(dict(features) | used({Feature.NON_ELEMENTWISE: coupled and type(optimizer).__name__}))
     by_rows = [all(one) for one in zip(*(by_rows for _, by_rows in told), strict=True)]

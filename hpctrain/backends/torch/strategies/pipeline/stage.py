@@ -146,7 +146,7 @@ class Stage:
 
     def settle(self) -> None:
         """Waits until all sent tensors have been received."""
-        self.exchange.settle("take what was passed to them")
+        self.exchange.settle("take what was sent to them")
 
     def send_gradients(self, received: Received) -> None:
         """Sends gradients to the previous stage; zeros if the loss does not depend on its tensors."""

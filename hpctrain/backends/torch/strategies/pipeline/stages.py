@@ -135,7 +135,7 @@ def used_by(call: Any, model: Module, what: str) -> Iterator[Tensor]:
     for _, value in reached(call, lambda one: isinstance(one, (Module, Tensor))):
         if value is model:
             raise UserError(
-                f"{what} uses the whole model, so that the parameters it needs are not known",
+                f"{what} uses the whole model, so the parameters it needs are not known",
                 "give modules of the model, or functools.partial(function, module) of a function that gets them",
             )
         if isinstance(value, Module):
@@ -174,8 +174,8 @@ def staged(
         ranges = balanced(costs, trained, stages, kept)
         if ranges is None and any(together) and balanced(costs, trained, stages, tied):
             raise UserError(
-                f"parallel.pipeline is {stages}, and layer {together.index(True) - 1} of {FIELD} is one of those that "
-                "pass on what only their own rank could use",
+                f"parallel.pipeline is {stages}, and layer {together.index(True) - 1} of {FIELD} passes on a value "
+                "that another rank could not use",
                 "let layers pass on tensors, by themselves or in tuples, lists and dicts",
             )
         ranges = ranges or balanced(costs, trained, stages)
@@ -192,7 +192,7 @@ def staged(
             raise UserError(
                 f"{name} is used by layers in stages {found[0]} and {found[1]} of the pipeline",
                 "give each layer separate weights, choose a parallel.pipeline that leaves these layers in one stage, "
-                "or cut the layers by parallel.tensor",
+                "or split the layers by parallel.tensor",
             )
     return Stages(layers, ranges)
 
