@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import signal
@@ -94,6 +95,19 @@ def digits(folder: Path, framework: str) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Run folder of a framework's undisturbed run, which is launched once."""
+
+    @functools.cache
+    def launched(framework: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        hpctrain("run", "-n", 4, digits(folder, framework), warm=framework)
+        return folder / "run"
+
+    return launched
+
+
 @pytest.mark.parametrize(
     ("framework", "befall", "when"),
     [
@@ -105,10 +119,12 @@ def digits(folder: Path, framework: str) -> Path:
     ],
 )
 def test_a_run_that_loses_a_rank_or_its_launcher_ends_as_one_that_does_not(
-    tmp_path: Path, framework: str, befall: Callable[[int], None], when: Callable[[Gate, Path], None]
+    tmp_path: Path,
+    whole: Callable[[str], Path],
+    framework: str,
+    befall: Callable[[int], None],
+    when: Callable[[Gate, Path], None],
 ) -> None:
-    (tmp_path / "whole").mkdir()
-    hpctrain("run", "-n", 4, digits(tmp_path / "whole", framework), warm=framework)
     gate = Gate(tmp_path / "gate").close(1)
     with started("run", "-n", 4, digits(tmp_path, framework)) as child:
         when(gate, tmp_path / "run")
@@ -119,9 +135,9 @@ def test_a_run_that_loses_a_rank_or_its_launcher_ends_as_one_that_does_not(
     attempts = Attempts(RunDir(tmp_path / "run")).all()
     assert [each.verdict.exit_code for each in attempts if each.verdict] == [70, 0]
     assert "starting again from" in errors and "SIGKILL" in errors
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole/run")
+    assert losses(tmp_path / "run") == losses(whole(framework))
     assert len(losses(tmp_path / "run")) == STEPS
-    ends = [*last_words(tmp_path / "run", 2), *last_words(tmp_path / "whole/run")]
+    ends = [*last_words(tmp_path / "run", 2), *last_words(whole(framework))]
     hashes = {word["weights_hash"] for word in ends}
     assert len(hashes) == 1, "bit for bit"
     [recovered] = events(tmp_path / "run", "recovered")
