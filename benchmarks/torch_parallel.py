@@ -22,9 +22,8 @@ from hpctrain.bench.ranks import timed, write_rows
 from hpctrain.comm.world import World, alone, connect, in_grid
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data.order import part_of
-from hpctrain.parallel.tensor_words import columns, rows, vocabulary
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.tasks.definition import TorchTask
+from hpctrain.tasks.definition import TorchTask, columns, rows, vocabulary
 from hpctrain.train.clock import IntervalClock
 from hpctrain.train.framework import StepSettings
 

@@ -16,7 +16,7 @@ from hpctrain.backends.torch.state.optimizer import Together
 from hpctrain.backends.torch.state.tensors import digest
 from hpctrain.backends.torch.strategies.group import ends_calmly
 from hpctrain.comm.world import World
-from hpctrain.parallel.tensor_words import vocabulary
+from hpctrain.tasks.definition import vocabulary
 
 ROWS = 500_000
 """Rows of the embedding table."""

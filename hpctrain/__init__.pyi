@@ -1,9 +1,9 @@
 """The public names, once: hpctrain/__init__.py finds each here when it is first used, and type checkers read it."""
 
-from hpctrain.backends.tensorflow.reduce.reducer import Pieces as _KerasGradients
-from hpctrain.backends.tensorflow.reduce.reducer import Reducer as _KerasReducer
-from hpctrain.backends.tensorflow.reduce.reducer import broadcast as _keras_broadcast
-from hpctrain.backends.tensorflow.reduce.reducer import measured_reducer as _keras_reducer
+from hpctrain.backends.tensorflow.reducer import Pieces as _KerasGradients
+from hpctrain.backends.tensorflow.reducer import Reducer as _KerasReducer
+from hpctrain.backends.tensorflow.reducer import broadcast as _keras_broadcast
+from hpctrain.backends.tensorflow.reducer import measured_reducer as _keras_reducer
 from hpctrain.backends.torch.reduce.reducer import Reducer as _TorchReducer
 from hpctrain.backends.torch.reduce.reducer import broadcast as _torch_broadcast
 from hpctrain.backends.torch.reduce.reducer import measured_reducer as _torch_reducer
@@ -47,20 +47,20 @@ from hpctrain.launch.engines.fitting import RunResult as RunResult
 from hpctrain.monitor.clock import RingClock as _MonitorClock
 from hpctrain.monitor.session import MonitorSession as MonitorSession
 from hpctrain.monitor.session import start as _start_monitor
-from hpctrain.parallel.tensor_words import ColwiseParallel as ColwiseParallel
-from hpctrain.parallel.tensor_words import RowwiseParallel as RowwiseParallel
-from hpctrain.parallel.tensor_words import columns as columns
-from hpctrain.parallel.tensor_words import rows as rows
-from hpctrain.parallel.tensor_words import vocabulary as vocabulary
 from hpctrain.rank.fit import fit as fit
 from hpctrain.rank.heartbeat import heartbeat as heartbeat
 from hpctrain.run.events import Event as Event
 from hpctrain.run.figures import Curve as Curve
 from hpctrain.run.figures import Matrix as Matrix
 from hpctrain.run.view import RunView as RunView
+from hpctrain.tasks.definition import ColwiseParallel as ColwiseParallel
 from hpctrain.tasks.definition import KerasTask as KerasTask
+from hpctrain.tasks.definition import RowwiseParallel as RowwiseParallel
 from hpctrain.tasks.definition import TorchScheduler as TorchScheduler
 from hpctrain.tasks.definition import TorchTask as TorchTask
+from hpctrain.tasks.definition import columns as columns
+from hpctrain.tasks.definition import rows as rows
+from hpctrain.tasks.definition import vocabulary as vocabulary
 from hpctrain.tasks.meters import Selected as Selected
 from hpctrain.track.sink import Sink as Sink
 from hpctrain.train.framework import StepResult as StepResult

@@ -44,7 +44,7 @@ def state_of(objects: Sequence[Kept], leaves: Leaves) -> ObjectState:
         with blamed(one, "its state_dict fails", "correct state_dict: it is called before the first step, too"):
             found = one.tensors(leaves)
         if found and one.name in placements:
-            raise UserError(f"two objects with state are called {one.spoken}", "give each a unique name")
+            raise UserError(f"two objects with state are called {one.label}", "give each a unique name")
         placements |= {one.name: one.placement.value} if found else {}
         tensors += found
     check_tensors([TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, None) for tensor in tensors])
@@ -62,7 +62,7 @@ def require_equal(group: Group, objects: Sequence[Kept], leaves: Leaves, step: i
         odd = [rank for rank, each in enumerate(of_ranks) if each[number] != of_ranks[0][number]]
         if odd:
             fix = "wrap it in hpctrain.PerRank(...) if each rank has its own; else change it identically on all"
-            raise UserError(f"{one.spoken} of the task differs between ranks 0 and {odd[0]} after {step} steps", fix)
+            raise UserError(f"{one.label} of the task differs between ranks 0 and {odd[0]} after {step} steps", fix)
 
 
 def restore(
@@ -119,7 +119,7 @@ def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group
     if placement != one.placement.value:
         per_rank = placement == Placement.RANK
         raise UserError(
-            f"{loaded.path} holds {one.spoken} {'of each rank' if per_rank else 'as one for all ranks'}, and the task "
+            f"{loaded.path} holds {one.label} {'of each rank' if per_rank else 'as one for all ranks'}, and the task "
             f"declares it as {'one for all ranks' if per_rank else 'each rank its own'}",
             f"write {'PerRank(...)' if per_rank else 'the object without PerRank'} in state= of the task, as it was",
         )
@@ -131,7 +131,7 @@ def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group
         return
     old = loaded.ranks
     if one.rule == "reset":
-        yield f"{one.spoken} of {old} ranks begins as the task made it, on {group.size} ranks"
+        yield f"{one.label} of {old} ranks begins as the task made it, on {group.size} ranks"
     elif one.rule == "keep":
         if group.rank < old:
             with blame:
@@ -139,13 +139,13 @@ def give(one: Kept, placement: str, loaded: Loaded, leaves: Leaves, group: Group
         rest = (
             f"ranks from {old} on begin as the task made it" if group.size > old else "that of the others is left out"
         )
-        yield f"{one.spoken} of {old} ranks: each rank takes over that of its number; {rest}"
+        yield f"{one.label} of {old} ranks: each rank takes over that of its number; {rest}"
     else:
         with blame:
             assert isinstance(one.value, Splits), "PerRank has checked it"
-            states = [tree_value(of_rank(one.name, loaded, rank), leaves, one.spoken) for rank in range(old)]
+            states = [tree_value(of_rank(one.name, loaded, rank), leaves, one.label) for rank in range(old)]
             one.value.load_state_dict(one.value.split(one.value.merge(states), group.rank, group.size))
-        yield f"{one.spoken} of {old} ranks is split over {group.size}"
+        yield f"{one.label} of {old} ranks is split over {group.size}"
 
 
 def below(name: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -162,7 +162,7 @@ def blamed(one: Kept, what: str, fix: str) -> AbstractContextManager[None]:
     """Turn errors in an object's code into UserErrors that name it and the line; HpctrainErrors propagate."""
 
     def error_of(error: Exception) -> UserError:
-        return UserError(f"{one.spoken}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
+        return UserError(f"{one.label}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
 
     return foreign_errors(error_of)
 

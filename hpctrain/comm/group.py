@@ -120,10 +120,10 @@ class Group:
         """
         if not self.comm:
             return np.array(values)
-        told = self.allgather([list(values.shape), values.dtype.str], what, timeout_s)
-        shapes = [shape for shape, _ in told]
-        if any(shape[1:] != shapes[0][1:] or kind != told[0][1] for shape, kind in told):
-            kinds = ", ".join(f"{kind}{shape}" for shape, kind in told)
+        described = self.allgather([list(values.shape), values.dtype.str], what, timeout_s)
+        shapes = [shape for shape, _ in described]
+        if any(shape[1:] != shapes[0][1:] or kind != described[0][1] for shape, kind in described):
+            kinds = ", ".join(f"{kind}{shape}" for shape, kind in described)
             raise RunFailed(f"arrays of the ranks do not fit together: {kinds}", "give all but the first axis one size")
         out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), values.dtype)
         if out.nbytes > LARGEST_BYTES:

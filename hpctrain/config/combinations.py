@@ -208,7 +208,7 @@ class Refused(UserError):
 def table() -> tuple[Row, ...]:
     """All rows, in the order in which they are tried."""
     modules = map(importlib.import_module, MODULES)
-    return tuple(Row(features, *said) for module in modules for features, said in module.ROWS.items())
+    return tuple(Row(features, *texts) for module in modules for features, texts in module.ROWS.items())
 
 
 def refusing(feature: Feature, stated: str, others: Mapping[Feature, tuple[str, str]]) -> Rows:

@@ -86,8 +86,8 @@ def unquoted(value: typing.Any, kind: typing.Any) -> typing.Any:
     if inner is bool and value in ("on", "off", "yes", "no"):
         return value in ("on", "yes")
     try:
-        meant = read_yaml(value)
-        return inner(meant) if inner in (int, float) and isinstance(meant, str) else meant
+        parsed = read_yaml(value)
+        return inner(parsed) if inner in (int, float) and isinstance(parsed, str) else parsed
     except (yaml.YAMLError, ValueError):
         return value
 

@@ -1,8 +1,6 @@
 """The framework-independent part of training models that do not fit on one rank.
 
-``tensor_words`` has the words with which a task says how its layers are split. ``pipeline`` assigns layers to stages,
-orders their passes, and keeps the choice across attempts. ``sharded`` assigns rows of parameters to ranks, and
-``sharded_exchange`` sends gradients to their owners and parameters back. ``memory_estimate`` estimates the memory per
-rank under each plan.
-``memory_estimate`` is what a rank needs for a model, under each plan.
+``pipeline`` assigns layers to stages, orders their passes, and keeps the choice across attempts. ``sharded`` assigns
+rows of parameters to ranks, and ``sharded_exchange`` sends gradients to their owners and parameters back.
+``memory_estimate`` estimates the memory per rank under each plan.
 """

@@ -127,8 +127,8 @@ def agreed_times(one_pass: Callable[[], Sequence[float] | None], group: Group) -
     fastest: dict[int, list[float]] = {}
     spent = 0.0
     for number in range(1 + MOST_PASSES):
-        told = group.allgather(one_pass(), "time the layers of the model")
-        known = {rank: seconds for rank, seconds in enumerate(told) if seconds is not None}
+        everywhere = group.allgather(one_pass(), "time the layers of the model")
+        known = {rank: seconds for rank, seconds in enumerate(everywhere) if seconds is not None}
         if not known:
             return []
         spent += max(map(sum, known.values()))

@@ -5,20 +5,47 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World
 from hpctrain.errors import HpctrainError, RunFailed
-from hpctrain.rank.convention import Place
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import pieces
 from hpctrain.system import files, safe_read
 
 LONGEST_PAUSE_S = 0.5
 """Longest pause between polls in seconds; long, as the folder may be on a shared file system."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is among all ranks and nodes."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Rank on its node."""
+    local_size: int
+    node: int
+    """Index of its node; nodes are ordered by their lowest rank."""
+    nodes: int
+    host: str
+
+
+def place_of(rank: int, hosts: Sequence[str]) -> Place:
+    """Returns the place of a rank.
+
+    Args:
+        rank: the rank.
+        hosts: host of each rank, by rank.
+    """
+    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    nodes = list(dict.fromkeys(hosts))
+    return Place(rank, len(hosts), mine.index(rank), len(mine), nodes.index(hosts[rank]), len(nodes), hosts[rank])
 
 
 class MeetingStopped(HpctrainError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import sys
@@ -11,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.config.loading import load
-from hpctrain.monitor.session import MonitorSession, start
-from hpctrain.rank.convention import Place
-from hpctrain.rank.folder_group import folder_world
+from hpctrain.monitor.session import start
+from hpctrain.rank.folder_group import Place, folder_world
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import PLACE, WATCHED_DIR, current_attempt
 
@@ -48,19 +48,11 @@ def beat() -> Callable[[float], None]:
     session = start(world, run_dir.path, load(run_dir.run_yaml).monitor)
     # A program that ends with an error must not wait for the other ranks.
     atexit.register(lambda: session.close(orderly=not hasattr(sys, "last_type")))
-    return Heart(session).beat
+    steps = itertools.count(1)
 
+    def record(samples: float) -> None:
+        session.clock.end_step(samples)
+        if next(steps) % POLL_STEPS == 0:
+            session.poll()
 
-class Heart:
-    """Records finished steps on the clock of a monitor session."""
-
-    def __init__(self, session: MonitorSession) -> None:
-        self.session = session
-        self.steps = 0
-
-    def beat(self, samples: float) -> None:
-        """Records a finished step; every POLL_STEPS steps, reads the monitor's messages."""
-        self.session.clock.end_step(samples)
-        self.steps += 1
-        if self.steps % POLL_STEPS == 0:
-            self.session.poll()
+    return record

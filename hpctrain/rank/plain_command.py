@@ -1,7 +1,7 @@
 """``python -m hpctrain.rank.plain_command PROGRAM ARGUMENTS``: runs any program as one rank of a run.
 
-The program gets a log, stop requests (as a signal) and a last word, as hpctrain's own ranks do. It need not import
-hpctrain.
+The program gets a log, stop requests (as a signal) and a last word, as hpctrain's own ranks do, and the environment
+variables that its own launcher would set. It need not import hpctrain.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 
 from hpctrain.comm.world import EXPECTED_RANKS, LAUNCHED
 from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, file_errors
-from hpctrain.rank.convention import place_of, reserve_port, variables
-from hpctrain.rank.folder_group import FolderGroup, MeetingStopped
+from hpctrain.rank.folder_group import FolderGroup, MeetingStopped, Place, place_of
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first_word
@@ -124,6 +123,46 @@ def program_environment(
     ours = variables(convention, place, addresses)
     environment |= {name: value for name, value in ours.items() if name not in given}
     return port, environment | {PLACE: json.dumps(dataclasses.asdict(place)), WATCHED_DIR: str(run_dir.path)}
+
+
+def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
+    """Returns the environment variables of a rank.
+
+    Args:
+        convention: ``torch`` (as torchrun sets them), ``tensorflow`` (TF_CONFIG, all ranks are workers), ``auto``
+            (both), or ``mpi`` (none: the launcher's own suffice).
+        place: place of the rank.
+        addresses: host and free port of each rank, by rank. If there is only one node, 127.0.0.1 replaces the host.
+    """
+    reached = [("127.0.0.1" if place.nodes == 1 else host, port) for host, port in addresses]
+    found: dict[str, str] = {}
+    if convention in ("torch", "auto"):
+        numbers = {
+            "RANK": place.rank,
+            "WORLD_SIZE": place.size,
+            "LOCAL_RANK": place.local_rank,
+            "LOCAL_WORLD_SIZE": place.local_size,
+            "GROUP_RANK": place.node,
+            "MASTER_PORT": reached[0][1],
+        }
+        found |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": reached[0][0]}
+    if convention in ("tensorflow", "auto"):
+        workers = [f"{host}:{port}" for host, port in reached]
+        task = {"type": "worker", "index": place.rank}
+        found["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+    return found
+
+
+def reserve_port() -> socket.socket:
+    """Reserves a free port of this host for as long as the returned socket is open.
+
+    The socket does not listen and sets SO_REUSEADDR, as servers do. So the program can listen on the port at any time,
+    and the kernel gives it to no other process until then.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder
 
 
 def failed(word: LastWord, error: HpctrainError) -> LastWord:

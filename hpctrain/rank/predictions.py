@@ -89,12 +89,12 @@ def agree_on_fields(head: Samples, group: Group) -> dict[str, Field]:
         RunFailed: they differ between ranks.
     """
     mine = {name: [list(array.shape[1:]), array.dtype.str] for name, array in head.items()}
-    told = [each for each in group.allgather(mine, "compare their outputs") if each]
-    if any(each != told[0] for each in told):
+    described = [each for each in group.allgather(mine, "compare their outputs") if each]
+    if any(each != described[0] for each in described):
         raise RunFailed(
             "the model's outputs differ in shape or dtype between ranks", "return arrays of a fixed shape per sample"
         )
-    return {name: Field(tuple(shape), np.dtype(kind)) for name, (shape, kind) in told[0].items()}
+    return {name: Field(tuple(shape), np.dtype(kind)) for name, (shape, kind) in described[0].items()}
 
 
 def create_row_file(path: Path, fields: Mapping[str, Field], length: int) -> None:

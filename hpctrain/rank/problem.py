@@ -175,7 +175,7 @@ def with_optimizer(task: Task, asked: OptimizerConfig) -> Task:
     if isinstance(task, TorchTask):
         from hpctrain.backends.torch.task.by_name import make_optimizer
     else:
-        from hpctrain.backends.tensorflow.task.by_name import make_optimizer
+        from hpctrain.backends.tensorflow.task.compiled import make_optimizer
 
         own = getattr(task.model, "optimizer", None) if own is None else own  # compile() makes one
     if own is not None or isinstance(task.model, Mapping):
@@ -195,7 +195,7 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     """
     require_hooks(task)
     if isinstance(task, KerasTask):
-        from hpctrain.backends.tensorflow.steps.compiled import adopted
+        from hpctrain.backends.tensorflow.task.compiled import adopted
         from hpctrain.backends.tensorflow.task.overrides import trains_itself
 
         task = adopted(task, fields)

@@ -137,17 +137,17 @@ class Session:
             error = caught
         if error is None:
             self.check_peers(what)
-        elif (told := self.exchange(error, what, COMPANY_S * 5)) is not None:
-            raise Agreed(lowest_failing(told)) from error
+        elif (failures := self.exchange(error, what, COMPANY_S * 5)) is not None:
+            raise Agreed(lowest_failing(failures)) from error
         else:
             raise error
 
     def check_peers(self, what: str) -> None:
         """Waits for all ranks; raises PeerFailed if another one reports an error."""
-        told = self.exchange(None, what, TIMEOUT_S) or []
-        if any(told):
-            first = lowest_failing(told)
-            raise PeerFailed(first, *told[first])
+        failures = self.exchange(None, what, TIMEOUT_S) or []
+        if any(failures):
+            first = lowest_failing(failures)
+            raise PeerFailed(first, *failures[first])
 
     def exchange(self, error: BaseException | None, what: str, timeout_s: float) -> list[Any] | None:
         """Exchanges errors: returns each rank's [message, exit code] or None. Returns None if ranks do not arrive."""
@@ -241,8 +241,8 @@ class Session:
         if shown and (self.user_stderr != 2 or self.verbose or (unexpected and self.world.size == 1)):
             with contextlib.suppress(OSError):  # the log's disk may be full; the other ranks must still be ended
                 foreign_text.show(trace, sys.stderr)
-        if first is None and (told := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
-            first = lowest_failing(told)
+        if first is None and (failures := self.exchange(error, "see who else fails", COMPANY_S)) is not None:
+            first = lowest_failing(failures)
         if not self.supervised and self.shows(first):
             if shown:
                 self.tell(what, fix)
@@ -352,9 +352,9 @@ def attend(body: Callable[[Session], RankResult], verbose: bool = False, raises:
         session.leave()
 
 
-def lowest_failing(told: Sequence[Any]) -> int:
+def lowest_failing(failures: Sequence[Any]) -> int:
     """Returns the lowest rank that reports an error; at least one must."""
-    return next(rank for rank, entry in enumerate(told) if entry is not None)
+    return next(rank for rank, entry in enumerate(failures) if entry is not None)
 
 
 def message(error: BaseException) -> tuple[str, str]:
@@ -365,9 +365,9 @@ def message(error: BaseException) -> tuple[str, str]:
         return "interrupted before the current step had ended", "the same command resumes from the last checkpoint"
     if isinstance(error, SystemExit):
         return f"the program called sys.exit({error.code!r}) during the run{own_line(error)}", "remove that call"
-    said = words(error)
-    fix = FIXES.get(code_of(error)) or advised("the traceback in the rank's log shows where it comes from", said)
-    return f"{type(error).__name__}: {said}{own_line(error)}", fix
+    text = words(error)
+    fix = FIXES.get(code_of(error)) or advised("the traceback in the rank's log shows where it comes from", text)
+    return f"{type(error).__name__}: {text}{own_line(error)}", fix
 
 
 def exit_code(error: BaseException) -> int:

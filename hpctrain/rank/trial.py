@@ -48,7 +48,7 @@ def try_task(config: Config) -> None:
     """
     config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="none", compression="none"))
     world = alone()
-    with foreign_errors(told_shortly):
+    with foreign_errors(in_short):
         problem = make_problem(config, world)
         wiring.require_watched(config.features(), problem.validation, problem.task)
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
@@ -56,7 +56,7 @@ def try_task(config: Config) -> None:
             framework.dry_call(first_batch(problem, world, MOST_SAMPLES), validation)
 
 
-def told_shortly(error: Exception) -> UserError:
+def in_short(error: Exception) -> UserError:
     """Returns a UserError for an error in the task's own code; it names the line."""
     what, _ = message(error)
     return UserError(what, advised("correct the task", what))
@@ -125,7 +125,7 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
         reduce=dataclasses.replace(config.reduce, kind="none", compression="none"),
     )
     world = dataclasses.replace(alone(), tensor=Imagined("tensor", tensor))
-    with foreign_errors(told_shortly):
+    with foreign_errors(in_short):
         from hpctrain.backends.torch.framework import TorchFramework
 
         problem = make_problem(config, alone())
@@ -155,10 +155,9 @@ def estimate(
     Raises:
         UserError: the model cannot be partitioned that way, or cannot be trained; names the layer.
     """
-    from hpctrain.backends.torch.strategies.estimated import Estimated
+    from hpctrain.backends.torch.strategies.estimated import Estimated, measured
     from hpctrain.backends.torch.strategies.listed import STRATEGIES
     from hpctrain.backends.torch.strategies.pipeline import strategy as of_stages
-    from hpctrain.backends.torch.strategies.replicated import measured
 
     with made(config, tensor) as model:
         state, whole = measured(model.framework, first_batch(model.problem, model.world, ESTIMATED_SAMPLES), ranks)

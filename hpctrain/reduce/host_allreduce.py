@@ -10,14 +10,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.compression import Codec
 from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
 from hpctrain.reduce.layout import SLOTS, Layout
 from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce, duplicate
 from hpctrain.reduce.ring_allreduce import RingAllreduce
-from hpctrain.reduce.shm_allreduce import open_shm_allreduce, open_shm_small, share_arrays
-from hpctrain.reduce.shm_pieces import open_shm_pieces, with_square
-from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
+from hpctrain.reduce.shm_allreduce import open_shm_allreduce, open_shm_pieces, open_shm_small, share_arrays, with_square
+from hpctrain.reduce.streamed_allreduce import Codec, StreamedAllreduce
 
 
 def open_host_allreduce(

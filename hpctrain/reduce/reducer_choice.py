@@ -94,7 +94,7 @@ class ReducerChoice:
         """
         group = self.world.data
         among = reducers.possible(self.config, self.world)
-        choice = choose(among, Rehearsal(reducers, group, rehearse), self.world.everyone)
+        choice = choose(among, lambda one: reducers.open(one, group), rehearse, self.world.everyone)
         if self.record is not None:
             self.record(choice)
         return reducers.open(choice.candidate, group)
@@ -147,40 +147,12 @@ ADVANTAGE = 0.02
 """Fraction by which a later candidate must be faster to be preferred to an earlier one."""
 
 
-class Turns(Protocol):
-    """Rehearsed steps, with one candidate at a time."""
-
-    def open(self, candidate: Candidate) -> None:
-        """Opens the candidate's reducer."""
-
-    def run(self) -> None:
-        """Forward, backward, exchange; returns when the sums are ready."""
-
-    def close(self) -> None:
-        """Ends the reducer's threads and frees its memory."""
-
-
-class Rehearsal(Generic[R]):
-    """Turns with a framework's reducers."""
-
-    def __init__(self, reducers: Reducers[R], group: Group, step: Callable[[R], object]) -> None:
-        self.reducers, self.group, self.step = reducers, group, step
-        self.reducer: R | None = None
-
-    def open(self, candidate: Candidate) -> None:
-        self.reducer = self.reducers.open(candidate, self.group)
-
-    def run(self) -> None:
-        assert self.reducer is not None, "open comes first"
-        self.step(self.reducer)
-
-    def close(self) -> None:
-        assert self.reducer is not None, "open comes first"
-        self.reducer.close()
-
-
 def choose(
-    among: Sequence[Candidate], rehearsal: Turns, group: Group, now: Callable[[], float] = time.perf_counter
+    among: Sequence[Candidate],
+    open_reducer: Callable[[Candidate], R],
+    step: Callable[[R], object],
+    group: Group,
+    now: Callable[[], float] = time.perf_counter,
 ) -> Choice:
     """Measures the candidates in turn and returns the same choice on every rank: the least median on the slowest rank.
 
@@ -189,7 +161,7 @@ def choose(
     kept: dict[str, list[float]] = {}
     left, runs = list(among), 1
     for turn in range(PASSES if len(among) > 1 else 0):
-        times = {candidate.name: rehearse(candidate, rehearsal, 1 + runs, now) for candidate in left}
+        times = {candidate.name: rehearse(open_reducer(candidate), step, 1 + runs, now) for candidate in left}
         for name, seconds in times.items():
             kept.setdefault(name, []).extend(seconds[1:])  # the first run is a warm-up
         if turn == 0:
@@ -205,15 +177,14 @@ def choose(
     return Choice(fastest(left, medians), medians)
 
 
-def rehearse(candidate: Candidate, rehearsal: Turns, runs: int, now: Callable[[], float]) -> list[float]:
-    """Duration in seconds of each of a candidate's steps in one turn."""
-    rehearsal.open(candidate)
+def rehearse(reducer: R, step: Callable[[R], object], runs: int, now: Callable[[], float]) -> list[float]:
+    """Duration in seconds of each step in one turn with a reducer, which is closed at its end."""
     times = []
     for _ in range(runs):
         begin = now()
-        rehearsal.run()
+        step(reducer)
         times.append(now() - begin)
-    rehearsal.close()
+    reducer.close()
     return times
 
 

@@ -54,7 +54,7 @@ ROWS: Rows = {
         "{0}, and sync.kind is local: with local SGD each rank holds the whole model",
         NO_SYNC,
     ),
-    **{(feature, Feature.LOCAL_SYNC): said for feature, said in WITH_LOCAL_SYNC.items()},
+    **{(feature, Feature.LOCAL_SYNC): texts for feature, texts in WITH_LOCAL_SYNC.items()},
     (Feature.NO_REDUCER, Feature.RANKS): (
         "reduce.kind is none but there are {1} ranks, which would train independently",
         "set reduce.kind: auto, or start one rank",

@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.compression import Codec
 from hpctrain.reduce.layout import slices
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, add_pairwise
@@ -33,6 +32,43 @@ AWAKE_S = 1e-3
 """A rank that waits for others of its node sleeps after this time: they may need its core, and no message is due."""
 TERM, SUM = 0, 1
 """Tags of messages."""
+
+
+class Codec(Protocol):
+    """Packs fp32 into 16 bits and back. A framework may supply a faster one that gives the same bits."""
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        """Rounds to nearest, ties to even; values too large become infinite."""
+
+    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        """Unpacks exactly."""
+
+
+class Float16:
+    """IEEE half precision: 11 significant bits, magnitudes from 6e-8 to 65504."""
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            out.view(np.float16)[...] = values
+
+    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        out[...] = packed.view(np.float16)
+
+
+class BFloat16:
+    """The upper half of fp32: 8 significant bits, all of fp32's range."""
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        bits = values.view(np.uint32)
+        rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+        out[...] = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
+
+    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        np.left_shift(packed, 16, out=out.view(np.uint32), dtype=np.uint32)
+
+
+CODECS: dict[str, Codec] = {"fp16": Float16(), "bf16": BFloat16()}
+"""Encodings of fp32 values, used only to send them: sums are always formed in fp32."""
 
 
 class Piece:

@@ -183,7 +183,7 @@ def require_callables(task: Any, framework: str, with_step: bool = False) -> Non
         if value is None or isinstance(value, (type, str, list, tuple, types.FunctionType)):
             fix = f"give an object: {name}={EXAMPLES[framework][name.partition('[')[0]]}"
             fix += ", or optimizer: {name: adam, lr: 1e-3} in the run file" if name == "optimizer" else ""
-            raise UserError(f"{name} of the task is {spoken(value)}{place_of(value)}", fix)
+            raise UserError(f"{name} of the task is {described(value)}{place_of(value)}", fix)
         if any(str(getattr(each, "__module__", "")).startswith("horovod.") for each in vars(type(value)).values()):
             fix = "give the plain one: hpctrain averages gradients, by Horovod if reduce.kind is horovod"
             raise UserError(f"{name} of the task is Horovod's DistributedOptimizer", fix)
@@ -203,7 +203,7 @@ def require_function(name: str, value: Any, arguments: str, of: str) -> None:
     """Raise UserError unless a field can be called with these arguments."""
     fix = f"give a function{arguments} over {of}"
     if isinstance(value, type) or not callable(value):
-        raise UserError(f"{name} of the task is {spoken(value)}", fix)
+        raise UserError(f"{name} of the task is {described(value)}", fix)
     if isinstance(value, (types.FunctionType, types.MethodType)):
         signature = inspect.signature(value)
         try:
@@ -212,7 +212,7 @@ def require_function(name: str, value: Any, arguments: str, of: str) -> None:
             raise UserError(f"{name} of the task takes {signature}, not {arguments}{place_of(value)}", fix) from None
 
 
-def spoken(value: Any) -> str:
+def described(value: Any) -> str:
     """Describe a value of a wrong type, for a message."""
     if value is None:
         return "missing"
@@ -245,9 +245,9 @@ def require_fields(task: Any) -> None:
         raise UserError(f"train of the task is a tuple of {len(task.train)} arrays", fix)
     if not isinstance(task.metrics, Mapping):
         fix = "give functions by name: metrics={'accuracy': accuracy}"
-        raise UserError(f"metrics= of the task is {spoken(task.metrics)}", fix)
+        raise UserError(f"metrics= of the task is {described(task.metrics)}", fix)
     if not isinstance(task.hooks, (list, tuple)):
-        raise UserError(f"hooks= of the task is {spoken(task.hooks)}", "give a list of hooks: hooks=[MyHook()]")
+        raise UserError(f"hooks= of the task is {described(task.hooks)}", "give a list of hooks: hooks=[MyHook()]")
     fields = {
         "transform": (task.transform, "(sample, rng)", "dicts of NumPy arrays"),
         "collate": (task.collate, "(samples)", "lists of dicts of NumPy arrays"),
@@ -260,13 +260,13 @@ def require_fields(task: Any) -> None:
     make: object = task.schedule.make if isinstance(task.schedule, TorchScheduler) else None
     if make is not None and not callable(make):
         fix = "give what makes it: TorchScheduler(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10))"
-        raise UserError(f"schedule= of the task is a TorchScheduler of {spoken(make)}", fix)
+        raise UserError(f"schedule= of the task is a TorchScheduler of {described(make)}", fix)
 
 
 def require_shares(tensor: Any, layers: Any) -> None:
     """Raise UserError if a task's ``tensor`` or ``layers`` has the wrong type."""
     if not isinstance(tensor, Mapping):
         fix = "give words by patterns of layers' names: tensor={'blocks.*.up': hpctrain.columns}"
-        raise UserError(f"tensor= of the task is {spoken(tensor)}", fix)
+        raise UserError(f"tensor= of the task is {described(tensor)}", fix)
     if layers is not None:
         require_function("layers", layers, "(model)", "the model, such as lambda model: [model.embed, *model.blocks]")

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.errors import HpctrainError, UserError, kind_of
 from hpctrain.tasks.user_errors import own_line, shapes, words
-from hpctrain.train.metrics import Arrays, Metric, MetricState, Seen
+from hpctrain.train.metrics import Arrays, Meter, Metric, MetricState, Seen
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ def is_stateful(metric: Any) -> bool:
 def second_array(outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
     """The output and the second of a batch's two arrays; raises UserError for other batches or several outputs."""
     if len(batch) != 2 or isinstance(outputs, (Mapping, tuple, list)):
-        told = f"several outputs ({type(outputs).__name__})" if len(batch) == 2 else f"batches of {', '.join(batch)}"
+        given = f"several outputs ({type(outputs).__name__})" if len(batch) == 2 else f"batches of {', '.join(batch)}"
         raise UserError(
-            f"it compares the model's output with the second of two arrays, and there are {told}",
+            f"it compares the model's output with the second of two arrays, and there are {given}",
             "select what it gets: hpctrain.Selected(metric, lambda outputs, batch: (outputs, batch['y']))",
         )
     return outputs, list(batch.values())[1]
@@ -110,8 +110,8 @@ class Entry:
             raise
         except Exception as error:
             what = f"{self.field} fails: {type(error).__name__}: {words(error)}{own_line(error)}"
-            told = f"of a dict of {shapes(batch)}" if batch else "of a batch"
-            raise UserError(what, f"say what it gets {told} with hpctrain.Selected(metric, function)") from error
+            given = f"of a dict of {shapes(batch)}" if batch else "of a batch"
+            raise UserError(what, f"say what it gets {given} with hpctrain.Selected(metric, function)") from error
 
 
 def entries_of(metrics: Mapping[str, Any]) -> dict[str, Entry]:
@@ -171,6 +171,17 @@ class MetricMeter:
         empty = self.metric.init()
         given = {name: [array] if isinstance(empty.get(name), list) else array for name, array in arrays.items()}
         return empty | given
+
+
+def meters_of(
+    metrics: Mapping[str, Any], native: type, library: str, adapt: Callable[[Entry], Meter]
+) -> dict[str, Meter]:
+    """Meters of a task's metrics that keep state; ``adapt`` makes one of a metric of the framework's library.
+
+    Raises:
+        UserError: an entry has some methods of a metric and lacks others, or belongs to another library.
+    """
+    return {name: meter_of(entry, native, library) or adapt(entry) for name, entry in entries_of(metrics).items()}
 
 
 def meter_of(entry: Entry, native: type, library: str) -> MetricMeter | None:

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.errors import UserError, file_errors
-from hpctrain.parallel.tensor_words import columns, rows
-from hpctrain.tasks.definition import TorchTask
+from hpctrain.tasks.definition import TorchTask, columns, rows
 
 VALIDATION_SHARE = 0.1
 

@@ -76,14 +76,14 @@ def blamed(field: str, fix: str) -> AbstractContextManager[None]:
 
 def blame(field: str, fix: str, error: BaseException) -> UserError:
     """Describe an error in the task's code, with the field of the task and the line."""
-    said = words(error)
-    what = f"{field} fails on the first batch: {type(error).__name__}: {said}{own_line(error)}"
-    return UserError(what, advised(fix, said))
+    text = words(error)
+    what = f"{field} fails on the first batch: {type(error).__name__}: {text}{own_line(error)}"
+    return UserError(what, advised(fix, text))
 
 
-def advised(fix: str, said: str) -> str:
-    """The fix, with the advice for errors that contain the text ``said``."""
-    return ". ".join([fix, *(advice for pattern, advice in ADVICE.items() if re.search(pattern, said))])
+def advised(fix: str, text: str) -> str:
+    """The fix, with the advice for errors that contain this text."""
+    return ". ".join([fix, *(advice for pattern, advice in ADVICE.items() if re.search(pattern, text))])
 
 
 def words(error: BaseException) -> str:
@@ -103,18 +103,18 @@ def own_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename, PACKAGE)]
     found = (own or frames)[-1:]
-    return _told(found[0], bool(own)) if found else ""
+    return _shown(found[0], bool(own)) if found else ""
 
 
 def calling_line() -> str:
     """The current line in the user's code, if any: ``' (task.py:12: `ctx.update()`)'``."""
     for frame in reversed(traceback.extract_stack()):
         if _is_users(frame.filename, PACKAGE / "backends", Path(__file__)):
-            return _told(frame)
+            return _shown(frame)
     return ""
 
 
-def _told(frame: traceback.FrameSummary, quotes: bool = True) -> str:
+def _shown(frame: traceback.FrameSummary, quotes: bool = True) -> str:
     code = f": `{frame.line}`" if frame.line and quotes else ""
     return f" ({Path(frame.filename).name}:{frame.lineno}{code})"
 

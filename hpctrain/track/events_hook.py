@@ -56,7 +56,7 @@ class EventsHook(BaseHook):
         self.hosts: list[str] = []
         self.has_started = False
         self.flops: Flops | None = None
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         """Metrics already reported as not finite."""
 
     def before_fit(self, training: Training) -> None:
@@ -78,7 +78,7 @@ class EventsHook(BaseHook):
         self.emit(training, Eval(step=training.state.step, metrics=dict(metrics), epoch=training.state.epoch))
         if training.world.rank == 0:
             self.leave_figures(training)
-            self.tell_not_numbers(training, metrics)
+            self.warn_not_numbers(training, metrics)
 
     def leave_figures(self, training: Training) -> None:
         """Writes the evaluation's figures, replacing earlier ones."""
@@ -91,10 +91,10 @@ class EventsHook(BaseHook):
         except RunFailed as error:
             self.writer.say(f"{error.what}; the report will lack the curves of step {training.state.step}")
 
-    def tell_not_numbers(self, training: Training, metrics: Mapping[str, float]) -> None:
+    def warn_not_numbers(self, training: Training, metrics: Mapping[str, float]) -> None:
         """Reports metrics that are not finite, once each."""
-        strange = [name for name, value in metrics.items() if not math.isfinite(value) and name not in self.told]
-        self.told.update(strange)
+        strange = [name for name, value in metrics.items() if not math.isfinite(value) and name not in self.warned]
+        self.warned.update(strange)
         for name in strange:
             self.writer.say(
                 f"the validation metric {name} is {metrics[name]} at step {training.state.step}: charts and events "

@@ -57,7 +57,7 @@ class FollowerSink:
         self.name, self.title, self.run_dir = name, f"{title} at {uri}", run_dir
         self.words = (str(run_dir.path), uri, more)
         self.follower: subprocess.Popen[bytes] | None = None
-        self.told = False
+        self.has_warned = False
         self.ended: float | None = None
 
     def event(self, event: Event) -> None:
@@ -72,8 +72,8 @@ class FollowerSink:
                     stderr=log,
                 )
         problem = position(self.run_dir, self.name).get("problem")
-        if problem and not self.told:
-            self.told = True
+        if problem and not self.has_warned:
+            self.has_warned = True
             foreign_text.show(f"hpctrain: {self.title} does not accept the metrics: {problem}")
 
     def begin_close(self) -> None:
@@ -175,7 +175,7 @@ class Follower:
 
     def note_problem(self, error: Exception) -> None:
         """Saves the error, which the sink and ``hpctrain track sync`` show."""
-        self.problem = _told(error)
+        self.problem = _shortened(error)
         self.save()
 
     def save(self) -> None:
@@ -190,7 +190,7 @@ class Follower:
         write_atomically(self.run_dir.path / f"{self.name}.json", json.dumps(fields).encode())
 
 
-def _told(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -239,7 +239,7 @@ def main(name: str, make: Callable[[RunDir, str, str], Follower]) -> int:
     except Exception as error:  # the library refuses the store: the sink reports it
         saved = position(RunDir(Path(folder)), name)
         known = saved if saved.get("uri") == uri else {"uri": uri, "run_id": None, "offset": 0}
-        fields = {**known, "problem": _told(error)}
+        fields = {**known, "problem": _shortened(error)}
         write_atomically(Path(folder) / f"{name}.json", json.dumps(fields).encode())
         return 1
     foreign_text.show(f"{name} is there after {time.monotonic() - begin:.1f} s")

@@ -113,8 +113,8 @@ def even_batches(batches: Iterable[HostBatch], sync_group: Group | None) -> Iter
 
 def shared_batch(own: HostBatch | None, lender: int, group: Group) -> HostBatch:
     """Broadcasts one rank's batch to all. Collective."""
-    told = {name: [list(array.shape), array.dtype.str] for name, array in (own or {}).items()}
-    shapes = group.broadcast(told, SHARE, lender)
+    described = {name: [list(array.shape), array.dtype.str] for name, array in (own or {}).items()}
+    shapes = group.broadcast(described, SHARE, lender)
     lent = {name: np.empty(shape, kind) for name, (shape, kind) in shapes.items()}
     for name, array in lent.items():
         if group.rank == lender and own is not None:

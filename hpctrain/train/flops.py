@@ -48,8 +48,8 @@ def of_all(own: Flops | None, world: World) -> Flops | None:
     place = [world.pipeline.rank, world.tensor.rank]
     mine = [place, [own.per_sample, own.peak_per_s] if own else None]
     parts: dict[tuple[int, int], list[list[float]]] = {}
-    for (stage, tensor), told in world.everyone.allgather(mine, "compare the speeds of their devices"):
-        parts.setdefault((stage, tensor), []).extend([] if told is None else [told])
+    for (stage, tensor), speeds in world.everyone.allgather(mine, "compare the speeds of their devices"):
+        parts.setdefault((stage, tensor), []).extend([] if speeds is None else [speeds])
     if not all(parts.values()):
         return None
     means = [list(map(statistics.fmean, zip(*known, strict=True))) for known in parts.values()]

@@ -83,7 +83,7 @@ class Kept:
     """How rank-local state is redistributed; None if all ranks use rank 0's state."""
 
     @property
-    def spoken(self) -> str:
+    def label(self) -> str:
         """The name in messages: ``state 'lanes'``."""
         kind, _, name = self.name.partition("/")
         return f"{'hook' if f'{kind}/' == HOOKS else 'state'} {name!r}"
@@ -98,11 +98,11 @@ class Kept:
         state = self.value.state_dict()
         if self.name.startswith(HOOKS) and isinstance(state, Mapping) and not state:
             return []
-        return tree_tensors(self.name, state, self.placement, leaves, f"the state_dict of {self.spoken}")
+        return tree_tensors(self.name, state, self.placement, leaves, f"the state_dict of {self.label}")
 
     def load(self, arrays: Mapping[str, NDArray[Any]], leaves: Leaves) -> None:
         """Restores the state from the arrays of ``tensors``, named without the object's prefix."""
-        self.value.load_state_dict(tree_value(arrays, leaves, f"the {self.spoken}"))
+        self.value.load_state_dict(tree_value(arrays, leaves, f"the {self.label}"))
 
 
 def kept_state(state: Any) -> list[Kept]:

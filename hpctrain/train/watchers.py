@@ -131,10 +131,8 @@ class Plateau(RateHook):
 
 def watching(early_stop: EarlyStopConfig, schedule: ScheduleConfig) -> list[BaseHook]:
     """The hooks that a run needs to watch its validation metrics."""
-    found: list[BaseHook] = [] if early_stop.metric is None else [EarlyStop(early_stop)]
-    if schedule.kind == "plateau":
-        found.append(Plateau(schedule.plateau, schedule.final_factor))
-    return found
+    plateau = [Plateau(schedule.plateau, schedule.final_factor)] if schedule.kind == "plateau" else []
+    return [*([] if early_stop.metric is None else [EarlyStop(early_stop)]), *plateau]
 
 
 class VerifyWeights(BaseHook):
@@ -167,9 +165,9 @@ class VerifyWeights(BaseHook):
                     odd.setdefault(other, []).append(rank)
             if odd:
                 named = [(", ".join(map(str, ranks)), one) for one, ranks in odd.items()]
-                told = " and those of ".join(f"rank {ranks} differ from those of rank {one}" for ranks, one in named)
+                shown = " and those of ".join(f"rank {ranks} differ from those of rank {one}" for ranks, one in named)
                 raise NoRequeue(
-                    f"after step {step} the weights of {told}",
+                    f"after step {step} the weights of {shown}",
                     "look for code in the task that changes weights by itself or depends on the rank; else suspect the "
                     "hardware or MPI of these ranks",
                 )
@@ -189,7 +187,7 @@ class Profiler(Protocol):
         """Ends the recording and writes the trace. Raises OSError."""
 
     def abandon(self) -> None:
-        """Ends the recording, if there is one, without writing the rest of it."""
+        """Ends the recording without writing the rest of it."""
 
 
 class Profile(BaseHook):
@@ -220,7 +218,8 @@ class Profile(BaseHook):
         self._stop()
 
     def close(self) -> None:
-        self.profiler.abandon()
+        if self.records:
+            self.profiler.abandon()
 
     def _look(self, training: Training) -> None:
         """Starts or stops the profiler between two steps."""

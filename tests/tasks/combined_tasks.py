@@ -14,8 +14,7 @@ from torch.nn import functional
 from hpctrain import CarriedState, PerRank
 from hpctrain.config.combinations import Feature
 from hpctrain.data.stream import open_stream
-from hpctrain.parallel.tensor_words import rows, vocabulary
-from hpctrain.tasks.definition import TorchScheduler, TorchTask
+from hpctrain.tasks.definition import TorchScheduler, TorchTask, rows, vocabulary
 from hpctrain.train.hooks import RateHook
 from tests.tasks.torch_metrics import Hits
 

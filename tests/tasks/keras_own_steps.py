@@ -14,7 +14,7 @@ from keras import layers, ops
 from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
-from hpctrain.backends.tensorflow.steps.compiled import adopted
+from hpctrain.backends.tensorflow.task.compiled import adopted
 from hpctrain.backends.tensorflow.task.opening import open_keras
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig

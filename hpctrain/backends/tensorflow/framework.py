@@ -21,8 +21,8 @@ from hpctrain.backends.update import UpdateResult
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
-from hpctrain.tasks.definition import KerasTask, Task
-from hpctrain.tasks.meters import Entry, KerasMetric, entries_of, meter_of
+from hpctrain.tasks.definition import KerasTask
+from hpctrain.tasks.meters import Entry
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, Sums, copied
@@ -111,7 +111,7 @@ class KerasFramework(FrameworkOfParts):
 
     def close(self) -> None:
         self.program.close()
-        self.evaluator.passes.travelling.close()
+        self.evaluator.passes.packing.close()
         self.source.batch_norms.close()
 
 
@@ -155,14 +155,6 @@ class KerasEvaluator:
                 raise  # raised by the user's code, with its own message
             what = f"the model {type(self.task.model).__name__} has no call method, and the task has no forward"
             raise UserError(what, "define call(self, inputs), or give the task forward=") from error
-
-
-def keras_meters(task: Task) -> dict[str, Meter]:
-    """Meters of the task's metrics that are not functions. Raises UserError for values that are not metrics."""
-    return {
-        name: meter_of(entry, KerasMetric, "Keras") or KerasMeter(entry)
-        for name, entry in entries_of(task.metrics).items()
-    }
 
 
 class KerasMeter:

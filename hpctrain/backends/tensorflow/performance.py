@@ -92,11 +92,11 @@ def transposed(one: tf.Operation) -> int:
 
 def einsum(one: tf.Operation) -> int:
     """Multiplications of an einsum: one for each combination of all indices."""
-    told = one.get_attr("equation").decode()
-    if "." in told:
-        raise Unknown(told)
+    equation = one.get_attr("equation").decode()
+    if "." in equation:
+        raise Unknown(equation)
     sizes: dict[str, int] = {}
-    for labels, tensor in zip(told.partition("->")[0].split(","), one.inputs, strict=True):
+    for labels, tensor in zip(equation.partition("->")[0].split(","), one.inputs, strict=True):
         sizes |= dict(zip(labels, [elements([size]) for size in tensor.shape], strict=True))
     return math.prod(sizes.values())
 
@@ -133,25 +133,18 @@ def device_peak(dtype: tf.DType) -> float:
 class KerasProfiler:
     """See train.watchers.Profiler. Writes ``<target>/plugins/profile/<time>/<host>.xplane.pb``."""
 
-    def __init__(self) -> None:
-        self.is_running = False
-
     def start(self, target: Path) -> None:
         try:
             tf.profiler.experimental.start(str(target))
         except tf.errors.OpError as error:  # the process is profiled already
             raise OSError(error.message) from error
-        self.is_running = True
 
     def stop(self) -> None:
-        self.is_running = False
         try:
             tf.profiler.experimental.stop()
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
 
     def abandon(self) -> None:
-        if self.is_running:
-            self.is_running = False
-            with suppress(tf.errors.OpError):
-                tf.profiler.experimental.stop(save=False)
+        with suppress(tf.errors.OpError):
+            tf.profiler.experimental.stop(save=False)

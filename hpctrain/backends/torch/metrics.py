@@ -14,8 +14,8 @@ from hpctrain.backends.torch.strategies.region import HALVES
 from hpctrain.errors import UserError, kind_of
 from hpctrain.run.figures import Curve
 from hpctrain.tasks.definition import Task
-from hpctrain.tasks.meters import Entry, TorchMetric, entries_of, meter_of
-from hpctrain.train.metrics import Arrays, Meter, Seen
+from hpctrain.tasks.meters import Entry, TorchMetric, entries_of
+from hpctrain.train.metrics import Arrays, Seen
 
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "dim_zero_sum": np.add,
@@ -25,14 +25,6 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 """Functions that merge the states of two ranks, by name of torchmetrics' ``dist_reduce_fx``. The mean is missing: the
 mean of the ranks' means is wrong if they have different numbers of samples."""
-
-
-def torch_meters(task: Task, device: torch.device) -> dict[str, Meter]:
-    """Meters of the task's metrics that are not functions. Raises UserError if one cannot be merged over ranks."""
-    return {
-        name: meter_of(entry, TorchMetric, "torchmetrics") or TorchMetricMeter(entry, device)
-        for name, entry in entries_of(task.metrics).items()
-    }
 
 
 def of_torchmetrics(task: Task) -> str | None:

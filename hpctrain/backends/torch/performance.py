@@ -83,23 +83,14 @@ def peak_per_s(device: torch.device, dtype: torch.dtype) -> float:
 class TorchProfiler:
     """See train.watchers.Profiler. Writes ``<target>.pt.trace.json``."""
 
-    def __init__(self) -> None:
-        self.running: profile | None = None
-        self.target = Path()
-
     def start(self, target: Path) -> None:
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self.target = target
-        self.running = profile(activities=[ProfilerActivity.CPU, *gpu])
+        self.target, self.running = target, profile(activities=[ProfilerActivity.CPU, *gpu])
         self.running.start()
 
     def stop(self) -> None:
-        running, self.running = self.running, None
-        if running is not None:
-            running.stop()
-            running.export_chrome_trace(f"{self.target}.pt.trace.json")
+        self.running.stop()
+        self.running.export_chrome_trace(f"{self.target}.pt.trace.json")
 
     def abandon(self) -> None:
-        running, self.running = self.running, None
-        if running is not None:
-            running.stop()
+        self.running.stop()

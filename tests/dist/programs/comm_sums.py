@@ -21,7 +21,6 @@ from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
 from hpctrain.reduce import shm_allreduce, streamed_allreduce
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce, open_streamed_allreduce
 from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
 from hpctrain.reduce.layout import SQUARE, Layout, plan
@@ -32,12 +31,12 @@ from hpctrain.reduce.shm_allreduce import (
     ShmWindow,
     SmallShmAllreduce,
     open_shm_allreduce,
+    open_shm_pieces,
     open_shm_small,
     open_shm_window,
     share_arrays,
 )
-from hpctrain.reduce.shm_pieces import open_shm_pieces
-from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
+from hpctrain.reduce.streamed_allreduce import CODECS, StreamedAllreduce
 from hpctrain.system import shared_memory
 
 EXTRA = 16

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.weights import build_weights
-from hpctrain.backends.tensorflow.steps.compiled import adopted
 from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
+from hpctrain.backends.tensorflow.task.compiled import adopted
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask
@@ -85,7 +85,7 @@ def looked_up(world: World) -> dict[str, Any]:
     assert isinstance(framework.program, TrainStepProgram)
     told = {
         "hashes": framework.group.allgather(framework.weights_hash(), "compare the weights"),
-        "tables": [sum(each.is_table) for each in framework.program.travelling.values()],
+        "tables": [sum(each.is_table) for each in framework.program.packing.values()],
     }
     framework.close()
     begin_task(7)

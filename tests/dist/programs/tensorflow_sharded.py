@@ -19,12 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from hpctrain.backends.tensorflow.framework import KerasFramework
-from hpctrain.backends.tensorflow.reduce.reducer import Pieces
+from hpctrain.backends.tensorflow.reducer import Pieces
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.tensors import optimizer_tensors
 from hpctrain.backends.tensorflow.steps.passes import Applying
-from hpctrain.backends.tensorflow.strategies.zero1.sharded import ShardedReducers, stand_in
-from hpctrain.backends.tensorflow.strategies.zero1.strategy import ShardedUpdate, share_out
+from hpctrain.backends.tensorflow.strategies.probe import stand_in
+from hpctrain.backends.tensorflow.strategies.zero1 import ShardedReducers, ShardedUpdate, shard_optimizer
 from hpctrain.comm.world import World, alone, connect, from_communicator
 from hpctrain.config.sections import ParallelConfig, TrainConfig
 from hpctrain.errors import UserError
@@ -96,7 +96,7 @@ def updated(world: World, make: Callable[[], Any]) -> dict[str, Any]:
     variables, pieces = model.trainable_variables, Pieces(model.trainable_variables)
     initial = [np.array(one.value) for one in variables]
     optimizer = make()
-    own, places = share_out(optimizer, variables, pieces, world.data, {})
+    own, places = shard_optimizer(optimizer, variables, pieces, world.data, {})
     reducer = ShardedReducers(own).open(Candidate("mpi", "sharded"), world.data)
     update = ShardedUpdate(
         optimizer, variables, reducer, IntervalClock(), Applying(TrainConfig(steps=1, global_batch=1))

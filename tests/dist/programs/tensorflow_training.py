@@ -155,7 +155,7 @@ def tables(world: World) -> dict[str, Any]:
             last = {array: values[-1:] for array, values in samples().items()}
             framework.step(cut(last, world.rank, world.size), 1)
             looked_up, *others = [np.asarray(one) for one in framework.task.model.trainable_variables]
-            told = outcome(framework, losses) | {"by rows": any(framework.program.travelling.is_table)}
+            told = outcome(framework, losses) | {"by rows": any(framework.program.packing.is_table)}
             told["weights"] = [*looked_up[: 150 * 250 : 250].ravel(), *np.concatenate([one.ravel() for one in others])]
             told["weights"] = [float(value) for value in told["weights"]]
             found[f"{name}, {kind}"] = told

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hpctrain.backends.torch.strategies.exchange import host_bytes
-from hpctrain.backends.torch.strategies.pipeline.stage import described, rebuilt, told_tensors
+from hpctrain.backends.torch.strategies.pipeline.stage import described, described_tensors, rebuilt
 from hpctrain.backends.torch.strategies.pipeline.stages import as_before, is_chain, keep_stage, layers_of, staged
 from hpctrain.errors import UserError
 from hpctrain.parallel.pipeline import Pass, balanced, bubble, one_forward_one_backward
@@ -109,20 +109,20 @@ def worst(costs: list[int], ranges: list[range]) -> int:
 )
 def test_what_is_handed_on_comes_back_as_it_was(value: Any) -> None:
     tensors: list[torch.Tensor] = []
-    made_up = described(value, tensors)
-    assert [(dtype, shape) for dtype, shape, _ in told_tensors(made_up)] == [
+    structure = described(value, tensors)
+    assert [(dtype, shape) for dtype, shape, _ in described_tensors(structure)] == [
         (str(one.dtype), list(one.shape)) for one in tensors
     ]
-    assert repr(rebuilt(made_up, tensors)) == repr(value)
+    assert repr(rebuilt(structure, tensors)) == repr(value)
 
 
 def test_a_tensor_that_is_handed_on_twice_stays_one() -> None:
     one, other = torch.ones(2), torch.zeros(3)
     tensors: list[torch.Tensor] = []
-    made_up = described((one, {"skip": [other, one]}, other), tensors)
+    structure = described((one, {"skip": [other, one]}, other), tensors)
     assert [id(tensor) for tensor in tensors] == [id(one), id(other)]
-    assert len(list(told_tensors(made_up))) == 2
-    first, inner, last = rebuilt(made_up, tensors)
+    assert len(list(described_tensors(structure))) == 2
+    first, inner, last = rebuilt(structure, tensors)
     assert first is inner["skip"][1] is one
     assert last is inner["skip"][0] is other
 

@@ -80,9 +80,10 @@ class Stage:
         self.seconds, self.time, self.runs, self.open_name = seconds, 0.0, 0, ""
         self.extra: Callable[[float], float] = lambda seconds: 0.0
 
-    def open(self, candidate: Candidate) -> None:
+    def open(self, candidate: Candidate) -> Stage:
         assert not self.open_name
         self.open_name = candidate.name
+        return self
 
     def run(self) -> None:
         self.time += self.seconds[self.open_name] + self.extra(self.seconds[self.open_name])
@@ -99,7 +100,7 @@ class Stage:
 def test_the_fastest_is_chosen_within_the_budget(scale: float) -> None:
     among = [Candidate("mpi", "node"), Candidate("horovod", "overlap"), Candidate("horovod", "flat")]
     stage = Stage({candidate.name: scale * (3 - number) for number, candidate in enumerate(among)})
-    choice = choose(among, stage, Group("data"), stage.now)
+    choice = choose(among, stage.open, Stage.run, Group("data"), stage.now)
     assert choice.candidate == among[2]
     assert choice.seconds == pytest.approx({"mpi-node": 3 * scale, "horovod-overlap": 2 * scale, "horovod-flat": scale})
     assert stage.time < 25 or stage.runs == 2 * len(among)
@@ -110,7 +111,7 @@ def test_a_hiccup_in_the_first_turn_of_quick_steps_does_not_cost_the_fastest_its
     among = [Candidate("mpi", "node"), Candidate("horovod", "flat")]
     stage = Stage({"mpi-node": 0.003, "horovod-flat": 0.005})
     stage.extra = lambda seconds: {1: 0.9, 2: 0.008}.get(stage.runs + 1, 0.0)
-    choice = choose(among, stage, Group("data"), stage.now)
+    choice = choose(among, stage.open, Stage.run, Group("data"), stage.now)
     assert choice.candidate == among[0]
     assert choice.seconds == pytest.approx({"mpi-node": 0.003, "horovod-flat": 0.005})
 
@@ -123,14 +124,14 @@ def test_a_link_of_two_speeds_does_not_hide_the_fastest(seed: int) -> None:
     usual |= {"horovod-overlap-fp16": 0.21, "mpi-flat-fp16": 0.14}
     stage = Stage(usual)
     stage.extra = lambda seconds: seconds if luck.random() < 0.25 else 0.0
-    choice = choose([Candidate.parse(name) for name in usual], stage, Group("data"), stage.now)
+    choice = choose([Candidate.parse(name) for name in usual], stage.open, Stage.run, Group("data"), stage.now)
     assert choice.candidate.name == "mpi-flat-fp16", choice
     assert stage.time < 25
 
 
 def test_one_candidate_is_not_measured() -> None:
     stage = Stage({})
-    assert choose([Candidate("mpi", "flat")], stage, Group("data")).candidate.name == "mpi-flat"
+    assert choose([Candidate("mpi", "flat")], stage.open, Stage.run, Group("data")).candidate.name == "mpi-flat"
     assert stage.runs == 0
 
 

@@ -146,7 +146,7 @@ class KerasState:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
-        self.named.holdings.refuse_strangers(arrays)
+        self.named.holdings.refuse_unknown(arrays)
         load_tensors(self.variables(), arrays)
         if self.loss_scale:
             self.loss_scale.load(arrays)

@@ -16,7 +16,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.named_state import digest as digest_of
-from hpctrain.backends.tensorflow.strategies.zero1.sharded import flat, slots_of
 from hpctrain.errors import UserError
 from hpctrain.train.state import Cut, Placement, Tiling, part_of
 
@@ -150,6 +149,44 @@ def optimizer_tensors(
         tensor = VariableTensor(f"optimizer/{prefix}{name}", variable.value)
         tensors += [tensor] if own is None or not weight else own.placed(tensor, slot, weight)
     return tensors
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer, weights: Sequence[str]) -> list[tuple[keras.Variable, str, str]]:
+    """(variable, slot, weight) of a built optimizer; (variable, name, "") for variables of no weight.
+
+    Keras prefixes slot names with the path of the weight. Where all have the same name (Adafactor), the slot is the
+    attribute in which the optimizer keeps one variable per weight.
+
+    Args:
+        optimizer: the built optimizer.
+        weights: flat paths of its weights.
+    """
+    named = [(one, *slot_of(one.path, weights)) for one in optimizer.variables]
+    count = Counter(slot for _, slot, weight in named if not weight)
+    updated = optimizer._trainable_variables
+    kept = {
+        id(one): (name.strip("_"), flat(variable.path))
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and len(value) == len(updated)
+        for one, variable in zip(value, updated, strict=True)
+        if isinstance(one, keras.Variable)
+    }
+    return [
+        (one, *kept[id(one)]) if not weight and count[slot] > 1 and id(one) in kept else (one, slot, weight)
+        for one, slot, weight in named
+    ]
+
+
+def slot_of(path: str, weights: Sequence[str]) -> tuple[str, str]:
+    """Parses a path such as ``adam/model_dense_kernel_momentum`` into (slot, weight)."""
+    own = path.split("/", 1)[-1]
+    weight = max((each for each in weights if own.startswith(f"{each}_")), key=len, default="")
+    return (own[len(weight) + 1 :], weight) if weight else (own, "")
+
+
+def flat(path: str) -> str:
+    """A weight's path in the form that optimizers use in slot names."""
+    return path.replace("/", "_")
 
 
 def path_in(model: keras.Model, variable: keras.Variable) -> str:

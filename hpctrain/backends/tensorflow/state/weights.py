@@ -13,17 +13,15 @@ from numpy.typing import NDArray
 from hpctrain.backends.named_state import load_tensors
 from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.backends.tensorflow.state.tensors import model_tensors
-from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
 from hpctrain.backends.tensorflow.steps.own_step import build_by_own_step
 from hpctrain.backends.tensorflow.steps.passes import InMode, Tensors, score_of
+from hpctrain.backends.tensorflow.task.compiled import CompiledLoss
 from hpctrain.backends.tensorflow.task.overrides import trains_itself
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.tasks.user_errors import blame, shapes
+from hpctrain.tasks.user_errors import blamed, shapes
 from hpctrain.train.framework import StateSource
-
-BY_MODEL = "the model or forward"
 
 
 def lacks_weights(model: keras.Model) -> bool:
@@ -49,22 +47,21 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         build_by_own_step(task, samples)
         return
     batch = {name: keras.KerasTensor((None, *array.shape[1:]), array.dtype.name) for name, array in samples.items()}
-
-    doing = BY_MODEL
+    given = f"a dict of {shapes(batch)}; by default a model gets its first array"
     refused: list[HpctrainError] = []
 
     def judge(batch: Tensors) -> None:
-        nonlocal doing
-        outputs = task.forward(task.model, batch)
+        with blamed("the model or forward", f"forward(model, batch) gets the model and {given}"):
+            outputs = task.forward(task.model, batch)
         if outputs is None:
             return  # the dry call reports it
         judges = {"loss": task.loss, **{f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}}
         for name, function in judges.items():
-            doing = name
-            score_of(function(outputs, batch), batch)
+            with blamed(name, f"{name} gets the outputs and {given}"):
+                score_of(function(outputs, batch), batch)
         if isinstance(task.loss, CompiledLoss):
-            doing = "metrics of compile"
-            task.loss.scores(outputs, batch)
+            with blamed("metrics of compile", f"metrics of compile gets the outputs and {given}"):
+                task.loss.scores(outputs, batch)
 
     def call(batch: Tensors) -> None:
         try:
@@ -72,16 +69,10 @@ def build_weights(task: KerasTask, samples: Samples) -> None:
         except HpctrainError as error:  # Keras would replace the error
             refused.append(error)
 
-    try:
-        for training in (True, False):
-            InMode(call)(batch, training=training)
-    except Exception as error:
-        given = "forward(model, batch) gets the model and" if doing == BY_MODEL else f"{doing} gets the outputs and"
-        raise blame(
-            doing, f"{given} a dict of {shapes(batch)}; by default a model gets its first array", error
-        ) from error
-    if refused:
-        raise refused[0]
+    for training in (True, False):
+        InMode(call)(batch, training=training)
+        if refused:
+            raise refused[0]
 
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.tensorflow.performance import training_flops
-from hpctrain.backends.tensorflow.reduce.reducer import Reducer
+from hpctrain.backends.tensorflow.reducer import Reducer
 from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, WeightUpdate, float64, on_device
 from hpctrain.backends.tensorflow.strategies.strategy import Opening, Prepared
 from hpctrain.backends.tensorflow.task.dry_call import try_training
@@ -47,13 +47,13 @@ class Judge:
         self.leave = lambda: clock.mark(Phase.EXCHANGE)
         """Called when the sums are complete."""
 
-    def hear(self, told: tf.Tensor) -> None:
+    def read(self, values: tf.Tensor) -> None:
         """Reads the result of an update; see Step.
 
         Raises:
             NotFinite: loss or gradient is not finite, and the loss scale is not the cause.
         """
-        loss, weight, *slots, arrived = told.numpy().tolist()
+        loss, weight, *slots, arrived = values.numpy().tolist()
         self.own = loss, weight
         if arrived:
             self.clock.mark_past(Phase.BACKWARD, time.time() - arrived)
@@ -75,8 +75,8 @@ class Step:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False)
         """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
-        self.travelling = passes.travelling
-        signature = [self.travelling.specs(), tf.TensorSpec((), tf.float64)]
+        self.packing = passes.packing
+        signature = [self.packing.specs(), tf.TensorSpec((), tf.float64)]
         self.complete = tf.function(self._complete, autograph=False, input_signature=signature)
         """complete(gradients, loss_scale): an update from this rank's gradients."""
 
@@ -84,7 +84,7 @@ class Step:
         return self._complete(self.passes.gradients(batch, share, loss_scale), loss_scale)
 
     def _complete(self, tensors: Sequence[tf.Tensor], loss_scale: tf.Tensor) -> tf.Tensor:
-        rows, (*gradients, own) = self.travelling.apart(tensors)
+        rows, (*gradients, own) = self.packing.apart(tensors)
         judge, arrived, alone = self.judge, tf.zeros((), tf.float64), not self.reducer.meets
         if alone:  # Python is not called; it marks the time afterwards
             with tf.device("CPU"), tf.control_dependencies([*gradients, *rows, tf.identity(own)]):
@@ -94,8 +94,8 @@ class Step:
             *sums, slots = self.reducer.borrow([*gradients, own], *around)
         if rows:
             with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
-                rows = self.travelling.tables.sum([tf.identity(tensor) for tensor in rows], judge.leave)
-            square = tf.cast(self.travelling.tables.square(rows), slots.dtype)
+                rows = self.packing.tables.sum([tf.identity(tensor) for tensor in rows], judge.leave)
+            square = tf.cast(self.packing.tables.square(rows), slots.dtype)
             slots += square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)
         plain = not judge.rule.needs_norm and self.passes.weighted is False
         if plain:
@@ -115,13 +115,13 @@ class Step:
         if self.reducer.lends:
             with tf.control_dependencies([done]):
                 tf.raw_ops.Assert(condition=done, data=[*sums, slots])  # holds them until the update is done
-        told = tf.cast(tf.concat([own[: WEIGHT + 1], slots[:READ]], 0), tf.float64)
-        return tf.concat([told, [arrived]], 0)
+        values = tf.cast(tf.concat([own[: WEIGHT + 1], slots[:READ]], 0), tf.float64)
+        return tf.concat([values, [arrived]], 0)
 
     def _update(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor], factor: tf.Tensor | None) -> tf.Tensor:
         if factor is not None:
             sums = [total * tf.cast(factor, total.dtype) for total in sums]
-            rows = self.travelling.tables.scaled(rows, factor)
+            rows = self.packing.tables.scaled(rows, factor)
         elif self.reducer.lends and not makes_new_tensors(self.update.optimizer):
             sums = [tf.raw_ops.DeepCopy(x=total) for total in sums]
         return self.update.run(rows, sums)
@@ -164,7 +164,7 @@ class LossProgram:
     """A context in which passes leave no trace."""
 
     def __post_init__(self, prepared: Prepared) -> None:
-        self.travelling, self.clock = prepared.travelling, self.opening.clock
+        self.packing, self.clock = prepared.packing, self.opening.clock
         self.chosen = ChosenReducer(prepared.reducers, self.opening.choice, self.unchanged, prepared.reducer)
         self.judge = Judge(self.clock, self.rule)
         self.steps: Step | None = None
@@ -175,7 +175,7 @@ class LossProgram:
 
     @property
     def gradient_bytes(self) -> int:
-        return 4 * self.travelling.pieces.layout.gradients
+        return 4 * self.packing.pieces.layout.gradients
 
     def run(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         """See StepProgram. Forward and backward are one function, so their time counts as Phase.BACKWARD."""
@@ -190,10 +190,10 @@ class LossProgram:
                 share, scale = self._scalars(global_samples)
                 if len(batches) == 1:
                     self.batch_norms.begin_micro_batch(0)
-                    told = self.steps.whole(batches[0], share, scale)
+                    values = self.steps.whole(batches[0], share, scale)
                 else:
-                    told = self.steps.complete(self._gradients(batches, global_samples), scale)
-                self.judge.hear(told)
+                    values = self.steps.complete(self._gradients(batches, global_samples), scale)
+                self.judge.read(values)
         except (tf.errors.OpError, NotFinite) as error:
             if self.batch_norms.problem is not None:
                 raise self.batch_norms.problem from error
@@ -212,7 +212,7 @@ class LossProgram:
         def rehearse(reducer: Reducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             with self.batch_norms.update(len(batches)):
-                _, pieces = self.travelling.apart(self._gradients(batches, global_samples))
+                _, pieces = self.packing.apart(self._gradients(batches, global_samples))
                 np.asarray(add_up(pieces)[-1])  # waits for the device
 
         return rehearse
@@ -230,8 +230,8 @@ class LossProgram:
         for index, batch in enumerate(batches):
             self.batch_norms.begin_micro_batch(index)
             more = self.passes.gradients(batch, *self._scalars(global_samples))
-            tensors = self.travelling.added(tensors, more) if tensors else more
-        return tensors or self.travelling.zeros()
+            tensors = self.packing.added(tensors, more) if tensors else more
+        return tensors or self.packing.zeros()
 
     def _scalars(self, global_samples: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Each sample's weight, 1 / global_samples, and the loss scale."""

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reduce.reducer import KerasReducers, Reducer, python_called
-from hpctrain.backends.tensorflow.reduce.sparse_sums import (
+from hpctrain.backends.tensorflow.reducer import KerasReducers, Reducer, python_called
+from hpctrain.backends.tensorflow.sparse_sums import (
     Gradients,
     rows_read_alone,
     rows_updated_alone,
@@ -199,7 +199,7 @@ class TrainStepProgram:
     """A batch used on a rank without samples."""
     updates: list[OwnUpdate] | None = None
     """Updates of one step, once planned."""
-    travelling: dict[Any, Gradients] = field(default_factory=dict)
+    packing: dict[Any, Gradients] = field(default_factory=dict)
     reducers: dict[Any, Reducer] = field(default_factory=dict)
     """Both by the variables whose gradients are exchanged together (``key``)."""
 
@@ -261,16 +261,16 @@ class TrainStepProgram:
                 f"train_step of rank {odd[0]} updates other weights than that of rank 0, or in another order",
                 "make the same updates on every rank: only data may depend on the rank",
             )
-        self.travelling = {key(one.variables): self._travelling(one) for one in updates}
-        largest, *others = sorted(self.travelling, key=lambda each: -self.travelling[each].pieces.layout.gradients)
-        reducers = {each: KerasReducers(gradients.pieces) for each, gradients in self.travelling.items()}
-        zeros = self.travelling[largest].pieces.zeros()
+        self.packing = {key(one.variables): self._packing(one) for one in updates}
+        largest, *others = sorted(self.packing, key=lambda each: -self.packing[each].pieces.layout.gradients)
+        reducers = {each: KerasReducers(gradients.pieces) for each, gradients in self.packing.items()}
+        zeros = self.packing[largest].pieces.zeros()
         first = choice.reducer(reducers[largest], lambda reducer: np.asarray(reducer.sum(zeros)[-1]))
         self.reducers = {largest: first}
         for each in others:
             self.reducers[each] = reducers[each].open(Candidate.parse(first.name), self.group)
 
-    def _travelling(self, update: OwnUpdate) -> Gradients:
+    def _packing(self, update: OwnUpdate) -> Gradients:
         """Makes the packer of an update's gradients. Collective."""
         sparse = sparse_variables(update.variables, self.task.model, update.by, self.opening.config, self.group.size)
         return Gradients(update.variables, sparse, self.group)
@@ -278,13 +278,13 @@ class TrainStepProgram:
     def _tables_by_rows(self) -> list[keras.Variable]:
         """Tables that an optimizer updates by rows."""
         by_rows = [one for one in self.updates or [] if updates_rows_alone(one.by)]
-        return [table for one in by_rows for table in self.travelling[key(one.variables)].rows_of]
+        return [table for one in by_rows for table in self.packing[key(one.variables)].rows_of]
 
     def close(self) -> None:
         while self.reducers:
             self.reducers.popitem()[1].close()
-        while self.travelling:
-            self.travelling.popitem()[1].close()
+        while self.packing:
+            self.packing.popitem()[1].close()
 
     @property
     def reducer_name(self) -> str | None:
@@ -293,8 +293,8 @@ class TrainStepProgram:
     @property
     def gradient_bytes(self) -> int:
         if self.updates is None:
-            return 4 * self.passes.travelling.pieces.layout.gradients
-        known = [self.travelling[key(one.variables)] for one in self.updates if self.travelling]
+            return 4 * self.passes.packing.pieces.layout.gradients
+        known = [self.packing[key(one.variables)] for one in self.updates if self.packing]
         return 4 * sum(one.pieces.layout.gradients for one in known)
 
     def _step(self, batch: Tensors, share: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -331,12 +331,12 @@ class TrainStepProgram:
                 f"train_step updates other weights by {tracing.updates[-1].optimizer} than when it was first traced",
                 "make the same updates in every step",
             )
-        travelling, reducer = self.travelling[known], self.reducers[known]
+        packing, reducer = self.packing[known], self.reducers[known]
         given, sparse = [gradients[each] for each in present], self.opening.config.reduce.sparse
-        ready = refused_or_dense(travelling, [variables[each] for each in present], given, sparse)
-        rows, pieces = travelling.apart(travelling.pack_with(ready, {}))
-        part = tf.cast(share, travelling.pieces.dtype)
-        rows = travelling.tables.scaled(rows, part)
+        ready = refused_or_dense(packing, [variables[each] for each in present], given, sparse)
+        rows, pieces = packing.apart(packing.pack_with(ready, {}))
+        part = tf.cast(share, packing.pieces.dtype)
+        rows = packing.tables.scaled(rows, part)
         *mine, slots = [tf.math.multiply_no_nan(piece, part) for piece in pieces]  # zeros on a rank without samples
         meeting, leave = self.meeting, self.meeting.leave if reducer.meets else None
         with tf.control_dependencies([*mine, *rows, *tracing.done]):
@@ -345,8 +345,8 @@ class TrainStepProgram:
         own_rows = rows
         if rows:
             with tf.control_dependencies([*sums, slots]):  # all ranks exchange in this order
-                rows = travelling.tables.sum([tf.identity(tensor) for tensor in rows], leave)
-        square = slots[SQUARE] + tf.cast(travelling.tables.square(rows), slots.dtype)
+                rows = packing.tables.sum([tf.identity(tensor) for tensor in rows], leave)
+        square = slots[SQUARE] + tf.cast(packing.tables.square(rows), slots.dtype)
 
         def stop() -> tf.Tensor:
             norms = [tf.cast(tf.nn.l2_loss(one), slots.dtype) for one in (*mine, *own_rows[1::2])]
@@ -358,7 +358,7 @@ class TrainStepProgram:
             sums, rows = [tf.identity(total) for total in sums], [tf.identity(tensor) for tensor in rows]
         tracing.summed += [*sums, *rows]
         found: list[Any] = [None] * len(variables)
-        totals = travelling.unpack(rows, sums, updates_rows_alone(optimizer))
+        totals = packing.unpack(rows, sums, updates_rows_alone(optimizer))
         for each, total in zip(present, totals, strict=True):
             found[each] = total
         return found

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reduce import sparse_sums
-from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
+from hpctrain.backends.tensorflow import sparse_sums
+from hpctrain.backends.tensorflow.task.compiled import CompiledLoss
 from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, tested
 from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm
 from hpctrain.config.sections import TrainConfig
@@ -98,7 +98,7 @@ class Passes:
     def __init__(
         self,
         task: KerasTask,
-        travelling: sparse_sums.Gradients,
+        packing: sparse_sums.Gradients,
         sparse: str,
         compiled: bool,
         averages: Sequence[tf.Variable] = (),
@@ -107,7 +107,7 @@ class Passes:
         """
         Args:
             task: the task.
-            travelling: packs the gradients of the trainable variables.
+            packing: packs the gradients of the trainable variables.
             sparse: ``reduce.sparse``.
             compiled: whether XLA compiles the passes.
             averages: EMA weights that replace the trainable variables in evaluation and prediction; may be empty.
@@ -118,9 +118,9 @@ class Passes:
         self.variables = task.model.trainable_variables
         self.trained = [(variable, variable.trainable) for variable in task.model.weights]
         """Each weight, and whether it was trainable at the start."""
-        self.travelling = travelling
-        by_rows = bool(travelling.rows_of) and sparse_sums.updates_rows_alone(task.optimizer)
-        self.by_rows = travelling.rows_of if by_rows else []
+        self.packing = packing
+        by_rows = bool(packing.rows_of) and sparse_sums.updates_rows_alone(task.optimizer)
+        self.by_rows = packing.rows_of if by_rows else []
         """Tables that are updated by rows."""
         self.sparse = sparse
         self.weighted: bool | None = None
@@ -154,9 +154,9 @@ class Passes:
         gradients = tape.gradient(target, [variable.value for variable in self.variables])
         if all(gradient is None for gradient in gradients):
             raise loss_of_nothing()
-        known = refused_or_dense(self.travelling, self.variables, gradients, self.sparse)
+        known = refused_or_dense(self.packing, self.variables, gradients, self.sparse)
         slots = {LOSS: loss.total * share, WEIGHT: loss.weight * share, WEIGHTED: float(loss.weighted)}
-        return self.travelling.pack_with(known, slots)
+        return self.packing.pack_with(known, slots)
 
     def _joint_gradients(self, batch: Tensors, share: tf.Tensor, loss_scale: tf.Tensor) -> list[tf.Tensor]:
         assert self.joint is not None, "see __init__"
@@ -210,12 +210,12 @@ def loss_of_nothing() -> UserError:
 
 
 def refused_or_dense(
-    travelling: sparse_sums.Gradients, variables: Sequence[keras.Variable], gradients: Sequence[Any], sparse: str
+    packing: sparse_sums.Gradients, variables: Sequence[keras.Variable], gradients: Sequence[Any], sparse: str
 ) -> list[Any]:
     """Prepares gradients for the exchange: those of tables stay sparse, all others become dense.
 
     Args:
-        travelling: packs the gradients.
+        packing: packs the gradients.
         variables: the variables.
         gradients: the gradients, in the same order.
         sparse: ``reduce.sparse``.
@@ -223,7 +223,7 @@ def refused_or_dense(
     Raises:
         UserError: a gradient is sparse, and that is refused.
     """
-    triples = zip(travelling.is_table, variables, gradients, strict=True)
+    triples = zip(packing.is_table, variables, gradients, strict=True)
     return [given if is_table else dense(variable, given, sparse) for is_table, variable, given in triples]
 
 
@@ -333,14 +333,14 @@ class Update:
 
     optimizer: keras.optimizers.Optimizer
     variables: Sequence[keras.Variable]
-    travelling: sparse_sums.Gradients
+    packing: sparse_sums.Gradients
     applying: Applying
 
     def __post_init__(self) -> None:
         self.run = tf.function(self._run, jit_compile=self.applying.train.compile or None, autograph=False)
 
     def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        gradients = self.travelling.unpack(rows, pieces, sparse_sums.updates_rows_alone(self.optimizer))
+        gradients = self.packing.unpack(rows, pieces, sparse_sums.updates_rows_alone(self.optimizer))
         with sparse_sums.rows_updated_alone():
             self.applying.apply(self.optimizer.apply, gradients, self.variables)
         self.applying.follow(self.variables)

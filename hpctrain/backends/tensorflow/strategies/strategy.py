@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from hpctrain.backends.tensorflow.reduce.reducer import KerasReducers, Reducer
-from hpctrain.backends.tensorflow.reduce.sparse_sums import Gradients, sparse_variables
+from hpctrain.backends.tensorflow.reducer import KerasReducers, Reducer
+from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.tensors import OwnSlots, VariableTensor
 from hpctrain.backends.tensorflow.steps.passes import Applying, Update, WeightUpdate
 from hpctrain.backends.tensorflow.task.overrides import trains_itself
@@ -49,7 +49,7 @@ class Opening:
 class Prepared:
     """A model and optimizer as prepared by a strategy."""
 
-    travelling: Gradients
+    packing: Gradients
     """Packs the gradients of the trained variables."""
     reducers: Reducers[Reducer]
     """Reducers to choose from."""
@@ -81,14 +81,14 @@ def replicate(opening: Opening) -> Prepared:
     task, config = opening.task, opening.config
     variables, data = opening.variables, opening.world.data
     sparse = sparse_variables(variables, task.model, task.optimizer, config, data.size)
-    travelling = Gradients(variables, sparse, data)
-    reducers = KerasReducers(travelling.pieces, config.reduce.compress_after_steps)
+    packing = Gradients(variables, sparse, data)
+    reducers = KerasReducers(packing.pieces, config.reduce.compress_after_steps)
     reducer = opening.choice.known(reducers)
     task.optimizer.build(variables)
-    return Prepared(travelling, reducers, reducer, functools.partial(Update, task.optimizer, variables, travelling))
+    return Prepared(packing, reducers, reducer, functools.partial(Update, task.optimizer, variables, packing))
 
 
 def leave_updates(opening: Opening) -> Prepared:
     """Prepares a model that updates itself in ``train_step``."""
-    travelling = Gradients(opening.variables, [], opening.world.data)
-    return Prepared(travelling, KerasReducers(travelling.pieces), None, None)
+    packing = Gradients(opening.variables, [], opening.world.data)
+    return Prepared(packing, KerasReducers(packing.pieces), None, None)

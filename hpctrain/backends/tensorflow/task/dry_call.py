@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hpctrain.backends.tensorflow.steps.compiled import CompiledLoss
 from hpctrain.backends.tensorflow.steps.passes import BatchScore, Passes, Tensors, loss_of_nothing, score_of
+from hpctrain.backends.tensorflow.task.compiled import CompiledLoss
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.user_errors import blamed, shapes
@@ -46,8 +46,8 @@ def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: 
         raise UserError("the model or forward returned None", "return the outputs: a return is missing")
     scores = []
     for name, judge in judges.items():
-        told = f"outputs {describe(outputs)}, and the batch, a dict of {shapes(batch)}"
-        fix = f"{name} gets (outputs, batch){'' if training else ' in an evaluation'}: {told}"
+        arguments = f"outputs {describe(outputs)}, and the batch, a dict of {shapes(batch)}"
+        fix = f"{name} gets (outputs, batch){'' if training else ' in an evaluation'}: {arguments}"
         with blamed(name, fix):
             score = judge(outputs, batch)
         if score is None:

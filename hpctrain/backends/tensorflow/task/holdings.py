@@ -139,7 +139,7 @@ class Holdings:
             words = np.random.SeedSequence([seed, number]).generate_state(int(np.prod(state.shape)), np.uint32)
             state.assign(tf.cast(words, state.dtype))
 
-    def refuse_strangers(self, arrays: Iterable[str]) -> None:
+    def refuse_unknown(self, arrays: Iterable[str]) -> None:
         """Raises UserError if a saved array has no variable."""
         refuse_unplaced(arrays, self.made_with)
 

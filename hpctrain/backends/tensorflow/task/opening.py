@@ -10,18 +10,17 @@ import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import require_same_model
-from hpctrain.backends.tensorflow.framework import KerasEvaluator, KerasFramework, StepProgram, keras_meters
-from hpctrain.backends.tensorflow.reduce.reducer import HostReducer, broadcast
+from hpctrain.backends.tensorflow.framework import KerasEvaluator, KerasFramework, KerasMeter, StepProgram
+from hpctrain.backends.tensorflow.reducer import HostReducer, broadcast
 from hpctrain.backends.tensorflow.runtime import POLICIES, require_own_gpu
 from hpctrain.backends.tensorflow.state.source import KerasState, Named, Rates, own_learning_rate
 from hpctrain.backends.tensorflow.state.tensors import require_different_names
-from hpctrain.backends.tensorflow.steps.compiled import holders
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
 from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
 from hpctrain.backends.tensorflow.steps.passes import Applying, Passes
-from hpctrain.backends.tensorflow.strategies import strategy
+from hpctrain.backends.tensorflow.strategies import strategy, zero1
 from hpctrain.backends.tensorflow.strategies.strategy import Opening, Planner, Prepared
-from hpctrain.backends.tensorflow.strategies.zero1 import strategy as zero1
+from hpctrain.backends.tensorflow.task.compiled import holders
 from hpctrain.backends.tensorflow.task.holdings import Holdings, KerasLeaves, optimizers_in
 from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
 from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm, joint_layers
@@ -31,6 +30,7 @@ from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.tasks.definition import KerasTask, kept_objects
+from hpctrain.tasks.meters import KerasMetric, meters_of
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
 from hpctrain.train.hooks import rate_hook
@@ -94,9 +94,9 @@ def assembled(
     residues = {"": residue} if residue is not None else {}
     scale, seed = rule.loss_scale, config.seed
     source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, seed, residues)
-    passes = Passes(task, prepared.travelling, config.reduce.sparse, train.compile, averages, joint)
+    passes = Passes(task, prepared.packing, config.reduce.sparse, train.compile, averages, joint)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
-    evaluator = KerasEvaluator(task, passes, keras_meters(task), is_tried)
+    evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)
     program: StepProgram
     applying = Applying(train, averages)
     if prepared.open_update is None:

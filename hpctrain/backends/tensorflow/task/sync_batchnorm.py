@@ -13,7 +13,7 @@ from keras.layers import BatchNormalization
 from numpy.typing import NDArray
 
 from hpctrain.backends.joint_statistics import JointStatistics
-from hpctrain.backends.tensorflow.reduce.reducer import broadcast
+from hpctrain.backends.tensorflow.reducer import broadcast
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
 from hpctrain.train.clock import StepClock

@@ -1,5 +1,5 @@
 """Sums of a torch model's gradients over ranks.
 
-``reducer`` opens and measures reducers, which sum the flat buffer of ``gradients`` by ``allreduce`` (MPI or Horovod),
-and the gradients of ``sparse_parameters`` by ``sparse_sums``.
+``reducer`` opens and measures reducers. ``gradients`` are a flat buffer, which ``allreduce`` sums by MPI or Horovod,
+and rows of embedding tables.
 """

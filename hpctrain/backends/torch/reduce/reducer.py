@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -10,8 +10,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.reduce import allreduce
-from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, densify
-from hpctrain.backends.torch.reduce.sparse_sums import SparseGradients
+from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
@@ -34,7 +33,24 @@ class Parameters(Protocol):
         """Names and parameters, in a fixed order."""
 
 
-class Reducer(Protocol):
+class SummedGradients(Protocol):
+    """What an exchange leaves behind for the optimizer."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Tensors with the summed gradients that this rank's optimizer uses, to be scaled in place."""
+
+    def norm(self) -> float:
+        """L2 norm of all summed gradients."""
+
+    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Parameters by name, or this rank's parts of them, with summed gradients in ``grad``. Used for norms: if each
+        element counts once over the ranks, parameters that all ranks update count on one rank only."""
+
+    def spread(self) -> bool:
+        """After the optimizer's step, sends updated parameters to all ranks. Returns whether it waited for others."""
+
+
+class Reducer(SummedGradients, Protocol):
     """Sums gradients over ranks, so that they become those of the global batch.
 
     Each update calls ``begin``, backward (if several times, with ``last_backward`` False before all but the last), and
@@ -57,19 +73,6 @@ class Reducer(Protocol):
             loss: this rank's part of the mean loss; or its loss sum over ``global_samples`` if a weight is given.
             weight: this rank's weight, over ``global_samples``, of a (sum, weight) loss.
         """
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Tensors with the summed gradients that this rank's optimizer uses, to be scaled in place."""
-
-    def norm(self) -> float:
-        """L2 norm of all summed gradients."""
-
-    def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Parameters by name, or this rank's parts of them, with summed gradients in ``grad``. Used for norms: if each
-        element counts once over the ranks, parameters that all ranks update count on one rank only."""
-
-    def spread(self) -> bool:
-        """After the optimizer's step, sends updated parameters to all ranks. Returns whether it waited for others."""
 
     def close(self) -> None:
         """Stops taking gradients, ends threads and frees memory."""
@@ -174,7 +177,7 @@ class FlatReducer(ByFlatGradients):
     ) -> None:
         self.residue = residue
         self.arrive = arrive
-        self.early = self.told = False
+        self.early = self.has_loss = False
         """Early: the loss is sent first, ``exchange`` waits only for the loss, and ``arrivals`` yields gradients."""
         self.name, self.named = name, named
         self.flat_gradients = flat_gradients
@@ -183,7 +186,7 @@ class FlatReducer(ByFlatGradients):
         self.values = sum_.flat[:boundary]
         self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
-        self.beside = [one for one in (tables, own) if one is not None]
+        self.others = [one for one in (tables, own) if one is not None]
         self.parts = flat_gradients.parts(PARTS)
         flat_gradients.attach()
 
@@ -193,26 +196,26 @@ class FlatReducer(ByFlatGradients):
 
     def begin(self) -> None:
         self.flat_gradients.begin()
-        for one in self.beside:
+        for one in self.others:
             one.begin()
 
-    def tell(self, loss: Number, weight: Number | None) -> None:
+    def put_loss(self, loss: Number, weight: Number | None) -> None:
         """Sets the loss and weight for ``exchange``; called before the first gradient if they are sent early."""
         fill_slots(self.slots.zero_(), loss, weight)
         if self.early:
             self.sum.start(len(self.values), len(self.sum.flat))
-        self.told = True
+        self.has_loss = True
 
     def exchange(self, loss: Number = 0.0, weight: Number | None = None) -> ExchangeResult:
-        if not self.told:
-            self.tell(loss, weight)
-        self.told = False
+        if not self.has_loss:
+            self.put_loss(loss, weight)
+        self.has_loss = False
         self.flat_gradients.complete()
         if self.early and self.arrive is not None:
             self.arrive(1)
             return read_slots(self.slots.tolist())
         self.finish()
-        for one in self.beside:
+        for one in self.others:
             one.exchange()
         return read_slots(self.slots.tolist())
 
@@ -235,7 +238,7 @@ class FlatReducer(ByFlatGradients):
         dense = [self.values]
         if self.converts:  # then ``grad`` is not always a view of the buffer
             dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
-        return [*dense, *(gradient for one in self.beside for gradient in one.gradients())]
+        return [*dense, *(gradient for one in self.others for gradient in one.gradients())]
 
     def norm(self) -> float:
         return global_norm(self.gradients())
@@ -249,60 +252,8 @@ class FlatReducer(ByFlatGradients):
     def close(self) -> None:
         self.flat_gradients.detach()
         self.sum.close()
-        for one in self.beside:
+        for one in self.others:
             one.close()
-
-
-def make_reducer(
-    candidate: Candidate,
-    group: Group,
-    model: Parameters,
-    config: ReduceConfig,
-    sparse: Iterable[Parameter] = (),
-    own: Iterable[Parameter] = (),
-) -> Reducer:
-    """Opens a candidate's reducer for these parameters, or those of a module that require gradients. Collective over
-    the group.
-
-    Gradients of the parameters in ``sparse`` stay sparse; those of ``own`` are not exchanged.
-
-    Raises:
-        UserError: Horovod is missing or does not fit.
-    """
-    sparse_ids, own_ids = ({id(parameter) for parameter in some} for some in (sparse, own))
-    is_share = not isinstance(model, Module)  # its parameters may be frozen now and trained again later
-    wanted = [(name, one) for name, one in model.named_parameters() if is_share or one.requires_grad]
-    shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
-    parameters, rows_of = divided(shared, sparse_ids)
-    if candidate.kind == "none":
-        return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
-    dtype, device = common_kind(wanted)
-    most = min(config.bucket_bytes, PIECE_BYTES if candidate.kind == "mpi" else config.bucket_bytes)
-    layout = plan(
-        [parameter.numel() for _, parameter in parameters],
-        max(1, most // (8 if dtype == torch.float64 else 4)) if candidate.way == "overlap" else None,
-        SLOTS,
-    )
-    residue = residue_of(candidate, layout, config.compress_after_steps)
-    if candidate.kind == "horovod":
-        sum_: allreduce.TensorAllreduce = allreduce.open_horovod_allreduce(
-            group, layout, dtype, device, candidate.compression == "fp16"
-        )
-    else:
-        candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
-
-    def ready(number: int) -> None:
-        end = layout.gradients if reducer.early else layout.length
-        sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
-
-    gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
-    tables = SparseGradients(rows_of, group, dtype)
-    arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not (rows_of or own_ids) else None
-    own_dense, own_rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
-    alone = NoReducer(own_dense, SparseGradients(own_rows), config.sparse) if own_ids else None
-    named = wanted if own_ids else parameters
-    reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, residue, arrive)
-    return reducer
 
 
 def divided(
@@ -318,11 +269,12 @@ class TorchReducers:
     """Reducers of one model, which must be on its device already; see reducer_choice.Reducers."""
 
     model: Parameters
+    """A module, whose parameters count that require gradients; or some parameters, which all count."""
     config: ReduceConfig
     sparse: Sequence[Parameter] = ()
     """Parameters whose gradients stay sparse."""
     own: Sequence[Parameter] = ()
-    """Parameters that no other rank has, so that their gradients are complete."""
+    """Parameters that no other rank has, so that their gradients are complete and not exchanged."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
@@ -334,7 +286,46 @@ class TorchReducers:
         return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
-        return make_reducer(candidate, group, self.model, self.config, self.sparse, self.own)
+        """Opens a candidate's reducer. Collective over the group.
+
+        Raises:
+            UserError: Horovod is missing or does not fit.
+        """
+        config = self.config
+        sparse_ids, own_ids = ({id(parameter) for parameter in some} for some in (self.sparse, self.own))
+        is_share = not isinstance(self.model, Module)  # its parameters may be frozen now and trained again later
+        wanted = [(name, one) for name, one in self.model.named_parameters() if is_share or one.requires_grad]
+        shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
+        parameters, rows_of = divided(shared, sparse_ids)
+        if candidate.kind == "none":
+            return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
+        dtype, device = common_kind(wanted)
+        most = min(config.bucket_bytes, PIECE_BYTES if candidate.kind == "mpi" else config.bucket_bytes)
+        layout = plan(
+            [parameter.numel() for _, parameter in parameters],
+            max(1, most // (8 if dtype == torch.float64 else 4)) if candidate.way == "overlap" else None,
+            SLOTS,
+        )
+        residue = residue_of(candidate, layout, config.compress_after_steps)
+        if candidate.kind == "horovod":
+            sum_: allreduce.TensorAllreduce = allreduce.open_horovod_allreduce(
+                group, layout, dtype, device, candidate.compression == "fp16"
+            )
+        else:
+            candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
+
+        def ready(number: int) -> None:
+            end = layout.gradients if reducer.early else layout.length
+            sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
+
+        gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
+        tables = SparseGradients(rows_of, group, dtype)
+        arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not (rows_of or own_ids) else None
+        own_dense, own_rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
+        alone = NoReducer(own_dense, SparseGradients(own_rows), config.sparse) if own_ids else None
+        named = wanted if own_ids else parameters
+        reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, residue, arrive)
+        return reducer
 
 
 def measured_reducer(

@@ -79,13 +79,13 @@ def joined(optimizer: Any) -> Any:
         return optimizer
     wrong = [type(one).__name__ for one in optimizer if not isinstance(one, Optimizer)]
     if wrong or not optimizer:
-        told = f"holds {wrong[0]}, which is not a torch.optim.Optimizer" if wrong else "is an empty list"
-        raise UserError(f"optimizer of the task {told}", "give a list of objects: [SparseAdam(...), Adam(...)]")
+        problem = f"holds {wrong[0]}, which is not a torch.optim.Optimizer" if wrong else "is an empty list"
+        raise UserError(f"optimizer of the task {problem}", "give a list of objects: [SparseAdam(...), Adam(...)]")
     own = ({id(one) for group in each.param_groups for one in group["params"]} for each in optimizer)
     updated = Counter(place for places in own for place in places)
     if max(updated.values(), default=0) > 1:
-        told = "some parameters appear in more than one"
-        raise UserError(f"the optimizers of the task cannot be combined: {told}", "give each parameter to one")
+        problem = "some parameters appear in more than one"
+        raise UserError(f"the optimizers of the task cannot be combined: {problem}", "give each parameter to one")
     return Together(optimizer)
 
 
@@ -96,7 +96,7 @@ class Part:
     path: str
     """Path within the task's optimizer; empty for that itself."""
     optimizer: Optimizer
-    speaks: bool = False
+    saves_itself: bool = False
     """Whether it, or an object that holds it, has a custom ``state_dict`` by which it is saved."""
 
     @property
@@ -161,7 +161,7 @@ class OptimizerState:
     def __init__(self, every: Sequence[Part], names: Mapping[int, str], slots: Slots) -> None:
         self.slots = slots
         self.every = every
-        self.parts = [part for part in every if not part.speaks]
+        self.parts = [part for part in every if not part.saves_itself]
         self.names = names
         self.initial_rates = {place: float(group["lr"]) for place, group in self.rated_groups()}
         self.made_with = dict(self.group_numbers())
@@ -228,7 +228,7 @@ class OptimizerState:
         """
         tensors: list[StateTensor] = []
         for part in self.parts:
-            refuse_strangers(part.optimizer)
+            refuse_foreign_state(part.optimizer)
         for part, _, parameter, slots in self.held():
             own = self.names[id(parameter)]
             for slot, value in slots.items():
@@ -285,7 +285,7 @@ class OptimizerState:
     def to_device(self) -> None:
         """Moves state that exists from the start (Adagrad's) to the devices of its parameters."""
         for part in self.every:
-            if part.speaks and part.optimizer.state:
+            if part.saves_itself and part.optimizer.state:
                 part.optimizer.load_state_dict(part.optimizer.state_dict())
         for _, group, parameter, slots in self.held():
             for slot, value in slots.items():
@@ -303,7 +303,7 @@ def groups_of(parts: Sequence[Part]) -> Iterator[tuple[str, str, Group]]:
                 yield f"{part.prefix}group", str(index), group
 
 
-def refuse_strangers(optimizer: Optimizer) -> None:
+def refuse_foreign_state(optimizer: Optimizer) -> None:
     """Raises UserError if an optimizer keeps state that belongs to none of its parameters."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for key, value in optimizer.state.items():

@@ -18,7 +18,7 @@ from hpctrain.backends.torch.reduce.reducer import Number
 from hpctrain.backends.torch.steps.step_context import Setting, StepContext
 from hpctrain.backends.torch.steps.update_step import Parts
 from hpctrain.backends.torch.steps.updates import Exchanges, Passes
-from hpctrain.backends.torch.strategies.region import HALVES
+from hpctrain.backends.torch.strategies.region import HALVES, mapped
 from hpctrain.backends.update import NotFinite, ranks_at_fault
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import Feature, refusal
@@ -103,10 +103,10 @@ class Live:
         """Raises UserError, on all ranks, if ranks do not reach the same collective action. Collective."""
         group = self.setting.group
         if not group.same(self.labels.index(doing), "reach the same point of their step"):
-            told = group.allgather(doing, "say what their step does")
-            other = next(rank for rank, each in enumerate(told) if each != told[0])
+            everywhere = group.allgather(doing, "say what their step does")
+            other = next(rank for rank, each in enumerate(everywhere) if each != everywhere[0])
             raise UserError(
-                f"the ranks' steps differ: rank 0 {told[0]}, and rank {other} {told[other]}",
+                f"the ranks' steps differ: rank 0 {everywhere[0]}, and rank {other} {everywhere[other]}",
                 "decide by values equal on all ranks, such as ctx.step, and not by a rank's own samples or losses",
             )
 
@@ -306,30 +306,6 @@ def update_call(name: str) -> str:
     return f"calls ctx.update({repr(name) if name else ''})"
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[], None]) -> Tensor:
-        ctx.group, ctx.clock, ctx.agree, ctx.rows = group, clock, agree, len(tensor)
-        host = tensor.detach().cpu().contiguous()
-        values = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
-        ctx.begin = sum(group.allgather(len(tensor), "say how many rows they gather")[: group.rank])
-        everything = torch.from_numpy(group.allgather_array(values, "gather their rows"))
-        rows = everything.view(tensor.dtype) if tensor.dtype == torch.bfloat16 else everything
-        clock.mark(Phase.EXCHANGE)
-        return rows.to(tensor.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
-        ctx.clock.mark(Phase.BACKWARD)
-        ctx.agree()
-        wide = gradient.to("cpu", torch.float32 if gradient.dtype in HALVES else gradient.dtype).contiguous()
-        total = ctx.group.sum(wide.numpy(), "sum the gradients of gathered rows")
-        ctx.clock.mark(Phase.EXCHANGE)
-        own = torch.from_numpy(total[ctx.begin : ctx.begin + ctx.rows])
-        return own.to(gradient.device, gradient.dtype), None, None, None
-
-
 def gathered(tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[], None]) -> Tensor:
     """Gathers the rows of all ranks, in rank order. Collective, and so is the backward pass.
 
@@ -339,5 +315,21 @@ def gathered(tensor: Tensor, group: Group, clock: StepClock, agree: Callable[[],
         clock: records the time of the exchange.
         agree: called before the collective of the backward pass.
     """
-    rows: Tensor = _Gather.apply(tensor, group, clock, agree)  # type: ignore[no-untyped-call]
-    return rows
+    begin, rows = sum(group.allgather(len(tensor), "say how many rows they gather")[: group.rank]), len(tensor)
+
+    def everything(own: Tensor) -> Tensor:
+        host = own.detach().cpu().contiguous()
+        values = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
+        found = torch.from_numpy(group.allgather_array(values, "gather their rows"))
+        clock.mark(Phase.EXCHANGE)
+        return (found.view(own.dtype) if own.dtype == torch.bfloat16 else found).to(own.device)
+
+    def summed(gradient: Tensor) -> Tensor:
+        clock.mark(Phase.BACKWARD)
+        agree()
+        wide = gradient.to("cpu", torch.float32 if gradient.dtype in HALVES else gradient.dtype).contiguous()
+        total = group.sum(wide.numpy(), "sum the gradients of gathered rows")
+        clock.mark(Phase.EXCHANGE)
+        return torch.from_numpy(total[begin : begin + rows]).to(gradient.device, gradient.dtype)
+
+    return mapped(tensor, everything, summed)

@@ -57,9 +57,6 @@ class PassRunner(Protocol):
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
         """Runs a forward pass as in an update; returns its loss. Raises UserError naming the task's field at fault."""
 
-    def try_loss(self, loss: Any) -> None:
-        """Raises UserError if a loss of ``dry_call`` cannot be differentiated. Collective."""
-
 
 @dataclass(eq=False)
 class LossPasses:
@@ -100,9 +97,6 @@ class LossPasses:
         parts, partition = self.parts, self.parts.partition
         with partition.passing():
             return try_loss(parts.task, self.uncompiled, batch, partition.hint)
-
-    def try_loss(self, loss: Any) -> None:
-        self.parts.partition.try_loss(loss)
 
 
 class UpdateStep:
@@ -151,7 +145,7 @@ class UpdateStep:
 
         samples, meets = samples_of(batch), self.passes.meets
         loss, flops = trying(call, self.parts.model, samples, compute.low_precision, meets)
-        self.passes.try_loss(loss)
+        self.parts.partition.try_loss(loss)
         return flops
 
     def close(self) -> None:

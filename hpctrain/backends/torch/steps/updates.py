@@ -83,17 +83,17 @@ class Passes:
         self.loss = self.loss + number(total) * times
         self.weight = self.weight + (number(part) if isinstance(part, Tensor) else part) * is_own
         if self.reducer.last_backward and isinstance(self.reducer, FlatReducer) and self.reducer.early:
-            self.reducer.tell(*self.totals())
+            self.reducer.put_loss(*self.totals())
         with differentiated():
             backward(total if factor == 1 else total * factor)
 
-    def told(self) -> NDArray[np.float64]:
+    def as_array(self) -> NDArray[np.float64]:
         """Loss and weight so far, for ``take`` on another rank."""
         return np.array([float(self.loss), float(self.weight), self.weighted])
 
-    def take(self, told: NDArray[np.float64]) -> None:
+    def take(self, values: NDArray[np.float64]) -> None:
         """Replaces loss and weight by those of a rank that has seen the same samples."""
-        self.loss, self.weight, self.weighted = float(told[0]), float(told[1]), bool(told[2])
+        self.loss, self.weight, self.weighted = float(values[0]), float(values[1]), bool(values[2])
 
     def exchange(self) -> ExchangeResult:
         """Sums the gradients over all ranks."""
@@ -112,13 +112,13 @@ def differentiated() -> Iterator[None]:
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # subclasses: out of device memory, failures of other ranks
             raise
-        said = words(error)
+        text = words(error)
         fix = (
             "look at the operations in loss and forward; with torch.autograd.set_detect_anomaly(True) in the task's "
             "file, the rank's log shows the line that fails"
         )
-        kind = UserError if advised("", said) else RunFailed
-        raise kind(f"the backward pass fails: {said}{own_line(error)}", advised(fix, said)) from error
+        kind = UserError if advised("", text) else RunFailed
+        raise kind(f"the backward pass fails: {text}{own_line(error)}", advised(fix, text)) from error
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How a model, its gradients and its optimizer are partitioned over ranks, one module for each strategy.
 
-``strategy`` is the protocol, and ``listed`` lists all strategies with what does not work with each: ``tensor``,
-``pipeline``, ``tables``, ``fully_sharded``, ``zero1``, ``zero2``, and ``replicated`` for what no other one partitions.
+``strategy`` is the protocol, and replicates what no other strategy partitions; ``listed`` lists all of them with what
+does not work with each: ``tensor``, ``pipeline``, ``tables``, ``fully_sharded``, ``zero1`` and ``zero2``.
 Each has a function ``planned``, which ``task.opening`` calls; those in ``hpctrain plan`` also ``estimate`` memory from
 an ``estimated`` model.
 

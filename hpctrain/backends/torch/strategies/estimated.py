@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
 
 from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.backends.torch.metrics import of_torchmetrics
@@ -13,7 +17,8 @@ from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits,
 from hpctrain.backends.torch.task.checks import model_features
 from hpctrain.backends.torch.task.shares import Share, shares_of
 from hpctrain.config.combinations import Feature, Uses, refuse, used
-from hpctrain.parallel.memory_estimate import MemoryEstimate, TensorSize
+from hpctrain.parallel.memory_estimate import MemoryEstimate, TensorSize, of_state
+from hpctrain.train.framework import HostBatch, samples_of
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,43 @@ class Estimated:
 Estimate: TypeAlias = Callable[[Estimated], MemoryEstimate | None]
 """Estimates the rank with the most memory; returns None if there is nothing to partition. Raises UserError, with the
 reason, if the model cannot be partitioned."""
+
+
+def measured(framework: TorchFramework, batch: HostBatch, ranks: int) -> tuple[Sequence[TensorSize], MemoryEstimate]:
+    """Trains one step; returns the state and its memory estimate. Raises UserError if the model cannot be trained."""
+    kept = SavedForBackward(one for group in (framework.model.parameters(), framework.model.buffers()) for one in group)
+    with kept.weighing():
+        framework.step([batch], samples_of(batch))
+    state = [TensorSize.of(tensor) for tensor in framework.state()]
+    return state, of_state(state, kept.num_bytes / samples_of(batch), ranks)
+
+
+class SavedForBackward:
+    """Measures the memory that autograd saves for backward, apart from parameters and buffers.
+
+    Args:
+        known: tensors that exist anyway.
+    """
+
+    def __init__(self, known: Iterator[Tensor]) -> None:
+        self.known = {one.untyped_storage().data_ptr() for one in known}
+        self.storages: dict[int, int] = {}
+        """Bytes by address, so that what is saved twice counts once."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Total bytes."""
+        return sum(self.storages.values())
+
+    @contextlib.contextmanager
+    def weighing(self) -> Iterator[None]:
+        """Counts what passes in the body save; of a checkpointed layer, only its inputs."""
+        with torch.autograd.graph.saved_tensors_hooks(self.note, lambda kept: kept):
+            yield
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """Counts a saved tensor. Its address stays unique until the backward pass, which saves nothing."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor

@@ -25,13 +25,26 @@ SWAP = 1
 """Tag of messages in an all-to-all."""
 
 
-class Exchange(Protocol):
-    """Exchanges tensors of any device within a group. ``what`` completes "waited for the other ranks to ..." in the
-    RunFailed that a timeout raises."""
+class Messages(Protocol):
+    """Sends tensors of any device between two ranks of a group. ``what`` completes "waited for the other ranks to ..."
+    in the RunFailed that a timeout raises."""
 
     @property
     def in_order(self) -> bool:
         """Whether two ranks must start the messages between them, in both directions, in the same order."""
+
+    def post(self, values: Tensor, rank: int, tag: int) -> None:
+        """Starts sending a tensor, which must not change until ``settle``. The other rank calls ``expect``."""
+
+    def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
+        """Starts receiving a posted tensor into a contiguous one; returns a function of ``what`` that waits for it."""
+
+    def settle(self, what: str) -> None:
+        """Waits until posted tensors may be changed or freed."""
+
+
+class Exchange(Messages, Protocol):
+    """Exchanges tensors of any device within a group; ``what`` as for Messages."""
 
     def sum(self, values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         """A new tensor of this dtype, the sum over the ranks, bitwise equal on all of them. Collective."""
@@ -46,17 +59,8 @@ class Exchange(Protocol):
             rows: [sum of ``going``, ...], in order of the rank they go to.
             going: number of rows for each rank.
             coming: number of rows from each rank.
-            what: see Exchange.
+            what: see Messages.
         """
-
-    def post(self, values: Tensor, rank: int, tag: int) -> None:
-        """Starts sending a tensor, which must not change until ``settle``. The other rank calls ``expect``."""
-
-    def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
-        """Starts receiving a posted tensor into a contiguous one; returns a function of ``what`` that waits for it."""
-
-    def settle(self, what: str) -> None:
-        """Waits until posted tensors may be changed or freed."""
 
     def close(self) -> None:
         """Closes the exchange on this rank."""
@@ -205,7 +209,7 @@ class TorchExchange:
         return found
 
     def post(self, values: Tensor, rank: int, tag: int) -> None:
-        with self._told("take what was sent"):
+        with self._explained("take what was sent"):
             while self.under_way and self.under_way[0][0].is_completed():
                 self.under_way[0][0].wait(self.timeout)  # returns at once; raises errors
                 self.under_way.pop(0)  # frees memory early, since an update may have many micro-batches
@@ -216,7 +220,7 @@ class TorchExchange:
     def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
         if not into.numel():
             return lambda what: None
-        with self._told("send something"):
+        with self._explained("send something"):
             work = self.ranks.recv([into.view(-1).view(torch.uint8)], rank, 0)
         return lambda what: self._finish(lambda: work, what)
 
@@ -233,7 +237,7 @@ class TorchExchange:
         """Begins an operation and waits for it."""
         if self.device.type == "cuda":  # computing this rank's input is not a wait for others
             torch.cuda.current_stream(self.device).synchronize()
-        with self.waiting, self._told(what):
+        with self.waiting, self._explained(what):
             work = begin()
             for _ in range(QUICK_LOOKS):  # torch itself would sleep for a millisecond between polls
                 if work.is_completed():
@@ -241,7 +245,7 @@ class TorchExchange:
             work.wait(self.timeout)
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _explained(self, what: str) -> Iterator[None]:
         """Converts torch's errors to RunFailed."""
         begun = time.monotonic()
         try:

@@ -213,11 +213,11 @@ def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> Non
 
     def meet(place: int, *ignored: Any) -> None:
         if not group.same(place, "reach the same layer"):
-            told = group.allgather(places[place], "say in which layer they are")
-            other = next(rank for rank, each in enumerate(told) if each != told[0])
+            reached = group.allgather(places[place], "say in which layer they are")
+            other = next(rank for rank, each in enumerate(reached) if each != reached[0])
             raise UserError(
-                f"the ranks' forward passes differ while parallel.shard is parameters: one has reached {told[0]}, "
-                f"another {told[other]}",
+                f"the ranks' forward passes differ while parallel.shard is parameters: one has reached "
+                f"{reached[0]}, another {reached[other]}",
                 "choose layers by values that are equal on all ranks, not by a rank's own samples or random numbers; "
                 "or set parallel.shard: optimizer",
             )

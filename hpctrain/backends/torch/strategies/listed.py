@@ -59,7 +59,7 @@ STRATEGIES = (
         Feature.SHARD_GRADIENTS,
         (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.EXCHANGES_IN_PASSES),
     ),
-    Listed("strategies.replicated"),
+    Listed("strategies.strategy"),
 )
 """All strategies, in the order in which they are applied."""
 TRAITS = {

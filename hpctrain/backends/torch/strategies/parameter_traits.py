@@ -50,7 +50,7 @@ class ParameterTraits:
         found = [one.nearly_by_rows if nearly else one.by_rows for one in traits]
         for group in groups:
             everywhere = group.allgather(found, "compare how optimizer state can be split")
-            found = [all(told) for told in zip(*everywhere, strict=True)]
+            found = [all(of_ranks) for of_ranks in zip(*everywhere, strict=True)]
         return {one for one, may_be in zip(wanting, found, strict=True) if may_be}
 
 
@@ -63,10 +63,10 @@ def unsuited(parts: Sequence[Part], holdings: Holdings) -> str | None:
     """Type of an optimizer that contains others, or keeps state outside ``state`` and ``param_groups``, if any."""
     for part in parts:
         inner = [other for other in parts if other is not part and other.path.startswith(part.prefix)]
-        if part.speaks or (inner and type(part.optimizer) is not Together):
+        if part.saves_itself or (inner and type(part.optimizer) is not Together):
             return type(part.optimizer).__name__
     found = holdings.find(holdings.roots[0])
-    if found.modules or found.speakers or any(isinstance(one, (Tensor, np.ndarray)) for one in found.loose.values()):
+    if found.modules or found.stateful or any(isinstance(one, (Tensor, np.ndarray)) for one in found.loose.values()):
         return type(parts[-1].optimizer).__name__
     return None
 
@@ -218,10 +218,10 @@ def try_optimizer(optimizer: Optimizer, group: Settings, parameter: Parameter) -
     values, other = [(drawn(times * scale), [drawn(times) for _ in range(STEPS)]) for times in (1.0, 3.0)]
     begun = {name: corner(value, tuple(parameter.shape), shape) for name, value in state.items()}
     try:
-        alone = run(optimizer, group, [values], begun)[0]
-        beside = run(optimizer, group, [values, other], begun)[0]
+        alone = run(optimizer, group, [values], begun)
+        together = run(optimizer, group, [values, other], begun)
         rows = uneven_rows(shape)
-        parts = [run(optimizer, group, [cut(values, part)], cut_slots(begun, shape, part))[0] for part in rows]
+        parts = [run(optimizer, group, [cut(values, part)], cut_slots(begun, shape, part)) for part in rows]
     except Exception as error:
         raise UserError(
             f"{type(optimizer).__name__} fails on a small copy of its parameters, on which it is tried before its "
@@ -234,7 +234,7 @@ def try_optimizer(optimizer: Optimizer, group: Settings, parameter: Parameter) -
             "use an optimizer whose step goes through its param_groups, or leave parallel.shard out",
         )
     common = frozenset(name for name, slot in alone.slots.items() if not is_whole(slot, shape))
-    is_alone = torch.equal(alone.value, beside.value) and equal_slots(alone.slots, beside.slots)
+    is_alone = torch.equal(alone.value, together.value) and equal_slots(alone.slots, together.slots)
     by_rows = len(rows) > 1 and fits(alone, parts, common)
     most, update = ROUNDED.get(parameter.dtype, 0.0), distance(alone.value, values[0])
     nearly = by_rows or (len(rows) > 1 and fits(alone, parts, common, most, update))
@@ -262,8 +262,8 @@ def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str, axis
     kind = type(optimizer).__name__
     before = torch.get_rng_state()
     try:
-        whole = run(optimizer, group, [(value, gradients)], begun)[0].value
-        parts = [run(optimizer, group, [(cuts[0][n], [it[n] for it in cuts[1:]])], own[n])[0].value for n in range(2)]
+        whole = run(optimizer, group, [(value, gradients)], begun).value
+        parts = [run(optimizer, group, [(cuts[0][n], [it[n] for it in cuts[1:]])], own[n]).value for n in range(2)]
     except Exception as error:
         raise UserError(
             f"{kind} cannot be tried on a small copy of {name}, which is split: {type(error).__name__}: {error}",
@@ -290,10 +290,8 @@ def even(slot: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
     return torch.full(shape, float(slot.flatten()[0]), dtype=slot.dtype)
 
 
-def run(
-    optimizer: Optimizer, group: Settings, tensors: Sequence[tuple[Tensor, list[Tensor]]], begun: Slots
-) -> list[Trial]:
-    """Makes a few steps with a copy of the optimizer; all tensors start with the same slots."""
+def run(optimizer: Optimizer, group: Settings, tensors: Sequence[tuple[Tensor, list[Tensor]]], begun: Slots) -> Trial:
+    """Makes a few steps with a copy of the optimizer; all tensors start with the same slots. Returns the first one."""
     torch.manual_seed(0)
     parameters = [Parameter(value.clone()) for value, _ in tensors]
     stand_in = copy_of(optimizer, group, parameters, begun)
@@ -302,7 +300,7 @@ def run(
             gradient = gradients[step].clone()
             parameter.grad = gradient.to_sparse(1) if isinstance(optimizer, SparseAdam) else gradient
         type(optimizer).step(stand_in)
-    return [Trial(parameter.detach(), dict(stand_in.state.get(parameter, {}))) for parameter in parameters]
+    return Trial(parameters[0].detach(), dict(stand_in.state.get(parameters[0], {})))
 
 
 def copy_of(optimizer: Optimizer, group: Settings, parameters: list[Parameter], begun: Slots) -> Optimizer:

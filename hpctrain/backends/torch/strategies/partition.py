@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.reduce.reducer import Reducer
+from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -135,7 +135,7 @@ class Partition:
         for parameter, other in zip(parameters, others, strict=True):
             parameter.data, other.data = other.data, parameter.data
 
-    def norm(self, reducer: Reducer) -> float:
+    def norm(self, reducer: SummedGradients) -> float:
         """L2 norm of all summed gradients, counting each element once; equal on all ranks. Collective."""
         return self.norm_of(reducer.summed()) if self.slices else reducer.norm()
 
@@ -196,9 +196,9 @@ class Partition:
             return
         found = self.region.gather(np.array(loss), "compare their losses")
         if not np.allclose(found, found[0], rtol=SAME_LOSS, atol=0, equal_nan=True):
-            told = " and ".join(f"{total:g} (of {weight:g})" for total, weight in found.tolist())
+            shown = " and ".join(f"{total:g} (of {weight:g})" for total, weight in found.tolist())
             raise UserError(
-                f"in update {update} the losses of ranks of one model differ: {told}. They saw different "
+                f"in update {update} the losses of ranks of one model differ: {shown}. They saw different "
                 "samples, or partial values reached the loss",
                 "split the last layer by columns(gathers=True) or (hpctrain.cross_entropy) columns(classes=True), or "
                 "let rows follow; and make transforms and streams depend on the sample and its rng only",

@@ -1,10 +1,13 @@
 """The protocol of strategies: ways to partition a model, its optimizer or its gradients over ranks.
 
-``open_torch`` applies all strategies in the order of ``listed``; each decides itself whether a run uses it.
+``open_torch`` applies all strategies in the order of ``listed``; each decides itself whether a run uses it. The last
+one is here: it replicates what no other one has partitioned, and sums its gradients over ranks with different samples.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +18,7 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.device import Compute
+from hpctrain.backends.torch.reduce.reducer import TorchReducers
 from hpctrain.backends.torch.state.optimizer import Part, Slots
 from hpctrain.backends.torch.steps.update_step import PassRunner
 from hpctrain.backends.torch.steps.updates import ReducerSource
@@ -23,7 +27,7 @@ from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits,
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
 from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.task.holdings import Holdings
-from hpctrain.backends.torch.task.shares import Share, shares_of
+from hpctrain.backends.torch.task.shares import Share, shares_of, sparse_parameters
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
@@ -132,3 +136,22 @@ the model or an optimizer cannot be partitioned this way."""
 Planner: TypeAlias = Callable[[Opening], Strategy | None]
 """Checks a task before any strategy has changed it; returns the strategy, or None if the run does not use it. Does not
 communicate. Raises UserError if the task cannot be trained this way."""
+
+
+def planned(opening: Opening) -> Strategy:
+    """Always applies: replicates what no earlier strategy has partitioned."""
+    return functools.partial(replicate, opening)
+
+
+def replicate(opening: Opening, prepared: Prepared) -> Prepared:
+    """Makes every rank update all parameters that it has."""
+    if prepared.updates is not None:
+        return prepared
+    model, config, partition = opening.model, opening.config.reduce, prepared.partition
+    sparse = sparse_parameters(model, opening.parts, config.sparse)
+    apart = [one for one in model.parameters() if id(one) in partition.complete]
+    names, shares = opening.names(), opening.shares()
+    slices = partition.slices
+    slots = Slots({place: slices[name] for place, name in names.items() if name in slices})
+    reducers = {name: TorchReducers(share, config, share.those_of(sparse), apart) for name, share in shares.items()}
+    return dataclasses.replace(prepared, updates=Updates(shares, names, slots, reducers))

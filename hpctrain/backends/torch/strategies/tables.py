@@ -32,7 +32,7 @@ from hpctrain.config.combinations import Feature
 from hpctrain.errors import UserError
 from hpctrain.parallel.memory_estimate import MemoryEstimate, of_state
 from hpctrain.parallel.sharded import part_of_rows
-from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.tasks.definition import LayerCut
 from hpctrain.train.clock import Neighbours
 
 END = ""
@@ -94,7 +94,7 @@ class Lookup:
         return replace(self, place=-1 - self.place)
 
     @property
-    def told(self) -> str:
+    def place_name(self) -> str:
         """The point in words, for messages."""
         name = self.names[max(self.place, -1 - self.place)]
         if name == END:
@@ -116,12 +116,12 @@ class Lookup:
             UserError: the ranks are at different points, and would mix up their rows; raised on all ranks.
         """
         each = [1] * len(going)
-        said = torch.tensor([[self.place, count] for count in going], device=device)
-        places, counts = self.region.exchange.swap(said, each, each, SAY).t().tolist()
+        announced = torch.tensor([[self.place, count] for count in going], device=device)
+        places, counts = self.region.exchange.swap(announced, each, each, SAY).t().tolist()
         if others := [replace(self, place=place) for place in places if place != self.place]:
             raise UserError(
-                f"the ranks' passes differ while parallel.shard is tables: one has reached {self.told}, another "
-                f"{others[0].told}",
+                f"the ranks' passes differ while parallel.shard is tables: one has reached {self.place_name}, another "
+                f"{others[0].place_name}",
                 "let all ranks look up the same tables in the same order, if need be without any index, and let their "
                 "losses depend on the results whatever their samples are; or leave parallel.shard out",
             )

@@ -27,7 +27,7 @@ from hpctrain.backends.torch.strategies.region import (
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
-from hpctrain.parallel.tensor_words import LayerCut
+from hpctrain.tasks.definition import LayerCut
 from hpctrain.train.clock import Neighbours
 from hpctrain.train.state import Tiling
 
@@ -137,11 +137,12 @@ def require_able(name: str, layer: Module, parent: Module, word: LayerCut, kinds
             "calling it",
             "write the block with separate torch.nn.Linear layers",
         )
-    weight, told = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
+    weight, allowed = layer._parameters.get("weight"), " or ".join(kind.__name__ for kind in kinds[word.kind])
     if type(layer) not in kinds[word.kind] or weight is None:
         raise UserError(
-            f"tensor= of the task splits {name}, {kind_of(layer)}, by {word.kind}, which takes a plain torch.nn.{told}",
-            f"name the {told} layers in it, or leave it whole",
+            f"tensor= of the task splits {name}, {kind_of(layer)}, by {word.kind}, which takes a plain "
+            f"torch.nn.{allowed}",
+            f"name the {allowed} layers in it, or leave it whole",
         )
     if isinstance(layer, Embedding | EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         raise UserError(

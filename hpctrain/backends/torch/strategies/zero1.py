@@ -209,9 +209,9 @@ class ShardedReducer(OwnGradients, ByFlatGradients):
             self.own.copy_(self.host[self.mine_in_flat])
         self._give()
         self.flat_gradients.restart()
-        told = self.sums.slots.tolist()
-        self.square = told[SQUARE]
-        return read_slots(told)
+        slots = self.sums.slots.tolist()
+        self.square = slots[SQUARE]
+        return read_slots(slots)
 
     def spread(self) -> bool:
         with torch.no_grad():

@@ -93,8 +93,8 @@ class SlicedReducer(OwnGradients):
         self._require_parts()
         slots: list[Number] = [0.0] * SLOTS
         fill_slots(slots, loss, weight)
-        told = [0.0, 0.0, *map(float, slots[: WEIGHTED + 1])]
-        while (sums := self._end_pass(told))[MORE]:
+        totals = [0.0, 0.0, *map(float, slots[: WEIGHTED + 1])]
+        while (sums := self._end_pass(totals))[MORE]:
             pass
         self.under_way = False
         if self._follow():
@@ -142,14 +142,14 @@ class SlicedReducer(OwnGradients):
         while self.source.eager and self.sent < len(self.steps) and self.steps[self.sent].indices <= self.ready.keys():
             self._send()
 
-    def _end_pass(self, told: list[float]) -> NDArray[np.float64]:
+    def _end_pass(self, totals: list[float]) -> NDArray[np.float64]:
         """Sums remaining windows, then loss, weights and the squared norm; missing gradients are zeros. Collective."""
         while self.sent < len(self.steps):
             self._send()
         self.passes, self.sent = self.passes + 1, 0
         own = np.zeros(2 + WEIGHTED + 1)
-        own[: len(told)] = told
-        if self.source.needs_norm and not told[MORE]:
+        own[: len(totals)] = totals
+        if self.source.needs_norm and not totals[MORE]:
             parts = (self.sums[begin:end] for begin, end in chunks(0, len(self.sums)))
             own[1] = sum(float(np.dot(part, part)) for part in parts)
         with self.source.waiting:

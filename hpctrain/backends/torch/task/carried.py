@@ -84,10 +84,10 @@ def carried_by(task: TorchTask) -> str | None:
     carried = [one for one in kept_state(task.state) if isinstance(one.value, CarriedState)]
     for shared in (one for one in carried if one.rule is None):
         raise UserError(
-            f"{shared.spoken} is a CarriedState, and not in PerRank: a resume would give all ranks the lanes of rank 0",
+            f"{shared.label} is a CarriedState, and not in PerRank: a resume would give all ranks the lanes of rank 0",
             'write PerRank(carried, on_other_ranks="split")',
         )
-    return carried[0].spoken if carried else None
+    return carried[0].label if carried else None
 
 
 def mapped(function: Callable[..., torch.Tensor], first: Any, *others: Any) -> Any:

@@ -13,8 +13,8 @@ from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parameter import UninitializedParameter
 
 from hpctrain.backends.torch.reduce.gradients import watched
-from hpctrain.backends.torch.reduce.sparse_parameters import of_sparse_adam
 from hpctrain.backends.torch.state.optimizer import Part
+from hpctrain.backends.torch.task.shares import of_sparse_adam
 from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
@@ -120,9 +120,9 @@ def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = ""
         hint: a sentence on what may be wrong with the partition of the model.
     """
     outputs = forward(task, model, batch, hint)
-    told = describe(outputs)
-    fix = f"loss(outputs, batch) gets outputs {told}, and the batch, a dict of {shapes(batch)}"
-    with blamed("loss", told_with(fix, hint)), warnings.catch_warnings():
+    shown = describe(outputs)
+    fix = f"loss(outputs, batch) gets outputs {shown}, and the batch, a dict of {shapes(batch)}"
+    with blamed("loss", with_hint(fix, hint)), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # a broadcast that is rarely intended
         score = task.loss(outputs, batch)
     require_score(score, "loss")
@@ -172,14 +172,14 @@ def forward(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "")
         f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the model gets the first array"
         f"{of_float64(batch)}"
     )
-    with blamed("the model or forward", told_with(fix, hint)):
+    with blamed("the model or forward", with_hint(fix, hint)):
         outputs = task.forward(model, batch)
     if outputs is None:
         raise UserError("the model or forward returned None", "return the outputs: a return is missing")
     return outputs
 
 
-def told_with(fix: str, hint: str) -> str:
+def with_hint(fix: str, hint: str) -> str:
     """Appends a hint, if there is one, to a fix."""
     return f"{fix}. {hint}" if hint else fix
 

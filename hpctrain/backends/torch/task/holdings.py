@@ -58,7 +58,7 @@ class Found:
     """State that a root holds, by path."""
 
     modules: dict[str, Module]
-    speakers: dict[str, Any]
+    stateful: dict[str, Any]
     """Objects with ``state_dict`` and ``load_state_dict``, and random generators."""
     loose: dict[str, Any]
     """Numbers, arrays and tensors in plain attributes, which are not saved."""
@@ -106,10 +106,10 @@ class Holdings:
     def parts(self) -> list[Part]:
         """All optimizers in the task's optimizer, itself included, inner ones first."""
         root = self.roots[0].value
-        places = list(reached(root, lambda at: self._is_end(at) and not speaks(at), attributes, self.names))
-        speaking = [path for path, value in places if speaks(value)]
+        places = list(reached(root, lambda at: self._is_end(at) and not saves_itself(at), attributes, self.names))
+        outermost = [path for path, value in places if saves_itself(value)]
         return [
-            Part(path, value, any(not outer or f"{path}.".startswith(f"{outer}.") for outer in speaking))
+            Part(path, value, any(not outer or f"{path}.".startswith(f"{outer}.") for outer in outermost))
             for path, value in reversed(places)
             if isinstance(value, Optimizer)
         ]
@@ -130,12 +130,12 @@ class Holdings:
                     inner |= {id(module) for module in value.modules()}
                     found.modules[path] = value
             elif isinstance(value, GENERATORS):
-                found.speakers[path] = Generator(value)
-            elif speaks(value):
-                found.speakers[path] = value
+                found.stateful[path] = Generator(value)
+            elif saves_itself(value):
+                found.stateful[path] = value
             elif is_loose(value):
                 found.loose[path] = value
-        refuse_ids(root.name, [*found.modules, *found.speakers, *optimizers], ids)
+        refuse_ids(root.name, [*found.modules, *found.stateful, *optimizers], ids)
         return found
 
     def tensors(self, known: Iterable[Tensor], updates: int) -> list[StateTensor]:
@@ -154,7 +154,7 @@ class Holdings:
             found = self.find(root)
             held = [tensor for tensor in module_state(root, found) if tensor.tensor.data_ptr() not in memory]
             memory |= {tensor.tensor.data_ptr() for tensor in held}
-            tensors += [*held, *speaker_state(root, found, self.leaves)]
+            tensors += [*held, *stateful_tensors(root, found, self.leaves)]
             if updates <= UPDATES:
                 self._look_at(root, found, memory)
         return tensors + extra_tensors(self.extra_state, self.leaves)
@@ -178,7 +178,7 @@ class Holdings:
         plain: list[Callable[[], object]] = []
         for root in self.roots[1:]:
             found = self.find(root)
-            tensors += [*module_state(root, found), *speaker_state(root, found, self.leaves)]
+            tensors += [*module_state(root, found), *stateful_tensors(root, found, self.leaves)]
             plain += putting_back(root.value, self._is_end, attributes, lambda value: value is None or is_loose(value))
             plain += [
                 functools.partial(refill, value, copied(value)) for value in found.loose.values() if can_refill(value)
@@ -204,9 +204,9 @@ class Holdings:
             held = [tensor for tensor in module_state(root, found) if tensor.name in arrays]
             load_tensors(held, arrays)
             taken |= {tensor.name for tensor in held}
-            for path, speaker in found.speakers.items():
-                if tree := below(speaker_name(root, path, speaker), arrays, taken):
-                    speaker.load_state_dict(tree_value(tree, self.leaves, f"the state of {type(speaker).__name__}"))
+            for path, holder in found.stateful.items():
+                if tree := below(stateful_name(root, path, holder), arrays, taken):
+                    holder.load_state_dict(tree_value(tree, self.leaves, f"the state of {type(holder).__name__}"))
         for name, module in self.extra_state:
             if tree := below(name, arrays, taken):
                 module.set_extra_state(tree_value(tree, self.leaves, f"the extra state of {type(module).__name__}"))
@@ -219,13 +219,13 @@ class Holdings:
 
     def reseed(self, seed: int) -> None:
         """Reseeds the held random generators."""
-        speakers = [speaker for root in self.roots for speaker in self.find(root).speakers.values()]
-        for number, generator in enumerate(one for one in speakers if isinstance(one, Generator)):
+        stateful = [holder for root in self.roots for holder in self.find(root).stateful.values()]
+        for number, generator in enumerate(one for one in stateful if isinstance(one, Generator)):
             generator.reseed(derive(seed, number))
 
     def _is_end(self, value: Any) -> bool:
         is_saved = id(value) in self.modules or id(value) in self.apart
-        return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or is_saved or speaks(value)
+        return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or is_saved or saves_itself(value)
 
 
 def parameters_in(value: Any) -> Iterable[Tensor]:
@@ -254,24 +254,24 @@ def module_state(root: Root, found: Found) -> list[TorchTensor]:
     ]
 
 
-def speaker_state(root: Root, found: Found, leaves: Leaves) -> list[StateTensor]:
+def stateful_tensors(root: Root, found: Found, leaves: Leaves) -> list[StateTensor]:
     """State of objects with a ``state_dict``."""
     return [
         tensor
-        for path, speaker in found.speakers.items()
+        for path, holder in found.stateful.items()
         for tensor in tree_tensors(
-            speaker_name(root, path, speaker),
-            speaker.state_dict(),
-            Placement.RANK if isinstance(speaker, Generator) else root.placement,
+            stateful_name(root, path, holder),
+            holder.state_dict(),
+            Placement.RANK if isinstance(holder, Generator) else root.placement,
             leaves,
-            f"the state of {type(speaker).__name__}",
+            f"the state of {type(holder).__name__}",
         )
     ]
 
 
-def speaker_name(root: Root, path: str, speaker: Any) -> str:
+def stateful_name(root: Root, path: str, holder: Any) -> str:
     """Name prefix of such an object's state."""
-    return f"{'rng/' if isinstance(speaker, Generator) else ''}held/{root.name}/dict/{path or 'itself'}"
+    return f"{'rng/' if isinstance(holder, Generator) else ''}held/{root.name}/dict/{path or 'itself'}"
 
 
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
@@ -308,7 +308,7 @@ class Generator:
             self.value.bit_generator.state = type(self.value.bit_generator)(seed).state
 
 
-def speaks(value: Any) -> bool:
+def saves_itself(value: Any) -> bool:
     """Whether an object other than a module has methods that save and load its state."""
     if isinstance(value, Optimizer):
         kind = type(value)

@@ -12,7 +12,7 @@ from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
 from hpctrain.backends.torch.device import Compute, compute_of, pick_device, require_same_kind
 from hpctrain.backends.torch.framework import TorchEvaluator, TorchFramework
-from hpctrain.backends.torch.metrics import of_torchmetrics, torch_meters
+from hpctrain.backends.torch.metrics import TorchMetricMeter, of_torchmetrics
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
 from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
@@ -39,6 +39,7 @@ from hpctrain.errors import UserError
 from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import TorchTask, kept_objects
+from hpctrain.tasks.meters import TorchMetric, meters_of
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
 
@@ -182,7 +183,9 @@ def assembled(
     program: StepProgram = UpdateStep(parts, passes)
     if task.step is not None:
         program = OwnSteps(parts, task.step, train.accumulate, [part.optimizer for part in optimizer_state.every])
-    evaluator = TorchEvaluator(parts, passes, averages, torch_meters(task, compute.device))
+    adapt = functools.partial(TorchMetricMeter, device=compute.device)
+    meters = meters_of(task.metrics, TorchMetric, "torchmetrics", adapt)
+    evaluator = TorchEvaluator(parts, passes, averages, meters)
     source = TorchState(
         parts=parts,
         program=program,

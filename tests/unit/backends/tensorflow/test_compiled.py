@@ -11,7 +11,7 @@ from keras import layers
 
 from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
-from hpctrain.backends.tensorflow.steps.compiled import reported
+from hpctrain.backends.tensorflow.task.compiled import reported
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reduce.reducer import STACKED, HostReducer, NoReducer, Pieces, grouped
+from hpctrain.backends.tensorflow.reducer import STACKED, HostReducer, NoReducer, Pieces, grouped
 from hpctrain.reduce.layout import LOSS, SLOTS, SQUARE, WEIGHT
 from hpctrain.reduce.shm_allreduce import add_pairwise, sum_pairwise
 

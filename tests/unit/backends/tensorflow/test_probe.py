@@ -10,8 +10,8 @@ import pytest
 from keras import layers
 
 from hpctrain.backends.tensorflow.runtime import begin_task
-from hpctrain.backends.tensorflow.strategies.zero1.probe import VECTOR, cuts_of, even, try_optimizer
-from hpctrain.backends.tensorflow.strategies.zero1.sharded import slots_of, stand_in
+from hpctrain.backends.tensorflow.state.tensors import slots_of
+from hpctrain.backends.tensorflow.strategies.probe import VECTOR, cuts_of, even, stand_in, try_optimizer
 from tests.tasks import tensorflow_sharded as sharded
 
 

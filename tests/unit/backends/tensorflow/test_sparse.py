@@ -14,7 +14,7 @@ keras = pytest.importorskip("keras")
 
 import tensorflow as tf  # noqa: E402 (after the skip)
 
-from hpctrain.backends.tensorflow.reduce.sparse_sums import (  # noqa: E402
+from hpctrain.backends.tensorflow.sparse_sums import (  # noqa: E402
     Gradients,
     rows_updated_alone,
     sparse_variables,
@@ -44,7 +44,7 @@ def test_one_process_keeps_rows_where_the_optimizer_updates_rows_alone(
     optimizer: Callable[[], Any], settings: dict[str, Any], stays: bool
 ) -> None:
     framework = make_framework(alone(), embedding_model, mean_loss, optimizer, **settings)
-    assert any(framework.program.travelling.is_table) is stays
+    assert any(framework.program.packing.is_table) is stays
     assert (framework.facts.gradient_bytes < 4 * 320_000) is stays
     framework.close()
 

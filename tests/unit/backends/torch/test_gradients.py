@@ -53,7 +53,7 @@ def test_gradients_that_arrive_early_come_behind_the_loss_and_in_parts() -> None
         waited.clear()
         reducer.begin()
         value = loss(model)
-        reducer.tell(value.detach(), None)
+        reducer.put_loss(value.detach(), None)
         assert recorder.sent == [(len(reducer.values), len(recorder.flat))], "the loss leaves before any gradient"
         value.backward()
         assert reducer.exchange(value.detach()).loss == pytest.approx(value.item())

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpctrain.backends.torch.reduce.reducer import measured_reducer  # noqa: E402
-from hpctrain.backends.torch.reduce.sparse_parameters import sparse_parameters  # noqa: E402
 from hpctrain.backends.torch.state.optimizer import Part, joined  # noqa: E402
+from hpctrain.backends.torch.task.shares import sparse_parameters  # noqa: E402
 from hpctrain.comm.world import alone  # noqa: E402 (after the skip)
 from hpctrain.config.sections import ReduceConfig  # noqa: E402
 from hpctrain.errors import UserError  # noqa: E402

@@ -26,10 +26,10 @@ from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut, 
 from hpctrain.comm.group import Group
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, TrainConfig, WrongValue
-from hpctrain.parallel.tensor_words import LayerCut
 from hpctrain.rank.fit import fit
 from hpctrain.rank.trial import try_task
 from hpctrain.system.output import quiet_environment
+from hpctrain.tasks.definition import LayerCut
 from hpctrain.train.state import Cut, Tiling
 from tests.support.thread_groups import in_threads
 from tests.tasks import tensor_tasks

@@ -28,6 +28,7 @@ from hpctrain.backends.torch.task.holdings import Holdings, attributes
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError
+from hpctrain.parallel.pipeline import one_forward_one_backward
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, samples_of
@@ -130,7 +131,7 @@ class Pipelined:
         """See PassRunner. All stages get the same micro-batches and loss; waiting for other stages is exchange time."""
         under_way: dict[int, MicroBatch] = {}
         with self._own_streams():
-            order = self.stage.order(len(micro_batches))
+            order = one_forward_one_backward(self.stage.rank, self.stage.group.size, len(micro_batches))
             for each, following in itertools.zip_longest(order, order[1:]):
                 if each.forward:
                     host = micro_batches[each.micro_batch]
@@ -144,7 +145,7 @@ class Pipelined:
                     self._backward(under_way.pop(each.micro_batch), passes, goes_on)
                     clock.mark(Phase.BACKWARD)
         self.stage.settle()
-        passes.take(self.stage.tell(passes.told()))
+        passes.take(self.stage.share_loss(passes.as_array()))
 
     def _forward(self, batch: dict[str, Tensor], samples: int) -> MicroBatch:
         called: list[MicroBatch] = []
@@ -171,9 +172,6 @@ class Pipelined:
         with self._update([]), contextlib.suppress(HandedOn):
             try_loss(self.task, self, batch, self.partition.hint)
         self.stage.settle()
-
-    def try_loss(self, loss: Any) -> None:
-        """Does nothing: gradients come from the next stage."""
 
     @contextlib.contextmanager
     def _update(self, called: list[MicroBatch]) -> Iterator[None]:
@@ -221,8 +219,8 @@ class Pipelined:
 def only_value(inputs: Sequence[Any], more: Mapping[str, Any], again: bool) -> Any:
     """The input that ``forward`` calls its model with. Raises UserError unless it is one value, in one call."""
     if len(inputs) != 1 or more:
-        told = "arguments by name" if more else f"{len(inputs)} arguments"
-        raise UserError(f"forward calls the model with {told}", ONCE)
+        given = "arguments by name" if more else f"{len(inputs)} arguments"
+        raise UserError(f"forward calls the model with {given}", ONCE)
     if again:
         raise UserError("forward calls the model twice", ONCE)
     return inputs[0]
@@ -237,7 +235,7 @@ def checksum(batch: HostBatch) -> int:
     return found
 
 
-def grasped(task: TorchTask, model: Module) -> str | None:
+def captured(task: TorchTask, model: Module) -> str | None:
     """Name of a task's function that holds the model or a part of it (as a closure or attribute), if any."""
     parts = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
 
@@ -258,7 +256,7 @@ def pipeline_features(task: TorchTask, holdings: Holdings) -> dict[Feature, Any]
     of_ranks = [name for name, one in task.state.items() if isinstance(one, PerRank)]
     given = {
         Feature.EXTRA_STATE: next((type(module).__name__ for _, module in holdings.extra_state), None),
-        Feature.CAPTURED_MODEL: grasped(task, holdings.model),
+        Feature.CAPTURED_MODEL: captured(task, holdings.model),
         Feature.NO_LAYERS: not is_known,
         Feature.PER_RANK: next(iter(of_ranks), None),
     }

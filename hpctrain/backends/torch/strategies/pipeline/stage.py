@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
+from hpctrain.backends.torch.strategies.exchange import HostExchange, Messages
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
-from hpctrain.parallel.pipeline import Pass, one_forward_one_backward
 from hpctrain.train.clock import NO_CLOCK, Neighbours, StepClock, Waiting
 
 DTYPES = {
@@ -46,7 +45,7 @@ class Received:
 class Coming:
     """A value whose tensors are being received."""
 
-    made_up: Any
+    structure: Any
     tensors: Sequence[Tensor]
     """The tensors being filled."""
     wanting: Sequence[int]
@@ -81,15 +80,15 @@ class Stage:
     """
 
     def __init__(
-        self, group: Group, device: torch.device, clock: StepClock = NO_CLOCK, exchange: Exchange | None = None
+        self, group: Group, device: torch.device, clock: StepClock = NO_CLOCK, exchange: Messages | None = None
     ) -> None:
         self.group, self.device = group, device
         self.rank, self.last = group.rank, group.size - 1
         self.host = HostExchange(group, Waiting(clock, Neighbours.PIPELINE))
-        self.exchange: Exchange = exchange or self.host
-        self.said: dict[tuple[int, int], bytes] = {}
+        self.exchange: Messages = exchange or self.host
+        self.sent_structures: dict[tuple[int, int], bytes] = {}
         """Description of the last value sent, by rank and tag; an unchanged one is not sent again."""
-        self.heard: dict[tuple[int, int], bytes] = {}
+        self.received_structures: dict[tuple[int, int], bytes] = {}
         self.coming: dict[tuple[int, int], Coming] = {}
         """Values that are already being received, by rank and tag."""
 
@@ -103,18 +102,14 @@ class Stage:
         """Whether this stage computes the outputs, and so the loss."""
         return self.rank == self.last
 
-    def order(self, micro_batches: int) -> list[Pass]:
-        """The order of this stage's passes in an update."""
-        return one_forward_one_backward(self.rank, self.group.size, micro_batches)
-
     def send(self, value: Any, rank: int, tag: int) -> list[Tensor]:
         """Sends a value and its description; returns those of its tensors whose gradients will come back."""
         tensors: list[Tensor] = []
-        made_up = json.dumps(described(value, tensors)).encode()
-        told = b"" if self.said.get((rank, tag)) == made_up else made_up
-        self.said[rank, tag] = made_up
-        self.host.post(torch.tensor([len(told)]), rank, tag)
-        self.host.post(torch.tensor(list(told), dtype=torch.uint8), rank, tag)
+        structure = json.dumps(described(value, tensors)).encode()
+        text = b"" if self.sent_structures.get((rank, tag)) == structure else structure
+        self.sent_structures[rank, tag] = structure
+        self.host.post(torch.tensor([len(text)]), rank, tag)
+        self.host.post(torch.tensor(list(text), dtype=torch.uint8), rank, tag)
         for tensor in tensors:  # the task may change one without gradient in place while it is being sent
             self.exchange.post(tensor if wants_gradient(tensor) else tensor.clone(), rank, tag)
         return [tensor for tensor in tensors if wants_gradient(tensor)]
@@ -131,7 +126,7 @@ class Stage:
             through = Entered.apply(anchor, entered, gradients)  # type: ignore[no-untyped-call]
             for number, tensor in zip(wanting, cast(tuple[Tensor, ...], through), strict=True):
                 tensors[number] = tensor
-        return Received(rebuilt(coming.made_up, tensors), entered, gradients)
+        return Received(rebuilt(coming.structure, tensors), entered, gradients)
 
     def receive_early(self, rank: int, tag: int, what: str) -> None:
         """Begins to receive for ``receive``, if both sides must start their messages in the same order.
@@ -161,7 +156,7 @@ class Stage:
             finish("pass gradients back")
         return found
 
-    def tell(self, values: NDArray[Any]) -> NDArray[Any]:
+    def share_loss(self, values: NDArray[Any]) -> NDArray[Any]:
         """Broadcasts the last stage's values to all stages."""
         if not self.is_last:
             self.host.expect(torch.from_numpy(values), self.last, LOSS)("tell the loss")
@@ -175,14 +170,14 @@ class Stage:
         length = torch.empty(1, dtype=torch.int64)
         self.host.expect(length, rank, tag)(what)
         if int(length):
-            told = torch.empty(int(length), dtype=torch.uint8)
-            self.host.expect(told, rank, tag)(what)
-            self.heard[rank, tag] = told.numpy().tobytes()
-        made_up = json.loads(self.heard[rank, tag])
-        kinds = list(told_tensors(made_up))
+            text = torch.empty(int(length), dtype=torch.uint8)
+            self.host.expect(text, rank, tag)(what)
+            self.received_structures[rank, tag] = text.numpy().tobytes()
+        structure = json.loads(self.received_structures[rank, tag])
+        kinds = list(described_tensors(structure))
         tensors = [torch.empty(shape, dtype=DTYPES[dtype], device=self.device) for dtype, shape, _ in kinds]
         finish = [self.exchange.expect(one, rank, tag) for one in tensors]
-        return Coming(made_up, tensors, [number for number, (*_, wants) in enumerate(kinds) if wants], finish)
+        return Coming(structure, tensors, [number for number, (*_, wants) in enumerate(kinds) if wants], finish)
 
 
 def wants_gradient(tensor: Tensor) -> bool:
@@ -215,17 +210,17 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
     )
 
 
-def told_tensors(made_up: Any) -> Iterator[tuple[str, list[int], bool]]:
+def described_tensors(structure: Any) -> Iterator[tuple[str, list[int], bool]]:
     """Yields (dtype, shape, whether its gradient is wanted) of each tensor in a description."""
-    ((kind, inner),) = made_up.items()
+    ((kind, inner),) = structure.items()
     if kind == "tensor":
         yield inner
     elif kind not in ("value", "again"):
         for one in inner:
-            yield from told_tensors(one[1] if kind == "dict" else one)
+            yield from described_tensors(one[1] if kind == "dict" else one)
 
 
-def rebuilt(made_up: Any, tensors: Sequence[Tensor]) -> Any:
+def rebuilt(structure: Any, tensors: Sequence[Tensor]) -> Any:
     """Rebuilds a value from its description and its tensors."""
     left = iter(tensors)
 
@@ -242,4 +237,4 @@ def rebuilt(made_up: Any, tensors: Sequence[Tensor]) -> Any:
         parts = [of(one) for one in inner]
         return tuple(parts) if kind == "tuple" else parts
 
-    return of(made_up)
+    return of(structure)

@@ -39,11 +39,11 @@ def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
     if stages == 1:
         return None
 
-    def told(error: Exception) -> UserError:
-        said = f"{type(error).__name__}: {words(error)}{own_line(error)}"
-        return UserError(f"{FIELD} fails: {said}", "it gets the model of the task, and returns its layers")
+    def explained(error: Exception) -> UserError:
+        text = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+        return UserError(f"{FIELD} fails: {text}", "it gets the model of the task, and returns its layers")
 
-    with foreign_errors(told):
+    with foreign_errors(explained):
         layers = layers_of(model, task.layers)
     return staged(model, layers, stages)
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reduce.reducer import Pieces, Told, exchanged_dtype, tell
+from hpctrain.backends.tensorflow.reducer import Callback, Pieces, exchanged_dtype, notify
 from hpctrain.comm.group import Group
 from hpctrain.reduce.row_exchange import RowExchange, Rows
 from hpctrain.train.framework import StepSettings
@@ -103,7 +103,7 @@ class Tables:
         both = [tf.concat(pair, 0) for pair in zip(packed, more, strict=True)]
         return self.pack(self.unpack(both))
 
-    def sum(self, packed: Sequence[tf.Tensor], after: Told = None) -> list[tf.Tensor]:
+    def sum(self, packed: Sequence[tf.Tensor], after: Callback = None) -> list[tf.Tensor]:
         """Sums rows over the ranks. Collective; on one process it returns its input.
 
         Args:
@@ -115,7 +115,7 @@ class Tables:
 
         def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
             sums = self._sum(*arrays)
-            tell(after)
+            notify(after)
             return sums
 
         sums: list[tf.Tensor] = tf.numpy_function(exchanged, packed, [tensor.dtype for tensor in packed])

@@ -18,15 +18,15 @@ from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
-from hpctrain.reduce.compression import CODECS
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
 from hpctrain.reduce.int8_sum import Residue, residue_of
 from hpctrain.reduce.layout import LOSS, SLOTS, SQUARE, plan
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.reduce.streamed_allreduce import CODECS
 
 JOINED_BYTES = 65536
 """Total gradient size up to which all gradients form one piece: each further piece costs about 10 us in Python."""
-Told = Callable[[], None] | None
+Callback = Callable[[], None] | None
 """A callback on the host, or None."""
 
 
@@ -40,7 +40,7 @@ class Reducer(Protocol):
     meets: bool
     """Whether there are other ranks."""
 
-    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         """Sums the pieces over the ranks; works inside and outside of TensorFlow functions.
 
         Args:
@@ -52,7 +52,7 @@ class Reducer(Protocol):
             Sums with the same shapes and dtypes. The last one also holds the squared norm of the others.
         """
 
-    def borrow(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         """``sum`` without a copy, if the reducer lends: the results are in memory that the next call overwrites.
 
         The caller must keep all sums alive to its end, since TensorFlow may reuse the memory of a tensor with no other
@@ -69,8 +69,8 @@ class NoReducer:
     name = "none"
     lends = meets = False
 
-    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
-        return with_square(telling(after, telling(before, pieces)))
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        return with_square(notifying(after, notifying(before, pieces)))
 
     borrow = sum
 
@@ -91,21 +91,21 @@ class HostReducer:
         self.lends = not joined
         self.close = host.close
 
-    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces, before, after)]
 
-    def borrow(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         if self.lends:
             return self._call(pieces, before, after)
         *gradients, slots = pieces
         together, total = self._call([join(gradients), slots], before, after)
         return [*split(together, gradients), total]
 
-    def _call(self, pieces: Sequence[tf.Tensor], before: Told, after: Told) -> list[tf.Tensor]:
+    def _call(self, pieces: Sequence[tf.Tensor], before: Callback, after: Callback) -> list[tf.Tensor]:
         def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
-            tell(before)
+            notify(before)
             sums = self.host.sum(*arrays)
-            tell(after)
+            notify(after)
             return sums
 
         sums = tf.numpy_function(exchanged, pieces, [self.host.dtype] * len(pieces))
@@ -125,8 +125,8 @@ class HorovodReducer:
         self.horovod = lease.module
         self.compress = compress
 
-    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
-        return telling(after, with_square(self._sum(telling(before, pieces))))
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        return notifying(after, with_square(self._sum(notifying(before, pieces))))
 
     borrow = sum
 
@@ -145,10 +145,10 @@ class HorovodReducer:
         self.lease.end()
 
 
-def tell(told: Told) -> None:
+def notify(callback: Callback) -> None:
     """Calls the callback, if there is one."""
-    if told is not None:
-        told()
+    if callback is not None:
+        callback()
 
 
 def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
@@ -158,18 +158,18 @@ def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dty
     return given
 
 
-def telling(told: Told, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def notifying(callback: Callback, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the pieces; a callback on the host runs when they are complete."""
-    if told is None:
+    if callback is None:
         return list(pieces)
 
-    def hear(_: NDArray[Any]) -> np.bool_:
-        told()
+    def call(_: NDArray[Any]) -> np.bool_:
+        callback()
         return np.True_
 
     with tf.control_dependencies(pieces):
-        heard = python_called(hear, [pieces[-1]], tf.bool)  # passing a value waits for the device
-    with tf.control_dependencies([heard]):
+        called = python_called(call, [pieces[-1]], tf.bool)  # passing a value waits for the device
+    with tf.control_dependencies([called]):
         return [tf.identity(piece) for piece in pieces]
 
 
@@ -188,32 +188,6 @@ class FastFloat16:
 
     def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
         np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
-
-
-def open_reducer(candidate: Candidate, group: Group, pieces: Pieces, exact_updates: int = 0) -> Reducer:
-    """Opens the reducer of a candidate. Collective over the group. ``exact_updates``: reduce.compress_after_steps.
-
-    Raises:
-        UserError: Horovod is missing or incompatible; see horovod_setup.
-    """
-    if candidate.kind == "none" or group.size == 1:
-        return NoReducer()
-    on_gpu = bool(tf.config.list_logical_devices("GPU"))
-    if candidate.kind == "horovod":
-        horovod = horovod_setup.load("tensorflow")
-        lease = horovod_setup.start(horovod, group, on_gpu)
-        return HorovodReducer(candidate.name, lease, candidate.compression == "fp16")
-    layout, shapes = pieces.layout, pieces.shapes
-    length = sum(layout.sizes)
-    joined = on_gpu or length * pieces.dtype.size <= JOINED_BYTES
-    if joined:
-        layout, shapes = plan([length], None, SLOTS), [(length,)]
-    codecs = {**CODECS, "fp16": FastFloat16()}
-    residue = residue_of(candidate, layout, exact_updates)
-    candidate, host = open_piece_allreduce(
-        candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs, residue
-    )
-    return HostReducer(candidate.name, host, joined, residue)
 
 
 @dataclass(frozen=True)
@@ -235,7 +209,30 @@ class KerasReducers:
         return candidates(replace(config, overlap="off"), around)
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
-        return open_reducer(candidate, group, self.pieces, self.exact_updates)
+        """Opens the reducer of a candidate. Collective over the group.
+
+        Raises:
+            UserError: Horovod is missing or incompatible; see horovod_setup.
+        """
+        if candidate.kind == "none" or group.size == 1:
+            return NoReducer()
+        on_gpu = bool(tf.config.list_logical_devices("GPU"))
+        if candidate.kind == "horovod":
+            horovod = horovod_setup.load("tensorflow")
+            lease = horovod_setup.start(horovod, group, on_gpu)
+            return HorovodReducer(candidate.name, lease, candidate.compression == "fp16")
+        pieces = self.pieces
+        layout, shapes = pieces.layout, pieces.shapes
+        length = sum(layout.sizes)
+        joined = on_gpu or length * pieces.dtype.size <= JOINED_BYTES
+        if joined:
+            layout, shapes = plan([length], None, SLOTS), [(length,)]
+        codecs = {**CODECS, "fp16": FastFloat16()}
+        residue = residue_of(candidate, layout, self.exact_updates)
+        candidate, host = open_piece_allreduce(
+            candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs, residue
+        )
+        return HostReducer(candidate.name, host, joined, residue)
 
 
 def measured_reducer(

@@ -1,11 +1,9 @@
-"""Shards a Keras model's variables over ranks. Its reducer gives each rank the summed gradients of its rows, then
-gathers all updated variables."""
+"""``parallel.shard: optimizer``: each rank's optimizer updates some rows of the weights; all ranks then gather them."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +13,24 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reduce.reducer import Pieces, Told, tell
+from hpctrain.backends.named_state import require_same_model
+from hpctrain.backends.tensorflow.reducer import Callback, Pieces, broadcast, notify
+from hpctrain.backends.tensorflow.sparse_sums import Gradients
+from hpctrain.backends.tensorflow.state.tensors import OwnSlots, VariableTensor, flat
+from hpctrain.backends.tensorflow.steps.passes import Applying
+from hpctrain.backends.tensorflow.strategies.probe import build_on, stand_in, try_optimizer
+from hpctrain.backends.tensorflow.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, Uses, refuse, used
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.parallel.sharded import RowRange, ShardedParameter, Shares, share_out
 from hpctrain.parallel.sharded_exchange import ShardedExchange, open_sharded_exchange
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.host_allreduce import views
 from hpctrain.reduce.layout import Layout
+from hpctrain.train.clock import Phase, StepClock
+from hpctrain.train.state import Cut
 
 NOTHING = "hpctrain_nothing"
 """Name of the placeholder that an optimizer updates on a rank without rows, so that it counts its steps."""
@@ -94,75 +101,6 @@ def layout_of(pieces: Pieces) -> Layout:
     return replace(known, offsets=tuple(offsets), sizes=tuple(sizes))
 
 
-def stand_in(whole: keras.Variable, value: Any) -> keras.Variable:
-    """Makes a variable with another value, and perhaps shape, that an optimizer treats like the whole one."""
-    *scopes, name = whole.path.split("/")
-    with contextlib.ExitStack() as stack:
-        for number, scope in enumerate(scopes):
-            stack.enter_context(keras.name_scope(scope, override_parent=None if number else ""))
-        part = keras.Variable(tf.cast(value, whole.dtype), dtype=whole.dtype, name=name)
-    part.constraint = whole.constraint
-    part.overwrite_with_gradient = whole.overwrite_with_gradient
-    return part
-
-
-def build_on(
-    optimizer: keras.optimizers.Optimizer, wholes: Sequence[keras.Variable], parts: Sequence[keras.Variable]
-) -> None:
-    """Builds an optimizer on parts instead of whole variables, keeping exclusions from weight decay.
-
-    Args:
-        optimizer: the optimizer, not built.
-        wholes: whole variables, some perhaps excluded from weight decay.
-        parts: replacements in the same order; further ones may follow.
-    """
-    known = vars(optimizer)
-    if excluded := known.get("_exclude_from_weight_decay"):
-        pattern = known.get("_exclude_from_weight_decay_pattern")
-        pairs = zip(wholes, parts, strict=False)
-        left_out = [part for whole, part in pairs if optimizer._var_key(whole) in excluded]
-        optimizer.exclude_from_weight_decay(left_out, None if pattern is None else [pattern.pattern])
-    optimizer.build(list(parts))
-
-
-def slots_of(optimizer: keras.optimizers.Optimizer, weights: Sequence[str]) -> list[tuple[keras.Variable, str, str]]:
-    """(variable, slot, weight) of a built optimizer; (variable, name, "") for variables of no weight.
-
-    Keras prefixes slot names with the path of the weight. Where all have the same name (Adafactor), the slot is the
-    attribute in which the optimizer keeps one variable per weight.
-
-    Args:
-        optimizer: the built optimizer.
-        weights: flat paths of its weights.
-    """
-    named = [(one, *slot_of(one.path, weights)) for one in optimizer.variables]
-    count = Counter(slot for _, slot, weight in named if not weight)
-    updated = optimizer._trainable_variables
-    kept = {
-        id(one): (name.strip("_"), flat(variable.path))
-        for name, value in vars(optimizer).items()
-        if isinstance(value, list) and len(value) == len(updated)
-        for one, variable in zip(value, updated, strict=True)
-        if isinstance(one, keras.Variable)
-    }
-    return [
-        (one, *kept[id(one)]) if not weight and count[slot] > 1 and id(one) in kept else (one, slot, weight)
-        for one, slot, weight in named
-    ]
-
-
-def slot_of(path: str, weights: Sequence[str]) -> tuple[str, str]:
-    """Parses a path such as ``adam/model_dense_kernel_momentum`` into (slot, weight)."""
-    own = path.split("/", 1)[-1]
-    weight = max((each for each in weights if own.startswith(f"{each}_")), key=len, default="")
-    return (own[len(weight) + 1 :], weight) if weight else (own, "")
-
-
-def flat(path: str) -> str:
-    """A weight's path in the form that optimizers use in slot names."""
-    return path.replace("/", "_")
-
-
 class ShardedReducer:
     """See reducer.Reducer. The sums are those of this rank's rows, then the slots."""
 
@@ -181,16 +119,16 @@ class ShardedReducer:
         """This rank's rows in each buffer that they must be written to."""
         self.close = exchange.close
 
-    def sum(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces, before, after)]
 
-    def borrow(self, pieces: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         def scattered(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
-            tell(before)
+            notify(before)
             for view, array in zip(self.filled, arrays, strict=True):
                 np.copyto(view, array)
             self.exchange.scatter(needs_norm=True)
-            tell(after)
+            notify(after)
             return [*self.sums, self.exchange.slots]
 
         dtype = self.sharded.pieces.dtype
@@ -199,7 +137,7 @@ class ShardedReducer:
             total.set_shape(shape)
         return list(totals)
 
-    def spread(self, updated: Sequence[tf.Tensor], before: Told = None, after: Told = None) -> list[tf.Tensor]:
+    def spread(self, updated: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
         """Gathers all updated variables from all ranks; works inside and outside of TensorFlow functions.
 
         Args:
@@ -209,12 +147,12 @@ class ShardedReducer:
         """
 
         def gathered(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
-            tell(before)
+            notify(before)
             for leaving in self.leaving:
                 for view, array in zip(leaving, arrays, strict=True):
                     np.copyto(view, array)
             self.exchange.gather()
-            tell(after)
+            notify(after)
             return self.arrived
 
         pieces = self.sharded.pieces
@@ -247,3 +185,110 @@ class ShardedReducers:
         ranges = self.sharded.shares.ranges
         exchange = open_sharded_exchange(group, layout.length, layout.gradients, dtype, ranges)
         return ShardedReducer(candidate.name, exchange, self.sharded)
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """Returns the strategy if ``parallel.shard`` is set and there are several ranks."""
+    is_used = Feature.SHARD in opening.features and opening.world.data.size > 1
+    return functools.partial(shard_weights, opening) if is_used else None
+
+
+def shard_weights(opening: Opening) -> Prepared:
+    """Builds the optimizer on the rows that this rank updates. Collective."""
+    task, data = opening.task, opening.world.data
+    variables = opening.variables
+    packing = Gradients(variables, [], data)
+    sharded, slots = shard_optimizer(task.optimizer, variables, packing.pieces, data, opening.features)
+    reducers = ShardedReducers(sharded)
+    reducer = opening.choice.known(reducers)
+    assert isinstance(reducer, ShardedReducer), "there is one, which is known"
+    open_update = functools.partial(ShardedUpdate, task.optimizer, variables, reducer, opening.clock)
+    parts = [one.value for one in sharded.updated]
+    return Prepared(packing, reducers, reducer, open_update, slots, parts, functools.partial(require_rows, opening))
+
+
+def require_rows(opening: Opening, tensors: Sequence[VariableTensor]) -> None:
+    """Raises UserError if the optimizer holds state that cannot be placed in rows."""
+    if any(tensor.name.startswith("held/optimizer/") for tensor in tensors):
+        kind = type(opening.task.optimizer).__name__
+        refuse({**opening.features, Feature.OWN_OPTIMIZER_STATE: kind})
+
+
+def shard_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    pieces: Pieces,
+    group: Group,
+    features: Uses,
+) -> tuple[Sharded, OwnSlots]:
+    """Shards variables and builds the optimizer on this rank's rows. Collective.
+
+    Args:
+        optimizer: the task's optimizer, not built.
+        variables: the variables that it updates.
+        pieces: pieces of their gradients.
+        group: the ranks.
+        features: features of the run.
+
+    Returns:
+        The sharded variables, and the place of the optimizer's state within that of whole weights.
+
+    Raises:
+        UserError: the ranks' models differ, or the optimizer cannot be sharded.
+    """
+    described = [(one.path, tuple(one.shape), one.dtype) for one in variables]
+    require_same_model(group, described, "variables")
+    broadcast(group, [one.value for one in variables], "receive the model")  # state may start from the weights
+    verdict = try_optimizer(optimizer, variables)
+    everywhere = group.allgather((verdict.is_alone, verdict.by_rows), "compare how optimizer state can be split")
+    coupled = not all(is_alone for is_alone, _ in everywhere)
+    refuse(dict(features) | used({Feature.NON_ELEMENTWISE: coupled and type(optimizer).__name__}))
+    by_rows = [all(one) for one in zip(*(by_rows for _, by_rows in everywhere), strict=True)]
+    sharded = shard(variables, pieces, by_rows, group)
+    build_on(optimizer, [each.whole for each in sharded.rows], sharded.updated)
+    cuts = {}
+    for each in sharded.rows:
+        begin = 0 if each.piece.rows == 1 else each.piece.begin
+        shape = tuple(each.whole.shape)
+        cuts[flat(each.whole.path)] = Cut(shape, (begin, *[0] * len(shape))[: len(shape)])
+    parts = {flat(each.whole.path): tuple(each.part.shape) for each in sharded.rows}
+    return sharded, OwnSlots(cuts, parts, verdict.common, flat(NOTHING))
+
+
+@dataclass(eq=False)
+class ShardedUpdate:
+    """See passes.WeightUpdate. ``run`` gets the sums of this rank's rows, updates them and gathers all ranks' rows."""
+
+    optimizer: keras.optimizers.Optimizer
+    """Built on this rank's rows."""
+    variables: Sequence[keras.Variable]
+    """All trained variables of the model."""
+    reducer: ShardedReducer
+    clock: StepClock
+    """Marks the times of the update and the gather."""
+    applying: Applying
+
+    def __post_init__(self) -> None:
+        self.sharded = self.reducer.sharded
+        self.updated = lambda: self.clock.mark(Phase.OPTIMIZER)
+        self.arrived = lambda: self.clock.mark(Phase.EXCHANGE)
+        self.apply = tf.function(self._apply, jit_compile=self.applying.train.compile or None, autograph=False)
+
+    def run(self, rows: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]) -> tf.Tensor:
+        """See WeightUpdate; ``rows`` is empty."""
+        with tf.control_dependencies([self.apply(sums)]):
+            updated = [each.part.value.read_value() for each in self.sharded.rows]
+            everything = self.reducer.spread(updated, self.updated, self.arrived)
+        for variable, value in zip(self.variables, everything, strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
+        self.applying.follow(self.variables)
+        with tf.control_dependencies(everything):
+            return tf.constant(True)
+
+    def _apply(self, sums: Sequence[tf.Tensor]) -> tf.Tensor:
+        for each in self.sharded.rows:  # weights may have been loaded or changed by the task
+            each.part.assign(each.piece.of(each.whole.value))
+        updated = list(self.sharded.updated)
+        given = sums or [tf.zeros_like(one.value) for one in updated]
+        self.applying.apply(self.optimizer.apply, given, updated)
+        return tf.convert_to_tensor(self.optimizer.iterations) >= 0

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.strategies.zero1.sharded import build_on, flat, slots_of, stand_in
+from hpctrain.backends.tensorflow.state.tensors import flat, slots_of
 from hpctrain.errors import UserError
 from hpctrain.parallel.sharded import LEAST_RATE, STEPS, small, uneven_rows
 
@@ -81,7 +81,7 @@ def try_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[ker
             tried = {index: every[index] for index in chosen}
             whole = run(optimizer, rate, tried)
             halves = [dict(list(tried.items())[first::2]) for first in range(2)]
-            beside = [run(optimizer, rate, half) for half in halves if half]
+            by_half = [run(optimizer, rate, half) for half in halves if half]
             parts = [run(optimizer, rate, some) for some in cut(tried)]
     except Exception as error:
         raise UserError(
@@ -101,7 +101,7 @@ def try_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[ker
         for index in members:
             plain = variables[index].constraint is None and not variables[index].overwrite_with_gradient
             by_rows[index] = goes and plain and not optimizer.clipnorm
-    is_alone = all(found_in(trial, whole) for trial in beside)
+    is_alone = all(found_in(trial, whole) for trial in by_half)
     return OptimizerTraits(
         is_alone and all(equal(trial.others, whole.others) for trial in parts), tuple(by_rows), common
     )
@@ -185,6 +185,37 @@ def part_of(tried: Tried, rows: slice) -> Tried:
     if not tried.value.ndim:
         return tried
     return replace(tried, value=tried.value[rows], gradients=tuple(one[rows] for one in tried.gradients))
+
+
+def stand_in(whole: keras.Variable, value: Any) -> keras.Variable:
+    """Makes a variable with another value, and perhaps shape, that an optimizer treats like the whole one."""
+    *scopes, name = whole.path.split("/")
+    with contextlib.ExitStack() as stack:
+        for number, scope in enumerate(scopes):
+            stack.enter_context(keras.name_scope(scope, override_parent=None if number else ""))
+        part = keras.Variable(tf.cast(value, whole.dtype), dtype=whole.dtype, name=name)
+    part.constraint = whole.constraint
+    part.overwrite_with_gradient = whole.overwrite_with_gradient
+    return part
+
+
+def build_on(
+    optimizer: keras.optimizers.Optimizer, wholes: Sequence[keras.Variable], parts: Sequence[keras.Variable]
+) -> None:
+    """Builds an optimizer on parts instead of whole variables, keeping exclusions from weight decay.
+
+    Args:
+        optimizer: the optimizer, not built.
+        wholes: whole variables, some perhaps excluded from weight decay.
+        parts: replacements in the same order; further ones may follow.
+    """
+    known = vars(optimizer)
+    if excluded := known.get("_exclude_from_weight_decay"):
+        pattern = known.get("_exclude_from_weight_decay_pattern")
+        pairs = zip(wholes, parts, strict=False)
+        left_out = [part for whole, part in pairs if optimizer._var_key(whole) in excluded]
+        optimizer.exclude_from_weight_decay(left_out, None if pattern is None else [pattern.pattern])
+    optimizer.build(list(parts))
 
 
 class Copy:
