@@ -142,7 +142,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     agent = start_agent(world, RunDir(Path(folder)), config, handle, layout, watching)
     os.close(watching)
     os.close(handle)
-    pids = world.local.allgather(agent.pid if agent else 0, "learn the agent's number")
+    pids = world.local.allgather(agent.pid if agent else 0, "learn the process of the agent")
     clock.watch_gc()
     return MonitorSession(clock, agent, prepare_dumps(clock, pids[0]), watched)
 
@@ -179,7 +179,7 @@ def start_agent(
     own = interfaces() if world.local_rank == 0 and world.nodes > 1 else []
     reached_at = [interface.address for interface in own] if world.local_rank == 0 else None
     introduction = [world.host, world.node, reached_at]
-    introductions = world.everyone.allgather(introduction, "tell the monitor who is where")
+    introductions = world.everyone.allgather(introduction, "register with the monitor")
     listener = None
     meeting: dict[str, object] = {}
     if world.rank == 0:
@@ -191,10 +191,10 @@ def start_agent(
             meeting = {"addresses": addresses, "port": port, "token": secrets.token_hex(32)}
         except OSError as error:  # the other ranks wait for an answer
             foreign_text.show(f"hpctrain monitor: not watching this run: {error}", sys.stderr)
-    meeting = world.everyone.broadcast(meeting, "learn where the monitor listens")
+    meeting = world.everyone.broadcast(meeting, "learn the address of the monitor")
     if not meeting:
         return None
-    local_ranks = world.local.allgather(world.rank, "tell the monitor who is here")
+    local_ranks = world.local.allgather(world.rank, "name the ranks to the monitor")
     if world.local_rank != 0:
         return None
     plan = AgentPlan(
