@@ -126,6 +126,11 @@ def numbered(dropout: float = 0.0) -> TorchTask:
     return dataclasses.replace(gpt(dropout), train=tokens() | {"id": np.arange(SAMPLES)})
 
 
+def staged(dropout: float = 0.0) -> TorchTask:
+    """``gpt`` with given stages: those by measured times may differ between runs, and so would their random numbers."""
+    return dataclasses.replace(gpt(dropout), layers=lambda model: [layers(model)[:3], layers(model)[3:]])
+
+
 def sequential(norm: bool = False) -> TorchTask:
     """Plain layers, some without parameters; with ``norm``, also BatchNorm, whose statistics are per micro-batch."""
     between = [nn.BatchNorm1d(12)] if norm else []

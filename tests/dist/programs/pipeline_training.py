@@ -25,7 +25,7 @@ EVERYONE = connect().everyone
 layout.LEAST_TILE_BYTES = 64  # tiles, as for large matrices
 WITH_NORMS: dict[str, Any] = {"task": "sequential", "task_args__norm": "true", "data__drop_last": "true"}
 """BatchNorm rejects a batch of a single sample."""
-BOTH: dict[str, Any] = {"parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}
+BOTH: dict[str, Any] = {"task": "staged", "parallel__pipeline": 2, "parallel__tensor": 2, "task_args__dropout": 0.5}
 TABLES = {"task": f"{table_tasks.__file__}:recommender"}
 PLANS: dict[str, dict[str, Any]] = {
     "alone": {},
