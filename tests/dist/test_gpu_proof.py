@@ -18,9 +18,9 @@ from tests.support.mpi import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 
 
-ONE_OF_A_KIND = {"train-fp16", "plan-grid-4", "plan-parameters-2", "plan-tables-2"}
-"""Rows of other precisions and plans call the same functions; test_plans.py shows that plans are exact on CPUs."""
-TRIED = [name for name in ROWS if name in ONE_OF_A_KIND or not name.startswith(("train-", "plan-"))]
+ONE_OF_A_KIND = {"train-fp16", "exchange-device-4", "plan-grid-4", "plan-parameters-2"}
+"""Other rows of their kinds call the same functions; test_plans.py shows that plans are exact on CPUs."""
+TRIED = [name for name in ROWS if name in ONE_OF_A_KIND or not name.startswith(("train-", "exchange-", "plan-"))]
 
 
 @pytest.mark.alone
