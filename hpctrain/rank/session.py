@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import dataclasses
 import os
@@ -361,7 +362,7 @@ def message(error: BaseException) -> tuple[str, str]:
     """Returns what to say about an error, and the fix: an HpctrainError's own text, else type, text and line."""
     if isinstance(error, HpctrainError):
         return error.what, error.fix
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, (KeyboardInterrupt, bdb.BdbQuit)):
         return "interrupted before the current step had ended", "the same command resumes from the last checkpoint"
     if isinstance(error, SystemExit):
         return f"the program called sys.exit({error.code!r}) during the run{own_line(error)}", "remove that call"

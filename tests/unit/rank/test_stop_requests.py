@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import os
 import signal
 from types import SimpleNamespace
@@ -116,3 +117,5 @@ def test_other_errors_are_told_with_type_and_place():
     cuda = caught(AssertionError("Torch not compiled with CUDA enabled"))
     assert "leave .cuda() and .to() out" in message(cuda)[1] and exit_code(cuda) == ExitCode.USER_ERROR
     assert "sys.exit(0)" in message(caught(SystemExit(0)))[0]
+    for left in (KeyboardInterrupt(), bdb.BdbQuit()):  # the latter by q in a breakpoint
+        assert message(caught(left))[0].startswith("interrupted before")
