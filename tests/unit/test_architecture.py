@@ -67,7 +67,7 @@ LINES: dict[str, int] = {
     "checkpoint": 4579,
     "monitor": 2804,
     "track": 702,
-    "rank": 1587,
+    "rank": 1588,
     "registry": 144,
     "launch": 5159,
     "report": 1002,
