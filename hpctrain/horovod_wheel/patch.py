@@ -40,6 +40,12 @@ _FOR_EVERY_BUILD = (
         # Since g++ 13 the standard headers no longer include these, and Horovod does not include them itself.
         'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -include cstdint -include string")',
     ),
+    # Debug information takes a third of the compilers' time and nine tenths of the wheel.
+    Edit(
+        "CMakeLists.txt",
+        'string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO',
+        'string(REPLACE "-O2 -g" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO',
+    ),
     Edit("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     # Python 3.12 has no distutils.
     Edit(

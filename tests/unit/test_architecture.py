@@ -73,7 +73,7 @@ LINES: dict[str, int] = {
     "report": 1002,
     "watch": 449,
     "doctor": 536,
-    "horovod_wheel": 456,
+    "horovod_wheel": 461,
     "bench": 1263,
     "commands": 1620,
     "cli": 123,
