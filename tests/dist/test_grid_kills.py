@@ -30,7 +30,12 @@ pytestmark = pytest.mark.world_size(8)
 
 
 def run(
-    folder: Path, ranks: int, plan: Mapping[str, Any], trouble: Mapping[str, Any] | None = None, code: int = 0
+    folder: Path,
+    ranks: int,
+    plan: Mapping[str, Any],
+    trouble: Mapping[str, Any] | None = None,
+    code: int = 0,
+    steps: int = STEPS,
 ) -> str:
     """Run one attempt to its end, and return its output."""
     file = write_run(
@@ -38,7 +43,7 @@ def run(
         task=f"{TASK}:task",
         task_args={"folder": str(folder), **(trouble or {})},
         run_dir=str(folder / "run"),
-        train={"steps": STEPS, "global_batch": 12, "accumulate": 2, "clip_norm": 0.5},
+        train={"steps": steps, "global_batch": 12, "accumulate": 2, "clip_norm": 0.5},
         checkpoint={"every_steps": 2},
         parallel=dict(plan),
         reduce={"kind": "mpi" if ranks > 1 else "none"},
@@ -89,7 +94,8 @@ def test_any_rank_is_killed_and_another_plan_goes_on(unharmed: Any, tmp_path: Pa
 
 
 def test_a_stage_that_hangs_is_named(tmp_path: Path) -> None:
-    said = run(tmp_path, 8, GRID, {"kind": "hang", "rank": 5, "step": DIES_AT}, code=70)
+    trouble = {"kind": "hang", "rank": 5, "step": DIES_AT}
+    said = run(tmp_path, 8, GRID, trouble, code=70, steps=1000)  # it hangs once a checkpoint is complete
     [hang] = events(tmp_path / "run", "hang")
     assert [rank["rank"] for rank in hang["ranks"]] == [5]
     assert "rank 5 (stage 1, data 0, tensor 1)" in said
