@@ -166,10 +166,11 @@ def _of_word(word: LastWord, together: float) -> Standing:
 
 def _of_deaths(reports: Iterable[Death], words: Iterable[LastWord], first_error: float) -> list[Death]:
     """Merges reports into one death for each rank that did not say how it ended, with its standing."""
-    of_rank, by_pid = {word.rank: word for word in words}, {word.pid: word.rank for word in words}
+    of_rank = {word.rank: word for word in words}
+    by_pid: dict[int | None, int | None] = {word.pid: word.rank for word in words}
     known: dict[int, list[Death]] = defaultdict(list)
     for death in reports:
-        rank = by_pid.get(death.pid or 0) if death.rank is None else death.rank
+        rank = by_pid.get(death.pid) if death.rank is None else death.rank
         if rank is not None:
             known[rank].append(death)
     noted = {rank: min((one.at for one in each if one.at is not None), default=None) for rank, each in known.items()}

@@ -57,7 +57,7 @@ LINES: dict[str, int] = {
     "system": 1103,
     "config": 1054,
     "comm": 336,
-    "run": 2555,
+    "run": 2556,
     "data": 4119,
     "reduce": 1279,
     "train": 1335,

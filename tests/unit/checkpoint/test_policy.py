@@ -44,6 +44,7 @@ def test_the_clock_counts_only_where_asked() -> None:
 def test_automatic_only_where_nothing_else_is_given() -> None:
     assert policy_of(CheckpointConfig()).mtbf_s == 24 * 3600
     assert policy_of(CheckpointConfig(every_steps=5)).mtbf_s is None
+    assert policy_of(CheckpointConfig(every_epochs=2)).mtbf_s is None
     assert policy_of(CheckpointConfig(interval="none")) == Policy()
     assert policy_of(CheckpointConfig(every_minutes=2)).every_s == 120
 
