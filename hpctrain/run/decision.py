@@ -170,7 +170,7 @@ def _blame_death(word: LastWord, grid: Grid) -> RunVerdict:
 def _blame_error(first: LastWord, failed: Sequence[LastWord], grid: Grid) -> RunVerdict:
     error = first.error
     assert error is not None, "a FAILED word holds its error"
-    everywhere = len(failed) > 1 and Counter(word.error.what for word in failed if word.error)[error.what] > 1
+    everywhere = Counter(word.error.what for word in failed if word.error)[error.what] > 1
     where = "" if everywhere or first.rank is None else f"rank {first.rank}{_place(first, grid)} on {first.host}: "
     if error.code is Code.IN_USE:
         return replaced(Replaced(error.what, error.fix))

@@ -244,7 +244,8 @@ def test_a_hang_of_an_older_attempt_is_not_told_of_the_newest_one(of: int, cause
 
 
 def test_the_hang_of_an_older_attempt_is_no_evidence_for_a_death_in_the_newest_one() -> None:
-    hangs = [Hang(step=3, attempt=each, sentence=f"hang of {each}") for each in (2, 1)]
+    hangs = [Hang(step=3, attempt=each, sentence=f"hang of {each}") for each in (2, 2, 1)]
+    hangs[0] = dataclasses.replace(hangs[0], sentence="an earlier hang")
     killed = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "rank 1 was killed", code=Code.KILLED).to_json()
     entries = [attempt(1, 0, 9, action="requeue", exit_code=70), attempt(2, 10, 20, **killed)]
     answer = explain(with_attempts(entries, rare=hangs))

@@ -203,6 +203,7 @@ def test_before_any_event_nothing_is_known() -> None:
     made = Progress()
     assert (made.attempt, made.step, made.total_steps, made.steps_per_s, made.left_s, made.hang) == (0, *[None] * 5)
     assert made.failing_saves is None and made.last_time is None and made.num_events == 0
+    assert made.store_away is None
 
 
 def test_seconds_left_are_steps_left_at_the_rate() -> None:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from hpctrain.config.sections import Config, ScheduleConfig, TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.train.schedule import OwnRates, first_factor, in_cycle, make_schedule, sound_factors, warm_up
+from hpctrain.train.schedule import (
+    OwnRates,
+    first_factor,
+    in_cycle,
+    make_schedule,
+    sound_factors,
+    validation_batch,
+    warm_up,
+)
 
 
 def factors(config: ScheduleConfig, ranks: int = 1, steps: int = 100, batch: int = 32, epoch: int = 10) -> list[float]:
@@ -170,3 +178,8 @@ def test_a_warm_up_for_a_smaller_batch_starts_at_zero() -> None:
     """Where the rate is not scaled up there is nothing to climb from."""
     assert warm_up(0, 4, 1.0) == 0.25 and warm_up(0, 4, 0.5) == 0.125
     assert warm_up(0, 4, 2.0) == 1.25 and warm_up(3, 4, 2.0) == 2.0
+
+
+def test_a_validation_batch_is_as_large_as_a_micro_batch() -> None:
+    assert validation_batch(TrainConfig(steps=1, global_batch=24, accumulate=2), groups=3) == 4
+    assert validation_batch(TrainConfig(steps=1, global_batch=25, accumulate=2), groups=3) == 5, "rounded up"
