@@ -205,3 +205,8 @@ def test_what_several_sources_tell_of_one_death_is_one_fact() -> None:
     told = [noted(0, 0, 1.0), Death(0, exit_code=3), Death(0, standing=Standing.GONE)]
     for order in itertools.permutations(told):
         assert first_cause([running(0), *order]) == Death(0, exit_code=3, standing=Standing.NOTED, at=1.0)
+
+
+def test_of_a_death_and_an_error_at_the_same_moment_the_error_is_the_cause() -> None:
+    error = failed(0, "ValueError: x", 1.0)
+    assert first_cause([error, running(1), noted(1, -9, 1.0)]) == error
