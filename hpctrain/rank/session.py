@@ -32,7 +32,7 @@ from hpctrain.system import cgroups, foreign_text, processes
 from hpctrain.system.files import create_exclusively
 from hpctrain.system.output import LOGGER, quiet_environment, redirect
 from hpctrain.system.signals import Interrupted, InterruptibleStopSignals, StopSignals
-from hpctrain.tasks.user_errors import advised, own_line, words
+from hpctrain.tasks.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
@@ -373,5 +373,5 @@ def message(error: BaseException) -> tuple[str, str]:
 
 def exit_code(error: BaseException) -> int:
     """Returns the exit code of a rank that ends with this error; errors on which there is advice are the user's."""
-    known = ExitCode.USER_ERROR if isinstance(error, Exception) and advised("", words(error)) else ExitCode.FAILURE
+    known = ExitCode.USER_ERROR if isinstance(error, Exception) and advice_on(words(error)) else ExitCode.FAILURE
     return int(error.exit_code if isinstance(error, HpctrainError) else known)

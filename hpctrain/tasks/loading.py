@@ -42,9 +42,8 @@ def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: 
         task = made(call)
     except (TypeError, ValueError, AttributeError) as error:
         if wrong := _misfits(function, arguments):
-            what = (
-                f"task {reference} fails: {type(error).__name__}: {words(error)}{own_line(error)}; {', '.join(wrong)}"
-            )
+            cause = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+            what = f"task {reference} fails: {cause}; {', '.join(wrong)}"
             raise UserError(what, "correct task_args: in the run file") from error
         raise
     if not isinstance(task, (TorchTask, KerasTask)):

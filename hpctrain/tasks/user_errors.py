@@ -29,10 +29,7 @@ ADVICE = {
     r"[Tt]arget \d+ is out of bounds|outside the valid range of": (
         "Classes count from 0, and the last layer has an output for each of them"
     ),
-    (
-        r"invalid data type 'str'|Attempt to convert a value|'(dict|tuple)' object has no attribute|, not (dict|tuple)$"
-        "|valid indices, got '"
-    ): (
+    r"data type 'str'|a value \(\{|'(dict|tuple)' object has no attribute|, not (dict|tuple)$|valid indices, got '": (
         "The outputs come first, then the batch; of several outputs take one, as in loss(outputs['logits'], batch['y'])"
     ),
     r"does not require grad": (
@@ -81,9 +78,14 @@ def blame(field: str, fix: str, error: BaseException) -> UserError:
     return UserError(what, advised(fix, text))
 
 
+def advice_on(text: str) -> list[str]:
+    """The advice for errors that contain this text."""
+    return [advice for pattern, advice in ADVICE.items() if re.search(pattern, text)]
+
+
 def advised(fix: str, text: str) -> str:
     """The fix, with the advice for errors that contain this text."""
-    return ". ".join([fix, *(advice for pattern, advice in ADVICE.items() if re.search(pattern, text))])
+    return ". ".join([fix, *advice_on(text)])
 
 
 def words(error: BaseException) -> str:

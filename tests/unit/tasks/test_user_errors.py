@@ -1,4 +1,4 @@
-"""Which line of a traceback is the user's."""
+"""Which line of a traceback is the user's, and advice on common errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.tasks import user_errors
-from hpctrain.tasks.user_errors import own_line
+from hpctrain.tasks.user_errors import advice_on, own_line
 
 
 @pytest.mark.parametrize("folder", [Path(f"{user_errors.PACKAGE}-runs"), Path("/home/somebody/project")])
@@ -20,3 +20,9 @@ def test_libraries_and_pythons_own_modules_are_not_the_users(folder: Path, libra
     with pytest.raises(json.JSONDecodeError) as caught:
         names["task"]()  # type: ignore[operator]
     assert own_line(caught.value) == " (task.py:3)"
+
+
+@pytest.mark.parametrize(("value", "advises"), [("{'a': 1}", True), ("None", False)])
+def test_only_outputs_and_batches_are_advice_on_values_that_are_no_tensors(value: str, advises: bool) -> None:
+    text = f"Attempt to convert a value ({value}) with an unsupported type to a Tensor."
+    assert bool(advice_on(text)) is advises

@@ -27,7 +27,7 @@ from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.reduce.reducer_choice import Reducers
-from hpctrain.tasks.user_errors import advised, own_line, words
+from hpctrain.tasks.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock
 
 SEPARATE = (
@@ -117,7 +117,7 @@ def differentiated() -> Iterator[None]:
             "look at the operations in loss and forward; with torch.autograd.set_detect_anomaly(True) in the task's "
             "file, the rank's log shows the line that fails"
         )
-        kind = UserError if advised("", text) else RunFailed
+        kind = UserError if advice_on(text) else RunFailed
         raise kind(f"the backward pass fails: {text}{own_line(error)}", advised(fix, text)) from error
 
 
