@@ -52,36 +52,36 @@ ROOMS: dict[str, str] = {
 }
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 
-LINES: dict[str, int] = {
-    "errors": 123,
-    "system": 1103,
-    "config": 1054,
-    "comm": 336,
-    "run": 2556,
-    "data": 4119,
-    "reduce": 1279,
-    "train": 1335,
-    "parallel": 420,
-    "tasks": 702,
-    "backends": 10008,
-    "checkpoint": 4579,
-    "monitor": 2804,
-    "track": 702,
-    "rank": 1588,
-    "registry": 144,
-    "launch": 5159,
-    "report": 1002,
-    "watch": 449,
-    "doctor": 536,
-    "horovod_wheel": 461,
-    "bench": 1263,
-    "commands": 1620,
-    "cli": 123,
-    "__main__": 16,
-    "__init__": 35,
+TOKENS: dict[str, int] = {
+    "errors": 779,
+    "system": 10356,
+    "config": 9480,
+    "comm": 3544,
+    "run": 24491,
+    "data": 42983,
+    "reduce": 14664,
+    "train": 13682,
+    "parallel": 4644,
+    "tasks": 6671,
+    "backends": 107710,
+    "checkpoint": 48713,
+    "monitor": 28951,
+    "track": 6512,
+    "rank": 15856,
+    "registry": 1471,
+    "launch": 51772,
+    "report": 12054,
+    "watch": 4658,
+    "doctor": 4225,
+    "horovod_wheel": 4125,
+    "bench": 13124,
+    "commands": 16992,
+    "cli": 992,
+    "__main__": 149,
+    "__init__": 278,
 }
-"""Most code lines of each room, without docstrings, comments and blanks. Who needs more raises the number in the commit
-that needs it, with the reason in its message; who removes lines lowers it."""
+"""Most tokens of each room: what must be read, whatever the lines. Who needs more raises the number in the commit that needs
+it, and says in its message what was bought; who removes some lowers it."""
 
 HEAVY = {
     "torch": lambda path: path.parts[:2] == ("backends", "torch") or is_task(path, "torch"),
@@ -171,31 +171,30 @@ def test_a_room_imports_what_the_map_says(room: str) -> None:
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-def code_lines(path: Path) -> int:
-    """Lines that hold code: no docstring of a file, class, function or field, no comment, no blank."""
-    text = path.read_text(encoding="utf-8")
-    tokens = [one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type not in LAYOUT]
-    lines = {line for one in tokens for line in range(one.start[0], one.end[0] + 1)}
-    strings = (
-        node
+@functools.cache
+def weight(path: Path) -> int:
+    """Tokens of a file: what must be read of it, without comments, docstrings (of fields too) and layout."""
+    docstrings = {
+        line
         for node in nodes(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    )
-    return len(lines - {line for node in strings for line in range(node.lineno, (node.end_lineno or 0) + 1)})
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return sum(one.type not in LAYOUT and one.start[0] not in docstrings for one in tokens)
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_keeps_its_budget_of_lines(room: str) -> None:
-    count = sum(code_lines(path) for module, path in FILES.items() if room_of(module) == room)
-    assert count <= LINES[room], f"{room}/ has {count} code lines: see LINES, which says how to raise its budget"
+def test_a_room_keeps_its_budget_of_tokens(room: str) -> None:
+    count = sum(weight(path) for module, path in FILES.items() if room_of(module) == room)
+    assert count <= TOKENS[room], f"{room}/ has {count} tokens: see TOKENS, which says how to raise its budget"
 
 
 ENGINES = {
-    **dict.fromkeys(("hosts", "batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners"), 150),
-    "kubernetes": 120,
-    "kubernetes_manifest": 250,
+    **dict.fromkeys(("hosts", "batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners", "kubernetes"), 1500),
+    "kubernetes_manifest": 2000,
 }
-"""Most code lines of each engine but Slurm, which is one file or folder of ``launch/engines``."""
+"""Most tokens of each engine but Slurm, which is one file or folder of ``launch/engines``."""
 SHARED = ("fitting", "jobs", "scheduler", "schedulers", "unread", "run_encoded")
 """Files there that engines share."""
 
@@ -203,9 +202,9 @@ SHARED = ("fitting", "jobs", "scheduler", "schedulers", "unread", "run_encoded")
 def test_an_engine_is_in_one_place_and_small() -> None:
     folder = PACKAGE / "launch" / "engines"
     places = {name: [*(folder / name).rglob("*.py"), *folder.glob(f"{name}.py")] for name in (*ENGINES, *SHARED)}
-    counts = {name: sum(map(code_lines, files)) for name, files in places.items()}
+    counts = {name: sum(map(weight, files)) for name, files in places.items()}
     assert [name for name, most in ENGINES.items() if not 0 < counts[name] <= most] == []
-    assert sum(counts.values()) + sum(map(code_lines, (PACKAGE / "launch" / "runners").glob("*.py"))) <= 2200
+    assert sum(counts.values()) + sum(map(weight, (PACKAGE / "launch" / "runners").glob("*.py"))) <= 16703
 
 
 def test_commands_about_jobs_know_no_engine_by_name() -> None:
