@@ -191,7 +191,9 @@ def test_a_room_keeps_its_budget_of_tokens(room: str) -> None:
 
 
 ENGINES = {
-    **dict.fromkeys(("hosts", "batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners", "kubernetes"), 1500),
+    **dict.fromkeys(
+        ("hosts", "batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners", "kubernetes"), 1500
+    ),
     "kubernetes_manifest": 2000,
 }
 """Most tokens of each engine but Slurm, which is one file or folder of ``launch/engines``."""
