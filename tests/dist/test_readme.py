@@ -71,9 +71,10 @@ def test_every_command_of_the_readme(newcomer: Path) -> None:
     assert len(found) >= 5
     for words in found:
         more = [word for key, extra in SHORTER.items() if key in words for word in extra]
-        fresh = ["--fresh"] if (newcomer / "runs/wave").exists() and "wave.yaml" in words else []
         codes = None if words[0] == "doctor" else 0  # doctor's code depends on this machine
-        hpctrain(*words, *more, *fresh, cwd=newcomer, timeout=250, code=codes, warm=framework(words))
+        hpctrain(*words, *more, cwd=newcomer, timeout=250, code=codes, warm=framework(words))
+    assert events(newcomer / "runs/demo", "run_finished")[-1]["reason"] == "completed"
+    assert len(events(newcomer / "runs/wave", "resumed")) == 1, "the second command continues the first"
     assert events(newcomer / "runs/wave", "run_finished")[-1]["reason"] == "completed"
     assert events(newcomer / "runs/wave", "eval")[-1]["metrics"]["loss"] < 0.05, "sin(x) is learnt"
 
