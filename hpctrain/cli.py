@@ -31,7 +31,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("hpctrain.commands.train", "train in this process: one rank, alone or under mpirun or srun"),
-    "run": Command("hpctrain.commands.run", "train on N supervised ranks of this machine"),
+    "run": Command("hpctrain.commands.run", "train on N ranks of this machine, under supervision"),
     "sweep": Command("hpctrain.commands.sweep", "run each combination of values, and print one table of results"),
     "evaluate": Command("hpctrain.commands.train", "compute loss and metrics of a checkpoint over the validation data"),
     "predict": Command("hpctrain.commands.train", "write outputs of a checkpoint over a data set to HDF5"),
@@ -44,7 +44,7 @@ COMMANDS = {
     "cancel": Command("hpctrain.commands.jobs", "end a run's jobs now"),
     "resume": Command("hpctrain.commands.jobs", "submit a stopped run again"),
     "supervise": Command("hpctrain.commands.run", "start and supervise the ranks inside a Slurm job"),
-    "node": Command("hpctrain.commands.run", "serve a run with launch.engine: runners, on each of its nodes"),
+    "node": Command("hpctrain.commands.run", "offer this node to a run that uses launch.engine: runners"),
     "nodes": Command("hpctrain.commands.jobs", "list nodes that are excluded because they broke runs, and why"),
     "watch": Command("hpctrain.commands.report", "show a live view of a run: step, rate, curves, ranks, verdicts"),
     "report": Command("hpctrain.commands.report", "make one HTML page with plots from a run folder"),

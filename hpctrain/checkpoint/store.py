@@ -138,7 +138,7 @@ class CheckpointStore(CheckpointFolder):
         """Checkpoint folders to try, in order. Collective. Raises UserError if there are none."""
         steps: list[int] = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if not steps:
-            raise UserError(f"{self.path} has no checkpoint", "save one first, or check the path")
+            raise UserError(f"{self.path} has no checkpoint", "train first, or check the path")
         if step is not None and step not in steps:
             fix = f"choose one of {', '.join(map(str, steps))}"
             raise UserError(f"{self.path} has no checkpoint of step {step}", fix)

@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--dry-run", action="store_true", help="print the script and what would be run")
         parser.add_argument("--chain", type=positive, default=1, metavar="N", help="N dependent jobs, without requeue")
         parser.add_argument("--exclude", action="append", default=[], metavar="HOST", help="hosts to exclude")
-        parser.add_argument("--after", action="append", default=[], metavar="JOB", help="start after these succeeded")
+        parser.add_argument(
+            "--after", action="append", default=[], metavar="JOB", help="start when these jobs have succeeded"
+        )
         parser.add_argument("--wait", action="store_true", help="return when the run has ended")
         parser.add_argument("--parsable", action="store_true", help="print the job id only")
     if name == "nodes":

@@ -209,7 +209,7 @@ class OptimizerConfig(Section, key="optimizer"):
     rho: NotNegative | None = None
     """rmsprop, adadelta: decay of the average of squared gradients (alpha of PyTorch's RMSprop)."""
     eps: NotNegative | None = None
-    """Added to the denominator, all but sgd."""
+    """Added to the denominator; all optimizers except sgd."""
     amsgrad: bool | None = None
     """adam, adamw: the AMSGrad variant."""
 
@@ -265,7 +265,7 @@ class ScheduleConfig(Section, key="schedule"):
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate grows with the number of ranks (Goyal et al. 2017: linear)."""
     base_batch: Positive | None = None
-    """Global batch for which the optimizer's learning rate is meant; by default one rank's batch."""
+    """Global batch that the optimizer's learning rate was tuned for; by default one rank's batch."""
     warmup_steps: Natural | None = None
     """Steps over which the rate rises to its full value, from the unscaled rate or, without scaling, from 0. At most
     one of warmup_steps and warmup_epochs."""
@@ -810,7 +810,7 @@ class Config(Section, key=""):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    """What is watched."""
+    """What to monitor."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """Where progress is reported."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

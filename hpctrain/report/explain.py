@@ -85,7 +85,7 @@ def explain(data: RunHistory, state: State | None = None) -> Explanation:
 
 TITLES: Mapping[Code, str] = {
     Code.NAN: "The loss became NaN or infinite",
-    Code.SINGLETONS: "The ranks did not find each other",
+    Code.SINGLETONS: "Each rank started alone (no common MPI job)",
     Code.DISK_FULL: "A disk was full",
     Code.READ_ONLY: "A file system cannot be written",
     Code.UNREADABLE_CHECKPOINT: "A checkpoint cannot be read at the moment",

@@ -40,12 +40,17 @@ def folder(target: str) -> RunDir:
     path = Path(target).absolute()
     if not path.is_dir():
         if not path.exists():
-            raise UserError(f"there is no run folder or run file {target}", "give one of a run that was started")
+            raise UserError(
+                f"there is no run folder or run file {target}",
+                "give the folder or run file of a run that has been started",
+            )
         return configured(target)[1]
     run = RunDir(_of_checkpoints(path) or path)
     signs = (run.run_yaml, run.run_json, run.attempts, run.lock_file, run.events, run.checkpoints, path / "jobs.jsonl")
     if not any(sign.exists() for sign in signs) and not elements_of(run):
-        raise UserError(f"{target} is not the folder of a run", "give one of a run that was started, or a run file")
+        raise UserError(
+            f"{target} is not the folder of a run", "give the folder of a run that has been started, or a run file"
+        )
     return run
 
 

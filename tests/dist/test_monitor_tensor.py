@@ -68,7 +68,7 @@ def test_a_part_of_the_layers_that_has_more_to_do_is_the_plans(events: Events) -
     [plan] = [event for event in confirmed if event["kind"] == "plan"]
     assert (plan["ranks"], plan["cause"]) == ([1, 3], "forward")
     assert plan["sentence"].startswith("tensor 1 (ranks 1, 3) takes ")
-    assert "the plan is uneven, no rank is slow" in plan["sentence"]
+    assert "the layers are split unevenly, no rank is slow" in plan["sentence"]
 
 
 def test_a_stage_that_takes_longer_is_told_with_what_would_even_it(events: Events) -> None:

@@ -100,7 +100,7 @@ BY_KIND = {
     ),
     Kind.PLAN: lambda v: (
         f"{of_plan(v)} takes {v.slowdown:.0%} longer than the other{'s' if v.load else ' ranks'} on every rank that "
-        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the plan is uneven, {no_rank(v)} is slow"
+        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the layers are split unevenly, {no_rank(v)} is slow"
         f"{moves(v)}"
     ),
     Kind.NETWORK: lambda v: (

@@ -143,7 +143,10 @@ class Standstill:
         if not self.said_who_is_missing:
             self.said_who_is_missing = True
             missing = sorted(set(range(len(self.run.hosts))) - {beat.rank for beat in beats})
-            self.run.say(f"no word from the agents of ranks {sentence.numbers(missing)}: they are not watched", False)
+            self.run.say(
+                f"the monitor has not heard from the agents of ranks {sentence.numbers(missing)}: it cannot watch them",
+                False,
+            )
         return bool(beats)
 
     def first_of(self, hang: Hang) -> Hang:

@@ -92,7 +92,7 @@ def compare_process(before: Mapping[str, float], after: Mapping[str, float], sec
     if before and (faults := (after.get("major_faults", 0) - before.get("major_faults", 0)) / seconds) >= 50:
         lines.append(f"{faults:.0f} page faults/s from disk")
     if after.get("swapped_bytes", 0) > 2**26:
-        lines.append(f"{after['swapped_bytes'] / 2**30:.1f} GiB of it are swapped out")
+        lines.append(f"{after['swapped_bytes'] / 2**30:.1f} GiB of its memory is swapped out")
     if after.get("stopped"):
         lines.append("the process was stopped by a signal")
     return lines

@@ -266,7 +266,7 @@ def test_ranks_that_were_never_heard_of_do_not_stop_the_watching(tmp_path: Path)
         for node in range(3):
             chief.receive(beat(node, Phase.BACKWARD, now - 90), now)
         chief.tick(now)
-    assert said == ["no word from the agents of ranks 6-7: they are not watched"]
+    assert said == ["the monitor has not heard from the agents of ranks 6-7: it cannot watch them"]
     assert chief.open_hang is not None
 
 

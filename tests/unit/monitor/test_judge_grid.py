@@ -81,7 +81,7 @@ def test_what_every_rank_of_a_part_or_stage_takes_longer_for_is_the_plans(
     assert 0.12 < verdict.cost < 0.6
     said = sentence.of_verdict(verdict)
     assert said.startswith(f"{axis} 1 (rank")
-    assert said.endswith("the plan is uneven, no rank is slow")
+    assert said.endswith("the layers are split unevenly, no rank is slow")
 
 
 def test_a_plan_that_nobody_told_of_would_blame_ranks() -> None:
