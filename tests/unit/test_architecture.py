@@ -80,8 +80,8 @@ TOKENS: dict[str, int] = {
     "__main__": 149,
     "__init__": 278,
 }
-"""Most tokens of each room: what must be read, whatever the lines. Who needs more raises the number in the commit that needs
-it, and says in its message what was bought; who removes some lowers it."""
+"""Most tokens of each room: what must be read, whatever the lines. Who needs more raises the number in the commit that
+needs it, and says in its message what was bought; who removes some lowers it."""
 
 HEAVY = {
     "torch": lambda path: path.parts[:2] == ("backends", "torch") or is_task(path, "torch"),

@@ -100,8 +100,8 @@ BY_KIND = {
     ),
     Kind.PLAN: lambda v: (
         f"{of_plan(v)} takes {v.slowdown:.0%} longer than the other{'s' if v.load else ' ranks'} on every rank that "
-        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the layers are split unevenly, {no_rank(v)} is slow"
-        f"{moves(v)}"
+        f"has it: {WORDS[v.cause]}, which costs {v.cost:.0%} of the time: the layers are split unevenly, "
+        f"{no_rank(v)} is slow{moves(v)}"
     ),
     Kind.NETWORK: lambda v: (
         f"the exchange takes {1 + v.slowdown:.1f} times as long as at the start, {costs(v)}: "
