@@ -47,6 +47,8 @@ class Explanation:
     """What to do next."""
     findings: tuple[str, ...] = field(default=())
     """Further things worth knowing, such as a slow rank in a completed run."""
+    cost: float = 0.0
+    """Fraction of the run's time that it costs, if that is known: what costs most is said first."""
 
     @property
     def text(self) -> str:
@@ -69,7 +71,8 @@ def explain(data: RunHistory, state: State | None = None) -> Explanation:
         found = (by_standing(state) if state else by_life(data)) or unknown(data, state)
     elif state is not None and state.word is Word.PENDING:
         return replace(found, findings=(f"it will resume: {state.why}", *([state.fix] if state.fix else [])))
-    slow, recovered = [finding for rule in SLOW for finding in rule(data)], recoveries(data)
+    slow = sorted((finding for rule in SLOW for finding in rule(data)), key=lambda finding: -finding.cost)
+    recovered = recoveries(data)
     if found.cause in (Code.COMPLETED, Code.RUNNING) and slow:
         first = slow[0]
         title = found.title.rstrip(".") + "; " + first.title[0].lower() + first.title[1:]
@@ -247,17 +250,16 @@ def unknown(data: RunHistory, state: State | None = None) -> Explanation:
 
 
 def stragglers(data: RunHistory) -> list[Explanation]:
-    """The three costliest slow ranks or hosts, of at least COSTLY; a spell that is over counts for its steps only."""
+    """The monitor's three costliest findings, of at least COSTLY; a spell that is over counts for its steps only."""
     found: dict[tuple[object, ...], list[tuple[float, str]]] = defaultdict(list)
     for event, until in _spells(data):
-        if event.rank is not None or event.host:
-            about = event.text if until is None else f"from step {event.step} to {until}, {event.text}"
-            share = 1.0 if until is None else max(until - event.step, 0) / max(last_step(data), 1)
-            found[event.kind, event.rank, event.cause].append(((event.cost or 0) * share, about))
+        about = event.text if until is None else f"from step {event.step} to {until}, {event.text}"
+        share = 1.0 if until is None else max(until - event.step, 0) / max(last_step(data), 1)
+        found[event.kind, event.rank, event.cause].append(((event.cost or 0) * share, about))
     costs = sorted(
         ((sum(cost for cost, _ in each), max(each, key=itemgetter(0))[1]) for each in found.values()), reverse=True
     )
-    return [Explanation(Code.STRAGGLER, _capital(about), (), "") for cost, about in costs[:3] if cost >= COSTLY]
+    return [Explanation(Code.STRAGGLER, _capital(about), cost=cost) for cost, about in costs[:3] if cost >= COSTLY]
 
 
 def _spells(data: RunHistory) -> list[tuple[events.Straggler, int | None]]:
@@ -287,11 +289,11 @@ def phases(data: RunHistory) -> list[Explanation]:
     if share.get("data", 0) > DATA_BOUND:
         advice = "raise data.workers or data.prefetch_batches, or pack the data contiguously with hpctrain data pack"
         title = f"{share['data']:.0%} of the time is spent waiting for data"
-        found.append(Explanation(Code.DATA_BOUND, title, (), advice))
+        found.append(Explanation(Code.DATA_BOUND, title, (), advice, cost=share["data"]))
     if share.get("exchange", 0) > EXCHANGE_BOUND:
         advice = "use a larger batch per rank, train.accumulate, or reduce.compression: fp16; see hpctrain bench step"
         title = f"{share['exchange']:.0%} of the time is spent exchanging gradients"
-        found.append(Explanation(Code.EXCHANGE_BOUND, title, (), advice))
+        found.append(Explanation(Code.EXCHANGE_BOUND, title, (), advice, cost=share["exchange"]))
     return found
 
 
@@ -309,7 +311,7 @@ def failed_checkpoints(data: RunHistory) -> list[Explanation]:
         newest = f"the newest one is from step {saved.step}" if saved else "there is none"
         times = f"the last {in_a_row} attempts to save failed" if in_a_row > 1 else "none has been saved since"
         evidence = (f"{times}, and {newest}: what was trained since is not saved",)
-    return [Explanation(Code.CHECKPOINT_FAILED, title, evidence, "free space in the run folder")]
+    return [Explanation(Code.CHECKPOINT_FAILED, title, evidence, "free space in the run folder", cost=1.0)]
 
 
 Rule = Callable[[RunHistory], Explanation | None]

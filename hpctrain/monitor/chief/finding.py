@@ -115,11 +115,13 @@ class Suspicion:
         count: number of subjects tracked, such as the ranks of the run.
         confirm_after: bad windows in a row.
         clear_after: calm windows in a row.
+        growth: factor on ``confirm_after`` after each clearing; above 1, what comes and goes is confirmed less often.
     """
 
-    def __init__(self, count: int, confirm_after: int, clear_after: int) -> None:
-        self.confirm_after = confirm_after
+    def __init__(self, count: int, confirm_after: int, clear_after: int, growth: int = 1) -> None:
+        self.confirm_after = np.full(count, confirm_after)
         self.clear_after = clear_after
+        self.growth = growth
         self.bad = np.zeros(count, dtype=np.int32)
         self.calm = np.zeros(count, dtype=np.int32)
         self.confirmed = np.zeros(count, dtype=bool)
@@ -136,9 +138,10 @@ class Suspicion:
         self.bad[those] = np.where(bad, self.bad[those] + 1, 0)
         self.calm[those] = np.where(calm & ~bad, self.calm[those] + 1, 0)
         named, since = self.confirmed[those], self.bad[those]
-        confirmed = those[~named & (since >= self.confirm_after)]
+        confirmed = those[~named & (since >= self.confirm_after[those])]
         cleared = those[named & (self.calm[those] >= self.clear_after)]
-        suspected = those[~named & (since == 1) & (since < self.confirm_after)]
+        suspected = those[~named & (since == 1) & (since < self.confirm_after[those])]
+        self.confirm_after[cleared] *= self.growth
         self.confirmed[confirmed] = True
         self.confirmed[cleared] = False
         return {State.CONFIRMED: confirmed, State.CLEARED: cleared, State.SUSPECT: suspected}

@@ -91,8 +91,8 @@ class Judge:
         """[N, len(CAUSES)] seconds by which phases of slow ranks exceeded their peers', summed while they are slow."""
         self.pausers = standing(len(hosts))
         """Ranks that hold up the others with pauses."""
-        self.conditions = standing(len(Kind))
-        """Findings about more than one rank, in the order of ``Kind``."""
+        self.conditions = standing(len(Kind), growth=2)
+        """Findings about more than one rank, in the order of ``Kind``; a busy machine makes them come and go."""
         self.pauses = Pauses(len(hosts))
         self.measures: Measures | None = None
 
@@ -247,12 +247,14 @@ class Judge:
         if since_start is None or len(since_start) != len(now.window.ranks):
             return []
         worst = int(np.argmax(since_start))
+        normal = np.median(np.delete(now.window.typical, worst, axis=0), axis=0)
         return self.condition(
             Kind.UNEVEN,
             now.window,
             bool(since_start[worst] >= 0.1 and now.excess[worst] >= 0.1),
             bool(now.excess[worst] < self.rule.calm),
             ranks=(int(now.window.ranks[worst]),),
+            cause=statistics.cause_of(now.window.typical[worst] - normal, normal),
             slowdown=float(now.excess[worst]),
             cost=float(now.cost[worst]),
         )

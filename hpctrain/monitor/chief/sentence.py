@@ -88,8 +88,8 @@ BY_KIND = {
         f"too many to single one out, {costs(v)}"
     ),
     Kind.UNEVEN: lambda v: (
-        f"{who(v)} takes {v.slowdown:.0%} longer than its peers since the start: "
-        f"with so few ranks there is no telling which is off, {costs(v)}"
+        f"{who(v)} takes {v.slowdown:.0%} longer than its peers since the start: {WORDS[v.cause]}, {costs(v)}; "
+        "with so few ranks there is no telling which is off"
     ),
     Kind.ROTATING: lambda v: (
         f"pauses on changing ranks ({WORDS[v.cause]}) cost {v.cost:.0%} of the time: {no_rank(v)} to blame"

@@ -94,6 +94,8 @@ LIVE_S = 3.0
 """Seconds between refreshes of the live view's file."""
 FRESH_S = 60.0
 """Age up to which host findings count as evidence."""
+LASTING_S = 30.0
+"""Shortest duration of a finding that blames no rank for its end to be worth a line in the log."""
 
 
 class Stragglers:
@@ -112,6 +114,8 @@ class Stragglers:
         """Number of layers of each rank's stage, for pipelines."""
         self.active: dict[tuple[Kind, tuple[int, ...]], str] = {}
         """Confirmed findings, in words; the key holds the ranks only for findings that blame particular ones."""
+        self.confirmed_at: dict[tuple[Kind, tuple[int, ...]], float] = {}
+        """Monotonic time of each finding's confirmation, by the same key."""
         self.suspects: list[str] = []
         """Suspicions of the last window, in words."""
         self.shown: Measures | None = None
@@ -196,9 +200,11 @@ class Stragglers:
             return
         if verdict.state is State.CLEARED:
             self.active.pop(key, None)
+            is_news = key[1] != () or time.monotonic() - self.confirmed_at.pop(key, 0.0) >= LASTING_S
         else:
-            self.active[key] = text
-        self.run.say(text, False)
+            self.active[key], self.confirmed_at[key], is_news = text, time.monotonic(), True
+        if is_news:
+            self.run.say(text, False)
         step = self.run.first_step + (verdict.window + 1) * self.run.config.window_steps
         excluded = False
         if self.run.config.action == "exclude_on_requeue" and is_the_hosts_own(verdict, self.run.hosts):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpctrain.run.rank_environment import RUN_DIR
 from hpctrain.system import cgroups
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -206,11 +207,15 @@ def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
 def rivals(
     cpus: set[int], ours: set[int], seconds: float, before: Mapping[int, float], after: Mapping[int, float]
 ) -> list[str]:
-    """Describes other processes that use at least half of one of ``cpus`` between two ``processor_seconds`` calls."""
+    """Describes other processes that use at least half of one of ``cpus`` between two ``processor_seconds`` calls.
+
+    Neither ``ours`` are named nor what else this run has started, which has its folder in the environment.
+    """
     lines = []
+    mark = f"{RUN_DIR}={os.environ.get(RUN_DIR)}"
     for pid, used in after.items():
         share = (used - before.get(pid, used)) / seconds
-        if pid in ours or share < 0.5:
+        if pid in ours or share < 0.5 or mark in (text_of(PROC / str(pid) / "environ") or "").split("\0"):
             continue
         stat = text_of(PROC / str(pid) / "stat") or ""
         fields = stat.rpartition(")")[2].split()

@@ -166,7 +166,7 @@ class Node:
 
     def add_rivals(self, by_rank: dict[str, list[str]], pids: Sequence[int]) -> None:
         """Adds other processes that use the ranks' processors."""
-        ours = {child for pid in pids for child in family(pid)} | {os.getpid()}
+        ours = {*pids, os.getpid(), *(child for pid in pids for child in family(pid))}
         before, began = host_counters.processor_seconds(), time.monotonic()
         time.sleep(0.3)
         after, seconds = host_counters.processor_seconds(), time.monotonic() - began

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.straggler import traces
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
+from hpctrain.monitor.chief.finding import Finding, Kind, State
 from hpctrain.monitor.chief.stragglers import COLUMNS, Heat, exclude
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message
@@ -77,6 +78,22 @@ def test_a_slow_rank_becomes_a_sentence_and_an_event(tmp_path: Path) -> None:
     assert event["sentence"].startswith("rank 3 on n1 is 3")
     assert event["rank"] == 3 and event["host"] == "n1" and event["cause"] == "data" and event["state"] == "confirmed"
     assert {"time", "step", "attempt", "slowdown", "cost"} <= event.keys()
+
+
+def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 12 s was told that its ranks are equally fast now."""
+    chief, said = chief_in(tmp_path)
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    for kind, ranks, lasts in ((Kind.UNEVEN, (1,), 29.0), (Kind.UNEVEN, (1,), 31.0), (Kind.RANK, (2,), 1.0)):
+        chief.stragglers.tell(Finding(kind, State.CONFIRMED, 1, ranks, ("n1",), slowdown=0.2, cost=0.1))
+        clock[0] += lasts
+        chief.stragglers.tell(Finding(kind, State.CLEARED, 2, ranks, ("n1",)))
+    ends = [sentence for sentence in said if "fast" in sentence]
+    assert ends == ["ranks are equally fast now", "rank 2 on n1 is as fast as its peers again"]
+    assert [event["state"] for event in events_of(tmp_path)] == ["confirmed", "cleared"] * 3
 
 
 def test_a_silent_node_does_not_stop_the_judging(tmp_path: Path) -> None:

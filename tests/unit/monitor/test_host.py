@@ -165,3 +165,16 @@ def test_rivals_for_a_processor_are_named(spinning: subprocess.Popen[str]) -> No
     assert lines and lines[0].startswith(f"process {spinning.pid} (python")
     assert host.rivals({0}, {spinning.pid}, 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9}) == []
     assert host.rivals(set(), set(), 1.0, {spinning.pid: 0.0}, {spinning.pid: 0.9}) == []
+
+
+def test_a_rank_of_this_run_that_another_agent_watches_is_not_a_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts in network namespaces, containers of one machine: its environment names the run."""
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/one")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        os.sched_setaffinity(other.pid, {0})
+        used = {other.pid: 0.0}, {other.pid: 0.9}
+        of_this_run = host.rivals({0}, set(), 1.0, *used)
+        monkeypatch.setenv("HPCTRAIN_RUN_DIR", "/runs/other")
+        of_another = host.rivals({0}, set(), 1.0, *used)
+        other.communicate(b"\n")
+    assert of_this_run == [] and len(of_another) == 1
