@@ -321,7 +321,7 @@ class ParallelConfig(Section, key="parallel"):
     """PyTorch: number of pipeline stages into which the layers of the model are divided: those of the task's layers=,
     or of an nn.Sequential. The batch passes through them in the micro-batches of train.accumulate."""
     shard: Shard = "none"
-    """What is sharded over the ranks; results and checkpoints are the same."""
+    """What is sharded over the ranks (PyTorch); results and checkpoints are the same."""
 
 
 class ReduceConfig(Section, key="reduce"):

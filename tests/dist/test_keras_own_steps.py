@@ -47,7 +47,6 @@ def test_rows_of_tables_train_as_keras_does_in_one_process(ranks: int) -> None:
 def test_what_cannot_be_exchanged_is_said_on_all_ranks() -> None:
     found = results(2)
     assert all("not finite on ranks [1]" in said for said in found["not finite"])
-    assert all("by values computed from this rank's samples" in said for said in found["by hand"])
     assert all(
         "train_step of rank 1 updates other weights than that of rank 0" in said for said in found["other order"]
     )

@@ -63,9 +63,7 @@ def task(uses: list[str]) -> KerasTask:
         ]
     )
     rate = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5) if Feature.KERAS_SCHEDULE in has else 0.01
-    optimizer = keras.optimizers.SGD(rate, global_clipnorm=9.0 if Feature.GLOBAL_CLIPNORM in has else None)
-    if Feature.BUILT_OPTIMIZER in has:
-        optimizer.build(network.trainable_variables)
+    optimizer = keras.optimizers.SGD(rate)
     model = network
     if Feature.TRAIN_STEP in has:
         model = (Tested if Feature.TEST_STEP in has else Trained)(network)

@@ -213,15 +213,6 @@ def numbers(samples: int = 183) -> dict[str, np.ndarray]:
     return {"x": x, "y": x.sum(1)}
 
 
-class ByHand(Late):
-    """A model that changes one weight without an optimizer."""
-
-    def update(self, loss: Any, tape: tf.GradientTape) -> None:
-        """Also change the bias by this rank's loss."""
-        super().update(loss, tape)
-        self.head.bias.assign_sub(0.1 * ops.reshape(loss, (1,)))
-
-
 class Halves(Late):
     """A model that updates its layers one after the other, in either order."""
 

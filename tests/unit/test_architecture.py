@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 10356,
-    "config": 9480,
+    "config": 9474,
     "comm": 3544,
     "run": 24492,
     "data": 42983,
@@ -63,7 +63,7 @@ TOKENS: dict[str, int] = {
     "train": 13682,
     "parallel": 4644,
     "tasks": 6671,
-    "backends": 107710,
+    "backends": 101554,
     "checkpoint": 48713,
     "monitor": 29149,
     "track": 6512,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Rows, Trait, refusing
+from hpctrain.config.combinations import Feature, Rows, Trait
 
 TRAITS = {
     **dict.fromkeys((Feature.BF16, Feature.FP16), (Trait.LOW_PRECISION,)),
@@ -27,25 +27,10 @@ OF_TRAIN_STEPS = {
         "leave train.sync_batchnorm and synchronized=True out: each rank then normalises over its own samples",
     ),
 }
-WITH_ZERO1 = {
-    Feature.TRAIN_STEP: (
-        "{1} has its own train_step, in which its optimizers update whole weights",
-        "leave parallel.shard out, or give the task loss= and optimizer=, and the model no train_step",
-    ),
-    Feature.BUILT_OPTIMIZER: (
-        "{1} was built by the task, with state for whole weights",
-        "leave optimizer.build out of the task, or parallel.shard",
-    ),
-    Feature.GLOBAL_CLIPNORM: (
-        "{1} has global_clipnorm, and would clip by the norm of a part of the gradients",
-        "set train.clip_norm instead, which clips by the norm of all gradients, or leave parallel.shard out",
-    ),
-}
 ROWS: Rows = {
-    **refusing(Feature.SHARD, "parallel.shard is optimizer", WITH_ZERO1),
     (Trait.OF_PYTORCH, Feature.KERAS): (
         "{0}, which is for PyTorch, and the task is a KerasTask",
-        "leave it out, or write the model in PyTorch: Keras has parallel.shard: optimizer, and layers a data_format",
+        "leave it out, or write the model in PyTorch; Keras layers have a data_format",
     ),
     (Feature.KERAS, Feature.TORCH_SCHEDULER): (
         "a KerasTask has a TorchScheduler",

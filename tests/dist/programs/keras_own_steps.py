@@ -19,7 +19,6 @@ from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import NonFiniteLoss
 from tests.support.attempts import furthest
 from tests.tasks.keras_own_steps import (
-    ByHand,
     Halves,
     framework_of,
     gan,
@@ -116,9 +115,6 @@ def main() -> None:
         batch = {name: array[:4].copy() for name, array in framework.task.train.items()}
         batch["picture"][0] = np.nan if world.rank == 1 else 0.5
         results["not finite"] = framework.group.allgather(said(framework, [batch]), "say it")
-        framework = framework_of(lambda: KerasTask(ByHand(), train=numbers()), world, "mpi")
-        batch = {name: array[:4] for name, array in framework.task.train.items()}
-        results["by hand"] = framework.group.allgather(said(framework, [batch]), "say it")
         framework = framework_of(lambda: KerasTask(Halves(world.rank == 1), train=numbers()), world, "mpi")
         batch = {name: array[:4] for name, array in framework.task.train.items()}
         results["other order"] = framework.group.allgather(said(framework, [batch]), "say it")

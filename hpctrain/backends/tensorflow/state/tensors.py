@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -108,47 +108,18 @@ def model_tensors(model: keras.Model, equal: Sequence[tf.Variable] = ()) -> list
     return tensors
 
 
-@dataclass(frozen=True)
-class OwnSlots:
-    """Places an optimizer's sharded state within that of whole weights."""
-
-    cuts: Mapping[str, Cut]
-    """This rank's cut of each weight, by the weight's flat path."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of these parts."""
-    common: frozenset[str]
-    """Slots that are not cut with the rows."""
-    nothing: str
-    """Flat path of the placeholder on ranks without rows."""
-
-    def placed(self, tensor: VariableTensor, slot: str, weight: str) -> list[VariableTensor]:
-        """A weight's slot as this rank saves it; empty if another rank saves it."""
-        if weight == self.nothing:
-            return []
-        cut = self.cuts[weight]
-        if tensor.shape == self.shapes[weight] and slot not in self.common:
-            return [replace(tensor, placement=Placement.CUT, cut=cut)]
-        if any(cut.begin):  # the rank with the first row saves slots that are not cut
-            return []
-        return [replace(tensor, placement=Placement.CUT, cut=Cut(tensor.shape, (0,) * len(tensor.shape)))]
-
-
 def optimizer_tensors(
-    optimizer: keras.optimizers.Optimizer, model: keras.Model, prefix: str = "", own: OwnSlots | None = None
+    optimizer: keras.optimizers.Optimizer, model: keras.Model, prefix: str = ""
 ) -> list[VariableTensor]:
     """Names an optimizer's variables ``optimizer/<slot>/<path of the weight>``, or ``optimizer/<name>`` for others.
 
-    ``prefix`` precedes slots and names, to distinguish wrapped optimizers. ``own`` describes this rank's part if the
-    weights are sharded.
+    ``prefix`` precedes slots and names, to distinguish wrapped optimizers.
     """
     weights = {flat(variable.path): path_in(model, variable) for variable in model.trainable_variables}
-    weights |= {} if own is None else {own.nothing: own.nothing}
-    tensors = []
-    for variable, slot, weight in slots_of(optimizer, list(weights)):
-        name = f"{slot}/{weights[weight]}" if weight else slot
-        tensor = VariableTensor(f"optimizer/{prefix}{name}", variable.value)
-        tensors += [tensor] if own is None or not weight else own.placed(tensor, slot, weight)
-    return tensors
+    return [
+        VariableTensor(f"optimizer/{prefix}{f'{slot}/{weights[weight]}' if weight else slot}", variable.value)
+        for variable, slot, weight in slots_of(optimizer, list(weights))
+    ]
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, weights: Sequence[str]) -> list[tuple[keras.Variable, str, str]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,8 +15,8 @@ import tensorflow as tf
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.tensorflow.performance import training_flops
 from hpctrain.backends.tensorflow.reducer import Reducer
-from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, WeightUpdate, float64, on_device
-from hpctrain.backends.tensorflow.strategies.strategy import Opening, Prepared
+from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, Update, float64, on_device
+from hpctrain.backends.tensorflow.steps.step_context import StepContext
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.layout import SLOTS, SQUARE, WEIGHT, read_slots
@@ -71,7 +70,7 @@ class Step:
     slots of the sums, and on one rank the wall-clock time at which the gradients were complete (otherwise 0).
     """
 
-    def __init__(self, passes: Passes, update: WeightUpdate, reducer: Reducer, judge: Judge) -> None:
+    def __init__(self, passes: Passes, update: Update, reducer: Reducer, judge: Judge) -> None:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False)
         """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
@@ -152,20 +151,16 @@ def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
 class LossProgram:
     """See StepProgram. If the reducer must be measured, the first update's batch is used for that."""
 
-    opening: Opening
+    context: StepContext
     passes: Passes
-    prepared: InitVar[Prepared]
-    """How gradients are exchanged."""
-    update: WeightUpdate
+    chosen: ChosenReducer[Reducer]
+    update: Update
     rule: UpdateRule
     """Clipping and loss scale."""
     batch_norms: BatchNorms
-    unchanged: Callable[[], contextlib.AbstractContextManager[None]]
-    """A context in which passes leave no trace."""
 
-    def __post_init__(self, prepared: Prepared) -> None:
-        self.packing, self.clock = prepared.packing, self.opening.clock
-        self.chosen = ChosenReducer(prepared.reducers, self.opening.choice, self.unchanged, prepared.reducer)
+    def __post_init__(self) -> None:
+        self.packing, self.clock = self.passes.packing, self.context.clock
         self.judge = Judge(self.clock, self.rule)
         self.steps: Step | None = None
 
@@ -199,7 +194,7 @@ class LossProgram:
                 raise self.batch_norms.problem from error
             if isinstance(error, NotFinite) or not self.judge.finite.numpy():
                 own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
-                raise ranks_at_fault(self.opening.world.data, bool(all(own))) from error
+                raise ranks_at_fault(self.context.world.data, bool(all(own))) from error
             raise
         self.clock.mark(Phase.OPTIMIZER)
         loss, weight = self.judge.own
@@ -218,8 +213,8 @@ class LossProgram:
         return rehearse
 
     def dry_call(self, batch: HostBatch) -> Flops | None:
-        try_training(self.opening.task, self.passes, on_device(copied(batch)))
-        return training_flops(self.opening.task, self.passes, on_device(copied(batch)))
+        try_training(self.context.task, self.passes, on_device(copied(batch)))
+        return training_flops(self.context.task, self.passes, on_device(copied(batch)))
 
     def close(self) -> None:
         self.chosen.close()

@@ -20,9 +20,8 @@ from hpctrain.backends.tensorflow.sparse_sums import (
     sparse_variables,
     updates_rows_alone,
 )
-from hpctrain.backends.tensorflow.state.tensors import model_tensors
 from hpctrain.backends.tensorflow.steps.passes import Applying, Passes, Tensors, Traced, on_device, refused_or_dense
-from hpctrain.backends.tensorflow.strategies.strategy import Opening
+from hpctrain.backends.tensorflow.steps.step_context import StepContext
 from hpctrain.backends.tensorflow.task import overrides
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.tensorflow.task.holdings import optimizers_in
@@ -35,7 +34,6 @@ from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.user_errors import blamed, shapes
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, copied, samples_of
-from hpctrain.train.state import Placement
 
 Variables = tuple[keras.Variable, ...]
 
@@ -61,8 +59,6 @@ class Tracing:
     updates: list[OwnUpdate] = field(default_factory=list)
     done: list[tf.Tensor] = field(default_factory=list)
     """The last exchange; the next one waits for it, so that all ranks exchange in the same order."""
-    summed: list[tf.Tensor] = field(default_factory=list)
-    """All results of exchanges."""
 
     def known(
         self, optimizer: keras.optimizers.Optimizer, given: Any, variables: Any
@@ -188,7 +184,7 @@ class Meeting:
 class TrainStepProgram:
     """See StepProgram. Runs a custom ``train_step``, traced once, with an exchange at each optimizer ``apply``."""
 
-    opening: Opening
+    context: StepContext
     """The task's ``optimizer`` holds the model's optimizers, by path."""
     passes: Passes
     """Passes of the model, for evaluations."""
@@ -204,9 +200,8 @@ class TrainStepProgram:
     """Both by the variables whose gradients are exchanged together (``key``)."""
 
     def __post_init__(self) -> None:
-        self.task, self.group, self.clock = self.opening.task, self.opening.world.data, self.opening.clock
-        self.meeting, self.must_agree = Meeting(self.clock), self.group.size > 1
-        """Whether to refuse steps that change weights by values computed on this rank only."""
+        self.task, self.group, self.clock = self.context.task, self.context.world.data, self.context.clock
+        self.meeting = Meeting(self.clock)
         self.step = Traced(self._step, compiled=False)
         """step(batch, share) -> {name: scalar}; ``share`` is this rank's fraction of the global batch."""
 
@@ -223,7 +218,7 @@ class TrainStepProgram:
         if self.updates is None:
             self.plan(host)
         if self.reducer_name is None:
-            self.open(self.opening.choice)
+            self.open(self.context.choice)
         with contextlib.nullcontext() if samples else self.unchanged():
             try:
                 found = self.step(batch, tf.constant(samples / global_samples, tf.float64))
@@ -272,7 +267,7 @@ class TrainStepProgram:
 
     def _packing(self, update: OwnUpdate) -> Gradients:
         """Makes the packer of an update's gradients. Collective."""
-        sparse = sparse_variables(update.variables, self.task.model, update.by, self.opening.config, self.group.size)
+        sparse = sparse_variables(update.variables, self.task.model, update.by, self.context.config, self.group.size)
         return Gradients(update.variables, sparse, self.group)
 
     def _tables_by_rows(self) -> list[keras.Variable]:
@@ -311,8 +306,6 @@ class TrainStepProgram:
         with overrides.intercepted(exchange), rows_read_alone(self._tables_by_rows()), rows_updated_alone():
             logs = overrides.scalars(model.train_step(self.task.fit_data(dict(batch))), "train_step")
         self.applying.follow(model.trainable_variables)
-        if self.must_agree:
-            self._refuse_own_values(tracing, list(batch.values()))
         return logs
 
     def _summed(
@@ -332,7 +325,7 @@ class TrainStepProgram:
                 "make the same updates in every step",
             )
         packing, reducer = self.packing[known], self.reducers[known]
-        given, sparse = [gradients[each] for each in present], self.opening.config.reduce.sparse
+        given, sparse = [gradients[each] for each in present], self.context.config.reduce.sparse
         ready = refused_or_dense(packing, [variables[each] for each in present], given, sparse)
         rows, pieces = packing.apart(packing.pack_with(ready, {}))
         part = tf.cast(share, packing.pieces.dtype)
@@ -356,27 +349,11 @@ class TrainStepProgram:
             tracing.done = [tf.cond(tf.math.is_finite(square), lambda: tf.constant(True), stop)]
         with tf.control_dependencies(tracing.done):
             sums, rows = [tf.identity(total) for total in sums], [tf.identity(tensor) for tensor in rows]
-        tracing.summed += [*sums, *rows]
         found: list[Any] = [None] * len(variables)
         totals = packing.unpack(rows, sums, updates_rows_alone(optimizer))
         for each, total in zip(present, totals, strict=True):
             found[each] = total
         return found
-
-    def _refuse_own_values(self, tracing: Tracing, inputs: Sequence[tf.Tensor]) -> None:
-        """Raises UserError if the step changes weights by values computed from this rank's samples."""
-        weights = [one for one in model_tensors(self.task.model) if one.placement is Placement.REPLICATED]
-        slots = [one.value for each in optimizers_in(self.task.optimizer).values() for one in each.variables]
-        variable = overrides.written_by_own_values(
-            tracing.graph, inputs, [*(one.variable for one in weights), *slots], tracing.summed
-        )
-        if variable is not None:
-            names = {id(one.variable): one.name.removeprefix("model/") for one in weights}
-            raise UserError(
-                f"train_step changes {names.get(id(variable), variable.name)} by values computed from this rank's "
-                "samples, and not by an optimizer: the weights of the ranks would differ",
-                "change trained and frozen weights by optimizer.apply_gradients, or by values equal on all ranks",
-            )
 
 
 def key(variables: Sequence[keras.Variable]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -290,7 +290,7 @@ def full_precision(value: tf.Tensor) -> tf.Tensor:
 
 
 class Applying:
-    """Common path of all weight updates, for every program and strategy; the place for changes to gradients.
+    """Common path of all weight updates, for both programs; the place for changes to gradients.
 
     Args:
         train: the run file's train section.
@@ -306,7 +306,7 @@ class Applying:
         Args:
             apply: the optimizer's ``apply``.
             gradients: one per variable: dense, IndexedSlices for tables updated by rows, None for unchanged variables.
-            variables: whole variables, or this rank's rows of them under the same paths.
+            variables: the variables.
         """
         pairs = zip(gradients, variables, strict=True)
         apply([None if given is None else tf.cast(given, variable.dtype) for given, variable in pairs], variables)
@@ -318,18 +318,9 @@ class Applying:
             average.assign_sub(difference * (1.0 - (self.train.ema_decay or 0.0)))
 
 
-class WeightUpdate(Protocol):
-    """Updates weights with summed gradients; made by a strategy."""
-
-    optimizer: keras.optimizers.Optimizer
-
-    def run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Updates the weights with the global batch's gradients (without slots); returns True when done."""
-
-
 @dataclass(eq=False)
 class Update:
-    """See WeightUpdate. Applies the optimizer, then updates the EMA."""
+    """Applies the optimizer, then updates the EMA."""
 
     optimizer: keras.optimizers.Optimizer
     variables: Sequence[keras.Variable]
@@ -338,6 +329,7 @@ class Update:
 
     def __post_init__(self) -> None:
         self.run = tf.function(self._run, jit_compile=self.applying.train.compile or None, autograph=False)
+        """run(rows, pieces): updates the weights with the global batch's gradients, without slots; True when done."""
 
     def _run(self, rows: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> tf.Tensor:
         gradients = self.packing.unpack(rows, pieces, sparse_sums.updates_rows_alone(self.optimizer))

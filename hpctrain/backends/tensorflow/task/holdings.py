@@ -12,7 +12,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.named_state import refuse_unplaced
-from hpctrain.backends.tensorflow.state.tensors import OwnSlots, VariableTensor, optimizer_tensors
+from hpctrain.backends.tensorflow.state.tensors import VariableTensor, optimizer_tensors
 from hpctrain.errors import UserError
 from hpctrain.train.reach import reached
 from hpctrain.train.state import ArrayTensor, Placement, StateTensor
@@ -77,8 +77,6 @@ class Holdings:
     """Further variables that are saved under other names."""
     apart: Iterable[Any] = ()
     """Objects that are saved under their own names: their contents are skipped."""
-    own: OwnSlots | None = None
-    """Place of the optimizer's state, if its weights are sharded."""
 
     def __post_init__(self) -> None:
         self.skipped = {id(each) for each in self.apart}
@@ -130,7 +128,7 @@ class Holdings:
 
     def of_optimizer(self, path: str, optimizer: keras.optimizers.Optimizer) -> list[VariableTensor]:
         """Variables of one optimizer, with its path as prefix."""
-        return optimizer_tensors(optimizer, self.model, f"{path}." if path else "", self.own)
+        return optimizer_tensors(optimizer, self.model, f"{path}." if path else "")
 
     def reseed(self, seed: int) -> None:
         """Reseeds the held random generators."""

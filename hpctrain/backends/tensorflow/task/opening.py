@@ -11,15 +11,15 @@ import tensorflow as tf
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import require_same_model
 from hpctrain.backends.tensorflow.framework import KerasEvaluator, KerasFramework, KerasMeter, StepProgram
-from hpctrain.backends.tensorflow.reducer import HostReducer, broadcast
+from hpctrain.backends.tensorflow.reducer import HostReducer, KerasReducers, broadcast
 from hpctrain.backends.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.source import KerasState, Named, Rates, own_learning_rate
 from hpctrain.backends.tensorflow.state.tensors import require_different_names
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
 from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
-from hpctrain.backends.tensorflow.steps.passes import Applying, Passes
-from hpctrain.backends.tensorflow.strategies import strategy, zero1
-from hpctrain.backends.tensorflow.strategies.strategy import Opening, Planner, Prepared
+from hpctrain.backends.tensorflow.steps.passes import Applying, Passes, Update
+from hpctrain.backends.tensorflow.steps.step_context import StepContext
 from hpctrain.backends.tensorflow.task.compiled import holders
 from hpctrain.backends.tensorflow.task.holdings import Holdings, KerasLeaves, optimizers_in
 from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
@@ -28,16 +28,13 @@ from hpctrain.backends.update import rule_of
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.errors import UserError
-from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import KerasTask, kept_objects
 from hpctrain.tasks.meters import KerasMetric, meters_of
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import StepSettings
 from hpctrain.train.hooks import rate_hook
 from hpctrain.train.stateful import Kept
-
-STRATEGIES: Sequence[Planner] = (zero1.planned, strategy.planned)
-"""Strategies in order; the first one that the run uses prepares its model."""
 
 
 def open_keras(
@@ -58,52 +55,62 @@ def open_keras(
     """
     require_trainable(task)
     layers = joint_layers(task.model, config.train.sync_batchnorm)
-    features = config.features() | model_features(task, POLICIES[config.train.precision], layers, world.data.size)
-    refuse(features)
+    refuse(config.features() | model_features(task, POLICIES[config.train.precision], layers))
     joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
     require_own_gpu(world.local_size)
-    opening = Opening(task, world, config, clock, choice, features)
-    prepared = next(one for planned in STRATEGIES if (one := planned(opening)) is not None)()
+    context = StepContext(task, world, config, clock, choice)
+    packing = packing_of(context)
     noise = tf.random.get_global_generator()
     objects = kept_objects(task)
     apart = [one.value for one in objects]
-    held = Holdings(task.optimizer, holders(task), task.model, [noise.state, *prepared.parts], apart, prepared.slots)
+    held = Holdings(task.optimizer, holders(task), task.model, [noise.state], apart)
     named = Named(task.model, held, noise, joint.variables if joint else ())
     tensors = named.tensors()
     require_different_names(tensors)
-    prepared.require(tensors)
-    everywhere = [tensor for tensor in tensors if tensor.cut is None]
-    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in everywhere]
+    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
     require_same_model(world.everyone, described, "variables")
-    broadcast(world.everyone, [tensor.variable for tensor in everywhere], "receive the model")
-    framework = assembled(opening, prepared, named, joint, objects)
+    broadcast(world.everyone, [tensor.variable for tensor in tensors], "receive the model")
+    framework = assembled(context, packing, named, joint, objects)
     framework.reseed(0)
     return framework
 
 
+def packing_of(context: StepContext) -> Gradients:
+    """How gradients are packed; builds the optimizer of a model without its own ``train_step``."""
+    task, data, variables = context.task, context.world.data, context.variables
+    if trains_itself(task.model):
+        return Gradients(variables, [], data)
+    task.optimizer.build(variables)
+    sparse = sparse_variables(variables, task.model, task.optimizer, context.config, data.size)
+    return Gradients(variables, sparse, data)
+
+
 def assembled(
-    opening: Opening, prepared: Prepared, named: Named, joint: SyncBatchNorm | None, objects: Sequence[Kept]
+    context: StepContext, packing: Gradients, named: Named, joint: SyncBatchNorm | None, objects: Sequence[Kept]
 ) -> KerasFramework:
-    """Assembles the framework of a prepared model that is equal on all ranks."""
-    task, config, group = opening.task, opening.config, opening.world.data
+    """Assembles the framework of a model that is equal on all ranks. Collective."""
+    task, config, group = context.task, context.config, context.world.data
     train, batch_norms = config.train, joint or BatchNorms()
-    averaged = opening.variables if train.ema_decay is not None else []
+    averaged = context.variables if train.ema_decay is not None else []
     averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
     rule, leaves, rates = rule_of(train), KerasLeaves(), Rates(task)
-    residue = prepared.reducer.residue if isinstance(prepared.reducer, HostReducer) else None
+    reducers = KerasReducers(packing.pieces, config.reduce.compress_after_steps)
+    reducer = None if trains_itself(task.model) else context.choice.known(reducers)
+    residue = reducer.residue if isinstance(reducer, HostReducer) else None
     residues = {"": residue} if residue is not None else {}
     scale, seed = rule.loss_scale, config.seed
     source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, seed, residues)
-    passes = Passes(task, prepared.packing, config.reduce.sparse, train.compile, averages, joint)
+    passes = Passes(task, packing, config.reduce.sparse, train.compile, averages, joint)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
     evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)
     program: StepProgram
     applying = Applying(train, averages)
-    if prepared.open_update is None:
-        program = TrainStepProgram(opening, passes, applying, source.unchanged)
+    if trains_itself(task.model):
+        program = TrainStepProgram(context, passes, applying, source.unchanged)
     else:
-        update = prepared.open_update(applying)
-        program = LossProgram(opening, passes, prepared, update, rule, batch_norms, source.unchanged)
+        update = Update(task.optimizer, context.variables, packing, applying)
+        chosen = ChosenReducer(reducers, context.choice, source.unchanged, reducer)
+        program = LossProgram(context, passes, chosen, update, rule, batch_norms)
     return KerasFramework(task, program, evaluator, source)
 
 
@@ -120,33 +127,26 @@ def require_trainable(task: KerasTask) -> None:
         raise UserError("the Keras model has no weight to train", "leave some layers trainable")
 
 
-def model_features(
-    task: KerasTask, policy: str, layers: Sequence[keras.layers.Layer], ranks: int
-) -> dict[Feature, Any]:
+def model_features(task: KerasTask, policy: str, layers: Sequence[keras.layers.Layer]) -> dict[Feature, Any]:
     """Features that a task's model and optimizer use.
 
     Args:
         task: the task, completed from its model.
         policy: dtype policy of layers that compute in the run's precision.
         layers: layers that normalise over all ranks.
-        ranks: number of data-parallel ranks.
     """
     model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
     optimizers = list(optimizers_in(task.optimizer).values())
     policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
     scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
     given = {
-        Feature.BUILT_OPTIMIZER: any(one.built for one in optimizers) and type(optimizers[-1]).__name__,
         Feature.FP32_MODEL: policy not in policies,
-        Feature.GLOBAL_CLIPNORM: next((type(one).__name__ for one in optimizers if one.global_clipnorm), None),
         Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
         Feature.KERAS: True,
         Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
         Feature.LOSS_SCALE: any(scaled if trains else scaled[:1]),
         Feature.METRICS: bool(task.metrics),
-        Feature.OWN_OPTIMIZER_STATE: not trains and len(optimizers) > 1 and type(task.optimizer).__name__,
         Feature.NO_EVAL_LOSS: task.loss is None and not tests,
-        Feature.RANKS: ranks > 1 and ranks,
         Feature.RATE_HOOK: rate_hook(task.hooks),
         Feature.TASK_SCHEDULE: task.schedule is not None,
         Feature.TEST_STEP: tests,

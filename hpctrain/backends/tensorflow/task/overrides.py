@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -117,35 +117,3 @@ def family(cls: type) -> set[Any]:
         waiting += more
         found.update(more)
     return found
-
-
-WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceStridedSliceAssign")
-"""Prefixes of types of operations that change a variable, their first input."""
-
-
-def written_by_own_values(
-    graph: tf.Graph, inputs: Sequence[tf.Tensor], equal: Iterable[tf.Variable], summed: Sequence[tf.Tensor]
-) -> tf.Variable | None:
-    """Finds a variable that must be equal on all ranks but is assigned a per-rank value; None if there is none.
-
-    Writes inside nested functions (``tf.cond``) are not detected.
-
-    Args:
-        graph: graph of a traced function.
-        inputs: its inputs that differ between ranks.
-        equal: variables that must be equal on all ranks.
-        summed: results of exchanges.
-    """
-    by_handle = {id(variable.handle): variable for variable in equal}
-    shared = {inside.name: by_handle[id(outside)] for outside, inside in graph.captures if id(outside) in by_handle}
-    resources = [inside.name for _, inside in graph.captures if inside.dtype == tf.resource]
-    own = {each.name for each in inputs} | {name for name in resources if name not in shared}
-    clean = {each.name for each in summed}
-    for operation in graph.get_operations():  # in order of creation, so that inputs come first
-        names = [each.name for each in operation.inputs]
-        if own.isdisjoint(names):
-            continue
-        if operation.type.startswith(WRITES) and names[0] in shared:
-            return shared[names[0]]
-        own.update(each.name for each in operation.outputs if each.name not in clean)
-    return None

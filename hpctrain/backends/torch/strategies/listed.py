@@ -27,8 +27,6 @@ class Listed:
     """Feature by which a run file requests it; None if it decides itself whether a run uses it."""
     traits: tuple[Trait, ...] = ()
     """Traits of the feature."""
-    keras: bool = False
-    """Whether ``backends/tensorflow/strategies`` has it, too."""
 
     def load(self) -> Any:
         """Imports the module, and with it torch."""
@@ -53,7 +51,7 @@ STRATEGIES = (
         Feature.SHARD_PARAMETERS,
         (*MEETS, *DIVIDES_UPDATES, Trait.REDUCE_SCATTERS, Trait.ADDS_DENSE),
     ),
-    Listed("strategies.zero1", Feature.SHARD, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS), keras=True),
+    Listed("strategies.zero1", Feature.SHARD, (*DIVIDES_UPDATES, Trait.REDUCE_SCATTERS)),
     Listed(
         "strategies.zero2",
         Feature.SHARD_GRADIENTS,
@@ -62,11 +60,7 @@ STRATEGIES = (
     Listed("strategies.strategy"),
 )
 """All strategies, in the order in which they are applied."""
-TRAITS = {
-    one.feature: (*one.traits, *(() if one.keras else (Trait.OF_PYTORCH,)))
-    for one in STRATEGIES
-    if one.feature is not None
-}
+TRAITS = {one.feature: (*one.traits, Trait.OF_PYTORCH) for one in STRATEGIES if one.feature is not None}
 WITH_FULLY_SHARDED = {
     Feature.SEVERAL_MODELS: (
         "the task has several models, none of which calls the others",

@@ -14,7 +14,6 @@ from keras import layers, ops
 
 from hpctrain.backends.tensorflow.framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
-from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
 from hpctrain.backends.tensorflow.task.overrides import intercepted
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
@@ -22,7 +21,6 @@ from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.framework import NonFiniteLoss
 from tests.tasks import keras_own_steps
 from tests.tasks.keras_own_steps import (
-    ByHand,
     Late,
     framework_of,
     gan,
@@ -217,12 +215,6 @@ def test_the_classes_of_optimizers_are_as_before_after_an_interception() -> None
 # What cannot be exchanged.
 
 
-class WeightClipping(Late):
-    def update(self, loss: Any, tape: tf.GradientTape) -> None:
-        super().update(loss, tape)
-        self.head.kernel.assign(ops.clip(self.head.kernel, -0.1, 0.1))
-
-
 class Conditional(Late):
     def update(self, loss: Any, tape: tf.GradientTape) -> None:
         tf.cond(loss > 0, lambda: super(Conditional, self).update(loss, tape), lambda: None)
@@ -276,21 +268,6 @@ REFUSED = {
 def test_steps_that_cannot_be_exchanged_are_refused_by_name(model: type[Late]) -> None:
     with pytest.raises(UserError, match=REFUSED[model]):
         framework_of(lambda: KerasTask(model(), train=numbers()), alone())
-
-
-def as_one_of_two(model: type[Late]) -> None:
-    """The first step of a rank among others."""
-    framework = framework_of(lambda: KerasTask(model(), train=numbers()), alone())
-    assert isinstance(framework.program, TrainStepProgram)
-    framework.program.must_agree = True
-    train(framework, 1)
-
-
-def test_weights_that_are_changed_by_hand_are_refused_by_name_if_ranks_would_differ() -> None:
-    with pytest.raises(UserError, match=r"train_step changes \w+/bias by values computed from this rank's samples"):
-        as_one_of_two(ByHand)
-    as_one_of_two(Late)
-    as_one_of_two(WeightClipping)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
