@@ -190,7 +190,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.checkpoint.export import Selection, model_weights
     from hpctrain.checkpoint.format.strict_json import Reader
     from hpctrain.comm.world import alone
-    from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_its_loss
+    from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_input
     from hpctrain.system.files import replace_whole
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.loading import load_task
@@ -210,9 +210,9 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
         task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")
-    samples = examples_of(open_training_data(task))
-    task = with_its_loss(task, tuple(samples.fields))
-    make_weights(task, lambda: samples, seed)
+    data = open_training_data(task)
+    task, recipe = with_input(task, data, seed)
+    make_weights(task, lambda: examples_of(data), recipe)
     from hpctrain.backends.tensorflow.state.weights import export_keras
 
     weights, _ = model_weights(loaded, selection)

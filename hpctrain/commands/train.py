@@ -97,7 +97,6 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
             if args.data:
                 outside = config.data.allow_outside
                 dataset = open_dataset(args.data, allow_outside=outside)
-                # models get the first array, but files may not keep the order
                 shared = [name for name in problem.train.fields if name in dataset.fields]
                 dataset = open_dataset(args.data, shared, allow_outside=outside) if shared else dataset
             if dataset is None:

@@ -100,6 +100,11 @@ class SeededDataset(Dataset, Protocol):
         """
 
 
+def is_ordered(dataset: Any) -> bool:
+    """Whether the order of a dataset's fields is the user's or the file's own, rather than an alphabetical listing."""
+    return bool(getattr(getattr(dataset, "dataset", dataset), "ordered", True))
+
+
 def read_exclusively(dataset: Dataset, indices: NDArray[np.int64], seeds: Callable[[], NDArray[np.int64]]) -> Samples:
     """Read under a process-wide lock: training and validation data may share one source."""
     with _READING:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Samples, SeededDataset
 from hpctrain.data.order import Drawn, Order, first_draw, part_of
-from hpctrain.data.samples import Collate, Recipe, make_batch
+from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.data.worker_pool import WorkerPool, start_workers
 
 T = TypeVar("T")
@@ -158,10 +158,10 @@ class ValidationData:
     """
 
     def __init__(
-        self, dataset: Dataset, batch: int, rank: int, size: int, prefetch: int = 2, collate: Collate | None = None
+        self, dataset: Dataset, batch: int, rank: int, size: int, prefetch: int = 2, recipe: Recipe | None = None
     ) -> None:
         self.dataset = dataset
-        self.recipe = Recipe(collate=collate)
+        self.recipe = recipe or Recipe()
         self.batch = batch
         self.part = part_of(len(dataset), rank, size)
         self.prefetch = prefetch

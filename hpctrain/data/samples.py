@@ -32,6 +32,8 @@ class Recipe:
     """Applied to the list of samples; by default they are stacked and must have equal shapes."""
     seed: int = 0
     """Seed of transforms and of datasets that draw random numbers."""
+    names: tuple[str, ...] = ()
+    """Order of a batch's arrays: the model's input, which must be there, comes first; empty: as they come."""
 
 
 def grouped(numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -50,7 +52,7 @@ def make_batch(dataset: Dataset, recipe: Recipe, drawn: Drawn) -> Samples:
     arrays = read_exclusively(dataset, drawn.ids, lambda: seeds_of(drawn, recipe.seed)) if len(drawn.ids) else {}
     is_ragged = any(array.dtype == object for array in arrays.values())
     if not arrays or not (recipe.transform or recipe.collate or is_ragged):
-        return arrays
+        return arranged(arrays, recipe.names)
     samples: Iterable[Sample] = ({name: array[row] for name, array in arrays.items()} for row in range(len(drawn.ids)))
     return batch_of(samples, recipe, drawn)
 
@@ -71,9 +73,19 @@ def batch_of(samples: Iterable[Sample], recipe: Recipe, drawn: Drawn) -> Samples
             transform_one(transform, sample, seed, drawn.epoch, sample_id, repeat)
             for sample, sample_id, repeat in zip(samples, ids, drawn.repeats.tolist(), strict=True)
         )
-    if recipe.collate is None:
-        return stack(samples, ids, giver)
-    return collated(recipe.collate, list(samples), ids)
+    collate = recipe.collate
+    batch = stack(samples, ids, giver) if collate is None else collated(collate, list(samples), ids)
+    return arranged(batch, recipe.names)
+
+
+def arranged(batch: Samples, names: Sequence[str]) -> Samples:
+    """The batch with its arrays in this order; raises UserError if it lacks the first."""
+    if not names or not batch:
+        return batch
+    if names[0] not in batch:
+        fix = f"rename one of them to {names[0]!r}, or give the task a forward, which names what the model gets"
+        raise UserError(f"the model was made for {names[0]!r}, and these data have {', '.join(batch)}", fix)
+    return {**{name: batch[name] for name in names if name in batch}, **batch}
 
 
 def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Samples:

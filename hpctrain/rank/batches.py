@@ -11,7 +11,7 @@ from hpctrain.comm.world import World
 from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.order import Order, first_draw, part_of
 from hpctrain.data.pipeline import BatchSource, TrainingData, ValidationData
-from hpctrain.data.samples import Recipe, make_batch
+from hpctrain.data.samples import make_batch
 from hpctrain.data.stream import Stream, StreamingData, StreamOrder
 from hpctrain.rank.problem import Problem, examples_of
 from hpctrain.train.hooks import BaseHook
@@ -33,7 +33,7 @@ def first_batch(problem: Problem, world: World, most: int | None = None) -> Samp
 
 def first_validation(problem: Problem) -> list[Samples]:
     """Returns one batch from each validation set: its first samples, at most TRIED_SAMPLES, the same on all ranks."""
-    recipe, found = Recipe(collate=problem.task.collate), []
+    recipe, found = problem.loading.validation_recipe, []
     for dataset in problem.validation.values():
         count = min(problem.loading.validation_batch, len(dataset), TRIED_SAMPLES)
         found.append(make_batch(dataset, recipe, first_draw(np.arange(count))))
@@ -44,7 +44,7 @@ def make_validation(problem: Problem, world: World, dataset: Dataset) -> Validat
     """Returns this rank's part of a validation set."""
     loading, group = problem.loading, world.data
     return ValidationData(
-        dataset, loading.validation_batch, group.rank, group.size, loading.prefetch_batches, problem.task.collate
+        dataset, loading.validation_batch, group.rank, group.size, loading.prefetch_batches, loading.validation_recipe
     )
 
 

@@ -14,9 +14,11 @@ from hpctrain.parallel.pipeline import BY_PARAMETERS
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation, make_data
 from hpctrain.rank.kept_choices import kept_reducer, note_data, stage_choice
+from hpctrain.rank.model_input import described
 from hpctrain.rank.problem import make_problem, require_same_data
 from hpctrain.rank.session import Beginning, PeerFailed, RankResult, Session, attend
 from hpctrain.run.folder import RunDir
+from hpctrain.system import foreign_text
 from hpctrain.system.output import kept_output
 from hpctrain.track.sink import Sink
 from hpctrain.train.evaluation import even_batches
@@ -93,6 +95,8 @@ def train(
             validation = first_validation(problem)
             for one, _ in even_batches([batch] if batch else [], framework.sync_group):
                 framework.dry_call(one, validation)
+        if session.world.rank == 0 and batch:
+            foreign_text.show(described(problem.task, problem.loading.recipe.names, batch))
         data = stack.enter_context(closing(make_data(problem, session.world, framework.host.place)))
         made = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
         attached = [stack.enter_context(closing(hook)) for hook in made]

@@ -26,6 +26,7 @@ from hpctrain.data.order import Order, first_draw
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.data.stream import Stream, StreamOrder, is_stream, open_stream
 from hpctrain.errors import UserError, kind_of
+from hpctrain.rank.model_input import input_first, takes_first
 from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
 from hpctrain.tasks.loading import load_task, require_callables, require_fields, require_function, require_shares
@@ -83,6 +84,11 @@ class Loading:
     workers: int
     """Processes that read and transform training data; 0: a thread of this process does it."""
 
+    @property
+    def validation_recipe(self) -> Recipe:
+        """How validation samples become a batch: not transformed, and with the arrays in the order trained on."""
+        return dataclasses.replace(self.recipe, transform=None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -138,13 +144,13 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
             drop_last=data.drop_last,
             sampler=task.sampler,
         )
-    task = with_its_loss(task, tuple(examples_of(train).fields))
+    task, recipe = with_input(task, train, config.seed)
     refuse(config.features() | task_features(config.task, task, order, world.data.size))
     sets = validation_sets(task)
     validation = {name: open_validation(task, name, given, data.allow_outside) for name, given in sets.items()}
-    make_weights(task, lambda: examples_of(train), config.seed)
+    make_weights(task, lambda: examples_of(train), recipe)
     loading = Loading(
-        Recipe(task.transform, task.collate, config.seed),
+        recipe,
         1 if has_own_step(task) else config.train.accumulate,  # a custom step splits its batch by ctx.split
         validation_batch(config.train, world.data.size),
         data.prefetch_batches,
@@ -275,13 +281,25 @@ def examples_of(train: Dataset | Stream) -> Dataset:
     return train.example() if isinstance(train, Stream) else train
 
 
-def make_weights(task: Task, train: Callable[[], Dataset], seed: int) -> None:
+def with_input(task: Task, train: Dataset | Stream, seed: int) -> tuple[Task, Recipe]:
+    """Returns the task with its loss as a function, and how its samples become batches, with the model's input first.
+
+    Raises UserError if nothing says which array is the input, or as ``with_its_loss`` does.
+    """
+    recipe = Recipe(task.transform, task.collate, seed)
+    names: tuple[str, ...] = tuple(train.fields)
+    if task.transform is not None or task.collate is not None:
+        names = tuple(make_batch(examples_of(train), recipe, first_draw(np.arange(1))))
+    names, by_place = input_first(task, train, names), takes_first(task)
+    return with_its_loss(task, names), dataclasses.replace(recipe, names=names if by_place else ())
+
+
+def make_weights(task: Task, train: Callable[[], Dataset], recipe: Recipe) -> None:
     """Builds the weights of a Keras model that would build them on its first batch, by calling it on one sample."""
     if isinstance(task, KerasTask):
         from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
 
         if lacks_weights(task.model):
-            recipe = Recipe(task.transform, task.collate, seed)
             build_weights(task, make_batch(train(), recipe, first_draw(np.arange(1))))
 
 

@@ -26,6 +26,7 @@ from hpctrain.errors import UserError, foreign_errors
 from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation
+from hpctrain.rank.model_input import described
 from hpctrain.rank.problem import Problem, make_problem
 from hpctrain.rank.session import message
 from hpctrain.tasks.definition import TorchTask
@@ -40,8 +41,11 @@ MOST_SAMPLES = 32
 """Maximum samples in the batch, since this one process would otherwise hold the batch of all ranks."""
 
 
-def try_task(config: Config) -> None:
+def try_task(config: Config) -> str:
     """Makes the task and calls its model, loss and metrics on the first samples. Writes nothing.
+
+    Returns:
+        Which arrays model and loss get.
 
     Raises:
         HpctrainError: the task cannot be trained; names the field of the task and the user's line.
@@ -53,7 +57,9 @@ def try_task(config: Config) -> None:
         wiring.require_watched(config.features(), problem.validation, problem.task)
         with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
             validation = first_validation(problem)
-            framework.dry_call(first_batch(problem, world, MOST_SAMPLES), validation)
+            batch = first_batch(problem, world, MOST_SAMPLES)
+            framework.dry_call(batch, validation)
+            return described(problem.task, problem.loading.recipe.names, batch)
 
 
 def in_short(error: Exception) -> UserError:

@@ -32,7 +32,6 @@ from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import RunHistory
 from hpctrain.run.view import RunView
-from hpctrain.tasks.definition import first_field
 from hpctrain.track.follower import position
 from hpctrain.track.mlflow import QUIET, experiment_of, tracking_uri
 
@@ -100,10 +99,8 @@ def example(problem: Problem) -> Samples:
     """A small batch of the model's input."""
     data = examples_of(problem.train)
     batch = data.read(np.arange(min(EXAMPLE_SAMPLES, len(data)), dtype=np.int64))
-    if problem.task.forward is first_field:
-        first = next(iter(batch))
-        return {first: batch[first]}
-    return batch
+    names = problem.loading.recipe.names[:1]  # of what the model gets, if only one array
+    return {name: batch[name] for name in names} or batch
 
 
 def open_run(mlflow: Any, run_dir: RunDir, uri: str, experiment_name: str, run_name: str) -> str:

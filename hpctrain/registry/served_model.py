@@ -17,6 +17,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
 
     framework: Any
     fields: Any
+    names: Any
 
     def load_context(self, context: Any) -> None:
         """Builds the model from the run file and loads the saved weights."""
@@ -24,7 +25,9 @@ class ServedModel(mlflow.pyfunc.PythonModel):
         from hpctrain.rank.trial import with_weights
 
         self.framework, problem = with_weights(load(context.artifacts["run_file"]), context.artifacts["weights"])
-        self.fields = problem.train.fields
+        self.fields = {
+            name: problem.train.fields[name] for name in [*problem.loading.recipe.names[:1], *problem.train.fields]
+        }
 
     def predict(self, context: Any, model_input: Any, params: Any = None) -> dict[str, Any]:
         """Returns outputs as arrays by name.
@@ -34,9 +37,9 @@ class ServedModel(mlflow.pyfunc.PythonModel):
             model_input: arrays by field name with a leading sample axis, or a single array for the first field.
             params: not used.
         """
-        given = model_input if isinstance(model_input, dict) else {next(iter(self.fields)): model_input}
+        given = model_input if isinstance(model_input, dict) else {self.names[0]: model_input}
         batch = {name: np.ascontiguousarray(values, dtype=self.fields[name].dtype) for name, values in given.items()}
-        return dict(self.framework.predict(batch))
+        return dict(self.framework.predict({name: batch[name] for name in (*self.names, *batch) if name in batch}))
 
 
 set_model(ServedModel())

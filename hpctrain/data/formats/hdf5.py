@@ -84,6 +84,8 @@ class Hdf5Dataset:
     cache: BlockCache
     outside: tuple[str, ...]
     origin: Mapping[str, Any] | None
+    ordered: bool
+    """Whether the user gave the order of the arrays, or the file records it, so that it says more than the alphabet."""
 
     def __len__(self) -> int:
         return self.length
@@ -125,13 +127,14 @@ def open_hdf5(
         }
         fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in arrays.items()}
         length = check_lengths({name: array.shape[0] for name, array in arrays.items()}, where)
+        ordered = names is not None or keeps_order(files.root(), list(arrays))
     readers = {
         name: array
         if isinstance(array, (MappedArray, StoredArray))
         else BlockArray(path, name, array, fields[name], cache)
         for name, array in arrays.items()
     }
-    dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin)
+    dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin, ordered)
     if files.origin is not None:  # also at process exit, after which the library must not call into Python
         for file in files.opened.values():
             weakref.finalize(dataset, file.close)
@@ -146,6 +149,12 @@ def chosen(files: LinkedFiles, names: tuple[str, ...] | None, where: str) -> dic
     if names is not None and len(datasets) < len(names):
         choose([name for name, _ in names_in(root)], names, where)
     return datasets
+
+
+def keeps_order(root: h5py.File, names: Sequence[str]) -> bool:
+    """Whether the groups of these arrays record the order in which the arrays were created."""
+    groups = {"/", *(f"/{name.rpartition('/')[0]}" for name in names)}
+    return all(root[group].id.get_create_plist().get_link_creation_order() for group in groups)
 
 
 def block_samples(chunk_samples: int, field: Field) -> int:

@@ -51,6 +51,11 @@ class RecordDataset:
     ragged: bool
     fields: Mapping[str, Field]
 
+    @property
+    def ordered(self) -> bool:
+        """See ``dataset.is_ordered``: writers of WebDataset tars sort a sample's files by extension."""
+        return self.names is not None or self.decode is not None or not isinstance(self.records, TarShard)
+
     def __len__(self) -> int:
         return len(self.records)
 

@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.config.values import refuse_credentials
-from hpctrain.data.dataset import Dataset, Field, Samples, SeededDataset, choose, content_fingerprint, from_arrays
+from hpctrain.data.dataset import (
+    Dataset,
+    Field,
+    Samples,
+    SeededDataset,
+    choose,
+    content_fingerprint,
+    from_arrays,
+    is_ordered,
+)
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.records import Decode, JsonLines, Records, TarShard, open_records
 from hpctrain.data.formats.table_dataset import open_table_dataset
@@ -211,6 +220,7 @@ class ConcatDataset:
     def __init__(self, parts: Sequence[Dataset]) -> None:
         self.parts = parts
         self.fields: Mapping[str, Field] = parts[0].fields
+        self.ordered = is_ordered(parts[0])
         self.ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:

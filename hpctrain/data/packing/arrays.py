@@ -6,7 +6,7 @@ import contextlib
 import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -46,7 +46,8 @@ def from_npy(paths: Sequence[Path]) -> Source:
     """A source of one array per .npy file, named after the file."""
     if len({path.stem for path in paths}) < len(paths):
         raise UserError("two .npy files have the same name, and their arrays would too", "rename one of them")
-    return from_streams({path.stem: partial(open_npy, path) for path in paths}, ", ".join(map(str, paths)))
+    source = from_streams({path.stem: partial(open_npy, path) for path in paths}, ", ".join(map(str, paths)))
+    return replace(source, ordered=list(paths) != sorted(paths))  # the shell sorts what *.npy matches
 
 
 def open_npy(path: Path) -> IO[bytes]:

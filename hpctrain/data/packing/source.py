@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Field, Samples
+from hpctrain.data.dataset import Dataset, Field, Samples, is_ordered
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_files import asking
 from hpctrain.data.formats.stored_hdf5 import files_of
@@ -47,6 +47,8 @@ class Source:
     """Notes to store in the file, such as class names; JSON values."""
     pieces: Sequence[Piece] = ()
     """The samples as pieces in order, if pieces can be read independently; else empty."""
+    ordered: bool = True
+    """See ``dataset.is_ordered``; a packed file records the order of its arrays only then."""
 
 
 def block_samples(fields: Mapping[str, Field]) -> int:
@@ -73,7 +75,7 @@ def from_dataset(dataset: Dataset) -> Source:
         for begin in range(0, len(dataset), step):
             yield dataset.read(np.arange(begin, min(begin + step, len(dataset)), dtype=np.int64))
 
-    return Source(dataset.fields, len(dataset), blocks)
+    return Source(dataset.fields, len(dataset), blocks, ordered=is_ordered(dataset))
 
 
 def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
@@ -90,7 +92,7 @@ def join(sources: Sequence[Source], names: Sequence[str]) -> Source:
     if "sources" in notes:
         notes["sources"] = [each for source in sources for each in source.notes["sources"]]
     pieces = [piece for source in sources for piece in source.pieces] if all(each.pieces for each in sources) else []
-    return Source(first.fields, sum(source.length for source in sources), blocks, notes, pieces)
+    return Source(first.fields, sum(source.length for source in sources), blocks, notes, pieces, first.ordered)
 
 
 Columns = Mapping[str, tuple[str, ...]]

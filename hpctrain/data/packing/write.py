@@ -95,7 +95,7 @@ def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> di
     early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     early.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with new_file(raw) as file:
+    with new_file(raw, source.ordered) as file:
         file.attrs[NOTES] = json.dumps(source.notes)
         return {
             name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
@@ -157,7 +157,7 @@ def write_chunked(
 ) -> None:
     """Write chunks of whole samples. The chunk cache holds incomplete chunks, so each is compressed once."""
     with PatientFile(temporary, "w+b") as raw:
-        with new_file(raw) as file:
+        with new_file(raw, source.ordered) as file:
             file.attrs[NOTES] = json.dumps(source.notes)
             for name, field in fields.items():
                 rows = min(source.length, chunk_samples or max(1, CHUNK_BYTES // max(1, field.num_bytes)))
@@ -178,11 +178,11 @@ def write_chunked(
         raw.check()
 
 
-def new_file(raw: io.FileIO) -> h5py.File:
-    """Create an HDF5 file that keeps the order of datasets, aligns them to pages, and stores no timestamps."""
+def new_file(raw: io.FileIO, ordered: bool) -> h5py.File:
+    """Create an HDF5 file that aligns datasets to pages, stores no timestamps, and keeps their order if ``ordered``."""
     order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
-    creation.set_link_creation_order(order)
+    creation.set_link_creation_order(order if ordered else 0)
     creation.set_attr_creation_order(order)
     creation.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)

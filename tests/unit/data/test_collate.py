@@ -97,7 +97,7 @@ def test_collate_follows_the_transform() -> None:
 def test_validation_is_collated() -> None:
     seen = [
         len(tokens[mask])
-        for batch in ValidationData(RAGGED, 7, 0, 1, collate=PAD)
+        for batch in ValidationData(RAGGED, 7, 0, 1, recipe=Recipe(collate=PAD))
         for tokens, _, mask in zip(*batch.values(), strict=True)
     ]
     assert seen == [len(tokens) for tokens in TOKENS]
