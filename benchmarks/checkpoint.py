@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.program import start
-from hpctrain.backends.torch.strategies.group import ends_calmly
+from hpctrain.backends.torch.process_groups import ends_calmly
 from hpctrain.bench import checkpoint
 from hpctrain.bench.checkpoint import COUNTS, Arrays, Other, make_state
 from hpctrain.checkpoint.policy import Retention

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hpctrain.backends.torch import bench
 from hpctrain.backends.torch.bench import Problem, cross_entropy, seeded
+from hpctrain.backends.torch.process_groups import ends_calmly
 from hpctrain.backends.torch.state.optimizer import Together
 from hpctrain.backends.torch.state.tensors import digest
-from hpctrain.backends.torch.strategies.group import ends_calmly
 from hpctrain.comm.world import World
 from hpctrain.tasks.definition import vocabulary
 

@@ -92,6 +92,7 @@ class Feature(StrEnum):
     PER_RANK = "a PerRank in state= of the task"
     PIPELINE = "parallel.pipeline"
     PLATEAU = "schedule.plateau.metric"
+    PROCESS_GROUPS = "reduce.kind: nccl"
     RANKS = "several ranks"
     RATE_HOOK = "a RateHook"
     RECOMPUTE = "train.recompute"

@@ -327,8 +327,9 @@ class ParallelConfig(Section, key="parallel"):
 class ReduceConfig(Section, key="reduce"):
     """How gradients are averaged over the ranks."""
 
-    kind: Literal["auto", "horovod", "mpi", "none"] = "auto"
-    """The reducer; auto measures the candidates before the first update and keeps the fastest."""
+    kind: Literal["auto", "horovod", "mpi", "nccl", "none"] = "auto"
+    """The reducer. nccl: PyTorch's process groups (RCCL on AMD GPUs, XCCL on Intel's, gloo on CPUs); auto: nccl if each
+    rank has a GPU, otherwise the fastest candidate, measured before the first update."""
     compression: Decisive[Literal["none", "fp16", "bf16", "int8", "auto"]] = "none"
     """Type in which gradients are sent instead of fp32; auto measures none and fp16. int8 adds its rounding errors to
     the next update (error feedback)."""
@@ -338,8 +339,9 @@ class ReduceConfig(Section, key="reduce"):
     """Updates at the beginning of a run that int8 does not compress."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Send a bucket as soon as its gradients are ready (on), or everything after backward (off)."""
-    bucket_bytes: Annotated[int, Range(least=1024)] = 8 * 2**20
-    """Size of a bucket if buckets are sent during backward."""
+    bucket_bytes: Annotated[int, Range(least=1024)] | None = None
+    """Size of a bucket if buckets are sent during backward; by default 8 MiB on CPUs, and 25 MiB on GPUs, where the
+    first and the last one have 1 MiB: the first is sent early, and nothing hides the last."""
     sparse: Literal["auto", "densify", "refuse"] = "auto"
     """Sparse gradients of embeddings: auto sends only rows if that does not change the result, densify makes them
     dense, refuse names them and ends the run."""
@@ -356,6 +358,7 @@ class ReduceConfig(Section, key="reduce"):
             Feature.INT8_SUMS: self.compression == "int8",
             Feature.NO_REDUCER: self.kind == "none",
             Feature.OVERLAP: self.overlap == "on",
+            Feature.PROCESS_GROUPS: self.kind == "nccl",
             Feature.VERIFY: self.verify_every_steps,
         }
         return used(given)

@@ -12,6 +12,7 @@ from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.system.shared_memory import FOLDER
 
+Backend = Literal["gloo", "nccl", "xccl"]
 Way = Literal["node", "ring", "flat", "overlap", "sharded", "sliced"]
 
 
@@ -19,7 +20,8 @@ Way = Literal["node", "ring", "flat", "overlap", "sharded", "sliced"]
 class Candidate:
     """One way of summing gradients over ranks."""
 
-    kind: Literal["none", "mpi", "horovod", "gloo", "nccl"]
+    kind: Literal["none", "mpi", "horovod", "gloo", "nccl", "xccl"]
+    """The last three are PyTorch's process groups, by device."""
     way: Way = "flat"
     """node: through shared memory; ring: the same, with hpctrain's ring between nodes; flat: one message after
     backward; overlap: buckets during backward; sharded: each rank gets the sums it updates with (parallel.shard)."""
@@ -41,11 +43,12 @@ class Candidate:
         return known[name]
 
 
+PROCESS_GROUPS: tuple[Backend, ...] = ("gloo", "nccl", "xccl")
 EVERY_CANDIDATE = (
     Candidate("none"),
     *(
         Candidate(kind, way, compression)
-        for kind in ("mpi", "horovod")
+        for kind in ("mpi", "horovod", *PROCESS_GROUPS)
         for way in ("node", "ring", "flat", "overlap")
         for compression in ("none", "fp16", "bf16")
         if (way not in ("node", "ring") or (kind, compression) == ("mpi", "none"))
@@ -68,9 +71,20 @@ class Surroundings:
     """Whether Horovod is installed, works, and uses the same MPI."""
     gpu: bool
     """Whether gradients are on a GPU."""
+    backend: Backend = "gloo"
+    """PyTorch's process groups for the gradients' device."""
+    own_gpus: bool = False
+    """Whether each rank has a GPU of its own."""
 
 
-def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Callable[[], bool]) -> Surroundings:
+def look_around(
+    config: ReduceConfig,
+    world: World,
+    gpu: bool,
+    has_horovod: Callable[[], bool],
+    backend: Backend = "gloo",
+    own_gpus: bool = False,
+) -> Surroundings:
     """What all ranks have; the same on all, even if nodes differ, so that all make the same calls. Collective.
 
     All data groups agree too: values that are equal across them stay equal only if all sum in the same way.
@@ -80,16 +94,19 @@ def look_around(config: ReduceConfig, world: World, gpu: bool, has_horovod: Call
         world: the ranks.
         gpu: whether this rank's gradients are on a GPU.
         has_horovod: whether Horovod works here; asked only if it may be chosen.
+        backend: PyTorch's process groups for this rank's device.
+        own_gpus: whether each rank of the data group has a GPU of its own.
     """
     group, peers = world.everyone, world.data
-    horovod = peers.size > 1 and config.kind == "auto" and has_horovod()
+    horovod = peers.size > 1 and config.kind == "auto" and not own_gpus and has_horovod()
     neighbours = world.local_size > world.tensor.size
     if world.pipeline.size > 1:  # the node's other ranks may belong to other stages
         neighbours = peers.allgather(world.node, "find the nodes of the data group").count(world.node) > 1
     shares = neighbours and os.path.isdir(FOLDER)
-    everywhere = group.allgather([shares, horovod, gpu], "compare what gradients could be summed with")
-    shared_memory, horovod, gpu = (all(column) for column in zip(*everywhere, strict=True))
-    return Surroundings(peers.size, world.nodes, shared_memory, horovod, gpu)
+    mine = [shares, horovod, gpu, own_gpus]
+    everywhere = group.allgather(mine, "compare what gradients could be summed with")
+    shared_memory, horovod, gpu, own_gpus = (all(column) for column in zip(*everywhere, strict=True))
+    return Surroundings(peers.size, world.nodes, shared_memory, horovod, gpu, backend, own_gpus)
 
 
 def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
@@ -103,8 +120,12 @@ def candidates(config: ReduceConfig, around: Surroundings) -> list[Candidate]:
     refuse({**config.features(), Feature.RANKS: around.ranks})
     if config.compression == "int8":
         return [Candidate("mpi", "node" if config.compress_where == "between_nodes" else "flat", "int8")]
-    ways = [_horovod(config, around)] if config.kind == "horovod" else [_mpi(config, around)]
-    if config.kind == "auto":
+    ways = [_mpi(config, around)]
+    if config.kind == "horovod":
+        ways = [_horovod(config, around)]
+    elif config.kind == "nccl" or (config.kind == "auto" and around.own_gpus):  # nothing else is near it on GPUs
+        ways = [Candidate(around.backend, "flat" if config.overlap == "off" else "overlap")]
+    elif config.kind == "auto":
         ways = _every_way(config, around)
     squeezed: tuple[Literal["none", "fp16", "bf16"], ...]
     squeezed = ("none", "fp16") if config.compression == "auto" else (config.compression,)

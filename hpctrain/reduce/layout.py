@@ -25,6 +25,11 @@ class Bucket:
     """Indices of its parameters."""
 
 
+BUCKET_BYTES, GPU_BUCKET_BYTES, END_BYTES = 8 * 2**20, 25 * 2**20, 2**20
+"""Default sizes of buckets: on CPUs, on GPUs, and of the first and last one on GPUs: the first is sent early, and
+backward does not hide the last."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A flat buffer: gradients in reverse parameter order (backward ends with the first layers), then extra slots."""
@@ -41,23 +46,29 @@ class Layout:
     """Elements of the whole buffer."""
 
 
-def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int) -> Layout:
+def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int, end_elements: int | None = None) -> Layout:
     """Lays out gradients of these sizes (elements, in parameter order).
 
     Args:
         sizes: elements of each parameter.
         bucket_elements: a bucket is closed once it holds this many elements; None puts everything into one.
         extra: number of slots after the gradients, for numbers summed in the same message.
+        end_elements: the same as ``bucket_elements`` for the first and the last bucket; None treats them as others.
     """
     offsets = [0] * len(sizes)
     buckets: list[Bucket] = []
     members: list[int] = []
     begin = end = 0
+    length = sum(map(aligned, sizes))
+    first = bucket_elements if end_elements is None else end_elements
+    last_from = length if end_elements is None else length - end_elements
     for index in reversed(range(len(sizes))):
         offsets[index] = end
-        end += -(-sizes[index] // ALIGNMENT) * ALIGNMENT
+        end += aligned(sizes[index])
         members.append(index)
-        if bucket_elements is not None and end - begin >= bucket_elements:
+        if bucket_elements is None or first is None:
+            continue
+        if end - begin >= (bucket_elements if begin else first) or begin < last_from <= end < length:
             buckets.append(Bucket(begin, end, tuple(members)))
             begin, members = end, []
     if members or not buckets:
@@ -66,6 +77,11 @@ def plan(sizes: Sequence[int], bucket_elements: int | None, extra: int) -> Layou
         last = buckets.pop()
         buckets.append(Bucket(last.begin, end + extra, last.members))
     return Layout(tuple(offsets), tuple(sizes), tuple(buckets), end, end + extra)
+
+
+def aligned(size: int) -> int:
+    """A size rounded up to whole cache lines."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def slices(length: int, parts: int) -> list[slice]:

@@ -34,6 +34,10 @@ ROWS: Rows = {
         "Horovod cannot sum int8 with a scale for each block",
         "set reduce.kind: mpi, or reduce.compression: fp16",
     ),
+    (Feature.PROCESS_GROUPS, Feature.INT8_SUMS): (
+        "reduce.kind is nccl, which cannot sum int8 with a scale for each block",
+        "set reduce.kind: mpi, or reduce.compression: bf16",
+    ),
     (Feature.OVERLAP, Feature.INT8_SUMS): (
         "reduce.overlap is on, and int8 sums are formed after backward",
         "leave reduce.overlap out, or set reduce.compression: none",

@@ -65,11 +65,12 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "import torch\n"
         "from hpctrain.comm.world import connect\n"
         "from hpctrain.reduce.layout import plan\n"
-        "from hpctrain.backends.torch.reduce.allreduce import open_horovod_allreduce\n"
+        "from hpctrain.backends.torch.reduce.messages import MessageAllreduce, horovod_sender\n"
         "group = connect().data\n"
         "def opened(half=False):\n"
-        "    layout = plan([8], None, 2)\n"
-        "    made = open_horovod_allreduce(group, layout, torch.float32, torch.device('cpu'), half)\n"
+        "    layout, cpu = plan([8], None, 2), torch.device('cpu')\n"
+        "    sender = horovod_sender(group, cpu)\n"
+        "    made = MessageAllreduce(sender, layout, torch.float32, cpu, torch.float16 if half else None)\n"
         "    made.flat.fill_(group.rank + 1)\n"
         "    return made\n"
         "one, two, half = opened(), opened(), opened(half=True)\n"
@@ -83,7 +84,7 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
         "two.close()\n"
         "half.close()\n"
         "sums = [one.flat[0], two.flat[0], half.flat[0], half.flat[-1]]\n"
-        "print(*map(float, sums), two.horovod.is_initialized())\n"
+        "print(*map(float, sums), two.sender.horovod.is_initialized())\n"
     )
     assert mpirun(2, program, env=HERE, warm="torch").stdout.splitlines() == ["3.0 6.0 3.0 3.0 False"] * 2
 

@@ -16,17 +16,20 @@ from tests.tasks import torch_own_steps as own
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
-REDUCERS = ("auto", "mpi", "horovod", "mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
-OPTIONS = ("accumulate", "clip", "weighted")
+REDUCERS = (
+    "auto", "mpi", "horovod", "nccl",
+    "mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap", "gloo-flat", "gloo-overlap",
+)  # fmt: skip
+OPTIONS = ("accumulate", "clip", "weighted", "accumulate-gloo", "clip-gloo", "weighted-gloo")
 """Options whose results must not depend on the number of ranks, either."""
 OWN_STEPS = ("own", "own-pairs", "own-rows")
 """Tasks with a custom ``step``."""
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
     "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed", "watched",
-    "frozen",
+    "frozen", "fp16-gloo", "bf16-gloo", "not_finite-gloo", "overflowing-gloo", "interrupted-gloo",
 )  # fmt: skip
-OWN_ELSEWHERE = ("own-horovod", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined")
+OWN_ELSEWHERE = ("own-horovod", "own-gloo", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined")
 
 pytestmark = pytest.mark.world_size(4)
 
@@ -41,7 +44,9 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 def results(ranks: int) -> dict[str, Any]:
     """Results of all scenarios on this number of ranks, run once."""
     more = {1: ("evaluated", "judged"), 2: ELSEWHERE, 4: ("judged",)}[ranks]
-    found: dict[str, Any] = run("torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", "tables", *more)
+    found: dict[str, Any] = run(
+        "torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", "tables", "tables-gloo", *more
+    )
     return found
 
 
@@ -80,13 +85,21 @@ def test_ranks_train_as_a_plain_loop_does(ranks: int, reducer: str) -> None:
     require_equal_ranks(found)
     if ranks > 1 and "-" in reducer:
         assert found["reducer"] == reducer
+    if ranks > 1 and reducer == "nccl":
+        assert found["reducer"] == "gloo-overlap"
 
 
-@pytest.mark.parametrize(("option", "kind"), [("accumulate", "mean"), ("clip", "clip"), ("weighted", "weighted")])
+def test_two_ranks_sum_to_the_bits_of_shared_memory_by_each_exact_reducer() -> None:
+    found = results(2)
+    wanted = found["mpi-node"]["hashes"]
+    assert all(found[reducer]["hashes"] == wanted for reducer in REDUCERS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_accumulation_clipping_and_weights_are_exact(ranks: int, option: str, kind: str) -> None:
+def test_accumulation_clipping_and_weights_are_exact(ranks: int, option: str) -> None:
     found = results(ranks)[option]
-    require_same_training(found["losses"], by_hand(kind))
+    require_same_training(found["losses"], by_hand(option.partition("-")[0].replace("accumulate", "mean")))
     require_equal_ranks(found)
 
 
@@ -107,7 +120,7 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
     [
         *((ranks, "own", "gan") for ranks in (1, 2, 4)),
         *((ranks, scenario, "pairs") for ranks in (1, 2, 4) for scenario in ("own-pairs", "own-rows")),
-        *((2, scenario, "gan") for scenario in ("own-horovod", "own-accumulate")),
+        *((2, scenario, "gan") for scenario in ("own-horovod", "own-gloo", "own-accumulate")),
         (2, "own-weighted", "weighted"),
     ],
 )
@@ -174,7 +187,15 @@ def test_without_the_exchange_these_tests_fail() -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "rtol"),
-    [("fp16-wire", 0.01), ("fp16-horovod", 0.01), ("bf16-wire", 0.05), ("bf16", 0.05), ("fp16", 0.02)],
+    [
+        ("fp16-wire", 0.01),
+        ("fp16-horovod", 0.01),
+        ("fp16-gloo", 0.01),
+        ("bf16-wire", 0.05),
+        ("bf16-gloo", 0.05),
+        ("bf16", 0.05),
+        ("fp16", 0.02),
+    ],
 )
 def test_low_precision_stays_near_and_ranks_stay_equal(scenario: str, rtol: float) -> None:
     found = results(2)[scenario]
@@ -192,10 +213,11 @@ def test_sparse_gradients_become_dense_or_are_refused() -> None:
     assert "fix:" in found["refused"]["error"]
 
 
+@pytest.mark.parametrize("scenario", ["tables", "tables-gloo"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks: int) -> None:
+def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks: int, scenario: str) -> None:
     """The seventh of nine batches has three samples, so that the last of four ranks has none."""
-    found, one = results(ranks)["tables"], results(1)["tables"]
+    found, one = results(ranks)[scenario], results(1)["tables"]
     assert len(found) == 10
     for name, run_ in found.items():
         require_same_training(run_["losses"], one[name]["losses"], 1e-5)
@@ -205,17 +227,19 @@ def test_rows_of_embeddings_travel_alone_and_train_as_whole_tables_do(ranks: int
         require_same_training(run_["losses"], whole["losses"], 1e-6)
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update() -> None:
-    found = results(2)["not_finite"]
+@pytest.mark.parametrize("scenario", ["not_finite", "not_finite-gloo"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(scenario: str) -> None:
+    found = results(2)[scenario]
     assert found["ranks"] == [[1], [1]]
     assert found["unchanged"] == [True, True]
 
 
-def test_an_overflow_skips_the_update_on_all_ranks() -> None:
-    assert results(2)["overflowing"]["after"] == [[True, 0.5], [True, 0.5]]
+@pytest.mark.parametrize("scenario", ["overflowing", "overflowing-gloo"])
+def test_an_overflow_skips_the_update_on_all_ranks(scenario: str) -> None:
+    assert results(2)[scenario]["after"] == [[True, 0.5], [True, 0.5]]
 
 
-@pytest.mark.parametrize("scenario", ["interrupted", "int8", "int8-node"])
+@pytest.mark.parametrize("scenario", ["interrupted", "interrupted-gloo", "int8", "int8-node"])
 def test_state_by_name_resumes_bit_for_bit(scenario: str) -> None:
     assert results(2)[scenario]["same"] == [True, True]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
+from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.strategies.exchange import Exchange, over_torch
-from hpctrain.backends.torch.strategies.group import DefaultGroup
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main as command

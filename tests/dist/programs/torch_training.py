@@ -48,6 +48,8 @@ from tests.tasks.torch_tasks import (
 )
 
 STEPS = 50
+GLOO = "gloo-overlap"
+"""What reduce.kind: nccl is on CPUs."""
 
 
 def outcome(framework: TorchFramework, losses: list[float]) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def watched_once(world: World) -> dict[str, Any]:
 def frozen(world: World) -> dict[str, Any]:
     """Differences of weights from those of one process, by reducer, if a layer is frozen at times."""
     wanted = freeze_and_thaw(make_framework(alone(), optimizer=decaying))
-    ways = ("auto", "mpi-overlap", "horovod-flat")
+    ways = ("auto", "mpi-overlap", "horovod-flat", GLOO)
     found = {
         way: freeze_and_thaw(make_framework(world, optimizer=decaying, way=None if way == "auto" else way))
         for way in ways
@@ -107,9 +109,9 @@ def sabotaged(world: World) -> dict[str, Any]:
     return outcome(framework, train(framework, STEPS))
 
 
-def not_finite(world: World) -> dict[str, Any]:
+def not_finite(world: World, way: str = "mpi-overlap") -> dict[str, Any]:
     """A NaN in one sample of the third batch, on the last rank; other sums are in flight when the loss shows it."""
-    framework = make_framework(world, way="mpi-overlap")
+    framework = make_framework(world, way=way)
     train(framework, 2)
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
@@ -173,9 +175,9 @@ def noises(world: World) -> dict[str, Any]:
     return {"drawn": world.data.allgather([drawn, statistics], "compare the noise"), "placed": placed}
 
 
-def overflowing(world: World) -> dict[str, Any]:
+def overflowing(world: World, way: str | None = None) -> dict[str, Any]:
     """An infinite fp16 gradient on one rank skips the update on all ranks, and lowers the loss scale."""
-    framework = make_framework(world, precision="fp16")
+    framework = make_framework(world, way=way, precision="fp16")
     train(framework, 1)
     batch = next(global_batches(1))
     batch["x"] = batch["x"].copy()
@@ -260,13 +262,13 @@ def words(world: World, sparse: bool, mode: str = "densify") -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def tables(world: World) -> dict[str, Any]:
+def tables(world: World, kind: str = "mpi") -> dict[str, Any]:
     """Rows of embeddings, with and without loss weights, by optimizers that update only rows."""
     found = {}
     for optimizer in (plain_sgd, adagrad, sparse_adam):
         for loss in (mean_loss, weighted_loss):
             for mode in ("auto", "densify") if optimizer is not sparse_adam else ("auto",):
-                settings = {"reduce": {"sparse": mode, "kind": "mpi"}, "clip_norm": 0.3, "ema_decay": 0.9}
+                settings = {"reduce": {"sparse": mode, "kind": kind}, "clip_norm": 0.3, "ema_decay": 0.9}
                 found[f"{optimizer.__name__}, {loss.__name__}, {mode}"] = trained(
                     world, 9, 2, model=Words, forward=words_forward, optimizer=optimizer, loss=loss, **settings
                 )
@@ -359,13 +361,24 @@ def own_overflow(world: World) -> dict[str, Any]:
     return {"moved": world.data.allgather([bool(moved[:size].any()), bool(moved[size:].any())], "compare")}
 
 
-WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap")
+WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap", "gloo-flat", GLOO)
 
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "auto": trained,
     "mpi": lambda world: trained(world, reduce={"kind": "mpi"}),
     "horovod": lambda world: trained(world, reduce={"kind": "horovod"}),
+    "nccl": lambda world: trained(world, reduce={"kind": "nccl"}),
     **{way: partial(trained, way=way) for way in WAYS},
+    "accumulate-gloo": lambda world: trained(world, accumulate=3, way=GLOO),
+    "clip-gloo": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9, way=GLOO),
+    "weighted-gloo": lambda world: trained(world, loss=weighted_loss, way=GLOO),
+    "fp16-gloo": lambda world: trained(world, way="gloo-overlap-fp16", accumulate=2),
+    "bf16-gloo": lambda world: trained(world, way="gloo-flat-bf16"),
+    "not_finite-gloo": partial(not_finite, way=GLOO),
+    "overflowing-gloo": partial(overflowing, way=GLOO),
+    "interrupted-gloo": lambda world: interrupted(world, kind="nccl"),
+    "tables-gloo": partial(tables, kind="nccl"),
+    "own-gloo": lambda world: own_steps(world, way=GLOO),
     "accumulate": lambda world: trained(world, accumulate=3, way="mpi-overlap"),
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
     "watched": watched_once,

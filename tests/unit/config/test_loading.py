@@ -130,7 +130,7 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ),
         ("reduce: {compression: bf16, kind: horovod}", "run.yaml:4: Horovod cannot sum bfloat16", "fp16"),
         ("data: {drop_last: 3}", "run.yaml:4: data.drop_last cannot be '3'", "true or false"),
-        ("reduce: {kind: foo}", "run.yaml:4: reduce.kind cannot be 'foo'", "auto, horovod, mpi, none"),
+        ("reduce: {kind: foo}", "run.yaml:4: reduce.kind cannot be 'foo'", "auto, horovod, mpi, nccl, none"),
         ("schedule: 3", "run.yaml:4: schedule cannot be '3'", "mapping"),
         ("schedule: {step_epochs: 5}", "run.yaml:4: schedule.step_epochs cannot be '5'", "list of integer: [5]"),
         ("seed: -1", "run.yaml:4: seed is -1", "0 or more"),

@@ -41,6 +41,18 @@ def test_a_bucket_is_closed_once_it_is_large_enough() -> None:
     assert layout.buckets[-1].end == 4 * 64 + 16
 
 
+def test_the_first_and_the_last_bucket_can_be_smaller() -> None:
+    layout = plan([64] * 12, 256, 16, 64)
+    assert [len(bucket.members) for bucket in layout.buckets] == [1, 4, 4, 2, 1]
+
+
+@given(sizes, st.integers(1, 8000), st.integers(1, 8000))
+def test_smaller_ends_cover_the_buffer_too(sizes: list[int], bucket: int, end: int) -> None:
+    layout = plan(sizes, bucket, 16, min(bucket, end))
+    assert [index for each in layout.buckets for index in each.members] == list(reversed(range(len(sizes))))
+    assert all(a.end == b.begin for a, b in itertools.pairwise(layout.buckets))
+
+
 @given(st.integers(0, 100_000), st.integers(1, 64))
 def test_slices_cover_and_are_aligned(length: int, parts: int) -> None:
     found = slices(length, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hpctrain.reduce.reducer_choice import Choice, ReducerChoice, choose, fastes
 
 NODE = Surroundings(ranks=4, nodes=1, shared_memory=True, horovod=True, gpu=False)
 CLUSTER = Surroundings(ranks=4, nodes=2, shared_memory=False, horovod=True, gpu=False)
+GPUS = Surroundings(8, 2, True, False, True, "nccl", own_gpus=True)
 
 
 def names(config: ReduceConfig, around: Surroundings) -> list[str]:
@@ -29,10 +31,10 @@ def test_names_are_read_back() -> None:
         Candidate.parse("nccl")
 
 
-@pytest.mark.parametrize("kind", ["auto", "mpi", "horovod"])
+@pytest.mark.parametrize("kind", ["auto", "mpi", "horovod", "nccl"])
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "auto"])
 @pytest.mark.parametrize("overlap", ["auto", "on", "off"])
-@pytest.mark.parametrize("around", [NODE, CLUSTER])
+@pytest.mark.parametrize("around", [NODE, CLUSTER, GPUS])
 def test_every_candidate_has_a_name(kind: str, compression: str, overlap: str, around: Surroundings) -> None:
     if (kind, compression) == ("horovod", "bf16"):
         return
@@ -56,6 +58,17 @@ def test_an_explicit_kind_leaves_nothing_to_timing() -> None:
     assert names(ReduceConfig(kind="horovod"), CLUSTER) == ["horovod-overlap"]
 
 
+def test_gpus_sum_by_their_own_library_and_measure_nothing() -> None:
+    for kind in ("auto", "nccl"):
+        assert names(ReduceConfig(kind=kind), GPUS) == ["nccl-overlap"]
+        assert names(ReduceConfig(kind=kind, overlap="off"), GPUS) == ["nccl-flat"]
+        assert names(ReduceConfig(kind=kind, compression="bf16"), GPUS) == ["nccl-overlap-bf16"]
+    assert names(ReduceConfig(), replace(GPUS, backend="xccl")) == ["xccl-overlap"]
+    assert names(ReduceConfig(), replace(GPUS, own_gpus=False)) == ["mpi-node", "mpi-ring", "mpi-flat", "mpi-overlap"]
+    assert names(ReduceConfig(kind="horovod"), GPUS) == ["horovod-overlap"]
+    assert names(ReduceConfig(kind="nccl"), NODE) == ["gloo-overlap"], "on CPUs"
+
+
 def test_one_rank_exchanges_nothing() -> None:
     assert names(ReduceConfig(kind="horovod"), Surroundings(1, 1, False, False, False)) == ["none"]
 
@@ -63,6 +76,8 @@ def test_one_rank_exchanges_nothing() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="4 ranks, which would train independently"):
         candidates(ReduceConfig(kind="none"), NODE)
+    with pytest.raises(UserError, match="nccl, which cannot sum int8"):
+        candidates(ReduceConfig(kind="nccl", compression="int8"), GPUS)
     with pytest.raises(UserError, match="bfloat16"):
         candidates(ReduceConfig(kind="horovod", compression="bf16"), NODE)
 
@@ -149,7 +164,7 @@ class Together(Group):
 
 def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
     local_sizes = [2, 2, 1]  # the last rank is alone on its node
-    everywhere = [[size > 1, rank > 0, False] for rank, size in enumerate(local_sizes)]  # no Horovod on rank 0
+    everywhere = [[size > 1, rank > 0, False, False] for rank, size in enumerate(local_sizes)]  # no Horovod on rank 0
     found = []
     for rank, local_size in enumerate(local_sizes):
         data, local = Together(everywhere, rank), Group("local")

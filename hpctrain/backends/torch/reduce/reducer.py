@@ -9,7 +9,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.reduce import allreduce
+from hpctrain.backends.torch.process_groups import have_own_gpus, peers_of, word_of
+from hpctrain.backends.torch.reduce import allreduce, messages
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -18,7 +19,18 @@ from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
 from hpctrain.reduce.int8_sum import Residue, residue_of
-from hpctrain.reduce.layout import LOSS, SLOTS, WEIGHT, WEIGHTED, ExchangeResult, plan, read_slots
+from hpctrain.reduce.layout import (
+    BUCKET_BYTES,
+    END_BYTES,
+    GPU_BUCKET_BYTES,
+    LOSS,
+    SLOTS,
+    WEIGHT,
+    WEIGHTED,
+    ExchangeResult,
+    plan,
+    read_slots,
+)
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
 
@@ -281,9 +293,11 @@ class TorchReducers:
 
         def has_horovod() -> bool:  # called on all ranks or on none
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
-            return all(there) and allreduce.unfit(horovod_setup.load("torch"), world.data, device) is None
+            return all(there) and messages.unfit(horovod_setup.load("torch"), world.data, device) is None
 
-        return candidates(config, look_around(config, world, device.type == "cuda", has_horovod))
+        on_gpu = device.type != "cpu"
+        own_gpus = on_gpu and world.data.size > 1 and have_own_gpus(world.data, device)
+        return candidates(config, look_around(config, world, on_gpu, has_horovod, word_of(device), own_gpus))
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
         """Opens a candidate's reducer. Collective over the group.
@@ -300,19 +314,19 @@ class TorchReducers:
         if candidate.kind == "none":
             return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
         dtype, device = common_kind(wanted)
-        most = min(config.bucket_bytes, PIECE_BYTES if candidate.kind == "mpi" else config.bucket_bytes)
-        layout = plan(
-            [parameter.numel() for _, parameter in parameters],
-            max(1, most // (8 if dtype == torch.float64 else 4)) if candidate.way == "overlap" else None,
-            SLOTS,
-        )
+        most, ends = bucket_sizes(config, candidate, dtype, device)
+        layout = plan([one.numel() for _, one in parameters], most, SLOTS, ends)
         residue = residue_of(candidate, layout, config.compress_after_steps)
-        if candidate.kind == "horovod":
-            sum_: allreduce.TensorAllreduce = allreduce.open_horovod_allreduce(
-                group, layout, dtype, device, candidate.compression == "fp16"
-            )
-        else:
+        sum_: allreduce.TensorAllreduce
+        if candidate.kind == "mpi":
             candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
+        else:
+            by_horovod = candidate.kind == "horovod"
+            sender: messages.Sender = (
+                messages.horovod_sender(group, device) if by_horovod else messages.GroupSender(peers_of(group, device))
+            )
+            half = messages.HALVES.get(candidate.compression)
+            sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
 
         def ready(number: int) -> None:
             end = layout.gradients if reducer.early else layout.length
@@ -326,6 +340,18 @@ class TorchReducers:
         named = wanted if own_ids else parameters
         reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, residue, arrive)
         return reducer
+
+
+def bucket_sizes(
+    config: ReduceConfig, candidate: Candidate, dtype: torch.dtype, device: torch.device
+) -> tuple[int | None, int | None]:
+    """Elements of buckets, and of the first and last one if they differ; None for a candidate that has no buckets."""
+    if candidate.way != "overlap":
+        return None, None
+    on_gpu = device.type != "cpu"
+    most = config.bucket_bytes or (GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES)
+    most = min(most, PIECE_BYTES) if candidate.kind == "mpi" else most
+    return max(1, most // dtype.itemsize), max(1, min(most, END_BYTES) // dtype.itemsize) if on_gpu else None
 
 
 def measured_reducer(

@@ -3,11 +3,9 @@ group, which sends tensors from GPU to GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,9 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.backends.torch.strategies.group import gloo, have_own_gpus, meet, nccl
+from hpctrain.backends.torch.process_groups import Peers, have_own_gpus, peers_of
 from hpctrain.comm.group import QUICK_LOOKS, TIMEOUT_S, Group
-from hpctrain.errors import RunFailed
 from hpctrain.reduce.shm_allreduce import ShmWindow, open_shm_window
 from hpctrain.train.clock import Waiting
 
@@ -170,20 +167,16 @@ class TorchExchange:
     than in a torch thread that would end the process without a message, and its time is recorded as a wait.
 
     Args:
-        group: the ranks.
-        ranks: the same ranks as a ``ProcessGroupGloo`` or ``ProcessGroupNCCL`` (whose stubs lack their methods), used
-            by this exchange alone.
+        peers: process group of the ranks.
         waiting: records waits for other ranks.
-        device: device of the tensors.
         timeout_s: longest wait for another rank.
     """
 
     in_order = True
 
-    def __init__(
-        self, group: Group, ranks: Any, waiting: Waiting, device: torch.device, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        self.group, self.ranks, self.waiting, self.device = group, ranks, waiting, device
+    def __init__(self, peers: Peers, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> None:
+        self.peers, self.waiting = peers, waiting
+        self.group, self.ranks, self.device = peers.group, peers.ranks, peers.device
         self.timeout = timedelta(seconds=timeout_s)
         self.under_way: list[tuple[dist.Work, Tensor]] = []
         """Messages on their way, with the bytes that are sent."""
@@ -209,7 +202,7 @@ class TorchExchange:
         return found
 
     def post(self, values: Tensor, rank: int, tag: int) -> None:
-        with self._explained("take what was sent"):
+        with self.peers.explained("take what was sent"):
             while self.under_way and self.under_way[0][0].is_completed():
                 self.under_way[0][0].wait(self.timeout)  # returns at once; raises errors
                 self.under_way.pop(0)  # frees memory early, since an update may have many micro-batches
@@ -220,7 +213,7 @@ class TorchExchange:
     def expect(self, into: Tensor, rank: int, tag: int) -> Callable[[str], None]:
         if not into.numel():
             return lambda what: None
-        with self._explained("send something"):
+        with self.peers.explained("send something"):
             work = self.ranks.recv([into.view(-1).view(torch.uint8)], rank, 0)
         return lambda what: self._finish(lambda: work, what)
 
@@ -231,33 +224,18 @@ class TorchExchange:
             self.under_way.pop(0)
 
     def close(self) -> None:
-        self.ranks.shutdown()
+        self.peers.close()
 
     def _finish(self, begin: Callable[[], dist.Work], what: str) -> None:
         """Begins an operation and waits for it."""
         if self.device.type == "cuda":  # computing this rank's input is not a wait for others
             torch.cuda.current_stream(self.device).synchronize()
-        with self.waiting, self._explained(what):
+        with self.waiting, self.peers.explained(what):
             work = begin()
             for _ in range(QUICK_LOOKS):  # torch itself would sleep for a millisecond between polls
                 if work.is_completed():
                     break
             work.wait(self.timeout)
-
-    @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Converts torch's errors to RunFailed."""
-        begun = time.monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            with contextlib.suppress(RuntimeError):
-                self.ranks.abort()  # otherwise a GPU operation keeps waiting, and the process cannot exit
-            raise RunFailed(
-                f"rank {self.group.rank} of {self.group.size} waited {time.monotonic() - begun:.0f} s for the other "
-                f"ranks to {what}: {str(error).strip().splitlines()[0]}",
-                "look for the rank that ended, or never arrived, in the logs of the run folder",
-            ) from error
 
 
 def over_torch(group: Group, device: torch.device, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> TorchExchange:
@@ -265,13 +243,7 @@ def over_torch(group: Group, device: torch.device, waiting: Waiting, timeout_s: 
 
     Raises UserError, on all ranks, if they cannot reach each other.
     """
-    meeting, timeout = meet(group, group.name, timeout_s), timedelta(seconds=timeout_s)
-    ranks: Any = (
-        nccl(group, meeting.store, device, timeout)
-        if device.type == "cuda"
-        else gloo(meeting.address, meeting.store, group.rank, group.size, timeout)
-    )
-    return TorchExchange(group, ranks, waiting, device, timeout_s)
+    return TorchExchange(peers_of(group, device, timeout_s), waiting, timeout_s)
 
 
 def exchange_for(group: Group, device: torch.device, waiting: Waiting) -> Exchange:

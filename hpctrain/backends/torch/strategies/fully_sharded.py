@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, ParameterDict, ParameterList, Sequential
 from torch.optim import Optimizer
 
+from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
 from hpctrain.backends.torch.state.optimizer import Part, Slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
-from hpctrain.backends.torch.strategies.group import DefaultGroup
 from hpctrain.backends.torch.strategies.parameter_traits import (
     OwnRows,
     ParameterTraits,

@@ -138,6 +138,10 @@ ROWS: Rows = {
         "different ranks",
         "keep it in buffers of the model, or change it in hooks and without PerRank",
     ),
+    (Feature.SHARD_GRADIENTS, Feature.PROCESS_GROUPS): (
+        "parallel.shard is gradients, which are exchanged through host memory, and reduce.kind is nccl",
+        "set parallel.shard: parameters, or optimizer, which go from GPU to GPU, or leave reduce.kind out",
+    ),
     # zero1
     (Trait.REDUCE_SCATTERS, Feature.HOROVOD): (
         "{0}, and Horovod would send all gradients to all ranks",

@@ -32,7 +32,7 @@ from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.parallel.sharded import Window, windows_of
 from hpctrain.parallel.sharded_exchange import Windows, open_windows
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.layout import SLOTS, WEIGHTED, ExchangeResult, read_slots
+from hpctrain.reduce.layout import BUCKET_BYTES, SLOTS, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.shm_allreduce import chunks
 from hpctrain.train.clock import Neighbours, Waiting
 
@@ -204,7 +204,9 @@ class SlicedReducers:
 
     def open(self, candidate: Candidate, group: Group) -> SlicedReducer:
         dtype = torch.empty(0, dtype=common_kind(self.sharded.pairs)[0]).numpy().dtype
-        size = max(64, min(self.config.bucket_bytes // dtype.itemsize, self.sharded.layout.gradients // 8))
+        size = max(
+            64, min((self.config.bucket_bytes or BUCKET_BYTES) // dtype.itemsize, self.sharded.layout.gradients // 8)
+        )
         return SlicedReducer(candidate.name, self, open_windows(group, size, dtype, self.waiting), group)
 
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hpctrain.backends.torch.process_groups import word_of
 from hpctrain.backends.torch.strategies import fully_sharded
 from hpctrain.backends.torch.strategies.fully_sharded import layers_of
-from hpctrain.backends.torch.strategies.group import word_of
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpctrain.backends.torch.strategies.group import GLOO_THREAD, await_gloo
+from hpctrain.backends.torch.process_groups import GLOO_THREAD, await_gloo
 from tests.support.mpi import PATIENCE_S
 
 PR_SET_NAME = 15

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.distributed.distributed_c10d import Backend
 
 from hpctrain.backends.torch.device import gpu_for_nccl
 from hpctrain.comm.group import TIMEOUT_S, Group
-from hpctrain.errors import UserError
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.system.address import interfaces, listen, meeting_address, routed_address
 from hpctrain.system.processes import threads_sleep
 
@@ -31,6 +33,8 @@ LOOKS = 5
 """Number of consecutive checks of gloo's threads, a millisecond apart."""
 OWN_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false"}
 """Read by torch when it creates an NCCL group: errors are raised where a rank waits, and messages are sent in order."""
+WORDS: dict[str, Literal["nccl", "xccl"]] = {"cuda": "nccl", "xpu": "xccl"}
+"""Backends by type of device; ROCm's PyTorch says ``cuda``, and its RCCL is ``nccl``."""
 WHAT = "open a process group of torch"
 """Completes "waited for the other ranks to ..." in errors."""
 
@@ -45,9 +49,9 @@ class Meeting:
     """Store on the first rank; lives as long as the group."""
 
 
-def word_of(device: torch.device) -> str:
-    """The backend for tensors on this device: ``nccl`` or ``gloo``."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def word_of(device: torch.device) -> Literal["nccl", "xccl", "gloo"]:
+    """The backend for tensors on this device."""
+    return WORDS.get(device.type, "gloo")
 
 
 def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
@@ -113,7 +117,8 @@ def require_own_gpus(group: Group, device: torch.device) -> None:
         sharing = [str(rank) for rank, one in enumerate(of_ranks) if one == shared]
         raise UserError(
             f"ranks {', '.join(sharing)} that see different samples are on one GPU, and NCCL takes one rank on each",
-            "start as many ranks on a node as it has GPUs, or set parallel.shard: optimizer",
+            "start as many ranks on a node as it has GPUs, or let them exchange through host memory: reduce.kind: mpi, "
+            "and parallel.shard: optimizer in place of parameters",
         )
 
 
@@ -172,6 +177,67 @@ def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedel
     agree(group, problem)
     assert ranks is not None, "agreed"
     return ranks
+
+
+class Peers:
+    """A process group over the ranks of a Group, which all who open it share; made by ``peers_of``.
+
+    Args:
+        group: the ranks.
+        ranks: the process group.
+        device: device of the tensors.
+    """
+
+    def __init__(self, group: Group, ranks: Any, device: torch.device) -> None:
+        self.group, self.ranks, self.device = group, ranks, device
+        self.users = 0
+
+    def close(self) -> None:
+        """Ends one use; the last one closes the process group on this rank."""
+        self.users -= 1
+        if not self.users:
+            del OPEN[self.group]
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+            self.ranks.shutdown()
+
+    @contextlib.contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Converts torch's errors to RunFailed; ``what`` completes "waited for the other ranks to ..."."""
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):
+                self.ranks.abort()  # otherwise a GPU operation keeps waiting, and the process cannot exit
+            raise RunFailed(
+                f"rank {self.group.rank} of {self.group.size} waited {time.monotonic() - begun:.0f} s for the other "
+                f"ranks to {what}: {str(error).strip().splitlines()[0]}",
+                "look for the rank that ended, or never arrived, in the logs of the run folder",
+            ) from error
+
+
+OPEN: WeakKeyDictionary[Group, Peers] = WeakKeyDictionary()
+"""Process groups in use. A GPU would need memory for each communicator, and could wait for two of them at once."""
+
+
+def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -> Peers:
+    """The process group of these ranks: NCCL for ranks with a GPU each, gloo for tensors on the host. Collective.
+
+    Raises UserError, on all ranks, if ranks share a GPU or cannot reach each other.
+    """
+    if group not in OPEN:
+        if word_of(device) != "gloo":
+            require_own_gpus(group, device)
+        meeting, timeout = meet(group, group.name, timeout_s), timedelta(seconds=timeout_s)
+        ranks: Any = (
+            gloo(meeting.address, meeting.store, group.rank, group.size, timeout)
+            if word_of(device) == "gloo"
+            else nccl(group, meeting.store, device, timeout)
+        )
+        OPEN[group] = Peers(group, ranks, device)
+    OPEN[group].users += 1
+    return OPEN[group]
 
 
 @contextlib.contextmanager

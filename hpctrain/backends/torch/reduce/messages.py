@@ -1,0 +1,147 @@
+"""Sums of a flat tensor by messages that leave during backward: through torch's process groups, on GPUs from device to
+device, or through Horovod."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.backends.torch.device import gpu_for_nccl
+from hpctrain.backends.torch.process_groups import Peers
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.horovod_setup import Lease
+from hpctrain.reduce.layout import Layout
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""Dtypes of messages by ``reduce.compression``."""
+POLL_S = 2e-4
+"""Polling interval; Horovod's own wait polls once a millisecond."""
+WHAT = "add up gradients"
+"""Completes "waited for the other ranks to ..." in errors."""
+
+
+class Sender(Protocol):
+    """Starts sums over the ranks. Every rank makes the same calls in the same order."""
+
+    def send(self, part: Tensor, begin: int) -> Callable[[], object]:
+        """Starts the sum of a tensor, in place, once its values are there; returns a function that waits for the sum.
+
+        Args:
+            part: this rank's values.
+            begin: its first element's place in the flat tensor.
+        """
+
+    def close(self) -> None:
+        """Ends its use of the library."""
+
+
+class MessageAllreduce:
+    """Few large messages with fixed bounds, so that timing changes no sum; see TensorAllreduce.
+
+    Args:
+        sender: sends them.
+        layout: layout of the flat tensor.
+        dtype: dtype of the flat tensor.
+        device: its device.
+        half: dtype in which gradients are sent and summed, if not as they are; losses and weights are never rounded.
+    """
+
+    def __init__(
+        self, sender: Sender, layout: Layout, dtype: torch.dtype, device: torch.device, half: torch.dtype | None
+    ) -> None:
+        self.sender = sender
+        self.gradients = layout.gradients
+        self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
+        self.half = torch.zeros(layout.gradients, dtype=half, device=device) if half else None
+        self.waits: list[Callable[[], object]] = []
+
+    def start(self, begin: int, end: int) -> None:
+        if self.half is None:
+            self.waits.append(self.sender.send(self.flat[begin:end], begin))
+            return
+        part = slice(begin, min(end, self.gradients))
+        self.half[part].copy_(self.flat[part])
+        self.waits.append(self.sender.send(self.half[part], begin))
+        if end > self.gradients:
+            self.waits.append(self.sender.send(self.flat[self.gradients :], self.gradients))
+
+    def finish(self) -> None:
+        for wait in self.waits:
+            wait()
+        self.waits.clear()
+        if self.half is not None:
+            self.flat[: self.gradients].copy_(self.half)
+
+    def close(self) -> None:
+        self.sender.close()
+
+
+class GroupSender:
+    """Sends through a process group. On a GPU a message leaves as soon as the kernels before it are done, and waiting
+    for it is a matter of streams: the host does not wait."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.close = peers.close
+
+    def send(self, part: Tensor, begin: int) -> Callable[[], object]:
+        with self.peers.explained(WHAT):
+            work = self.peers.ranks.allreduce([part])
+
+        def wait() -> None:
+            with self.peers.explained(WHAT):
+                work.wait()
+
+        return wait
+
+
+class HorovodSender:
+    """Sends by Horovod, under fixed names, so that nothing is renegotiated."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.horovod, self.number = lease.module, lease.number
+        self.close = lease.end
+
+    def send(self, part: Tensor, begin: int) -> Callable[[], object]:
+        # A group of one: groups are not fused with each other (horovod_setup.SETTINGS).
+        name = f"hpctrain.gradients.{self.number}.{begin}"
+        handle = self.horovod.grouped_allreduce_async_([part], name=name, op=self.horovod.Sum)
+
+        def wait() -> None:
+            while not self.horovod.poll(handle):
+                time.sleep(POLL_S)
+            self.horovod.synchronize(handle)
+
+        return wait
+
+
+def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError | None:
+    """The reason why Horovod cannot sum tensors on this device, if any; the same on all ranks. Collective."""
+    on_gpu = device.type == "cuda"
+    for_cpus = on_gpu and not (horovod.cuda_built() or horovod.rocm_built())
+    gpu = gpu_for_nccl(device) if on_gpu and horovod.nccl_built() else None
+    everywhere = group.allgather([for_cpus, gpu], "compare GPUs")
+    if any(for_cpus for for_cpus, _ in everywhere):  # it would read values before they are written, and then hang
+        return UserError(
+            "Horovod was built for CPUs, but the model is on a GPU",
+            f"leave reduce.kind out: PyTorch's own NCCL needs no build; or {horovod_setup.BUILD} --gpu --force",
+        )
+    gpus = [gpu for _, gpu in everywhere if gpu]
+    if len(set(gpus)) < len(gpus):
+        return UserError("ranks share a GPU, which NCCL refuses", "start one rank per GPU, or set reduce.kind: mpi")
+    return None
+
+
+def horovod_sender(group: Group, device: torch.device) -> HorovodSender:
+    """Starts Horovod; raises UserError if it is missing or does not fit. Collective."""
+    horovod = horovod_setup.load("torch")
+    if error := unfit(horovod, group, device):
+        raise error
+    return HorovodSender(horovod_setup.start(horovod, group, on_gpu=device.type != "cpu"))
