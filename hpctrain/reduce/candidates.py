@@ -13,6 +13,7 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.system.shared_memory import FOLDER
 
 Backend = Literal["gloo", "nccl", "xccl"]
+Kind = Literal["none", "mpi", "horovod", "gloo", "nccl", "xccl"]
 Way = Literal["node", "ring", "flat", "overlap", "sharded", "sliced"]
 
 
@@ -20,7 +21,7 @@ Way = Literal["node", "ring", "flat", "overlap", "sharded", "sliced"]
 class Candidate:
     """One way of summing gradients over ranks."""
 
-    kind: Literal["none", "mpi", "horovod", "gloo", "nccl", "xccl"]
+    kind: Kind
     """The last three are PyTorch's process groups, by device."""
     way: Way = "flat"
     """node: through shared memory; ring: the same, with hpctrain's ring between nodes; flat: one message after
@@ -43,12 +44,12 @@ class Candidate:
         return known[name]
 
 
-PROCESS_GROUPS: tuple[Backend, ...] = ("gloo", "nccl", "xccl")
+SUMMING: tuple[Kind, ...] = ("mpi", "horovod", "gloo", "nccl", "xccl")
 EVERY_CANDIDATE = (
     Candidate("none"),
     *(
         Candidate(kind, way, compression)
-        for kind in ("mpi", "horovod", *PROCESS_GROUPS)
+        for kind in SUMMING
         for way in ("node", "ring", "flat", "overlap")
         for compression in ("none", "fp16", "bf16")
         if (way not in ("node", "ring") or (kind, compression) == ("mpi", "none"))
