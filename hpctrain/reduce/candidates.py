@@ -75,7 +75,7 @@ class Surroundings:
     backend: Backend = "gloo"
     """PyTorch's process groups for the gradients' device."""
     own_gpus: bool = False
-    """Whether each rank has a GPU of its own."""
+    """Whether each rank has its own GPU."""
 
 
 def look_around(
@@ -96,7 +96,7 @@ def look_around(
         gpu: whether this rank's gradients are on a GPU.
         has_horovod: whether Horovod works here; asked only if it may be chosen.
         backend: PyTorch's process groups for this rank's device.
-        own_gpus: whether each rank of the data group has a GPU of its own.
+        own_gpus: whether each rank of the data group has its own GPU.
     """
     group, peers = world.everyone, world.data
     horovod = peers.size > 1 and config.kind == "auto" and not own_gpus and has_horovod()
