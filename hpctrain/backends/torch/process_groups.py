@@ -192,6 +192,11 @@ class Peers:
         self.group, self.ranks, self.device = group, ranks, device
         self.users = 0
 
+    def shared(self) -> Peers:
+        """Begins one use."""
+        self.users += 1
+        return self
+
     def close(self) -> None:
         """Ends one use; the last one closes the process group on this rank."""
         self.users -= 1
@@ -236,8 +241,7 @@ def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -
             else nccl(group, meeting.store, device, timeout)
         )
         OPEN[group] = Peers(group, ranks, device)
-    OPEN[group].users += 1
-    return OPEN[group]
+    return OPEN[group].shared()
 
 
 @contextlib.contextmanager
