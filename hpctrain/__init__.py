@@ -18,15 +18,6 @@ if (
 
 __version__ = "0.3.0"
 
-_REMOVED = {
-    "AUC": "torchmetrics.classification.BinaryAUROC() or keras.metrics.AUC()",
-    "F1": "torchmetrics.classification.MulticlassF1Score(classes) or keras.metrics.F1Score()",
-    "ConfusionMatrix": "torchmetrics.classification.MulticlassConfusionMatrix(classes)",
-    "RocCurve": "torchmetrics.classification.BinaryROC()",
-    "PrecisionRecallCurve": "torchmetrics.classification.BinaryPrecisionRecallCurve()",
-}
-"""Replacements of names of version 0.2."""
-
 _homes: dict[str, tuple[str, str]] = {}
 
 
@@ -43,10 +34,6 @@ def _find_homes() -> dict[str, tuple[str, str]]:
 def __getattr__(name: str) -> object:
     if name == "__all__":
         return __dir__()
-    if name in _REMOVED:
-        from hpctrain.errors import UserError
-
-        raise UserError(f"hpctrain.{name} was removed after version 0.2", f"use {_REMOVED[name]}")
     if name not in _find_homes():
         raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
     module, attribute = _homes[name]

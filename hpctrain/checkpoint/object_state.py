@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.files import crc32
@@ -17,7 +15,6 @@ from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import is_accepted
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, foreign_errors
-from hpctrain.system.json_shape import flat
 from hpctrain.tasks.user_errors import own_line, words
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, STATE, Kept, Splits, value_of
@@ -84,8 +81,7 @@ def restore(
         UserError: only the task or only the checkpoint has a state, or an object's load_state_dict fails.
     """
     names, saved = {one.name for one in objects}, loaded.meta.get(OBJECTS, {})
-    notes = [] if OBJECTS in loaded.meta else restore_earlier(objects, loaded)
-    notes += [gone(name, str(loaded.path), accepted) for name in sorted(saved.keys() - names)]
+    notes = [gone(name, str(loaded.path), accepted) for name in sorted(saved.keys() - names)]
     for one in objects:
         if one.name in saved:
             notes += give(one, saved[one.name], loaded, leaves, group)
@@ -165,38 +161,3 @@ def blamed(one: Kept, what: str, fix: str) -> AbstractContextManager[None]:
         return UserError(f"{one.label}: {what}: {type(error).__name__}: {words(error)}{own_line(error)}", fix)
 
     return foreign_errors(error_of)
-
-
-def restore_earlier(objects: Sequence[Kept], loaded: Loaded) -> list[str]:
-    """Restore hooks from a checkpoint of version 0.1 or 0.2, which has their values in ``meta`` and arrays in tensors.
-
-    Returns messages about hooks that the run no longer has.
-    """
-    hooks = {one.name.removeprefix(HOOKS): one for one in objects if one.name.startswith(HOOKS)}
-    texts = saved_texts(loaded.meta) if hooks else {}
-    for name in hooks.keys() & texts.keys():
-        arrays = {key: np.array(array) for key, array in below(hooks[name].name, loaded.arrays).items()}
-        hooks[name].value.load_state_dict({**json.loads(texts[name]), **arrays})
-    return [f"state of hook {name} is left out: this run has none" for name in sorted(texts.keys() - hooks.keys())]
-
-
-def saved_texts(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Saved JSON by hook. In version 0.1, what is now the state of two hooks was part of the run's state."""
-    if "hooks" in meta:
-        return dict(meta["hooks"])
-    state, config = meta["state"], flat(meta["identity"]["config"])
-    states: dict[str, dict[str, Any]] = {}
-    if config.get("train.early_stop.metric") is not None:
-        states["early_stop"] = {
-            "metric": config["train.early_stop.metric"],
-            "mode": config["train.early_stop.mode"],
-            "best": state["early_stop_best"],
-            "evaluations_since_best": state["evaluations_since_best"],
-        }
-    if config.get("checkpoint.best_metric") is not None:
-        states["checkpoint"] = {
-            "metric": config["checkpoint.best_metric"],
-            "mode": config["checkpoint.best_mode"],
-            "best": state["checkpoint_best"],
-        }
-    return {name: json.dumps(value) for name, value in states.items()}

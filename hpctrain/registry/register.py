@@ -37,9 +37,6 @@ from hpctrain.track.mlflow import QUIET, experiment_of, tracking_uri
 
 EXAMPLE_SAMPLES = 2
 
-restore = with_weights
-"""Name under which models registered by earlier versions call ``with_weights``."""
-
 
 def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str | None) -> dict[str, Any]:
     """Logs and registers the model of a checkpoint; returns its name, version and URI.

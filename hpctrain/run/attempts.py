@@ -287,7 +287,7 @@ class Attempts:
         return info
 
     def _gather(self) -> dict[str, Any]:
-        """Assembles run.json from the attempts' own files; keeps what an older version wrote only into run.json."""
+        """Assembles run.json from the attempts' own files; keeps fields that are only in run.json."""
         info = self.info()
         entries = {entry["attempt"]: entry for entry in info.get("attempts", [])}
         taken = self.ids.taken()

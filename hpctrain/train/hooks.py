@@ -3,7 +3,6 @@ and the ``Training`` that they see."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -177,14 +176,7 @@ class BaseHook:
         """Does nothing."""
 
     def after_hooks(self, training: Training) -> None:
-        """Calls ``end_step``, the method's name in version 0.2, if the hook overrides it."""
-        if type(self).end_step is not BaseHook.end_step:
-            what = f"{type(self).__name__}.end_step is called after_hooks since hpctrain 0.3: rename it"
-            warnings.warn(what, DeprecationWarning, stacklevel=2)
-            self.end_step(training)
-
-    def end_step(self, training: Training) -> None:
-        """Does nothing; the former name of ``after_hooks``."""
+        """Does nothing."""
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Does nothing."""

@@ -62,13 +62,6 @@ def test_an_unknown_name() -> None:
         _ = hpctrain.Trainor  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["AUC", "F1", "ConfusionMatrix", "RocCurve", "PrecisionRecallCurve"])
-def test_a_name_that_was_removed_says_what_to_use(name: str) -> None:
-    with pytest.raises(hpctrain.UserError, match=f"hpctrain.{name} was removed after version 0.2") as caught:
-        getattr(hpctrain, name)
-    assert "torchmetrics" in caught.value.fix
-
-
 def test_importing_it_loads_nothing_else() -> None:
     program = "import sys; before = set(sys.modules); import hpctrain; dir(hpctrain)\n"
     program += "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - {'hpctrain'}))"

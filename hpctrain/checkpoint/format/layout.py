@@ -158,13 +158,8 @@ class Shard:
     num_bytes: int
     hdf5_bytes: int
     crc32: int
-    """CRC-32 of the concatenated HDF5 bytes between the pieces; in format 1, which has no index, of the whole file."""
+    """CRC-32 of the concatenated HDF5 bytes between the pieces."""
     pieces: tuple[StoredPiece, ...]
-
-    @property
-    def has_index(self) -> bool:
-        """Whether it has format 2."""
-        return self.hdf5_bytes < self.num_bytes
 
 
 @dataclass(frozen=True)

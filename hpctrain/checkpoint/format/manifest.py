@@ -1,8 +1,7 @@
 """Encodes and strictly parses manifests.
 
 The file is one JSON object, ``{"sha256": "<64 hex digits>", "manifest": {...}}``, and a newline. The hash covers the
-bytes of the inner object, so it is checked before any of them is parsed. Format 1, with tensors split by rows and one
-checksum per piece, can still be read and will remain readable.
+bytes of the inner object, so it is checked before any of them is parsed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from hpctrain.checkpoint.format import layout, shard_index
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
 from hpctrain.checkpoint.format.files import reading
-from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json, to_json
+from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 from hpctrain.errors import UserError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -109,13 +108,13 @@ def manifest_from_json(value: Any, where: str) -> layout.Manifest:
     if reader.get("format", str, "a string") != layout.FORMAT:
         reader.fail("it is not from an hpctrain checkpoint")
     version = reader.integer("version", 1, 2**31)
-    if version > layout.VERSION:
-        fix = "install a newer hpctrain"
+    if version != layout.VERSION:
+        fix = "install the version of hpctrain that saved it"
         raise UserError(f"{where} has format version {version}; this program reads {layout.VERSION}", fix)
     manifest = layout.Manifest(
         step=reader.integer("step", 0, 10**18 - 1),
         ranks=reader.integer("ranks", 1, 10**9),
-        shards=reader.list_of("shards", shard_from_json if version == 1 else shard_index.parse),
+        shards=reader.list_of("shards", shard_index.parse),
         meta=reader.get("meta", dict, "an object"),
     )
     problem = coverage_problem(manifest)
@@ -146,31 +145,3 @@ def coverage_problem(manifest: layout.Manifest) -> str | None:
         return f"{both} belongs to single ranks and to all of them"
     problems = ((key, tiling_problem(specs[key].shape, boxes[key])) for key in specs)
     return next((f"{key[0]}: {problem}" for key, problem in problems if problem), None)
-
-
-def shard_from_json(value: Any, where: str) -> layout.Shard:
-    """Parse a shard's entry in format 1, whose checksum is of the whole file."""
-    reader = Reader(value, where)
-    num_bytes = reader.integer("bytes", 1, layout.MAX_BYTES)
-    shard = layout.Shard(
-        file=reader.get("file", str, "a string"),
-        num_bytes=num_bytes,
-        hdf5_bytes=num_bytes,
-        crc32=reader.crc32(),
-        pieces=reader.list_of("tensors", piece_from_json),
-    )
-    shard_index.require_room(shard, reader)
-    return shard
-
-
-def piece_from_json(value: Any, where: str) -> layout.StoredPiece:
-    """Parse a tensor's entry in format 1, whose bytes are one block."""
-    tensor = shard_index.tensor_of(value, where)
-    rows, crc32 = value.get("rows"), value.get("crc32")
-    if not shard_index.are_counts(rows) or len(rows) != 2 or not rows[0] <= rows[1] <= tensor.rows:
-        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the rows {str(rows)[:100]}")
-    if not is_hex(crc32, 8):
-        raise layout.DamagedCheckpoint(f"{where}: {tensor.name} has the checksum {str(crc32)[:50]}")
-    piece = layout.rows_of(tensor, rows[0], rows[1] - rows[0])
-    size = piece.num_bytes
-    return layout.StoredPiece(piece, value["offset"], max(1, size), (int(crc32, 16),) if size else ())

@@ -1,7 +1,7 @@
 """Reads shards without libhdf5 and verifies checksums before any value is used.
 
 Offsets and checksums come from the manifest. A part of a tensor is read block by block, which takes memory for one
-block in addition to the result. In format 1, a block is a whole piece.
+block in addition to the result.
 """
 
 from __future__ import annotations
@@ -51,15 +51,12 @@ class ShardCheck:
         """CRC-32 of the current segment so far, if it is a block."""
         self.between = 0
         """CRC-32 of the HDF5 bytes outside blocks."""
-        self.whole = 0
         self.index = bytearray()
         self.names: dict[str, None] = {}
         """Damaged tensors, in order."""
 
     def feed(self, view: memoryview) -> None:
         """Process the next bytes."""
-        if not self.shard.has_index:
-            self.whole = crc32(view, self.whole)
         at = 0
         while at < len(view):
             last, expected, name = self.segments[self.next]
@@ -83,9 +80,8 @@ class ShardCheck:
         shard = self.shard
         if self.names:
             damaged(path, list(self.names))
-        if shard.has_index:
-            shard_index.require_same(bytes(self.index), shard, path)
-        if (self.between if shard.has_index else self.whole) != shard.crc32:
+        shard_index.require_same(bytes(self.index), shard, path)
+        if self.between != shard.crc32:
             damaged(path, [])
 
 
@@ -168,13 +164,7 @@ def check_all(
 
 
 def check_rest(folder: Path, shard: Shard) -> None:
-    """Verify the bytes of a shard outside its tensors. Raises as ``read_shard``.
-
-    In format 1, the only such checksum is of the whole file, so all of it is read.
-    """
-    if not shard.has_index:
-        check_shard(folder, shard)
-        return
+    """Verify the bytes of a shard outside its tensors. Raises as ``read_shard``."""
     path = folder / shard.file
     with reading(path) as descriptor:
         require_size(descriptor, path, shard)

@@ -284,18 +284,6 @@ def test_an_epoch_may_end_the_run() -> None:
     assert (trainer.state.epoch, trainer.state.batch) == (1, 0)
 
 
-def test_hooks_of_version_0_2_are_called_by_their_former_name() -> None:
-    class Former(BaseHook):
-        def end_step(self, training: Any) -> None:
-            steps.append(training.state.step)
-            super().end_step(training)
-
-    steps: list[int] = []
-    with pytest.warns(DeprecationWarning, match="Former.end_step is called after_hooks since hpctrain 0.3"):
-        make(TrainConfig(steps=2, global_batch=4), [Former()]).fit()
-    assert steps == [1, 2]
-
-
 def test_early_stop_on_a_metric_that_is_not_there() -> None:
     with pytest.raises(UserError, match="accuracy"):
         make(TrainConfig(epochs=1, global_batch=4), [EarlyStop(EarlyStopConfig(metric="accuracy"))]).fit()

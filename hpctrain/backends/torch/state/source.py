@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import Module
 
-from hpctrain.backends.named_state import load_tensors, parameter_of, plain_name
+from hpctrain.backends.named_state import load_tensors, parameter_of
 from hpctrain.backends.torch.state import tensors
 from hpctrain.backends.torch.state.optimizer import OptimizerState
 from hpctrain.backends.torch.steps.update_step import Parts, StepProgram
@@ -19,7 +19,6 @@ from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.holdings import Holdings
 from hpctrain.backends.update import LossScale, load_residues, residue_tensors
 from hpctrain.reduce.int8_sum import Residue
-from hpctrain.train.saved_arrays import DerivedArrays, as_saved
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import StateTensor, Tiling
 from hpctrain.train.stateful import Kept, unchanged
@@ -98,8 +97,6 @@ class TorchState:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
-        saved = as_saved(arrays)
-        arrays = DerivedArrays({plain_name(name): (saved, name) for name in saved})  # 0.2 saved compiled names
         load_tensors([*self._model(), *self.averages.tensors()], arrays)
         self.meta_init = frozenset()
         self.optimizer_state.load(arrays)
