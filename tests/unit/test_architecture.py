@@ -48,7 +48,7 @@ ROOMS: dict[str, str] = {
     "launch report watch doctor horovod_wheel cli",
     "cli": "errors system config",
     "__main__": "system cli",
-    "__init__": "errors",
+    "__init__": "",
 }
 """What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
 
