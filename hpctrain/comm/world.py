@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +23,12 @@ ALONE_START = {"OMPI_MCA_btl": "^ofi,sm,vader"}
 """For a process without peers: keeps Open MPI 5 from leaving a file in /dev/shm on each start."""
 LAUNCHED = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables in which launchers pass the rank. Under mpirun, SLURM_PROCID is that of the daemon, so it comes last."""
+
+
+def launched_rank(environ: Mapping[str, str]) -> int | None:
+    """Returns the rank from the launcher's variables: 0 without a launcher, None if it is not a number."""
+    found = next((environ[name] for name in LAUNCHED if environ.get(name)), "0")
+    return int(found) if found.isdigit() else None
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,14 @@ KILL_GRACE_S = 5.0
 KILLED_GRACE_S = 1.0
 """Seconds its descendants get after it was killed: tethers end ranks at once; a shell to a lost host never ends."""
 
+START_S = 600.0
+"""Seconds from the launcher's start within which all ranks must start."""
+JOIN_S = 120.0
+"""Seconds within which MPI must then connect them; another second for each 20 ranks."""
+NOT_CONNECTED = (
+    "their logs have their stacks; if it happens again, choose MPI's network interface "
+    "(OMPI_MCA_btl_tcp_if_include, UCX_NET_DEVICES), or another launch.launcher"
+)
 NODE_SILENCE_S = 0.5
 """Seconds that one node may stay silent, after all others have reported, before it is probed."""
 LAST_PUMP_S = 10.0
@@ -146,7 +154,9 @@ class WatchedAttempt:
             self.watch_until_heard(session)
         self.take_stop_file(time.monotonic())  # ranks that saw it may have ended before the next look
         written = collect(self.run_dir, self.number)
-        well = all_ended_well(written, self.launch.ranks) or (self.stop is not None and not written)
+        unborn = self.stop is not None and all(word.is_starting for word in written)
+        written = [] if unborn else written
+        well = unborn or all_ended_well(written, self.launch.ranks)
         words, failure = (written, self.failure) if well else self.concluded(written)
         try:
             attempts = read_patiently(self.attempts_so_far)
@@ -241,6 +251,7 @@ class WatchedAttempt:
     def watch(self, environment: Mapping[str, str]) -> None:
         """Runs the launcher to its end. Its exit code is ignored, since launchers lose those of ranks."""
         log = self.open_log()
+        self.suspicion.clear()
         others = processes.descendants()  # children of the shell that this process replaced by exec
         processes.adopt_orphans()
         with log:
@@ -331,8 +342,9 @@ class WatchedAttempt:
         if self.words is None:
             self.words = WordReader(pieces(self.run_dir, self.number))
         words = self.words.look()
-        if self.stop is not None and not words:  # ranks that have started see the request themselves
+        if self.stop is not None and all(word.is_starting for word in words):  # others see the request themselves
             self.suspect("unborn", now, FAILURE_GRACE_S, None)
+        self.look_at_start(now, words)
         self.look_at_nodes(now, words)
         gone = [word for word in words if word.ending is Ending.RUNNING and not self.lives(word)]
         if self.ended_at == float("inf"):
@@ -350,6 +362,17 @@ class WatchedAttempt:
             self.suspect("left", now, END_GRACE_S, failed_with(Code.HANG, what, SEE_LOGS))
         if len(ended) == self.launch.ranks:
             self.end_launcher(now, STOPPED_GRACE_S if self.stop is not None else END_GRACE_S)
+
+    def look_at_start(self, now: float, words: Sequence[LastWord]) -> None:
+        """Ends an attempt whose ranks do not start, or that MPI does not connect: neither need ever end by itself."""
+        ranks = self.launch.ranks
+        if absent := sorted(set(range(ranks)) - {word.rank for word in words})[: max(0, ranks - len(words))]:
+            what = f"ranks {absent[:8]} of {ranks} did not start within {START_S:.0f} s"
+            self.suspect("absent", now, START_S, failed_with(Code.HANG, what, SEE_LOGS))
+        elif starting := [word.rank for word in words if word.is_starting]:
+            join_s = JOIN_S + ranks / 20
+            what = f"all {ranks} ranks started, but MPI did not connect ranks {starting[:8]} within {join_s:.0f} s"
+            self.suspect("apart", now, join_s, failed_with(Code.HANG, what, NOT_CONNECTED))
 
     def look_at_nodes(self, now: float, words: Sequence[LastWord]) -> None:
         """Ends an attempt whose launcher waits for a lost node; srun takes half a minute to report the loss."""

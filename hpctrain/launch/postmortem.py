@@ -161,9 +161,8 @@ def missing_ranks(
 
     ``said`` is the launcher's text, stored in ``log``; ``dead`` is a known death.
     """
-    known = {word.rank for word in words if word.rank is not None}
-    missing = set(range(ranks)) - known
-    if not missing or (dead and dead.rank in known):
+    missing = set(range(ranks)) - {word.rank for word in words if word.joined or word.error}
+    if not missing or (dead and dead.rank in {word.rank for word in words}):
         return None
     reason = f"rank {dead.rank} {dead.cause}" if dead else last_line(said)
     what = f"{len(missing)} of {ranks} ranks ended before they could say why: {reason or 'they printed nothing'}"

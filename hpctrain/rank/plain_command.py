@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpctrain.comm.world import EXPECTED_RANKS, LAUNCHED
+from hpctrain.comm.world import EXPECTED_RANKS, launched_rank
 from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, file_errors
 from hpctrain.rank.folder_group import FolderGroup, MeetingStopped, Place, place_of
 from hpctrain.run.attempts import Attempts
@@ -50,7 +50,7 @@ def main() -> int:
     """
     run_dir, attempt = RunDir(Path(os.environ[RUN_DIR])), current_attempt()
     processes.die_with_parent()
-    word = first_word(rank(os.environ), cgroups.oom_kills())
+    word = first_word(launched_rank(os.environ), cgroups.oom_kills())
     file = WordFile.of(run_dir, attempt, word)
     file.begin(word)
     log = run_dir.log("x" if word.rank is None else word.rank, attempt)
@@ -229,12 +229,6 @@ def ending(word: LastWord, program: str, code: int, asked: bool, said: str = "")
     how = f"{program} {how}" + (f" ({said})" if said and by_itself else "")
     error = ErrorWord(how, "see the rank's log", "exit", "", Code.EXCEPTION)
     return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
-
-
-def rank(environ: Mapping[str, str]) -> int | None:
-    """Returns this process's rank from the launcher's variables: 0 without a launcher, None if it is not a number."""
-    found = next((environ[name] for name in LAUNCHED if environ.get(name)), "0")
-    return int(found) if found.isdigit() else None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bdb
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.group import TIMEOUT_S, Group
-from hpctrain.comm.world import World, alone, connect, in_grid
+from hpctrain.comm.world import World, alone, connect, in_grid, launched_rank
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed, code_of
 from hpctrain.rank.stop_requests import SetUpWatch
@@ -29,7 +30,7 @@ from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR, current_attempt
 from hpctrain.run.stop_request import StopRequest, requested_stop
 from hpctrain.run.verdict import FIXES
 from hpctrain.system import cgroups, foreign_text, processes
-from hpctrain.system.files import create_exclusively
+from hpctrain.system.files import create_exclusively, open_log
 from hpctrain.system.output import LOGGER, quiet_environment, redirect
 from hpctrain.system.signals import Interrupted, InterruptibleStopSignals, StopSignals
 from hpctrain.tasks.user_errors import advice_on, advised, own_line, words
@@ -37,6 +38,8 @@ from hpctrain.train.hooks import StopReason
 
 COMPANY_S = 3.0
 """Seconds that a failing rank waits to learn whether all other ranks fail too, before it aborts them."""
+STACKS_S = 90.0
+"""Seconds that a rank waits for MPI to connect it before its stacks are written; less than the supervisor waits."""
 EXIT_CODES = {StopReason.REQUESTED: ExitCode.STOPPED}
 
 
@@ -109,14 +112,38 @@ class Session:
 
     def join(self) -> None:
         """Connects to the other ranks; opens the run folder if a supervisor has named it."""
-        self.world = connect()
-        comm = self.world.everyone.comm
-        self.errors = Group("errors", comm.Dup() if comm is not None else None)
+        with self.announced():
+            self.world = connect()
+            comm = self.world.everyone.comm
+            self.errors = Group("errors", comm.Dup() if comm is not None else None)
         if self.world.nodes > 1:
             mine = last_words.ahead_s(lambda sent: self.world.everyone.allgather(sent, "compare clocks"))
             os.environ[last_words.AHEAD_S] = str(self.world.local.broadcast(mine, "learn how far this clock is ahead"))
         if self.supervised:
             self.open(RunDir(Path(os.environ[RUN_DIR])))
+
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        """Context for calls of MPI that may never return: the supervisor sees that this process has started.
+
+        After STACKS_S, the rank's log gets its stacks.
+        """
+        if not self.supervised:
+            yield
+            return
+        self.run_dir = RunDir(Path(os.environ[RUN_DIR]))
+        self.word = dataclasses.replace(first_word(launched_rank(os.environ)), joined=False)
+        log = 2
+        with contextlib.suppress(HpctrainError, OSError):  # ``open`` reports it, on all ranks
+            self.word_file().begin(self.word)
+            log = open_log(self.log(), self.run_dir.path)
+        faulthandler.dump_traceback_later(STACKS_S, file=log)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if log != 2:
+                os.close(log)
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
@@ -231,8 +258,6 @@ class Session:
             error: the error.
             first: the lowest failing rank, if the ranks have agreed on it.
         """
-        if self.run_dir is None and self.supervised:  # it never joined, so its last word has no rank
-            self.run_dir = RunDir(Path(os.environ[RUN_DIR]))
         what, fix = message(error)
         trace = "".join(traceback.format_exception(error))
         code = exit_code(error)

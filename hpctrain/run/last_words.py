@@ -100,6 +100,13 @@ class LastWord:
     """The control group's count of out-of-memory kills when this rank started."""
     machine: str | None = None
     """Scope of pid and birth: the host's boot and the container's process namespace."""
+    joined: bool = True
+    """Whether MPI has connected it to the other ranks; until then, ``rank`` is what the launcher's variables say."""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it waits for MPI to connect it."""
+        return self.ending is Ending.RUNNING and not self.joined
 
     def to_json(self) -> dict[str, Any]:
         """Returns all known fields."""

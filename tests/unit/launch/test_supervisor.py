@@ -20,10 +20,11 @@ from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
 from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempt, Attempts
+from hpctrain.run.decision import blame
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import CUT_OFF, AboutRank, Hang, Resumed, SnapshotSaved
 from hpctrain.run.folder import RunDir
-from hpctrain.run.last_words import Ending, WordFile, first_word
+from hpctrain.run.last_words import Ending, LastWord, WordFile, first_word
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.stop_request import StopRequest
 from hpctrain.run.verdict import Action, RunVerdict, failed_with
@@ -76,6 +77,72 @@ def test_srun_gets_the_time_that_it_takes_to_tell_a_lost_node(tmp_path: Path, sa
         assert attempt.failure is None
     attempt.look_at_ranks(patience_s + 1)
     assert attempt.failure is not None and attempt.failure.cause == "killed"
+
+
+def starting(rank: int) -> LastWord:
+    """The word of a process that waits in MPI_Init."""
+    return dataclasses.replace(first_word(rank), joined=False)
+
+
+def watched(run: RunDir, *words: LastWord, ranks: int = 2) -> WatchedAttempt:
+    """An attempt of hpctrain ranks, of which some have left these words."""
+    run.create()
+    for number, word in enumerate(words):
+        word = dataclasses.replace(word, host=f"n{number}", machine="elsewhere")
+        WordFile.of(run, 1, word).begin(word)
+    return WatchedAttempt(Launch([], {}, ranks), run, 1, LiveLock(run, myself()), StopSignals(), Limits())
+
+
+@pytest.mark.parametrize(
+    ("words", "limit_s", "said"),
+    [
+        ([], attempts.START_S, "ranks [0, 1] of 2 did not start within 600 s"),
+        ([starting(0)], attempts.START_S, "ranks [1] of 2 did not start within 600 s"),
+        ([starting(0), starting(1)], attempts.JOIN_S + 1, "MPI did not connect ranks [0, 1] within 120 s"),
+        ([first_word(0), starting(1)], attempts.JOIN_S + 1, "MPI did not connect ranks [1] within 120 s"),
+        ([first_word(0), first_word(1)], 1e6, None),
+    ],
+)
+def test_ranks_that_give_no_sign_of_life_have_a_limit(
+    tmp_path: Path, words: list[LastWord], limit_s: float, said: str | None
+) -> None:
+    attempt = watched(RunDir(tmp_path), *words)
+    for now in (0.0, limit_s - 1.0):
+        attempt.look_at_ranks(now)
+        assert attempt.failure is None
+    attempt.look_at_ranks(limit_s + 1.0)
+    if said is None:
+        assert attempt.failure is None
+    else:
+        assert attempt.failure is not None and said in attempt.failure.reason
+        assert (attempt.failure.code, attempt.failure.action) == (Code.HANG, Action.REQUEUE)
+
+
+def test_ranks_that_a_stop_request_finds_in_mpi_init_are_not_waited_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    attempt = watched(run, starting(0), starting(1))
+    run.stop_file.touch()
+    attempt.take_stop_file(0.0)
+    for now in (0.0, attempts.FAILURE_GRACE_S + 1):
+        attempt.look_at_ranks(now)
+    assert attempt.ended_at < float("inf")
+
+
+def test_a_rank_that_dies_in_mpi_init_is_named_with_its_host(tmp_path: Path) -> None:
+    said = "srun: error: n1: task 1: Segmentation fault\n"
+    attempt = watched(run := RunDir(tmp_path), starting(0), starting(1))
+    run.log("launcher", 1).write_text(said)
+    words, failure = attempt.concluded(last_words.collect(run, 1))
+    verdict = failure or blame(words)
+    assert verdict.reason == "rank 1 on n1 was killed by SIGSEGV" and verdict.code is Code.KILLED
+
+
+def test_ranks_that_end_in_mpi_init_leave_the_launchers_reason(tmp_path: Path) -> None:
+    attempt = watched(run := RunDir(tmp_path), starting(0), starting(1))
+    run.log("launcher", 1).write_text("PMIX ERROR: NO-PERMISSIONS\n")
+    _, failure = attempt.concluded(last_words.collect(run, 1))
+    assert failure is not None
+    assert failure.reason == "2 of 2 ranks ended before they could say why: PMIX ERROR: NO-PERMISSIONS"
 
 
 def test_a_stop_that_the_ranks_saw_before_the_supervisor_is_a_stop(

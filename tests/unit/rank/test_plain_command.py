@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.world import launched_rank
 from hpctrain.rank.folder_group import MeetingStopped
-from hpctrain.rank.plain_command import ending, rank, said_last, start_program, watch
+from hpctrain.rank.plain_command import ending, said_last, start_program, watch
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
@@ -93,7 +94,7 @@ def test_what_a_program_said_last(tmp_path: Path, printed: str, quoted: str) -> 
     ],
 )
 def test_the_launcher_says_which_rank(environ: dict[str, str], expected: int | None) -> None:
-    assert rank(environ) == expected
+    assert launched_rank(environ) == expected
 
 
 def start(run_dir: RunDir, *command: str, process_group: int | None = None) -> subprocess.Popen[str]:

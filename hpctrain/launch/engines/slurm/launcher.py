@@ -13,11 +13,6 @@ from hpctrain.launch.mpi_library import Flavour, MpiRun, launcher_environment
 
 PREFERRED_MPI = ("pmix", "cray_shasta", "pmi2")
 """MPI types of srun, best first."""
-ONE_FENCE = {"OMPI_MCA_pmix_base_async_modex": "1"}
-"""Avoids a crash in MPI_Init. Open MPI 5 synchronizes twice through Slurm's PMIx and prepares MPI_COMM_WORLD for
-messages in between. On busy nodes a rank was seen to leave early, and its first message crashed a rank that was not
-prepared yet (SIGSEGV in mca_pml_ob1_recv_frag_callback_match). With this setting ranks prepare first and synchronize
-once."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,6 @@ class Srun(Launcher):
     """Value of --mpi; None for the site's default."""
     in_order: bool = False
     """Whether ranks must fill one node after the other, whatever the site's default is."""
-    flavour: Flavour | None = None
-    """Family of the MPI library, if there is one."""
 
     def words(self, command: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See Launcher. srun passes its whole environment to the ranks."""
@@ -73,11 +66,9 @@ class Srun(Launcher):
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """See Launcher."""
-        wanted = ONE_FENCE if self.flavour is Flavour.OPEN_MPI_5 else {}
         # Slurm's PMIx server uses a node's index in the step as an index into this list. If the step's nodes are not
         # the first ones in the list, it sends to the wrong nodes forever.
-        nodes = {"SLURM_JOB_NODELIST": ",".join(self.job.part)} if self.job.part else {}
-        return {name: value for name, value in wanted.items() if name not in given} | nodes
+        return {"SLURM_JOB_NODELIST": ",".join(self.job.part)} if self.job.part else {}
 
     def describe(self) -> str:
         """See Launcher."""
@@ -149,7 +140,7 @@ def candidates(
         if slurm.mpi and slurm.mpi not in offered:
             fix = f"set launch.slurm.mpi to one of {', '.join(offered)}, or launch.launcher: mpirun"
             raise UserError(f"srun has no --mpi={slurm.mpi} here", fix)
-        found.append(Srun(job, slurm, slurm.mpi or best_mpi(offered, flavour), in_order, flavour))
+        found.append(Srun(job, slurm, slurm.mpi or best_mpi(offered, flavour), in_order))
     if launch.launcher != "srun" and mpirun is not None:
         found.append(Mpirun(job, slurm, mpirun))
     if not found:

@@ -49,23 +49,13 @@ def test_the_mpi_type_fits_the_library(flavour: Flavour | None, offered: tuple[s
     assert best_mpi(offered, flavour) == expected
 
 
-@pytest.mark.parametrize(
-    ("flavour", "given", "expected"),
-    [
-        (Flavour.OPEN_MPI_5, {}, {"OMPI_MCA_pmix_base_async_modex": "1"}),
-        (Flavour.OPEN_MPI_5, {"OMPI_MCA_pmix_base_async_modex": "0"}, {}),
-        (Flavour.OPEN_MPI_4, {}, {}),
-        (Flavour.HYDRA, {}, {}),
-        (None, {}, {}),
-    ],
-)
-def test_ranks_of_open_mpi_5_meet_once_while_they_start(
-    flavour: Flavour | None, given: dict[str, str], expected: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("flavour", [*Flavour, None])
+def test_srun_changes_nothing_about_how_open_mpi_starts(flavour: Flavour | None) -> None:
+    """``pmix_base_async_modex`` hung one of 22 starts in MPI_Comm_dup; the crash it avoided is rarer, and seen."""
     [srun] = candidates(LaunchConfig(launcher="srun"), JOB, ("pmix",), MPIRUN, flavour)
-    assert srun.environment(given) == expected
-    others = srun.after_failure(srun.job.on(["n1", "n3"])).environment({**given, "SLURM_JOB_NODELIST": "n[1-3]"})
-    assert others == {**expected, "SLURM_JOB_NODELIST": "n1,n3"}
+    assert srun.environment({}) == {}
+    others = srun.after_failure(srun.job.on(["n1", "n3"])).environment({"SLURM_JOB_NODELIST": "n[1-3]"})
+    assert others == {"SLURM_JOB_NODELIST": "n1,n3"}
 
 
 @pytest.mark.parametrize(
