@@ -49,6 +49,8 @@ END_GRACE_S = 60.0
 """Seconds the other ranks get to end after the first one completed."""
 STOPPED_GRACE_S = 1.0
 """Seconds a launcher gets to end after all ranks stopped on request: a scheduler may take the nodes soon."""
+AFTER_STOP_S = 10.0
+"""Seconds before a job's end that are kept for ending ranks and requeueing."""
 KILL_GRACE_S = 5.0
 """Seconds between terminating a launcher and killing it; its descendants get as long after its end."""
 KILLED_GRACE_S = 1.0
@@ -106,6 +108,10 @@ class Limits:
     """Seconds the ranks get to end after a stop request, renewed whenever their last checkpoint grows."""
     max_failures: int = 3
     """Consecutive failed attempts without a new checkpoint after which the run ends; 0: the first failure ends it."""
+    left_s: Callable[[], float] = lambda: float("inf")
+    """Returns the seconds until the scheduler ends the job."""
+    due: Callable[[Sequence[int]], int] = lambda received: next(iter(received), 0)
+    """Returns the stop signal to obey, given those received; 0 if there is none."""
 
 
 @dataclass
@@ -298,9 +304,9 @@ class WatchedAttempt:
             spent = time.monotonic() - now  # thousands of small files on a shared file system are slow to read
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
         if now >= self.stop_deadline:
-            grace = f"{self.limits.stop_grace_s:.0f} s"
-            what = f"the ranks did not stop within {grace} of the request, or of their checkpoint's last growth"
-            self.end(now, failed_with(Code.STOP, what, "raise launch.stop_grace_s"))
+            what = "the ranks did not stop in time, after the request or their checkpoint's last growth"
+            fix = "raise launch.stop_grace_s; before a time limit, launch.slurm.signal_s"
+            self.end(now, failed_with(Code.STOP, what, fix))
             self.stop_deadline = float("inf")
         if now >= self.kill_at:
             self.kill_at = float("inf")
@@ -312,8 +318,8 @@ class WatchedAttempt:
         A later SIGHUP does not, because a closing terminal sends it twice.
         """
         received = self.signals.received
-        if received and self.stop is None:
-            request = StopRequest.of_signal(received[0])
+        if self.stop is None and (number := self.limits.due(received)):
+            request = StopRequest.of_signal(number)
             with contextlib.suppress(RunFailed):
                 request_stop(self.run_dir, request)
             self.begin_stop(now, request)
@@ -330,10 +336,15 @@ class WatchedAttempt:
         """Starts the grace period. The ranks notice the STOP file themselves."""
         by_person = request.signal is None or self.by_person(request.signal)
         self.stop = Stop(request.by, by_person, request.code)
-        self.stop_deadline = now + self.limits.stop_grace_s
+        self.stop_deadline = now + self.grace_s()
         again = "; again to end at once" if request.signal is signal.SIGINT else ""
         how = "after the current step, with a checkpoint" if self.launch.saves else "the command"
         say(f"{request.by}: stopping {how}{again}")
+
+    def grace_s(self) -> float:
+        """Returns the seconds that ranks get to stop, from now on; what follows needs time before the job ends too."""
+        left_s = self.limits.left_s()
+        return min(self.limits.stop_grace_s, left_s - min(AFTER_STOP_S, left_s / 4))
 
     def look_at_ranks(self, now: float) -> None:
         """Ends the attempt if a rank failed, died or finished, but the launcher keeps running."""
@@ -406,7 +417,7 @@ class WatchedAttempt:
             return
         saved_bytes = bytes_in_flight(self.run_dir.checkpoints)
         if saved_bytes > self.saved_bytes:
-            self.stop_deadline = max(self.stop_deadline, now + self.limits.stop_grace_s)
+            self.stop_deadline = max(self.stop_deadline, now + self.grace_s())
         self.saved_bytes = saved_bytes
 
     def suspect(self, key: str, now: float, patience_s: float, failure: RunVerdict | None) -> None:

@@ -32,6 +32,7 @@ def supervise(
     verbose: bool = False,
     by_person: Callable[[int], bool] = WatchedAttempt.by_person,
     again: Callable[[RunVerdict], Attempt | None] | None = None,
+    received: list[int] | None = None,
 ) -> RunVerdict:
     """Supervises a run, from locking its folder to recording the last verdict; repeats failed attempts in place.
 
@@ -46,6 +47,7 @@ def supervise(
         by_person: whether a signal number comes from a person rather than the scheduler.
         again: given the verdict on a failed attempt, returns the facts of the next one, or None if no attempt can
             start here any more. Default: only one attempt.
+        received: stop signals that the caller has received, and goes on to record.
 
     Returns:
         The verdict on the last attempt. The caller prints it with ``report``, then exits with its code or requeues.
@@ -54,7 +56,7 @@ def supervise(
         UserError: the folder is in use by another live run, or cannot be made.
         RunFailed: the folder cannot be written.
     """
-    signals = StopSignals()
+    signals = StopSignals(received)
     signals.install()
     run_dir.create()
     lock = LiveLock(run_dir, myself())

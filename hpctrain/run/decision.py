@@ -49,6 +49,8 @@ def decide(
         return dataclasses.replace(found, action=Action.STOP, reason=found.reason + asked)
     if found.code is Code.NODE:
         return found
+    if found.code is Code.STOP and saves and attempts and not attempts[-1].has_progressed:
+        return _no_further(found.reason)
     if max_failures == 0:
         return dataclasses.replace(found, action=Action.DO_NOT_REQUEUE)
     failures = trailing_failures(attempts)
@@ -151,14 +153,19 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
     if stop is None or stop.by_person:
         return RunVerdict(Action.STOP, ExitCode.STOPPED, reason, again, code=code)
     if words and attempts and not attempts[-1].has_progressed:
-        return RunVerdict(
-            Action.DO_NOT_REQUEUE,
-            ExitCode.DO_NOT_REQUEUE,
-            f"{reason} without a new checkpoint: another attempt would get no further",
-            "give the job more time, or let it signal its end earlier",
-            code=Code.NO_PROGRESS,
-        )
+        return _no_further(reason)
     return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)
+
+
+def _no_further(reason: str) -> RunVerdict:
+    """Returns the verdict on an attempt that was stopped before it could save."""
+    return RunVerdict(
+        Action.DO_NOT_REQUEUE,
+        ExitCode.DO_NOT_REQUEUE,
+        f"{reason} without a new checkpoint: another attempt would get no further",
+        "give the job more time, or let it signal its end earlier",
+        code=Code.NO_PROGRESS,
+    )
 
 
 def _blame_death(word: LastWord, grid: Grid) -> RunVerdict:

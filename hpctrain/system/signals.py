@@ -20,17 +20,21 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Records stop signals. ``install`` replaces their handlers by ones that only record."""
+    """Records stop signals. ``install`` replaces their handlers by ones that only record.
 
-    def __init__(self) -> None:
-        self.received: list[int] = []
+    Args:
+        received: list to which they are appended; by default a new one.
+    """
+
+    def __init__(self, received: list[int] | None = None) -> None:
+        self.received = [] if received is None else received
         self._previous: dict[int, Any] = {}
         self._interrupts = False
 
     def install(self) -> None:
-        """Installs the handlers; main thread only. Ignored signals (nohup) stay ignored."""
+        """Installs the handlers; main thread only. Ignored signals of a terminal (nohup) stay ignored."""
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if signal.getsignal(number) is not signal.SIG_IGN or number not in (signal.SIGINT, signal.SIGHUP):
                 self._previous[number] = signal.signal(number, self._note)
 
     def restore(self) -> None:

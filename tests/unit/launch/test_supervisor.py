@@ -145,6 +145,14 @@ def test_ranks_that_end_in_mpi_init_leave_the_launchers_reason(tmp_path: Path) -
     assert failure.reason == "2 of 2 ranks ended before they could say why: PMIX ERROR: NO-PERMISSIONS"
 
 
+@pytest.mark.parametrize(("left_s", "grace_s"), [(float("inf"), 60.0), (1000.0, 60.0), (60.0, 50.0), (8.0, 6.0)])
+def test_what_follows_a_stop_has_time_before_the_job_ends(tmp_path: Path, left_s: float, grace_s: float) -> None:
+    attempt = watched(RunDir(tmp_path))
+    attempt.limits = Limits(60.0, left_s=lambda: left_s)
+    attempt.begin_stop(100.0, StopRequest.of_signal(signal.SIGUSR1))
+    assert attempt.stop_deadline == 100.0 + grace_s
+
+
 def test_a_stop_that_the_ranks_saw_before_the_supervisor_is_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

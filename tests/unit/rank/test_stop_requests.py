@@ -83,6 +83,16 @@ def test_a_signal_that_is_ignored_stays_ignored():
     assert made.received == []
 
 
+def test_what_a_job_script_ignores_until_there_is_a_handler_is_handled():
+    former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    made = StopSignals()
+    made.install()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    made.restore()
+    signal.signal(signal.SIGUSR1, former)
+    assert made.received == [signal.SIGUSR1]
+
+
 def test_a_second_interrupt_ends_a_process_that_nobody_supervises():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and CI have it ignored
     made = InterruptibleStopSignals()

@@ -159,6 +159,22 @@ def test_progress_and_orderly_stops_start_the_count_of_failures_anew():
     assert trailing_failures([STUCK, ADVANCED]) == 0
 
 
+@pytest.mark.parametrize(
+    ("attempt", "stop", "saves", "action"),
+    [
+        (STUCK, SCHEDULER, True, Action.DO_NOT_REQUEUE),
+        (ADVANCED, SCHEDULER, True, Action.REQUEUE),
+        (STUCK, PERSON, True, Action.STOP),
+        (STUCK, SCHEDULER, False, Action.REQUEUE),
+    ],
+)
+def test_ranks_that_do_not_stop_before_the_limit_get_no_further_next_time(
+    attempt: Attempt, stop: Stop, saves: bool, action: Action
+) -> None:
+    late = failed_with(Code.STOP, "the ranks did not stop in time", "")
+    assert decide([], [attempt], 3, stop, late, saves).action is action
+
+
 def test_lost_nodes_are_not_counted_as_failures_of_the_run():
     lost = after(Code.NODE)
     assert trailing_failures([STUCK, lost, lost, STUCK]) == 2

@@ -114,7 +114,8 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, st
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         kinds = {UNHEARD: Unheard, UNANSWERED: Unanswered, UNKNOWN_JOB: NoSuchJob, DISABLED: Disabled}
-        failed = next((kind for pattern, kind in kinds.items() if pattern.search(message)), RunFailed)
+        other = Unanswered if done.returncode < 0 else RunFailed  # Slurm signals all processes of a job that it ends
+        failed = next((kind for pattern, kind in kinds.items() if pattern.search(message)), other)
         raise failed(f"{words[0]} refused: {message}", _advice(message))
     return done.stdout
 
@@ -195,9 +196,12 @@ def hosts(nodelist: str) -> list[str]:
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """Returns the fields of ``scontrol show job``; empty if Slurm has forgotten the job or does not answer soon."""
+    """Returns the fields of ``scontrol show job``; empty if Slurm has forgotten the job or does not answer soon.
+
+    Times are in UTC.
+    """
     try:
-        text = run(["scontrol", "--oneliner", "show", "job", job], timeout_s=SOON_S)
+        text = run(["scontrol", "--oneliner", "show", "job", job], SOON_S, {**os.environ, "TZ": "UTC"})
     except HpctrainError:
         return {}
     return parse_fields(text)

@@ -19,6 +19,7 @@ from hpctrain.launch.engines.slurm import allocation, client, leave_out, requeue
 from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, Who, current, who_ends
 from hpctrain.launch.engines.slurm.submission import settle, signal_s
+from hpctrain.launch.engines.slurm.time_limit import TimeLimit, start_s
 from hpctrain.launch.patience import Stopped
 from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import live_lock
@@ -31,6 +32,7 @@ from hpctrain.run.verdict import Action, RunVerdict
 from hpctrain.system import python
 from hpctrain.system.cgroups import threads_per_rank
 from hpctrain.system.output import say
+from hpctrain.system.signals import StopSignals
 
 PAST_QUESTION = {Who.REQUEUE: "Slurm put the job back into the queue", Who.PREEMPTION: "preempted"}
 """Ways in which Slurm ends a job that do not end the run, however its ranks ended; with the reason to report."""
@@ -51,36 +53,53 @@ def supervise_job(run_file: str, overrides: Sequence[str] = (), verbose: bool = 
     job, parent = current(), os.getppid()
     if job is None:
         raise UserError("this is not a Slurm job", "submit the run with hpctrain submit; hpctrain run needs no Slurm")
+    signals = StopSignals()  # until this process ends, as Slurm's must not interrupt what follows the ranks' end either
+    signals.install()
     config = load(run_file, overrides)
     try:
-        return attempt(config, RunDir.of(config.name, config.run_dir), job, parent, verbose)
+        return attempt(config, RunDir.of(config.name, config.run_dir), job, parent, verbose, signals.received)
     except HpctrainError as error:  # also put it into the job's comment, as the log may be on a full disk
         comment(job, f"{error.what}; fix: {error.fix}", config)
         raise
+    finally:
+        signals.restore()
 
 
-def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: bool) -> int:
-    """See ``supervise_job``. ``parent`` is the process ID of Slurm's daemon for the batch script."""
+def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: bool, received: list[int]) -> int:
+    """See ``supervise_job``.
+
+    Args:
+        config: configuration as loaded.
+        run_dir: the run folder.
+        job: the job.
+        parent: process ID of Slurm's daemon for the batch script.
+        verbose: show the launcher's messages.
+        received: stop signals received so far, and from now on.
+    """
     config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
-    allowed = limits(config, run_dir)
+    limit = TimeLimit(job.id, lead_s(config, run_dir), start_s(run_dir))
     place = allocation.Place.of(config, run_dir, job)
+
+    def launch(number: int) -> Launch:
+        limit.require_room()
+        made = make_launch(config, run_dir, place.job, number, verbose, place.prepare)
+        return dataclasses.replace(made, can_lose=place.can_lose)
+
     verdict = supervise(
         run_dir,
-        lambda number: dataclasses.replace(
-            make_launch(config, run_dir, place.job, number, verbose, place.prepare), can_lose=place.can_lose
-        ),
-        allowed,
+        launch,
+        limits(config, limit),
         place.facts,
         run_yaml=dump(config),
         verbose=verbose,
         by_person=lambda number: by_person(number, job),
-        again=lambda verdict: place.facts if place.serves(verdict) else None,
+        again=lambda verdict: place.facts if limit.has_room() and place.serves(verdict) else None,
+        received=received,
     )
     if verdict.code is Code.IN_USE:  # the run, and this job's next start, now belong to the newer attempt
         report(verdict, run_dir)
         return verdict.exit_code
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the time limit's warning must not interrupt requeueing
     who = who_ends(client.job_fields(job.id), job.restarts) if verdict.action is not Action.DONE else Who.NOBODY
     final = in_view_of(who, verdict, asked=requested_stop(run_dir))
     if final is not verdict:
@@ -138,11 +157,15 @@ def as_allocated(config: Config, job: Job) -> Config:
     return dataclasses.replace(config, launch=launch)
 
 
-def limits(config: Config, run_dir: RunDir) -> Limits:
+def lead_s(config: Config, run_dir: RunDir) -> float:
+    """Returns the seconds before the time limit at which the job script has Slurm signal."""
+    return float(os.environ.get(SIGNAL_S) or signal_s(config, run_dir))
+
+
+def limits(config: Config, limit: TimeLimit) -> Limits:
     """Returns the limits for attempts; to stop, ranks get at least 90% of the time between signal and time limit."""
-    lead_s = int(os.environ.get(SIGNAL_S) or signal_s(config, run_dir))
-    grace_s = max(config.launch.stop_grace_s, 0.9 * lead_s)
-    return Limits(stop_grace_s=grace_s, max_failures=config.launch.failures_allowed(in_job=True))
+    grace_s = max(config.launch.stop_grace_s, 0.9 * limit.signal_s)
+    return Limits(grace_s, config.launch.failures_allowed(in_job=True), limit.left_s, limit.due)
 
 
 def make_launch(

@@ -96,6 +96,12 @@ def test_a_portable_script_takes_its_run_file(tmp_path: Path) -> None:
     assert "SRUN_CPUS_PER_TASK" not in called["hpctrain"]["env"], "mpirun's own srun would read it"
 
 
+def test_a_stop_signal_before_there_is_a_supervisor_does_not_end_the_job(tmp_path: Path) -> None:
+    text = script(modules=("gcc/12",), setup=("kill -USR1 $$",))
+    assert text.index("trap '' USR1") < text.index("module load")
+    assert execute(text, tmp_path)["hpctrain"]["words"][0] == "supervise"
+
+
 def test_what_fails_inside_of_a_sourced_file_does_not_end_the_job(tmp_path: Path) -> None:
     profile = tmp_path / "profile.sh"
     profile.write_text("grep -q nothing /dev/null\nexport FOUND=1\n")

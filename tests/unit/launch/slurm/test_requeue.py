@@ -30,9 +30,11 @@ from hpctrain.launch.engines.slurm.supervise import (
     by_person,
     forget_dead_holder,
     in_view_of,
+    lead_s,
     limits,
     make_launch,
 )
+from hpctrain.launch.engines.slurm.time_limit import TimeLimit
 from hpctrain.run import bad_nodes, last_words
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.bad_nodes import BadNode
@@ -377,7 +379,7 @@ from hpctrain.run.verdict import Action, RunVerdict
 verdict = RunVerdict(Action.REQUEUE, 70, "rank 1 died")
 supervise.supervise = lambda *_, **__: verdict
 client.job_fields = lambda job: {}
-supervise.follow = lambda *_: os.kill(os.getpid(), signal.SIGUSR1) or 70
+supervise.follow = lambda *_: os.kill(os.getpid(), signal.Signals[sys.argv[2]]) or 70
 sys.exit(supervise.supervise_job(sys.argv[1]))
 """
 
@@ -385,17 +387,28 @@ sys.exit(supervise.supervise_job(sys.argv[1]))
 def test_ranks_get_the_time_that_the_job_script_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = Config(name="r", launch=LaunchConfig(command=("sh",))), RunDir(tmp_path)
     monkeypatch.setenv(SIGNAL_S, "300")
-    assert limits(config, run).stop_grace_s == 270
+    assert limits(config, TimeLimit("7", lead_s(config, run))).stop_grace_s == 270
     monkeypatch.delenv(SIGNAL_S)  # a script of the user's own
     launch = LaunchConfig(command=("sh",), slurm=SlurmConfig(signal_s=200))
-    assert limits(dataclasses.replace(config, launch=launch), run).stop_grace_s == 180
+    assert lead_s(dataclasses.replace(config, launch=launch), run) == 200
 
 
-def test_the_signal_before_the_time_limit_does_not_end_a_requeue(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_slurms_signals_at_the_time_limit_do_not_end_a_requeue(tmp_path: Path, name: str) -> None:
     (tmp_path / "run.yaml").write_text(f'name: r\nrun_dir: {tmp_path}/run\nlaunch: {{command: ["true"]}}\n')
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1"}
-    words = [sys.executable, "-c", LATE_SIGNAL, str(tmp_path / "run.yaml")]
+    words = [sys.executable, "-c", LATE_SIGNAL, str(tmp_path / "run.yaml"), name]
     assert subprocess.run(words, env={**os.environ, **job}, timeout=60, check=False).returncode == 70
+
+
+def test_a_command_of_slurm_that_the_job_s_own_end_killed_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nkill -TERM $$\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(client.Unanswered):
+        client.requeue("7")
 
 
 def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
