@@ -47,7 +47,7 @@ def supervise(
         by_person: whether a signal number comes from a person rather than the scheduler.
         again: given the verdict on a failed attempt, returns the facts of the next one, or None if no attempt can
             start here any more. Default: only one attempt.
-        received: stop signals that the caller has received, and goes on to record.
+        received: the stop signals that the caller has received, a list to which it adds later ones.
 
     Returns:
         The verdict on the last attempt. The caller prints it with ``report``, then exits with its code or requeues.
