@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -27,6 +27,14 @@ COMPILED = re.compile(r"(?<![^./])_orig_mod(\.|$)")
 def plain_name(name: str) -> str:
     """The name of a tensor or module without the parts that torch.compile adds."""
     return COMPILED.sub("", name).removesuffix(".")
+
+
+def endings(name: str) -> Iterator[str]:
+    """A name and its dotted suffixes, the longest first."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
 
 
 def parameter_of(name: str) -> str:

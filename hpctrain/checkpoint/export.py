@@ -62,13 +62,15 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
         raise UserError(f"{loaded.path} has no averaged weights", "set train.ema_decay, or export without --ema")
     if averaged:
         source |= {name: average[name] for name in source if name in average}
-    others = loaded.meta.get("other_names")
-    for name, saved in others.items() if isinstance(others, dict) else ():  # tied weights: loaders expect all names
-        if isinstance(saved, str) and saved in source:
-            source[name] = source[saved]
     if selection.trainable_only:
         trained = trained_names(loaded, source)
         source = {name: full for name, full in source.items() if name in trained}
+    others = loaded.meta.get("other_names")
+    for name, saved in others.items() if isinstance(others, dict) else ():  # loaders expect the names in ``state_dict``
+        if isinstance(saved, str) and saved in source:
+            source[name] = source[saved]
+        elif saved == "":  # ``state_dict`` has others for it
+            source.pop(name, None)
     weights = under_names(loaded.arrays, loaded.dtypes, source)
     if selection.lora_alpha is not None:
         weights = merge_lora(*weights, selection.lora_alpha)
@@ -155,7 +157,7 @@ def export_state_dict(loaded: Loaded, path: Path, selection: Selection = WHOLE) 
 
 def extra_state(loaded: Loaded) -> dict[str, Any]:
     """The modules' extra state, under its keys in ``state_dict``. Raises UserError for NumPy arrays."""
-    from hpctrain.backends.torch.state.tensors import tensor_over
+    from hpctrain.backends.torch.state.tensors import ADDED_KEYS, tensor_over
 
     of_modules: dict[str, dict[str, str]] = {}
     for name in loaded.arrays:
@@ -177,7 +179,9 @@ def extra_state(loaded: Loaded) -> dict[str, Any]:
         return put_together({part: loaded.arrays[name] for part, name in names.items()}, leaf, keys[module])
 
     keys = {module: "_extra_state" if module == "itself" else f"{module}._extra_state" for module in of_modules}
-    return {keys[module]: value(module, names) for module, names in of_modules.items()}
+    found = {keys[module]: value(module, names) for module, names in of_modules.items()}
+    added = found.pop(keys.get(ADDED_KEYS, ""), {})  # by an override, to ``state_dict``
+    return {**found, **added}
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:

@@ -24,7 +24,7 @@ from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of
 from hpctrain.checkpoint.remote import Remote, open_remote
 from hpctrain.checkpoint.resume_compat import config_hash, differences, in_words
 from hpctrain.checkpoint.saver import Saver, SaveResult
-from hpctrain.checkpoint.store import CheckpointStore, open_saver, resume
+from hpctrain.checkpoint.store import CheckpointStore, compare_model, open_saver, resume
 from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -109,7 +109,7 @@ class CheckpointHook(BaseHook):
     def before_fit(self, training: Training) -> None:
         """Resume from the newest sound checkpoint, or load initial weights."""
         leaves = training.framework.facts.leaves
-        state_of(self.objects, leaves)  # raises now if an object's state cannot be saved
+        state_to_save(training, state_of(self.objects, leaves))  # raises now if something cannot be saved
         self.constant = {
             "identity": self.identity,
             "config_hash": config_hash(self.identity),
@@ -143,6 +143,7 @@ class CheckpointHook(BaseHook):
             self._report(events.Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected))
             if accepted := differences(loaded.meta["identity"], self.identity):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
+            self._say(compare_model(training.framework, loaded, training.world.pipeline, self.config.accept))
             self._say(restore(self.objects, loaded, leaves, self.store.peers, self.config.accept))
         elif self.config.init_from:
             source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)

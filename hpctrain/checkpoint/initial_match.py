@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from hpctrain.backends.named_state import plain_name
+from hpctrain.backends.named_state import endings, plain_name
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 
@@ -135,14 +135,6 @@ def guessed_rename(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         return ""
     (old, new), _ = votes.most_common(1)[0]
     return f'set checkpoint.init_rename: {{"{old}": "{new}"}}'
-
-
-def endings(name: str) -> Iterator[str]:
-    """A name and its dotted suffixes, the longest first."""
-    yield name
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
 
 
 def guessed_patterns(names: Iterable[str]) -> list[str]:

@@ -102,6 +102,22 @@ def is_accepted(key: str, accepted: Iterable[str]) -> bool:
     return key not in DATA and any(f"{length_as_one(key)}.".startswith(f"{length_as_one(one)}.") for one in accepted)
 
 
+def model_changes(saved: set[str], now: set[str], where: str, accepted: Sequence[str] = ()) -> list[str]:
+    """Sentences about tensors that only the checkpoint's or only the task's model has, by name without ``model/``.
+
+    Raises UserError unless they are accepted (``model``, or ``model.NAME``).
+    """
+    found = [f"{name} is in the checkpoint and not in the model" for name in sorted(saved - now)]
+    found += [f"{name} is in the model and not in the checkpoint" for name in sorted(now - saved)]
+    if not all(is_accepted(f"model.{name}", accepted) for name in saved ^ now):
+        raise UserError(
+            f"the model of the task is not that of {where}: {'; '.join(found[:5])}",
+            "restore the task; or, to continue with what both have, and with what is new as the task makes it: "
+            "--accept model",
+        )
+    return [f"{each}, as accepted" for each in found]
+
+
 def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Raise UserError that lists the differences if the run file is not compatible with the checkpoint's run.
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.backends.named_state import plain_name
+from hpctrain.checkpoint.export import MODEL
 from hpctrain.checkpoint.folder import CheckpointFolder, no_fence
 from hpctrain.checkpoint.format.files import REFUSED, judged
 from hpctrain.checkpoint.format.shard import host_buffer
@@ -19,7 +21,7 @@ from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.policy import KEEP_ALL, Retention
 from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened, step_of
-from hpctrain.checkpoint.resume_compat import differences, refuse_changes
+from hpctrain.checkpoint.resume_compat import differences, model_changes, refuse_changes
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -252,17 +254,45 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
     return store.steps()
 
 
+def compare_model(
+    framework: StateSource, loaded: Loaded, stages: Group | None = None, accepted: Sequence[str] = ()
+) -> list[str]:
+    """Compare the names of a model's tensors with a checkpoint's, after loading. Collective over ``stages``.
+
+    Returns sentences on what was accepted; raises UserError. See ``resume_compat.model_changes``.
+    """
+    own = [tensor.name for tensor in framework.state() if tensor.name.startswith(MODEL)]
+    everywhere = (stages or Group("alone")).allgather(own, "list the tensors of the model")
+    now = {name.removeprefix(MODEL) for each in everywhere for name in each}
+    saved = {plain_name(name.removeprefix(MODEL)) for name in loaded.dtypes if name.startswith(MODEL)}
+    return model_changes(saved, now, str(loaded.path), accepted)
+
+
 def load_weights(
-    framework: StateSource, store: CheckpointStore, step: int | None = None, state: Sequence[Kept] = ()
+    framework: StateSource,
+    store: CheckpointStore,
+    step: int | None = None,
+    state: Sequence[Kept] = (),
+    stages: Group | None = None,
+    accepted: Sequence[str] = (),
 ) -> Loaded:
     """Load a checkpoint, by default the newest sound one, to evaluate or predict. Collective; changes no files.
 
     State that only the task or only the checkpoint has is ignored.
+
+    Args:
+        framework: the model, or a pipeline stage of it.
+        store: the checkpoints.
+        step: which one.
+        state: objects of the task.
+        stages: ranks of the pipeline stages.
+        accepted: see ``resume_compat.model_changes``.
 
     Raises:
         UserError: there is no checkpoint, or it is of a different model.
         DamagedCheckpoint: it is damaged.
     """
     loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step)
+    compare_model(framework, loaded, stages, accepted)
     restore(state, loaded, framework.facts.leaves, store.peers, accepted=["state"])
     return loaded

@@ -134,5 +134,6 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
         problem = make_problem(config, session.world, session.verbose)
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
-        loaded = load_weights(framework, store, args.step, kept_state(problem.task.state))
+        kept, accepted = kept_state(problem.task.state), config.checkpoint.accept
+        loaded = load_weights(framework, store, args.step, kept, session.world.pipeline, accepted)
         yield config, framework, problem, loaded.step

@@ -81,7 +81,7 @@ def load(
 
 def refuse_unknown_accepted(accepted: Sequence[str]) -> None:
     """Raises UserError for what no run can differ in; keys of earlier versions are left to their section."""
-    roots = (*DECISIVE, "state")
+    roots = (*DECISIVE, "state", "model")
     for key in accepted:
         if key not in keys() and key not in sections() and not f"{key}.".startswith(tuple(f"{one}." for one in roots)):
             raise UserError(f"checkpoint.accept names {key!r}, which is not a key of the run file", _nearest(key))

@@ -519,8 +519,8 @@ class CheckpointConfig(Section, key="checkpoint"):
     them in another shape. For other weights that is an error."""
     accept: tuple[str, ...] = ()
     """Keys that may differ from those of the checkpoint that is resumed, though the result depends on them, such as
-    train.epochs, or state.NAME for state that only the task or only the checkpoint has. On the command line: --accept
-    KEY."""
+    train.epochs; or state.NAME or model.NAME for state or tensors of the model that only the task or only the
+    checkpoint has. On the command line: --accept KEY."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -85,6 +85,7 @@ class TorchFramework(FrameworkOfParts):
             self.parts.modes.train()
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
+            self.source.require_same_layout()
 
     def weights(self, at: slice = ALL) -> NDArray[Any]:
         """See backends.local_training.Apart."""

@@ -75,6 +75,8 @@ class TorchState:
     meta_init: frozenset[str]
     seed: int
     """Seed of the run."""
+    layout: tensors.Layout
+    """That of the model before its first pass."""
 
     def state(self) -> list[StateTensor]:
         scaler = [tensor for scale in self._scales() for tensor in scale.tensors()]
@@ -125,7 +127,12 @@ class TorchState:
         weights = partition.shared(model) if shared_only else partition.parameters(model)
         return tensors.digest([*(one for _, one in weights), *joint])
 
+    def require_same_layout(self) -> None:
+        """Raises UserError if a pass or a hook has changed which parameters and buffers the model has."""
+        tensors.require_same_layout(self.layout, tensors.layout_of(self.parts.model, self.parts.partition))
+
     def _model(self) -> list[tensors.TorchTensor]:
+        self.require_same_layout()
         return tensors.model_tensors(self.parts.model, self.parts.batch_norms.names, self.parts.partition)
 
     def _residues(self) -> dict[str, Residue]:

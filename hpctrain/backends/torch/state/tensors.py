@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.nn import Module
 
 from hpctrain.backends.named_state import digest as digest_of
-from hpctrain.backends.named_state import plain_name
+from hpctrain.backends.named_state import endings, plain_name
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.errors import UserError, kind_of
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
@@ -89,23 +89,71 @@ def tensor_of(value: NDArray[Any]) -> torch.Tensor:
     return host_tensor(array, torch.bfloat16 if array.dtype == np.uint16 else torch.float32).clone()
 
 
-def module_tensors(module: Module) -> Iterator[tuple[str, torch.Tensor, Placement]]:
-    """Parameters, then buffers, of a module's ``state_dict``, each in the order of the modules.
+def saved_buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's buffers, except for those registered with ``persistent=False``."""
+    left_out = {
+        f"{path}.{name}" if path else name
+        for path, each in module.named_modules()
+        for name in each._non_persistent_buffers_set
+    }
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name not in left_out)
 
-    Names are those without ``torch.compile``. Buffers are per rank: what a forward pass changes in them (running
+
+def module_tensors(module: Module) -> Iterator[tuple[str, torch.Tensor, Placement]]:
+    """A module's parameters, then its saved buffers, each in the order of the modules.
+
+    They are not read from ``state_dict``, which a model may override, or hooks change, so that it lacks or renames
+    some. Names are those without ``torch.compile``. Buffers are per rank: what a forward pass changes in them (running
     statistics) depends on the rank's samples.
     """
-    kept = module.state_dict(keep_vars=True).keys()
-    parameters = ((name, parameter.data, Placement.REPLICATED) for name, parameter in module.named_parameters())
-    buffers = ((name, buffer, Placement.RANK) for name, buffer in module.named_buffers())
-    yield from (
-        (plain_name(name), tensor, placement) for name, tensor, placement in (*parameters, *buffers) if name in kept
-    )
+    for name, parameter in module.named_parameters():
+        yield plain_name(name), parameter.data, Placement.REPLICATED
+    for name, buffer in saved_buffers(module):
+        yield plain_name(name), buffer, Placement.RANK
 
 
-def state_of(model: Module) -> dict[str, torch.Tensor]:
-    """Tensors of a model's ``state_dict``, without the extra state of modules."""
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+ADDED_KEYS = "+"
+"""Name of what is added to ``state_dict``, in place of a module's among extra state."""
+Layout = dict[str, int | str]
+"""Identities of parameters, and types and shapes of buffers, by name."""
+
+
+def layout_of(model: Module, own: Partition) -> Layout:
+    """What must stay as it is while a model is trained, or a resumed run could not load what was saved."""
+    parameters = {plain_name(name): id(one) for name, one in own.parameters(model)}
+    return parameters | {plain_name(name): f"{one.dtype}{list(one.shape)}" for name, one in saved_buffers(model)}
+
+
+def require_same_layout(before: Layout, now: Layout) -> None:
+    """Raises UserError if parameters or saved buffers were added, removed, replaced or reshaped."""
+    for name in before | now:
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        change = "is new" if old is None else "is gone" if new is None else "is another parameter"
+        if isinstance(old, str) and isinstance(new, str):
+            change = f"was {old} and is {new}"
+        raise UserError(
+            f"{name} of the model {change} since the task returned it: the optimizer would not update it, or a "
+            "resumed run would not have it",
+            "give the model its final parameters and buffers in the task, and buffers their final shape; register a "
+            "buffer that is only a cache with persistent=False",
+        )
+
+
+def added_keys(model: Module) -> dict[str, Any]:
+    """What an override or a hook adds to ``state_dict``: neither parameters nor saved buffers nor extra state."""
+    known = list(module_tensors(model))
+    names = {name for name, _, _ in known}
+    ends = {end for name in names for end in endings(name)}
+    memory = {tensor.data_ptr() for _, tensor, _ in known if tensor.numel()}
+
+    def is_known(key: str, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return key.endswith("_extra_state")
+        return key in ends or not names.isdisjoint(endings(key)) or value.data_ptr() in memory
+
+    return {key: value for key, value in model.state_dict().items() if not is_known(plain_name(key), value)}
 
 
 def model_tensors(model: Module, equal: Container[str] = (), own: Partition | None = None) -> list[TorchTensor]:
@@ -127,14 +175,20 @@ def model_tensors(model: Module, equal: Container[str] = (), own: Partition | No
 
 
 def other_names(model: Module) -> dict[str, str]:
-    """Further names of shared tensors (tied weights) in ``state_dict``, with the name under which each is saved."""
-    first = {id(tensor): plain_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    """Names in ``state_dict`` that differ from those of the saved tensors, as of tied weights, with the saved name; and
+    saved names that ``state_dict`` lacks because it has others for them, with an empty text."""
+
+    def place(tensor: torch.Tensor) -> int:
+        return tensor.data_ptr() or id(tensor)  # without values there is no memory
+
+    first = {place(tensor): plain_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held = {
-        plain_name(name): first.get(id(tensor), plain_name(name))
+        plain_name(name): first.get(place(tensor), plain_name(name))
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)  # skip extra state
     }
-    return {name: saved for name, saved in held.items() if name != saved}
+    others = {name: saved for name, saved in held.items() if name != saved}
+    return others | {saved: "" for saved in others.values() if saved not in held}
 
 
 def random_tensors(device: torch.device) -> list[ArrayTensor]:

@@ -18,8 +18,9 @@ from torch.optim import SGD, Optimizer
 
 from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unplaced
 from hpctrain.backends.torch.state.optimizer import Part
-from hpctrain.backends.torch.state.tensors import TorchTensor, digest, module_tensors, tensor_of
+from hpctrain.backends.torch.state.tensors import ADDED_KEYS, TorchTensor, added_keys, digest, module_tensors, tensor_of
 from hpctrain.errors import UserError
+from hpctrain.tasks.user_errors import words
 from hpctrain.train.reach import own_attributes, putting_back, reached
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import Placement, StateTensor
@@ -157,7 +158,11 @@ class Holdings:
             tensors += [*held, *stateful_tensors(root, found, self.leaves)]
             if updates <= UPDATES:
                 self._look_at(root, found, memory)
-        return tensors + extra_tensors(self.extra_state, self.leaves)
+        return tensors + extra_tensors(self.all_extra_state(), self.leaves)
+
+    def all_extra_state(self) -> list[tuple[str, Any]]:
+        """Modules with extra state, and what the model adds to its ``state_dict``, by name."""
+        return self.extra_state + ([(ADDED, AddedKeys(self.model))] if added_keys(self.model) else [])
 
     def _look_at(self, root: Root, found: Found, memory: set[int]) -> None:
         """Records changed plain attributes. Attributes that a loss adds later are assumed to be caches and logs."""
@@ -174,7 +179,7 @@ class Holdings:
 
         Besides saved state, these are values in plain attributes, closures and globals.
         """
-        tensors = extra_tensors(self.extra_state, self.leaves)
+        tensors = extra_tensors(self.all_extra_state(), self.leaves)
         plain: list[Callable[[], object]] = []
         for root in self.roots[1:]:
             found = self.find(root)
@@ -207,7 +212,7 @@ class Holdings:
             for path, holder in found.stateful.items():
                 if tree := below(stateful_name(root, path, holder), arrays, taken):
                     holder.load_state_dict(tree_value(tree, self.leaves, f"the state of {type(holder).__name__}"))
-        for name, module in self.extra_state:
+        for name, module in self.all_extra_state():
             if tree := below(name, arrays, taken):
                 module.set_extra_state(tree_value(tree, self.leaves, f"the extra state of {type(module).__name__}"))
         refuse_unplaced(arrays, taken)
@@ -332,7 +337,41 @@ def extra_states(root: str, path: str, module: Module) -> list[tuple[str, Module
     return [(f"held/{root}/extra/{name}", each) for name, each in found]
 
 
-def extra_tensors(modules: Iterable[tuple[str, Module]], leaves: Leaves) -> list[StateTensor]:
+ADDED = f"held/model/extra/{ADDED_KEYS}"
+
+
+@dataclass(frozen=True)
+class AddedKeys:
+    """What a model adds to its ``state_dict``, as extra state."""
+
+    model: Module
+
+    def get_extra_state(self) -> Any:
+        return added_keys(self.model)
+
+    def set_extra_state(self, saved: Any) -> None:
+        self.model.load_state_dict({**self.model.state_dict(), **saved})
+
+
+def require_restorable(model: Module) -> None:
+    """Raises UserError if a model adds keys to ``state_dict`` that its ``load_state_dict`` cannot restore."""
+    added = AddedKeys(model)
+    if not (keys := added_keys(model)):
+        return
+    before = digest(list(model.parameters()))
+    try:
+        added.set_extra_state(keys)
+        problem = "changes parameters" if digest(list(model.parameters())) != before else ""
+    except Exception as error:  # from the user's code
+        problem = f"fails: {words(error)}"
+    if problem:
+        raise UserError(
+            f"state_dict of the model adds {min(keys)}, and load_state_dict with what state_dict returned {problem}",
+            "make it a buffer, or give its module get_extra_state and set_extra_state",
+        )
+
+
+def extra_tensors(modules: Iterable[tuple[str, Any]], leaves: Leaves) -> list[StateTensor]:
     """The extra state of modules."""
     return [
         tensor

@@ -16,7 +16,7 @@ from hpctrain.backends.torch.metrics import TorchMetricMeter, of_torchmetrics
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
 from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
-from hpctrain.backends.torch.state.tensors import other_names, state_of
+from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
 from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, StepProgram, UpdateStep
 from hpctrain.backends.torch.steps.updates import ExchangesToChoose, Trained
@@ -28,7 +28,7 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.backends.torch.strategies.tensor import tilings
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
-from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.backends.torch.task.holdings import Holdings, require_restorable
 from hpctrain.backends.torch.task.shares import whole_model
 from hpctrain.backends.torch.task.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
 from hpctrain.backends.update import rule_of
@@ -102,6 +102,7 @@ def look_at(
     holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts])
+    require_restorable(model)
     joins = wants_joint_statistics(model, config.train.sync_batchnorm)
     features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, holdings))
     features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
@@ -128,7 +129,7 @@ def look_at(
 
 def make_equal(model: torch.nn.Module, everyone: Group) -> None:
     """Broadcasts rank 0's weights. Raises UserError if the ranks' models differ. Collective."""
-    tensors = state_of(model)
+    tensors = {name: tensor for name, tensor, _ in module_tensors(model)}
     described = [
         (name, tuple(tensor.shape), str(tensor.dtype) + (" without values" if tensor.is_meta else ""))
         for name, tensor in tensors.items()
@@ -197,6 +198,7 @@ def assembled(
         other_names=doubled,
         meta_init=opening.meta_init,
         seed=opening.config.seed,
+        layout=layout_of(model, partition),
     )
     return TorchFramework(parts, program, evaluator, source, prepared)
 

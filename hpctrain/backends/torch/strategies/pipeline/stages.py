@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Embedding, Module, Parameter, Sequential
 from torch.optim import Optimizer
 
+from hpctrain.backends.torch.state.tensors import saved_buffers
 from hpctrain.backends.torch.strategies.parameter_traits import replace_parameters
 from hpctrain.errors import UserError, kind_of
 from hpctrain.parallel.pipeline import balanced
@@ -97,9 +98,8 @@ def layers_of(model: Module, given: Callable[[Any], Sequence[Any]] | None) -> li
         parameters = [one for one in held.values() if isinstance(one, Parameter)]
         cost = sum(one.numel() for one in parameters if id(one) not in tables)
         layers.append(Layer(call, frozenset(held), cost, any(one.requires_grad for one in parameters), stage))
-    kept = model.state_dict(keep_vars=True)
-    for name, one in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if name in kept and not any(id(one) in layer.held for layer in layers):
+    for name, one in (*model.named_parameters(), *saved_buffers(model)):
+        if not any(id(one) in layer.held for layer in layers):
             raise UserError(
                 f"{name} of the model is in none of the layers that {FIELD} gives",
                 "give the module that has it, or functools.partial(function, module) for a function that uses it",
@@ -217,12 +217,9 @@ def given_ranges(layers: Sequence[Layer], stages: int) -> list[range] | None:
 
 def users_of(model: Module, layers: Sequence[Layer]) -> dict[str, list[int]]:
     """Numbers of the layers that use each parameter and each saved buffer, by name."""
-    kept = model.state_dict(keep_vars=True)
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: [number for number, layer in enumerate(layers) if id(one) in layer.held]
-        for name, one in named.items()
-        if name in kept or isinstance(one, Parameter)
+        for name, one in (*model.named_parameters(), *saved_buffers(model))
     }
 
 
