@@ -712,7 +712,7 @@ class LaunchConfig(Section, key="launch"):
     ticket: str | None = None
     """For runners: file by which hpctrain node finds this run; by default HPCTRAIN_NODE_KEY and _ADDRESS are used."""
     node_wait_s: float = 600.0
-    """For runners: longest wait for the nodes, in seconds."""
+    """Longest wait in seconds for the nodes of runners to join, and for lost hosts to return if too few are left."""
     hosts: tuple[str, ...] = ()
     """Machines on which hpctrain run starts the ranks, without a scheduler; by default only this one."""
     remote_shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 {host}"

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, RunFailed, UserError
@@ -22,14 +27,18 @@ from hpctrain.launch.supervisor import choose
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.rank_environment import ATTEMPT, JOB, RUN_DIR
+from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system.cgroups import threads_per_rank, usable_cores
 from hpctrain.system.output import say
 from hpctrain.system.processes import own_folder
+from hpctrain.system.signals import Interrupted, StopSignals
 
 COMMAND = "'{command}'"
 """Placeholder in ``launch.remote_shell`` for the command line as one quoted word."""
+LOOK_S = 1.0
+"""Seconds between two tries to reach hosts that were lost."""
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables of this process that are passed to ranks on other machines, where a remote shell sets its own."""
 
@@ -43,7 +52,8 @@ def run(
     cores: int | None = None,
     away: Callable[[], Collection[str]] = tuple,
 ) -> RunVerdict:
-    """Trains on the hosts of the run file under supervision; restarts failed attempts, without lost hosts.
+    """Trains on the hosts of the run file under supervision; restarts failed attempts, without lost hosts. If too few
+    are left, it waits for lost ones to return.
 
     All hosts must see the run folder and the Python environment under the same paths.
 
@@ -57,7 +67,8 @@ def run(
         away: returns hosts that are known to be lost.
 
     Raises:
-        UserError: there is no Open MPI, the ranks do not divide among the hosts, or the run folder is in use.
+        UserError: there is no Open MPI, the ranks do not divide among the hosts, two of them are one machine, or the
+            run folder is in use.
         RunFailed: temporary files cannot be written.
     """
     nodes = len(config.launch.hosts) - config.launch.spare_nodes
@@ -70,7 +81,8 @@ def run(
     launch = dataclasses.replace(config.launch, nodes=nodes, ranks_per_node=per_node)
     config = dataclasses.replace(config, launch=launch)
     run_dir = RunDir.of(config.name, config.run_dir)
-    place = Hosts(config, run_dir, MpiRun(find_mpirun(library), library.flavour), launch.hosts[:nodes], away)
+    require_separate_machines(launch.hosts)
+    mpirun = MpiRun(find_mpirun(library), library.flavour)
     cores = cores or usable_cores()
     threads = config.train.threads or threads_per_rank(cores, per_node)
     command = rank_command(config, rank_words, fresh)
@@ -78,12 +90,13 @@ def run(
         if not folder:
             raise RunFailed(f"{tempfile.gettempdir()} cannot be written", "set TMPDIR to a folder of this machine")
         shell = write_shell(Path(folder, "remote-shell"), launch.remote_shell)
+        place = Hosts(config, run_dir, mpirun, shell, launch.hosts[:nodes], away)
 
         def start(number: int) -> Launch:
             count = per_node * len(place.used)
             environment = rank_environment(config, count, threads, verbose, os.environ)
             environment |= launcher_environment(library.flavour, os.environ, False, oversubscribed=per_node > cores)
-            words = [*place.words(shell, environment), *command()]
+            words = [*place.words(environment), *command()]
             saves = not config.launch.command
             return Launch(words, environment, count, saves, away=away, can_lose=place.can_lose)
 
@@ -98,6 +111,8 @@ class Hosts:
     """``launch.nodes`` of its hosts run ranks, ``launch.ranks_per_node`` each."""
     run_dir: RunDir
     mpirun: MpiRun
+    shell: Path
+    """Program that runs a command line on a host; see ``write_shell``."""
     used: Sequence[str]
     """Hosts of the current attempt, in rank order."""
     away: Callable[[], Collection[str]] = tuple
@@ -110,7 +125,7 @@ class Hosts:
         ranks = len(self.used) * (self.config.launch.ranks_per_node or 1)
         return Attempt(nodes=len(self.used), ranks=ranks).under(self.config.parallel)
 
-    def words(self, shell: Path, environment: Mapping[str, str]) -> list[str]:
+    def words(self, environment: Mapping[str, str]) -> list[str]:
         """Returns mpirun's command line up to the ranks' command; exports ``environment``'s variables and PASSED_ON."""
         per_node = self.config.launch.ranks_per_node or 1
         named = dict.fromkeys([*environment, ATTEMPT, RUN_DIR, *(name for name in PASSED_ON if name in os.environ)], "")
@@ -119,7 +134,7 @@ class Hosts:
         # mpirun starts all daemons itself, since only this machine has the shell.
         five = self.mpirun.flavour is Flavour.OPEN_MPI_5
         option, kind = ("--prtemca", "ssh") if five else ("--mca", "rsh")
-        return [*words, option, f"plm_{kind}_agent", str(shell), option, f"plm_{kind}_no_tree_spawn", "1"]
+        return [*words, option, f"plm_{kind}_agent", str(self.shell), option, f"plm_{kind}_no_tree_spawn", "1"]
 
     def can_lose(self, host: str) -> bool:
         """Whether enough hosts remain if one host in use is lost."""
@@ -138,7 +153,7 @@ class Hosts:
             others = {self.used[rank // (self.config.launch.ranks_per_node or 1)] for rank in gone}
             if choose(self.config.launch.hosts, self.lost | others, self.config):  # else the run waits for them
                 self.lost |= others
-        chosen = choose(self.config.launch.hosts, self.lost, self.config)
+        chosen = choose(self.config.launch.hosts, self.lost, self.config) or self.returned()
         if chosen is None:
             return None
         if chosen != list(self.used):
@@ -146,6 +161,39 @@ class Hosts:
             ranks = self.facts.ranks
             say(f"continuing on {', '.join(chosen)} with {ranks} rank{'s' if ranks != 1 else ''}")
         return self.facts
+
+    def returned(self) -> list[str] | None:
+        """Waits up to ``launch.node_wait_s`` until enough lost hosts answer again, and returns the hosts to use.
+
+        Returns None if they do not, if the run is asked to stop, or in a job, whose scheduler gives it other hosts.
+        """
+        patience_s = self.config.launch.node_wait_s
+        if JOB in os.environ:
+            return None
+        say(f"too few hosts are left: waiting up to {patience_s:.0f} s for {', '.join(sorted(self.lost))} to return")
+        signals, end = StopSignals(), time.monotonic() + patience_s
+        signals.install()
+        try:
+            with signals.interrupting():
+                while time.monotonic() < end and requested_stop(self.run_dir) is None:
+                    back = {host for host in self.lost if self.answers(host)}
+                    if chosen := choose(self.config.launch.hosts, self.lost - back, self.config):
+                        self.lost -= back
+                        return chosen
+                    time.sleep(LOOK_S)
+        except Interrupted as error:
+            say(f"stopped by signal {error} while waiting")
+        finally:
+            signals.restore()
+        return None
+
+    def answers(self, host: str) -> bool:
+        """Whether a command can be run on a host."""
+        try:
+            done = subprocess.run([self.shell, host, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=15)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
 
     def of(self, verdict: RunVerdict) -> str | None:
         """Returns the host that a verdict blames, as named in the run file; None if unknown."""
@@ -155,6 +203,21 @@ class Hosts:
         of_host = [word.rank for word in (words.ranks if words else ()) if word.host == verdict.host]
         rank = next((rank for rank in (verdict.rank, *of_host) if rank is not None), None)
         return None if rank is None else self.used[rank // (self.config.launch.ranks_per_node or 1)]
+
+
+def require_separate_machines(hosts: Sequence[str]) -> None:
+    """Raises UserError if two hosts are names of one machine; names that cannot be resolved here are left to ssh."""
+    here = {address.address for each in psutil.net_if_addrs().values() for address in each}
+    of_address: dict[str, str] = {}
+    for host in hosts:
+        try:
+            found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+        except OSError:
+            continue
+        for address in {"this machine" if one in here or one.startswith("127.") else one for one in found}:
+            if of_address.setdefault(address, host) != host:
+                what = f"launch.hosts names one machine twice: {of_address[address]} and {host} are both {address}"
+                raise UserError(what, "name each machine once, and set launch.ranks_per_node")
 
 
 def write_shell(path: Path, template: str) -> Path:

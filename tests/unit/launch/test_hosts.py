@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from hpctrain.config.sections import Config, LaunchConfig, TrainConfig
 from hpctrain.errors import Code, UserError
-from hpctrain.launch.engines.hosts import Hosts, write_shell
+from hpctrain.launch.engines.hosts import Hosts, require_separate_machines, write_shell
 from hpctrain.launch.mpi_library import Flavour, MpiRun
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.events import CUT_OFF
@@ -32,7 +36,8 @@ def hosts(folder: Path, flavour: Flavour = Flavour.OPEN_MPI_5, **launch: int) ->
         word = type(word)(**{**vars(word), "host": host})
         WordFile.of(run, 1, word).begin(word)
     config = Config("r", "m:f", TrainConfig(steps=1, global_batch=8), launch=of)
-    return Hosts(config, run, MpiRun("mpirun", flavour), ("10.0.0.1", "10.0.0.2"))
+    shell = write_shell(folder / "shell", f"test -e {folder}/up-{{host}} -o x = ")
+    return Hosts(config, run, MpiRun("mpirun", flavour), shell, ("10.0.0.1", "10.0.0.2"))
 
 
 @pytest.mark.parametrize("host", ["n1", "$(touch owned)", "a b'\""])
@@ -59,13 +64,13 @@ def test_the_command_reaches_what_runs_no_shell_and_what_runs_one_more(tmp_path:
     [(Flavour.OPEN_MPI_5, ["--prtemca", "plm_ssh_agent"]), (Flavour.OPEN_MPI_4, ["--mca", "plm_rsh_agent"])],
 )
 def test_mpirun_is_told_hosts_shell_and_variables(tmp_path: Path, flavour: Flavour, agent: list[str]) -> None:
-    words = hosts(tmp_path, flavour).words(Path("/tmp/shell"), {"A": "b"})
+    words = hosts(tmp_path, flavour).words({"A": "b"})
     assert words[:3] == ["mpirun", "-n", "4"] and "10.0.0.1:2,10.0.0.2:2" in words
-    assert " ".join([*agent, "/tmp/shell"]) in " ".join(words) and " -x A " in " ".join(words)
+    assert " ".join([*agent, f"{tmp_path}/shell"]) in " ".join(words) and " -x A " in " ".join(words)
 
 
 def test_a_lost_host_gives_way_to_the_spare_one(tmp_path: Path) -> None:
-    place = hosts(tmp_path, spare_nodes=1)
+    place = hosts(tmp_path, spare_nodes=1, node_wait_s=0)
     assert place.after(KILLED) is not None and place.used == ("10.0.0.1", "10.0.0.2"), "a rank's death is not a host's"
     after = place.after(failed_with(Code.NODE, "b.site was lost", "", host="b.site"))
     assert after is not None and (after.nodes, after.ranks) == (2, 4)
@@ -94,6 +99,41 @@ def test_hosts_that_are_lost_at_once_are_both_left_out_unless_too_few_remain(tmp
             file.write(f"{json.dumps(line)}\n")
     after = place.after(failed_with(Code.NODE, "a host was lost", "", host="10.0.0.3"))
     assert after is not None and (after.ranks, place.used) == (2, ["10.0.0.1"])
+
+
+def test_a_host_that_comes_back_is_waited_for_and_used_again(tmp_path: Path) -> None:
+    """It was ignored, and the run ended."""
+    place = hosts(tmp_path, node_wait_s=60)
+    place.used = ["10.0.0.2", "10.0.0.3"]
+    lost = failed_with(Code.NODE, "a host was lost", "", host="10.0.0.3")
+    assert place.after(lost) is not None and place.used == ["10.0.0.1", "10.0.0.2"]
+    threading.Timer(0.5, (tmp_path / "up-10.0.0.3").touch).start()
+    after = place.after(failed_with(Code.NODE, "a host was lost", "", host="10.0.0.2"))
+    assert after is not None and (after.ranks, place.used, place.lost) == (4, ["10.0.0.1", "10.0.0.3"], {"10.0.0.2"})
+
+
+@pytest.mark.parametrize("how", ["signal", "stop", "job"])
+def test_nothing_waits_for_a_host_once_the_run_is_to_end(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = hosts(tmp_path, node_wait_s=60)
+    place.lost.add("10.0.0.3")
+    if how == "signal":
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    elif how == "stop":
+        place.run_dir.stop_file.touch()
+    else:
+        monkeypatch.setenv("HPCTRAIN_JOB", "7")
+    begin = time.monotonic()
+    assert place.after(failed_with(Code.NODE, "a host was lost", "", host="10.0.0.2")) is None
+    assert time.monotonic() - begin < 30, "half of node_wait_s"
+
+
+@pytest.mark.parametrize("names", [("127.0.0.1", "localhost"), ("10.9.8.7", "127.0.0.1", "127.0.0.2")])
+def test_one_machine_by_two_names_is_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="both this machine"):
+        require_separate_machines(names)
+    require_separate_machines(("10.9.8.7", "10.9.8.6", "no-such-host.invalid"))
 
 
 @pytest.mark.parametrize(
