@@ -54,7 +54,7 @@ ROOMS: dict[str, str] = {
 
 TOKENS: dict[str, int] = {
     "errors": 779,
-    "system": 10381,
+    "system": 10481,
     "config": 9489,
     "comm": 3600,
     "run": 24564,
@@ -69,7 +69,7 @@ TOKENS: dict[str, int] = {
     "track": 6512,
     "rank": 16741,
     "registry": 1513,
-    "launch": 52663,
+    "launch": 53168,
     "report": 12076,
     "watch": 4658,
     "doctor": 4225,

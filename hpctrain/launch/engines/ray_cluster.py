@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,9 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError, requires
 from hpctrain.launch.engines import fitting, runners
 from hpctrain.launch.runners import ticket
+from hpctrain.system.address import require_answer
 
+STARTS = "ray start --head, or set RAY_ADDRESS"
 LEAVING_S = 10.0
 """Longest wait for nodes to leave after the run."""
 
@@ -73,11 +76,14 @@ def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    address = os.environ.get("RAY_ADDRESS", "auto")
     try:
         if not ray.is_initialized():
-            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
+            if re.fullmatch(r"[^/]+:\d+", address):  # Ray itself would try for minutes
+                require_answer("launch.engine is ray: the cluster of RAY_ADDRESS", [address], STARTS)
+            ray.init(address=address, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(f"launch.engine is ray: {error}", "ray start --head, or set RAY_ADDRESS") from error
+        raise UserError(f"launch.engine is ray: {error}", STARTS) from error
     launch = config.launch
     gpus = launch.slurm.gpus_per_node or 0
     cores = (launch.ranks_per_node or gpus or 1) * (config.train.threads or 1)

@@ -17,6 +17,7 @@ from hpctrain.errors import UserError, requires
 from hpctrain.launch.engines import fitting, runners
 from hpctrain.launch.runners import ticket
 from hpctrain.run.folder import RunDir
+from hpctrain.system.address import require_answer
 
 LEAVING_S = 3.0
 """Timeout for tasks to end after the run: tasks of a stage that Spark has restarted may never begin."""
@@ -66,16 +67,24 @@ def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
         UserError: pyspark is missing, or the session uses Spark Connect.
     """
     with requires("pyspark", "spark"):
+        from py4j.protocol import Py4JError
+        from pyspark import SparkConf, SparkContext
         from pyspark.errors import PySparkException
         from pyspark.sql import SparkSession
     try:
+        SparkContext._ensure_initialized()  # without a JVM, SparkConf does not know spark-defaults.conf
+        master = str(SparkConf().get("spark.master"))
+        if master.startswith("spark://") and not SparkSession.getActiveSession():  # Spark would try for minutes
+            addresses = master.removeprefix("spark://").split(",")
+            require_answer("launch.engine is spark: its master", addresses, "start it, or correct spark.master")
         new = SparkSession.builder.appName(f"hpctrain {config.name}")
         for name, value in (("interval", "1s"), ("maxFailures", int(config.launch.node_wait_s))):  # by default 15 s
             new = new.config(f"spark.scheduler.barrier.maxConcurrentTasksCheck.{name}", value)
         session = SparkSession.getActiveSession() or new.getOrCreate()
         context = session.sparkContext
-    except PySparkException as error:
-        raise UserError(f"launch.engine is spark: {error}", "use a session without Spark Connect") from error
+    except (PySparkException, Py4JError) as error:
+        what = f"launch.engine is spark: {str(getattr(error, 'java_exception', error)).strip().splitlines()[0]}"
+        raise UserError(what, "see whether the cluster runs; use a session without Spark Connect") from error
     count = config.launch.nodes + config.launch.spare_nodes
     tag = f"hpctrain-{uuid.uuid4().hex}"
     said: list[str] = []
