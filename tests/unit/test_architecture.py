@@ -191,10 +191,8 @@ def test_a_room_keeps_its_budget_of_tokens(room: str) -> None:
 
 
 ENGINES = {
-    **dict.fromkeys(
-        ("hosts", "batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners", "kubernetes"), 1500
-    ),
-    "kubernetes_manifest": 2000,
+    **dict.fromkeys(("batch_systems", "batch_jobs", "ray_cluster", "spark_cluster", "runners", "kubernetes"), 1300),
+    **dict.fromkeys(("hosts", "kubernetes_manifest"), 1900),
 }
 """Most tokens of each engine but Slurm, which is one file or folder of ``launch/engines``."""
 SHARED = ("fitting", "jobs", "scheduler", "schedulers", "unread", "run_encoded")
@@ -206,7 +204,7 @@ def test_an_engine_is_in_one_place_and_small() -> None:
     places = {name: [*(folder / name).rglob("*.py"), *folder.glob(f"{name}.py")] for name in (*ENGINES, *SHARED)}
     counts = {name: sum(map(weight, files)) for name, files in places.items()}
     assert [name for name, most in ENGINES.items() if not 0 < counts[name] <= most] == []
-    assert sum(counts.values()) + sum(map(weight, (PACKAGE / "launch" / "runners").glob("*.py"))) <= 16703
+    assert sum(counts.values()) + sum(map(weight, (PACKAGE / "launch" / "runners").glob("*.py"))) <= 17300
 
 
 def test_commands_about_jobs_know_no_engine_by_name() -> None:
