@@ -46,6 +46,7 @@ class Feature(StrEnum):
     CHANNELS_LAST = "train.channels_last"
     CLIP = "train.clip_norm"
     COMPILE = "train.compile"
+    COMPILE_MODE = "train.compile_mode"
     COMPILED_MODEL = "a model that the task compiles"
     CYCLE_EPOCHS = "schedule.cycle_epochs"
     DENSIFY = "reduce.sparse: densify"

@@ -160,7 +160,11 @@ class TrainConfig(Section, key="train"):
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """Stop when a validation metric no longer improves."""
     compile: bool = False
-    """PyTorch: torch.compile the model; Keras: let XLA compile the step."""
+    """PyTorch: torch.compile the loss and the model, on several ranks its repeated layers one by one, so that gradients
+    are exchanged while backward runs; Keras: let XLA compile the step."""
+    compile_mode: Literal["default", "max-autotune", "reduce-overhead"] = "default"
+    """PyTorch: what compiling takes more time for. max-autotune: kernels of matrix products and convolutions are chosen
+    by timing them; reduce-overhead: CUDA graphs, for models whose kernels take less time than launching them."""
     sync_batchnorm: Decisive[bool] = False
     """BatchNorm normalises over the samples of all ranks, so that N ranks train as one does."""
     recompute: tuple[str, ...] = ()
@@ -176,6 +180,12 @@ class TrainConfig(Section, key="train"):
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             key = "train.ema_decay"
             raise WrongValue(key, f"{key} is {self.ema_decay}", "give a number between 0 and 1, such as 0.999")
+        key = "train.compile_mode"
+        if self.compile_mode != "default" and not self.compile:
+            raise WrongValue(key, f"{key} is given without train.compile", "set train.compile: true")
+        if self.compile_mode == "reduce-overhead" and self.recompute:
+            what = f"{key} is reduce-overhead, and layers of train.recompute run again in the backward pass"
+            raise WrongValue(key, f"{what}, which CUDA graphs do not record", f"leave {key} or train.recompute out")
 
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
@@ -845,6 +855,7 @@ class Config(Section, key=""):
             Feature.CHANNELS_LAST: train.channels_last,
             Feature.CLIP: train.clip_norm,
             Feature.COMPILE: train.compile,
+            Feature.COMPILE_MODE: train.compile_mode != "default" and train.compile_mode,
             Feature.CYCLE_EPOCHS: schedule.cycle_epochs,
             Feature.EARLY_STOP: train.early_stop.metric,
             Feature.EMA: train.ema_decay,

@@ -27,7 +27,7 @@ OWN_STEPS = ("own", "own-pairs", "own-rows")
 ELSEWHERE = (
     "fp16-wire", "bf16-wire", "fp16-horovod", "bf16", "fp16", "sparse", "dense", "refused", "sabotaged", "not_finite",
     "evaluated", "judged", "noises", "overflowing", "interrupted", "int8", "int8-node", "rehearsed", "watched",
-    "frozen", "fp16-gloo", "bf16-gloo", "not_finite-gloo", "overflowing-gloo", "interrupted-gloo",
+    "frozen", "fp16-gloo", "bf16-gloo", "not_finite-gloo", "overflowing-gloo", "interrupted-gloo", "compiled",
 )  # fmt: skip
 OWN_ELSEWHERE = ("own-horovod", "own-gloo", "own-accumulate", "own-weighted", "own-apart", "own-overflow", "own-joined")
 
@@ -112,6 +112,13 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(ranks: int) -> None:
     assert {found["placed"][f"model/{name}"] for name in ("1.running_mean", "5.num_batches_tracked")} == {"replicated"}
     totals = [sum(part["loss"][0] for rank in each["evaluated"] for part in rank) for each in (found, wanted)]
     np.testing.assert_allclose(*totals, rtol=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["overlap", "device", "recompute", "optimizer", "gradients"])
+def test_layers_compiled_one_by_one_train_as_eager_ones(plan: str) -> None:
+    found = results(2)["compiled"]
+    assert found[f"{plan} True layers"] == 2
+    require_same_training(found[f"{plan} True"], found[f"{plan} False"], rtol=1e-5)  # fp32, another order of sums
 
 
 @pytest.mark.tour

@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 10481,
-    "config": 9489,
+    "config": 9565,
     "comm": 3600,
     "run": 24564,
     "data": 43303,
@@ -63,7 +63,7 @@ TOKENS: dict[str, int] = {
     "train": 13634,
     "parallel": 4644,
     "tasks": 6671,
-    "backends": 102827,
+    "backends": 103601,
     "checkpoint": 48344,
     "monitor": 29149,
     "track": 6512,
@@ -327,7 +327,7 @@ SET_FROM_OUTSIDE = {
     *("minimum_version", "check_hostname", "verify_mode"),
     *("nargs", "epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),
-    *("__class__", "constraint", "built", "learning_rate", "overwrite_with_gradient"),
+    *("__class__", "__kwdefaults__", "constraint", "built", "learning_rate", "overwrite_with_gradient"),
     *("stage", "future", "failure", "structure", "done", "summed"),
 }
 """Attributes of libraries' objects; one that users set, too; and those of records that one file makes for itself."""

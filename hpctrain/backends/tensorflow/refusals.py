@@ -7,7 +7,8 @@ from hpctrain.config.combinations import Feature, Rows, Trait
 TRAITS = {
     **dict.fromkeys((Feature.BF16, Feature.FP16), (Trait.LOW_PRECISION,)),
     **dict.fromkeys(
-        (Feature.CHANNELS_LAST, Feature.RECOMPUTE, Feature.OVERLAP, Feature.PROCESS_GROUPS), (Trait.OF_PYTORCH,)
+        (Feature.CHANNELS_LAST, Feature.COMPILE_MODE, Feature.RECOMPUTE, Feature.OVERLAP, Feature.PROCESS_GROUPS),
+        (Trait.OF_PYTORCH,),
     ),
 }
 OF_TRAIN_STEPS = {

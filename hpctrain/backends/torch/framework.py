@@ -81,8 +81,9 @@ class TorchFramework(FrameworkOfParts):
         return self.program.run(micro_batches, global_samples)
 
     def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
-        with self.parts.unchanged(), self.parts.compute.autocast(), self.parts.batch_norms.trial():
-            self.parts.modes.train()
+        parts = self.parts
+        with parts.unchanged(), parts.compute.autocast(), parts.batch_norms.trial(), self.prepared.uncompiled():
+            parts.modes.train()
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
             self.source.require_same_layout()
@@ -156,7 +157,7 @@ class TorchEvaluator:
         task, compute = self.parts.task, self.parts.compute
         for batch in batches if task.validation is not None else ():
             with self._evaluating(), self.parts.partition.passing():
-                try_metrics(task, self.passes.uncompiled, compute.tensors(copied(batch)))
+                try_metrics(task, self.passes.called, compute.tensors(copied(batch)))
             try_meters(self, copied(batch))
 
     @contextlib.contextmanager

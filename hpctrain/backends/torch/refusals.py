@@ -17,10 +17,6 @@ ROWS: Rows = {
         "{1} is compiled, and train.sync_batchnorm cannot reach into it",
         "leave torch.compile and torch.jit out of the task",
     ),
-    (Feature.COMPILE, Feature.RECOMPUTE): (
-        "train.compile and train.recompute are both given: the compiler itself decides what to recompute",
-        "leave train.compile or train.recompute out of the run file",
-    ),
     (Feature.TORCH_SCHEDULER, Feature.SEVERAL_OPTIMIZERS): (
         "a TorchScheduler sets the rates of one optimizer, and the task has a dict of them",
         "give schedule: in the run file, or schedule=lambda step: factor, which apply to all optimizers",

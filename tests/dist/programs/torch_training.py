@@ -17,6 +17,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix, 
 from hpctrain import Selected
 from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.comm.world import World, alone, connect
+from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.tasks.definition import TorchTask
@@ -361,6 +362,45 @@ def own_overflow(world: World) -> dict[str, Any]:
     return {"moved": world.data.allgather([bool(moved[:size].any()), bool(moved[size:].any())], "compare")}
 
 
+def blocks() -> torch.nn.Module:
+    """Two equal blocks, which are compiled by themselves, and a layer that is not."""
+    return torch.nn.Sequential(Block(), Block(), torch.nn.Linear(12, 3))
+
+
+class Block(torch.nn.Module):
+    """A layer of several modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Dropout(0.1))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = values + torch.tanh(self.inner(values))
+        return changed
+
+
+def compiled(world: World) -> dict[str, Any]:
+    """Losses with and without train.compile, by what it is combined with. No code is generated, which takes seconds."""
+    compile_ = torch.compile
+    torch.compile = lambda model, mode=None: compile_(model, backend="aot_eager")  # type: ignore[assignment,misc]
+    found: dict[str, Any] = {}
+    plans: dict[str, dict[str, Any]] = {
+        "overlap": {"way": "mpi-overlap"},
+        "device": {"way": GLOO},
+        "recompute": {"way": "mpi-overlap", "recompute": ("0", "1"), "ema_decay": 0.9, "clip_norm": 0.05},
+        **{shard: {"parallel": ParallelConfig(shard=shard)} for shard in ("optimizer", "gradients")},
+    }
+    for name, settings in plans.items():
+        for compiles in (False, True):
+            framework = make_framework(world, blocks, compile=compiles, **settings)
+            found[f"{name} {compiles}"] = train(framework, 8, 2)
+            in_place = [type(layer.forward).__name__ == "partial" for layer in framework.model]
+            found[f"{name} {compiles} layers"] = sum(in_place)
+            framework.close()
+    torch.compile = compile_  # type: ignore[misc]
+    return found
+
+
 WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap", "gloo-flat", GLOO)
 
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
@@ -383,6 +423,7 @@ SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
     "clip": lambda world: trained(world, clip_norm=0.05, ema_decay=0.9),
     "watched": watched_once,
     "frozen": frozen,
+    "compiled": compiled,
     "weighted": lambda world: trained(world, loss=weighted_loss),
     "fp16-wire": lambda world: trained(world, way="mpi-overlap-fp16", accumulate=2),
     "bf16-wire": lambda world: trained(world, way="mpi-flat-bf16"),

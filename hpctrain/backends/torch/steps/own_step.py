@@ -294,11 +294,10 @@ def no_other_backward(parameters: Sequence[Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-def own_models(model: Any, compiled: bool) -> Mapping[str, Module]:
-    """The models of a task, by name."""
+def own_models(model: Any, compiled: Callable[[Any], Any]) -> Mapping[str, Module]:
+    """The models of a task as they are called, by name."""
     named = model if isinstance(model, Mapping) else {"model": model}
-    called: dict[str, Any] = {name: torch.compile(each) if compiled else each for name, each in named.items()}
-    return MappingProxyType(called)
+    return MappingProxyType({name: compiled(each) for name, each in named.items()})
 
 
 def update_call(name: str) -> str:

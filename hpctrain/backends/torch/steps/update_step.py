@@ -37,8 +37,6 @@ class PassRunner(Protocol):
 
     called: Any
     """What a task's ``forward`` gets as the model."""
-    uncompiled: Any
-    """The same without torch.compile, for dry calls."""
     meets: bool
     """Whether forward passes are collective."""
 
@@ -63,11 +61,12 @@ class LossPasses:
     """Passes through a model that is called directly; see PassRunner."""
 
     parts: Parts
+    loss: Any
+    """The task's loss, as it is called in training."""
 
     def __post_init__(self) -> None:
         several = isinstance(self.parts.task.model, Mapping)
         self.called: Any = self.parts.models if several else self.parts.models["model"]
-        self.uncompiled: Any = self.parts.task.model
         self.meets = self.parts.partition.meets
 
     def begin(self, micro_batches: Sequence[HostBatch]) -> None:
@@ -83,7 +82,7 @@ class LossPasses:
             passes.reducer.last_backward = False  # gradients computed inside forward are not sent
             with contextlib.nullcontext() if is_own else self.parts.unchanged():
                 with compute.autocast(), partition.passing():
-                    score = task.loss(task.forward(self.called, batch), batch)
+                    score = self.loss(task.forward(self.called, batch), batch)
                 partition.leave()
                 clock.mark(Phase.FORWARD)
                 passes.reducer.last_backward = number == len(batches)
@@ -96,7 +95,7 @@ class LossPasses:
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
         parts, partition = self.parts, self.parts.partition
         with partition.passing():
-            return try_loss(parts.task, self.uncompiled, batch, partition.hint)
+            return try_loss(parts.task, self.called, batch, partition.hint)
 
 
 class UpdateStep:

@@ -37,6 +37,7 @@ STRATEGIES = (
     # cut layers
     Listed("strategies.tensor", Feature.TENSOR, (*MEETS, Trait.DIVIDES, Trait.ADDS_DENSE)),
     Listed("strategies.tables", Feature.SHARD_TABLES, (*MEETS, *DIVIDES_UPDATES, Trait.HIDES_PARTS)),
+    Listed("task.compiled"),
     Listed("task.recompute"),
     # assign layers
     Listed(

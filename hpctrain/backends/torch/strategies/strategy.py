@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -110,6 +111,11 @@ class Updates:
     """Reducers by optimizer."""
 
 
+def identity(anything: Any) -> Any:
+    """The same."""
+    return anything
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The state of a model after the strategies applied so far."""
@@ -126,6 +132,12 @@ class Prepared:
     """Maps the gradient norm over this rank's partition to that of the whole model. Collective."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list
     """Selects the state that this rank saves, and sets its place in the whole."""
+    compile_model: Callable[[Any], Any] = identity
+    """Compiles a whole model, unless its layers are compiled already."""
+    compile_loss: Callable[[Any], Any] = identity
+    """Compiles the loss."""
+    uncompiled: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context in which nothing is compiled, and what is compiled already runs as it was written."""
     close: Callable[[], object] = lambda: None
     """Closes exchanges that do not belong to the partition."""
 

@@ -162,7 +162,7 @@ def assembled(
     joins = opening.joins and world.data.size > 1
     batch_norms = SyncBatchNorm(model, world.data, opening.clock) if joins else BatchNorms()
     averages = Averages(partition, model, updates.names, train.ema_decay)
-    models = own_models(task.model, train.compile)
+    models = own_models(task.model, prepared.compile_model)
     trained = {
         name: Trained(
             name=name,
@@ -180,7 +180,7 @@ def assembled(
     parts = Parts(
         task, model, models, world, compute, opening.clock, modes, partition, batch_norms, trained, exchanges, unchanged
     )
-    passes = prepared.passes or LossPasses(parts)
+    passes = prepared.passes or LossPasses(parts, prepared.compile_loss(task.loss))
     program: StepProgram = UpdateStep(parts, passes)
     if task.step is not None:
         program = OwnSteps(parts, task.step, train.accumulate, [part.optimizer for part in optimizer_state.every])

@@ -44,11 +44,11 @@ def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[st
     Raises:
         UserError: a pattern matches no layer, or one that the task has compiled.
     """
-    layers = dict(_outermost(model, patterns))
+    layers = dict(named_layers(model, patterns))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
             refuse_part(pattern, model, layers)
-            have = ", ".join(name for name, _ in _outermost(model, ["*"])) or "none"
+            have = ", ".join(name for name, _ in named_layers(model, ["*"])) or "none"
             raise UserError(f"train.recompute: no layer of the model is called {pattern}", f"its layers are: {have}")
     traced = {id(part) for module in model.modules() for part in traced_parts(module)}
     for name, layer in layers.items():
@@ -80,13 +80,14 @@ def traced_parts(module: Module) -> Iterable[Module]:
     return module.modules() if module._compiled_call_impl is not None else ()
 
 
-def _outermost(module: Module, patterns: Sequence[str], path: str = "") -> Iterator[tuple[str, Module]]:
+def named_layers(module: Module, patterns: Sequence[str], path: str = "") -> Iterator[tuple[str, Module]]:
+    """Outermost layers whose names match a pattern."""
     for name, child in module.named_children():
         full = f"{path}{name}"
         if not isinstance(child, CONTAINERS) and any(fnmatchcase(full, pattern) for pattern in patterns):
             yield full, child
         else:
-            yield from _outermost(child, patterns, f"{full}.")
+            yield from named_layers(child, patterns, f"{full}.")
 
 
 class Recomputed:

@@ -13,7 +13,6 @@ from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.task.recompute import recompute
 from hpctrain.comm.world import alone
-from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.errors import UserError
 from tests.tasks.torch_tasks import make_framework, train
 
@@ -149,11 +148,6 @@ def test_layers_that_the_task_compiles_are_named() -> None:
     recompute(in_place, ["blocks.2", "out"], ALONE)
     around = nn.Sequential(torch.compile(Block(), backend="eager"))
     assert recompute(around, ["*"], ALONE) == ["0"], "the compiled part is called again"
-
-
-def test_compiled_models_do_not_recompute() -> None:
-    with pytest.raises(UserError, match=r"train\.compile and train\.recompute"):
-        Config("run", "a:b", TrainConfig(epochs=1, global_batch=4, compile=True, recompute=("*",)))
 
 
 class Between(nn.Module):

@@ -83,7 +83,6 @@ class Pipelined:
     def __post_init__(self) -> None:
         self.streams = Region(self.stage.group)
         self.called: Any = self
-        self.uncompiled: Any = self
 
     @property
     def training(self) -> bool:

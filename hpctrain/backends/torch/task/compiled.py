@@ -1,0 +1,106 @@
+"""``train.compile``: torch.compile of whole models, or of their repeated layers one by one.
+
+The backward pass of a compiled model is one call, at whose end all gradients are ready: nothing could be sent while it
+runs (PyTorch, ``torch/_dynamo/backends/distributed.py``, "Note [DDPOptimizer]"). With several ranks, each repeated
+layer is therefore compiled by itself, as in torchtitan, which also takes a fraction of the time to compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from hpctrain.backends.torch.strategies.fully_sharded import layers_of
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, identity
+from hpctrain.backends.torch.task.recompute import named_layers
+from hpctrain.config.combinations import Feature
+
+MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}
+"""torch's modes by ``train.compile_mode``; torch's own max-autotune would record CUDA graphs as well."""
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """The strategy for ``train.compile``."""
+    return functools.partial(compile_task, opening) if opening.config.train.compile else None
+
+
+def compile_task(opening: Opening, prepared: Prepared) -> Prepared:
+    """Compiles the repeated layers in place, or leaves the models to be compiled whole; and the loss."""
+    mode = MODES[opening.config.train.compile_mode]
+    layers = [] if Feature.COMPILED_MODEL in opening.features else own_layers(opening)
+    compile_layers(layers, mode)
+    whole = functools.partial(torch.compile, mode=mode)
+    if mode == "reduce-overhead" and opening.world.data.size == 1:  # with several ranks, sums have their own memory
+        for parameter in opening.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(keep_gradient)
+    eager = functools.partial(torch.compiler.set_stance, "force_eager")
+    compiles = identity if layers else whole
+    return dataclasses.replace(prepared, compile_model=compiles, compile_loss=whole, uncompiled=eager)
+
+
+def own_layers(opening: Opening) -> list[Module]:
+    """Layers to compile one by one; empty if models are to be compiled whole.
+
+    Models are compiled whole on one rank, which exchanges nothing, and for CUDA graphs, which pay for models so small
+    that launching kernels takes longer than computing. Layers that recompute are always compiled one by one.
+    """
+    train, model = opening.config.train, opening.model
+    recomputing = [layer for _, layer in named_layers(model, train.recompute)]
+    if not recomputing and (opening.world.data.size == 1 or train.compile_mode == "reduce-overhead"):
+        return []
+    return list(apart(recomputing, repeated(layers_of(model))))
+
+
+def repeated(layers: Sequence[Module]) -> list[Module]:
+    """The layers of several modules each whose class occurs more than once."""
+    classes = Counter(map(type, layers))
+    return [layer for layer in layers if classes[type(layer)] > 1 and any(layer.children())]
+
+
+def apart(first: Sequence[Module], others: Iterable[Module]) -> Iterator[Module]:
+    """All of ``first``, and those of the others that neither contain one of them nor are inside one."""
+    yield from first
+    inside = {id(module) for layer in first for module in layer.modules()}
+    yield from (layer for layer in others if not inside & {id(module) for module in layer.modules()})
+
+
+def compile_layers(layers: Sequence[Module], mode: str | None) -> None:
+    """Compiles the forward passes of layers in place; hooks and checkpointing around them stay outside.
+
+    Layers of equal structure share one compiled function. Others get one with a separate code object: the compiler
+    keeps its results, and what it has learned of shapes, per code object, and would take the different widths of a
+    ResNet's blocks for one dynamic shape.
+    """
+    known: dict[Hashable, Callable[..., Any]] = {}
+    for layer in layers:
+        function = type(layer).forward
+        if "forward" in vars(layer) or not isinstance(function, FunctionType):
+            layer.forward = torch.compile(layer.forward, mode=mode)
+            continue
+        structure = type(layer), *((name, one.shape, one.dtype) for name, one in layer.state_dict().items())
+        if structure not in known:
+            known[structure] = torch.compile(twin_of(function, len(known)), mode=mode)
+        layer.forward = functools.partial(known[structure], layer)  # partial: a copy of the layer calls itself
+
+
+def keep_gradient(parameter: Tensor) -> None:
+    """Moves a gradient out of the memory of CUDA graphs, which the next pass overwrites."""
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.clone()
+
+
+def twin_of(function: FunctionType, number: int) -> FunctionType:
+    """The same function, with a separate code object and name."""
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{number}")
+    twin = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
