@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.casting import is_exact
 from hpctrain.data.dataset import Field, Samples, check_field, choose, content_fingerprint, users_code
 from hpctrain.data.samples import Sample, named, stack
 from hpctrain.errors import UserError, file_errors, requires
@@ -106,7 +107,10 @@ def fitted(value: NDArray[Any], field: Field | None) -> NDArray[Any]:
     """Cast the value to the field's dtype if that is lossless (integers to floats, empty lists), else return it."""
     if field is None or value.dtype == field.dtype:
         return value
-    return value.astype(field.dtype) if not value.size or np.can_cast(value.dtype, field.dtype, "safe") else value
+    if value.size and not np.can_cast(value.dtype, field.dtype, "safe"):
+        return value
+    cast = value.astype(field.dtype)
+    return cast if value.dtype.kind not in "iu" or is_exact(cast.real, value).all() else value
 
 
 class UnchangedFile:

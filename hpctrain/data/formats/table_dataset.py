@@ -182,6 +182,7 @@ def open_table_dataset(
     if decode is not None or ragged:
         return open_records(TableRows(table, ends, cache), decode, names, ragged)
     chosen = choose(table.schema.names, names, table.address)
+    table.require(chosen)
     for name in chosen:
         check_type(name, table)
     known = {name: field_of(table.schema.field(name).type) for name in chosen}

@@ -11,7 +11,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +30,13 @@ LOOKING_THREADS = 16
 """Threads that request sizes and footers of files, because object stores have a high latency."""
 FORMATS = {"parquet": "Parquet", "csv": "CSV", "json": "JSON lines", "orc": "ORC"}
 """Display names of file kinds by their name in Arrow."""
+
+ADVICE = {
+    "duplicate field names": ("has two columns of the same name", "rename one of them"),
+    "Unable to merge": ("has a column with the name of a key of its folders", "leave that column out of the files"),
+    "Expected all lists": ("has rows without a value in a column of lists of fixed size", "fill them in"),
+}
+"""What is wrong with a table, and how to fix it, by a part of Arrow's message."""
 
 Scan = Callable[[Sequence[str], Any], Iterator[Any]]
 """scan(columns, filter) yields Arrow record batches in order; filter is an Arrow expression over some of these columns,
@@ -64,6 +71,14 @@ class Table:
     sizes and, if the store has them, ETags."""
     is_remote: bool
     """Whether its files are in an object store."""
+    clashes: Mapping[str, str] = field(default_factory=dict)
+    """Why a column cannot be read, by name: its files hold types that no type holds without loss."""
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raise UserError if one of these columns has different types in different files."""
+        for name in names:
+            if name in self.clashes:
+                raise UserError(self.clashes[name], "write all files with one type, or name only other columns")
 
     @property
     def is_versioned(self) -> bool:
@@ -237,8 +252,9 @@ def reading(where: str, kind: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise UserError(f"{where} does not exist: {shortened(error)}", "correct the path of the data") from error
     except pyarrow.ArrowException as error:
-        what = f"{where} is not {FORMATS.get(kind, kind)}, or is damaged: {shortened(error)}"
-        raise UserError(what, "correct it, or make it again") from error
+        known = next((advice for text, advice in ADVICE.items() if text in str(error)), None)
+        what, fix = known or (f"is not {FORMATS.get(kind, kind)}, or is damaged", "correct it, or make it again")
+        raise UserError(f"{where} {what}: {shortened(error)}", fix) from error
     except UnicodeDecodeError as error:
         raise not_utf8(where) from error
     except OSError as error:
@@ -311,30 +327,60 @@ def table_of(files: Any, address: str, origin: Mapping[str, Any], remote: bool) 
     fragments = sorted(files.get_fragments(), key=lambda fragment: str(fragment.path))
     store = files.filesystem
 
-    def look(fragment: Any) -> SeenFile:
-        seen = SeenFile.look(store, fragment.path)
+    def look(fragment: Any) -> tuple[SeenFile, Any]:
+        file = SeenFile.look(store, fragment.path)
         if isinstance(fragment, ParquetFileFragment):
             fragment.ensure_complete_metadata()
-        return seen
+        is_text = origin["kind"] == "csv" or not file.identity[0]
+        return file, files.schema if is_text else fragment.physical_schema
 
     with ThreadPoolExecutor(LOOKING_THREADS) as threads:
-        seen = list(threads.map(look, fragments))
+        looked = list(threads.map(look, fragments))
+    seen = [file for file, _ in looked]
+    schema, clashes = unified(files.schema, [(file.path, schema) for file, schema in looked])
     parts = []
     for fragment, file in zip(fragments, seen, strict=True):
         if file.identity[0] == 0:
             continue
-        if isinstance(fragment, ParquetFileFragment):
-            groups = [(group, group.row_groups[0].num_rows) for group in fragment.split_by_row_group()]
-        else:
-            groups = [(fragment, None)]
-        parts += [
-            Part(file.path, f"{file.path} {file.identity} {number}", rows, scan_of(group, files.schema, file))
-            for number, (group, rows) in enumerate(groups)
-            if rows != 0
-        ]
+        begin = 0
+        is_split = isinstance(fragment, ParquetFileFragment)
+        for number, group in enumerate(fragment.split_by_row_group() if is_split else [fragment]):
+            rows = group.row_groups[0].num_rows if is_split else None
+            if rows != 0:
+                key = f"{file.path} {file.identity} {number}"
+                parts.append(Part(file.path, key, rows, scan_of(group, schema, file, begin)))
+            begin += rows or 0
     listed = [(file.path, *file.identity) for file in seen]
     listing = {"files": len(listed), "files_sha256": checksum(listed)}
-    return Table(address, files.schema, parts, {**origin, **listing}, remote)
+    return Table(address, schema, parts, {**origin, **listing}, remote, clashes)
+
+
+def unified(schema: Any, found: Sequence[tuple[str, Any]]) -> tuple[Any, dict[str, str]]:
+    """The schema with types that hold the values of all files, as Arrow promotes them, and ``Table.clashes``.
+
+    Args:
+        schema: the table's schema; the files' other columns are ignored.
+        found: each file and its schema.
+    """
+    import pyarrow
+
+    clashes: dict[str, str] = {}
+    for path, each in found:
+        if len(set(each.names)) < len(each.names):
+            name = next(name for name in each.names if each.names.count(name) > 1)
+            raise UserError(f"{path} has two columns named {name!r}", "rename one of them")
+        for index, name in enumerate(schema.names):
+            known, kind = schema.field(index).type, each.field(name).type if name in each.names else None
+            if kind in (known, None):
+                continue
+            pair = [pyarrow.schema([(name, one)]) for one in (known, kind)]
+            try:
+                (wide,) = pyarrow.unify_schemas(pair, promote_options="permissive")
+            except pyarrow.ArrowException:
+                clashes.setdefault(name, f"{path}: column {name!r} holds {kind}, and {known} in files before it")
+            else:
+                schema = schema.set(index, schema.field(index).with_type(wide.type))
+    return schema, clashes
 
 
 def relative(paths: Sequence[str]) -> list[str]:
@@ -357,8 +403,11 @@ def listed_fingerprint(dataset: Dataset, address: str, origin: Mapping[str, Any]
     return f"{address} {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
-def scan_of(fragment: Any, schema: Any, file: SeenFile) -> Scan:
-    """Make a scan of a file or part of one, which raises UserError if the file has changed since."""
+def scan_of(fragment: Any, schema: Any, file: SeenFile, begin: int) -> Scan:
+    """Make a scan of a file or part of one, from row ``begin`` of the file on.
+
+    It raises UserError if the file has changed since, or holds a value that would change in the table's type.
+    """
     import pyarrow
 
     def scan(columns: Sequence[str], expression: Any) -> Iterator[Any]:
@@ -369,10 +418,26 @@ def scan_of(fragment: Any, schema: Any, file: SeenFile) -> Scan:
             yield from scanner.to_batches()
         except (OSError, pyarrow.ArrowException):
             file.check()  # a changed file may look damaged
+            for name in {*columns} & {*fragment.physical_schema.names}:
+                require_exact(fragment, name, schema.field(name).type, begin)
             raise
         file.check()
 
     return scan
+
+
+def require_exact(fragment: Any, name: str, kind: Any, begin: int) -> None:
+    """Raise UserError for the first value of a column that a type does not hold exactly."""
+    import pyarrow
+
+    for batch in fragment.scanner(columns=[name]).to_batches():
+        for row, value in enumerate(batch.column(0)):
+            try:
+                pyarrow.array([value.as_py()], value.type).cast(kind)
+            except pyarrow.ArrowInvalid as error:
+                what = f"{fragment.path}: column {name!r} has {value} in row {begin + row}, which {kind} does not hold"
+                raise UserError(what, "write all files with one type, or name only other columns") from error
+        begin += len(batch)
 
 
 def filtered(batch: Any, expression: Any) -> list[Any]:
@@ -385,12 +450,15 @@ def filtered(batch: Any, expression: Any) -> list[Any]:
     return batches
 
 
-def values(column: Any, what: str, begin: int) -> NDArray[Any]:
-    """Convert an Arrow array to NumPy; lists become further axes. Raises UserError for nulls or uneven lists."""
+def values(column: Any, what: str, begin: int, each: int = 1) -> NDArray[Any]:
+    """Convert an Arrow array to NumPy; lists become further axes. Raises UserError for nulls or uneven lists.
+
+    ``begin`` is the row of the first value in the table, and each row has ``each`` values.
+    """
     from pyarrow import compute, types
 
     if column.null_count:
-        row = begin + column.is_null().index(True).as_py()
+        row = begin + column.is_null().index(True).as_py() // each
         raise UserError(f"{what} has no value in row {row}", "fill it in, or choose columns with --field")
     if not (types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)):
         array: NDArray[Any] = column.to_numpy(zero_copy_only=False)
@@ -398,5 +466,5 @@ def values(column: Any, what: str, begin: int) -> NDArray[Any]:
     lengths = np.unique(compute.list_value_length(column).to_numpy(zero_copy_only=False))
     if len(lengths) > 1:
         raise UserError(f"{what} has lists of {lengths[0]} to {lengths[-1]} values", "pad them to one length")
-    inner = values(column.flatten(), what, begin)
+    inner = values(column.flatten(), what, begin, each * int(lengths[0]))
     return inner.reshape(len(column), int(lengths[0]), *inner.shape[1:])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Dataset, Field, Samples, is_ordered
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_files import asking
@@ -120,12 +121,14 @@ def assign(wanted: Columns | None, present: Sequence[str], where: str) -> Column
     }
 
 
-def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]]) -> Samples:
-    """Form the arrays from the columns of one block of a table."""
-    return {
-        name: columns[members[0]] if len(members) == 1 else np.stack([columns[member] for member in members], axis=1)
-        for name, members in assigned.items()
-    }
+def gather(assigned: Columns, columns: Mapping[str, NDArray[Any]], begin: int) -> Samples:
+    """Form the arrays from the columns of one block of a table, whose first row is ``begin``."""
+    samples = {}
+    for name, members in assigned.items():
+        dtype = np.result_type(*(columns[member] for member in members))
+        parts = [fit(member, columns[member], dtype, begin) for member in members]
+        samples[name] = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+    return samples
 
 
 def only_names(wanted: Columns | None, kind: str) -> tuple[str, ...] | None:

@@ -134,6 +134,7 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
     asked = [parsed(condition, table) for condition in conditions]
     compared = list(dict.fromkeys(column for column, _, _ in asked))
     scanned = list(dict.fromkeys([*needed, *compared]))
+    table.require(needed)
     with reading(table.address, kind):
         if kind == "csv":
             table = typed(table, scanned, needed)
@@ -157,7 +158,7 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
                 if not len(batch):
                     continue
                 columns = {name: values(batch.column(name), f"{part.where}: column {name!r}", begin) for name in needed}
-                yield gather(assigned, columns)
+                yield gather(assigned, columns, begin)
                 begin += len(batch)
 
     begins = [0, *accumulate(counts)]

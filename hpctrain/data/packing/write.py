@@ -14,8 +14,8 @@ from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
+from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S, Ranks, growing
 from hpctrain.data.packing.source import NOTES, Piece, Source
@@ -98,7 +98,7 @@ def lay_out(raw: PatientFile, source: Source, fields: Mapping[str, Field]) -> di
     with new_file(raw, source.ordered) as file:
         file.attrs[NOTES] = json.dumps(source.notes)
         return {
-            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset()
+            name: file.create_dataset(name, (source.length, *field.shape), field.dtype, dcpl=early).id.get_offset() or 0
             for name, field in fields.items()
         }
 
@@ -247,26 +247,6 @@ def checked_blocks(source: Source | Piece, fields: Mapping[str, Field], begin: i
     if end != first + source.length:
         fix = "do not change it while it is packed"
         raise UserError(f"the source gave {end - first} samples in place of {source.length}", fix)
-
-
-def fit(name: str, values: NDArray[Any], dtype: np.dtype[Any], begin: int) -> NDArray[Any]:
-    """Cast the values, C-contiguous. Floats may be rounded; raises UserError if a value overflows, or loses a fraction
-    or an imaginary part."""
-    if values.dtype == dtype:
-        return np.ascontiguousarray(values)
-    loses_imaginary = values.dtype.kind == "c" and dtype.kind != "c"
-    kept = values.real if loses_imaginary else values
-    with np.errstate(all="ignore"):
-        cast = np.ascontiguousarray(kept.astype(dtype))
-        wrong = cast != kept if dtype.kind in "biu" else np.isfinite(kept) & ~np.isfinite(cast)
-    if loses_imaginary:
-        wrong = wrong | (values.imag != 0)
-    if wrong.any():
-        row = int(np.argwhere(wrong)[0][0])
-        value = values[row][wrong[row]].ravel()[0] if values.ndim > 1 else values[row]
-        fix = "choose a wider dtype"
-        raise UserError(f"{name!r} of sample {begin + row} holds {value}, which {dtype} cannot hold", fix)
-    return cast
 
 
 def check_names(names: Collection[str]) -> None:
