@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="pack|info")
     pack = actions.add_parser(
-        "pack", help="make an HDF5 file for training from .npz, .npy, tables (CSV, Parquet, ORC), images or text"
+        "pack", help="make an HDF5 file for training from .npz, .npy, .nc, tables (CSV, Parquet, ORC), images or text"
     )
     add = pack.add_argument
     add(
@@ -84,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     info = actions.add_parser("info", help="what a dataset holds, and how fast it reads")
     info.add_argument("file", metavar="FILE", help="an HDF5 file, or a quoted pattern of several")
     info.add_argument("--seconds", type=float, default=1.0, help="seconds per measurement (default 1)")
+    info.add_argument("--kind", choices=["netcdf"], help="decode arrays by netCDF attributes; default for .nc")
     add_outside(info)
     info.add_argument("--json", action="store_true", help="print JSON")
 
@@ -205,7 +206,7 @@ def run_info(args: argparse.Namespace) -> int:
     """Shows what a dataset holds."""
     from hpctrain.data.info import describe
 
-    about = describe(args.file, args.seconds, args.allow_outside)
+    about = describe(args.file, args.seconds, args.allow_outside, args.kind)
     if args.json:
         foreign_text.show(json.dumps(about))
     else:

@@ -83,7 +83,7 @@ def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
 
 def predict(args: argparse.Namespace, session: Session) -> RankResult:
     """Writes a checkpoint's outputs for every sample, in stored order, to one HDF5 file."""
-    from hpctrain.data.formats.sources import open_dataset
+    from hpctrain.data.formats.sources import decode_of, open_dataset
     from hpctrain.errors import UserError
     from hpctrain.rank.batches import make_validation
     from hpctrain.rank.predictions import write_predictions
@@ -95,10 +95,10 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
         with session.phase("open the data to predict over"):
             dataset = next(iter(problem.validation.values()), None)
             if args.data:
-                outside = config.data.allow_outside
-                dataset = open_dataset(args.data, allow_outside=outside)
+                how = {"allow_outside": config.data.allow_outside, "decode": decode_of(problem.train)}
+                dataset = open_dataset(args.data, **how)
                 shared = [name for name in problem.train.fields if name in dataset.fields]
-                dataset = open_dataset(args.data, shared, allow_outside=outside) if shared else dataset
+                dataset = open_dataset(args.data, shared, **how) if shared else dataset
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
         data = make_validation(problem, session.world, dataset)

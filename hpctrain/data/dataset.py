@@ -142,16 +142,29 @@ def from_arrays(arrays: Mapping[str, Any], where: str = "the dict of arrays") ->
     Raises:
         UserError: an array has no sample axis, holds no numbers, or is not as long as the others.
     """
-    native = {name: as_rows(array) for name, array in arrays.items()}
+    native = {name: as_rows(array, f"{where}: {name!r}") for name, array in arrays.items()}
     fields = {name: field_of(name, array, where) for name, array in native.items()}
     check_lengths({name: len(array) for name, array in native.items()}, where)
     return ArrayDataset({name: in_dtype(array, fields[name]) for name, array in native.items()}, fields)
 
 
-def as_rows(values: Any) -> NDArray[Any]:
+def plain(values: Any, what: str) -> NDArray[Any]:
+    """The values as an array; raises UserError if ``what`` masks some, which NumPy would pass on as they are."""
+    hidden = int(np.ma.getmaskarray(values).sum()) if isinstance(values, np.ma.MaskedArray) else 0
+    if hidden:
+        shown = f"{hidden} of {values.size} values are masked, the first is {values.data[values.mask].flat[0]}"
+        raise UserError(
+            f"{what} is a masked array: {shown}", "fill them: array.filled(0), and give the mask as an array of its own"
+        )
+    return np.asarray(values)
+
+
+def as_rows(values: Any, what: str = "an array") -> NDArray[Any]:
     """The values as an array; an object array of arrays if they differ in shape."""
+    if isinstance(values, (list, tuple)):
+        values = [plain(each, what) if isinstance(each, np.ma.MaskedArray) else each for each in values]
     try:
-        array = np.asarray(values)
+        array = plain(values, what)
     except ValueError:  # NumPy's error for values that differ in shape
         array = ragged_rows(list(values))
     if array.dtype == object and array.ndim == 1 and all(isinstance(item, (np.ndarray, list)) for item in array):

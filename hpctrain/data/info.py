@@ -16,20 +16,23 @@ from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.records import RecordDataset
 from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.formats.table_dataset import TableDataset, TableRows
+from hpctrain.data.packing.read import KINDS, decode_for
 from hpctrain.data.packing.source import packed_notes
 
 BATCH = 256
 
 
-def describe(source: str, seconds: float, outside: Sequence[str] = ()) -> dict[str, Any]:
+def describe(source: str, seconds: float, outside: Sequence[str] = (), kind: str | None = None) -> dict[str, Any]:
     """Facts about a dataset in files, as JSON values.
 
     Args:
         source: a path or a pattern.
         seconds: maximum duration of each speed measurement, which reads each sample at most once.
         outside: further folders to which links in the files may lead.
+        kind: ``netcdf`` to decode arrays; by default taken from the suffix.
     """
-    dataset = open_dataset(source, allow_outside=outside)
+    kind = kind or KINDS.get(Path(source).suffix.lower())
+    dataset = open_dataset(source, allow_outside=outside, decode=decode_for(kind))
     files = dataset.parts if isinstance(dataset, ConcatDataset) else [dataset]
     layouts = {name: layout(files, name) for name in dataset.fields}
     sample_bytes = sum(field.num_bytes for field in dataset.fields.values())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.dataset import Dataset, Field, Samples, read_exclusively, users_code, with_place
+from hpctrain.data.dataset import Dataset, Field, Samples, plain, read_exclusively, users_code, with_place
 from hpctrain.data.order import Drawn, RandomStream, keyed_generator
 from hpctrain.errors import UserError, foreign_errors, kind_of
 
@@ -101,7 +101,7 @@ def collated(collate: Collate, samples: list[Sample], ids: Sequence[int]) -> Sam
         made = collate(samples)
         if not isinstance(made, Mapping):
             raise UserError(f"collate returned {kind_of(made)}", "return a dict of arrays: one for each name")
-        batch = {name: np.asarray(array) for name, array in made.items()}
+        batch = {name: plain(array, repr(name)) for name, array in made.items()}
     for name, array in batch.items():
         if array.dtype.kind not in "biufc":
             fix = "return arrays of numbers"
@@ -129,13 +129,13 @@ def transform_one(transform: Transform, sample: Sample, seed: int, epoch: int, s
 def named(sample: Any, names: tuple[str, ...] | None) -> Sample:
     """A sample's arrays by name: a mapping's own keys, or ``names`` for the parts of a tuple, by default x and y."""
     if isinstance(sample, Mapping):
-        return {name: np.asarray(sample[name]) for name in names or sample}
+        return {name: plain(sample[name], repr(name)) for name in names or sample}
     parts = list(sample) if isinstance(sample, (tuple, list)) else [sample]
     names = names or ("x", "y")[: len(parts)]
     if len(names) != len(parts):
         fix = "name them all: open_dataset(..., fields=(...))"
         raise UserError(f"a sample has {len(parts)} parts, for which there are {len(names)} names", fix)
-    return {name: np.asarray(part) for name, part in zip(names, parts, strict=True)}
+    return {name: plain(part, repr(name)) for name, part in zip(names, parts, strict=True)}
 
 
 def stack(

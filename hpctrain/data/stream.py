@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
 from hpctrain.data.dataset import ArrayDataset, Field, Samples, check_field, from_arrays, users_code, with_place
+from hpctrain.data.global_generators import GlobalGenerators, states
 from hpctrain.data.order import first_draw, part_of
 from hpctrain.data.pipeline import Batch, prefetched
 from hpctrain.data.samples import Recipe, Sample, batch_of, named
@@ -60,6 +61,8 @@ class Stream:
     """without(n) iterates over the source from its current position, skipping the first n samples."""
     decode: Callable[[Any], Any] | None = None
     """Turns a raw item of the source into a sample; None if the items are samples already."""
+    draws: bool = False
+    """Whether it drew from global random generators up to its first sample."""
 
     def __post_init__(self) -> None:
         kind = type(self.source).__name__
@@ -140,6 +143,16 @@ def open_stream(
         if fields is not None or decode is not None:
             raise UserError("open_stream got a stream that is open", "give it the source, and fields and decode once")
         return source
+    generators = GlobalGenerators(0)
+    generators.reseed(0, 0)
+    with generators.used():
+        before = digest_of(states())
+        stream = opened(source, fields, decode)
+        return replace(stream, draws=digest_of(states()) != before)
+
+
+def opened(source: Any, fields: tuple[str, ...] | list[str] | None, decode: Callable[[Any], Any] | None) -> Stream:
+    """See ``open_stream``."""
     kind, names = type(source).__name__, None if fields is None else tuple(fields)
     if "torch.DataLoader" in bases_of(source):
         raise UserError(f"{kind} gives batches, not samples", "give its .dataset: hpctrain batches and prefetches")
@@ -193,6 +206,26 @@ def host(sample: Any) -> Any:
     return sample.detach().cpu().numpy() if hasattr(sample, "detach") else sample
 
 
+def digest_of(value: Any) -> str:
+    """A hash of raw items: of names, text and numbers in them."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            value = [*value.items()]
+        if isinstance(value, (list, tuple)):
+            digest.update(b"[%d" % len(value))
+            for each in value:
+                add(each)
+        elif isinstance(value, (str, bytes)):
+            digest.update(value if isinstance(value, bytes) else value.encode())
+        elif (array := np.asarray(host(value))).dtype != object:
+            digest.update(f"{array.shape} {array.dtype}".encode() + array.tobytes())
+
+    add(value)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class StreamOrder:
     """Cuts a stream into global batches of consecutive samples."""
@@ -225,12 +258,15 @@ class StreamingData:
     recipe: Recipe = field(default_factory=Recipe)
     """How samples become a batch."""
     place: Callable[[Samples], Samples] = lambda samples: samples
-    batches: Generator[tuple[Batch, dict[str, Any]], None, None] | None = field(default=None, init=False)
+    batches: Generator[tuple[Batch, dict[str, Any], str], None, None] | None = field(default=None, init=False)
     at: tuple[int, int] = field(default=(0, 0), init=False)
     """Epoch and index of the batch that starts at ``position``."""
+    digest: str = field(default="", init=False)
+    """Hash of the last batch taken, of all ranks' samples; empty for most batches."""
 
     def __post_init__(self) -> None:
         self.position = self.stream.state_dict()
+        self.generators = GlobalGenerators(self.recipe.seed)
 
     def starting_at(self, epoch: int, batch: int) -> Iterator[Batch]:
         """Infinite iterator over batches, starting with this one; closes any earlier iterator of this object."""
@@ -239,7 +275,8 @@ class StreamingData:
         if self.position and (epoch, batch) == self.at:
             self.stream.source.load_state_dict(copy.deepcopy(self.position))
             skip = 0
-        self.batches = prefetched(self._load(epoch, batch, skip), self.prefetch)
+        depth = 0 if self.stream.draws else self.prefetch  # the model uses the same generators
+        self.batches = prefetched(self._load(epoch, batch, skip), depth)
         return self._handed_out(self.batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,17 +298,20 @@ class StreamingData:
             self.batches.close()
         self.batches = None
 
-    def _handed_out(self, items: Iterator[tuple[Batch, dict[str, Any]]]) -> Iterator[Batch]:
-        for batch, self.position in items:
+    def _handed_out(self, items: Iterator[tuple[Batch, dict[str, Any], str]]) -> Iterator[Batch]:
+        for batch, self.position, self.digest in items:
             self.at = (batch.epoch + 1, 0) if batch.ends_epoch else (batch.epoch, batch.index + 1)
             yield batch
 
-    def _load(self, epoch: int, batch: int, skip: int) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
+    def _load(self, epoch: int, batch: int, skip: int) -> Generator[tuple[Batch, dict[str, Any], str], None, None]:
+        taken = 0
         may_be_at_end = bool(self.position) and epoch > 0  # a position at the end of the data yields no samples
         while True:
             before = batch
-            for samples, position, is_last in self._chunks(skip):
-                yield self._batch(epoch, batch, samples, is_last), position
+            for samples, position, is_last in self._chunks(skip, epoch, batch):
+                taken += 1  # the same on all ranks, wherever they are in their streams
+                digest = digest_of((epoch, batch, samples)) if taken.bit_count() == 1 else ""
+                yield self._batch(epoch, batch, samples, is_last), position, digest
                 batch += 1
             if batch == before and not may_be_at_end:
                 raise UserError(
@@ -285,22 +325,30 @@ class StreamingData:
                 epoch += 1
             batch, skip, may_be_at_end = 0, 0, False
 
-    def _chunks(self, skip: int) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
+    def _chunks(self, skip: int, epoch: int, batch: int) -> Iterator[tuple[list[Any], dict[str, Any], bool]]:
         """For each global batch up to the end of the data: raw items, position after it, whether it is the last."""
         size = self.order.global_batch
         look_ahead = size if self.order.drop_last else 1
         samples = self.stream.undecoded(skip)
-        ahead: deque[Any] = deque()
+        ahead: list[Any] = []
+        self.generators.reseed(epoch, batch if self.position else 0)  # a stream without position begins the epoch again
         while True:
-            chunk = [*ahead, *islice(samples, size - len(ahead))]
+            chunk = [*ahead, *self._read(samples, size - len(ahead))]
             if not chunk or (len(chunk) < size and self.order.drop_last):
                 return
             position = self.stream.state_dict()
-            ahead = deque(islice(samples, look_ahead))
+            batch += 1
+            if position:
+                self.generators.reseed(epoch, batch)  # as a run that resumes at this position
+            ahead = self._read(samples, look_ahead)
             is_last = len(ahead) < look_ahead
             yield chunk, position, is_last
             if is_last:
                 return
+
+    def _read(self, samples: Iterator[Any], count: int) -> list[Any]:
+        with self.generators.used() if self.stream.draws else nullcontext():
+            return list(islice(samples, count))
 
     def _batch(self, epoch: int, index: int, samples: list[Any], is_last: bool) -> Batch:
         begin = index * self.order.global_batch

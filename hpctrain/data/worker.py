@@ -81,7 +81,7 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
     paths = [str(file.path) for file in files]
     first = files[0]
     fields, cache = list(dataset.fields), first.cache.limit_bytes
-    how = {"files": paths, "fields": fields, "cache": cache, "outside": first.outside}
+    how = {"files": paths, "fields": fields, "cache": cache, "outside": first.outside, "decode": first.decode}
     return {**how, "fingerprint": dataset.fingerprint()} if first.origin else how
 
 
@@ -95,7 +95,8 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
         return from_arrays(unflattened(memory.views(reference["arrays"])))
     how = reference["fields"], reference.get("cache", CACHE_BYTES), reference.get("outside", ())
     if "files" in reference:
-        decode = reference.get("decode") and import_function(reference["decode"])
+        decode = reference.get("decode")
+        decode = import_function(decode) if isinstance(decode, dict) else decode
         dataset = open_dataset(reference["files"], *how, ragged=reference.get("ragged", False), decode=decode)
     else:
         dataset = open_dataset(import_function(reference["function"]), *how, ragged=reference["ragged"])

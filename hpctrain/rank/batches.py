@@ -13,8 +13,10 @@ from hpctrain.data.order import Order, first_draw, part_of
 from hpctrain.data.pipeline import BatchSource, TrainingData, ValidationData
 from hpctrain.data.samples import make_batch
 from hpctrain.data.stream import Stream, StreamingData, StreamOrder
+from hpctrain.errors import UserError
 from hpctrain.rank.problem import Problem, examples_of
-from hpctrain.train.hooks import BaseHook
+from hpctrain.train.framework import StepResult
+from hpctrain.train.hooks import BaseHook, Training
 
 TRIED_SAMPLES = 32
 """Maximum number of samples taken from each validation set for the trial."""
@@ -69,12 +71,27 @@ def make_data(problem: Problem, world: World, place: Callable[[Samples], Samples
 
 
 class DataPosition(BaseHook):
-    """Saves and restores the position in the data; has no state if (epoch, batch) is enough."""
+    """Saves and restores the position in the data; has no state if (epoch, batch) is enough.
+
+    Also compares batches of a stream between ranks: the first, the second, the fourth, and so on.
+    """
 
     name = "data"
 
     def __init__(self, data: BatchSource) -> None:
         self.data = data
+
+    def after_step(self, training: Training, result: StepResult) -> None:
+        if digest := getattr(self.data, "digest", ""):
+            found = training.world.everyone.allgather(digest, "compare a batch of their streams")
+            others = [rank for rank, each in enumerate(found) if each != found[0]]
+            if others:
+                raise UserError(
+                    f"the stream gave rank {', '.join(map(str, others[:8]))} other samples than rank 0 in step "
+                    f"{training.state.step}",
+                    "let it yield the same samples on every rank: seed its generators equally in each epoch, and let "
+                    "it not depend on the rank, on worker processes or on time",
+                )
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.data.state_dict()

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -22,6 +22,7 @@ from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_arrays import Array, MappedArray
 from hpctrain.data.formats.hdf5_files import LinkedFiles, asking, names_in
 from hpctrain.data.formats.hdf5_resolve import Known, resolve
+from hpctrain.data.formats.netcdf import Reader, meaning_of, meant
 from hpctrain.data.formats.stored_hdf5 import StoredArray, files_of
 from hpctrain.data.formats.tables import listed_fingerprint
 from hpctrain.data.samples import grouped
@@ -29,16 +30,6 @@ from hpctrain.errors import UserError
 
 BLOCK_BYTES = 64 * 2**10
 """Minimum size of a read from an array that is not contiguous."""
-
-
-class Reader(Protocol):
-    """Reads samples of one array."""
-
-    layout: str
-    """Storage layout, for display."""
-
-    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """The samples at these indices, as a new array."""
 
 
 class BlockArray:
@@ -84,6 +75,8 @@ class Hdf5Dataset:
     cache: BlockCache
     outside: tuple[str, ...]
     origin: Mapping[str, Any] | None
+    decode: str | None
+    """``netcdf`` or None; see ``open_dataset``."""
     ordered: bool
     """Whether the user gave the order of the arrays, or the file records it, so that it says more than the alphabet."""
 
@@ -105,7 +98,11 @@ class Hdf5Dataset:
 
 
 def open_hdf5(
-    path: Path | str, names: tuple[str, ...] | None, cache: BlockCache, outside: Sequence[str | Path] = ()
+    path: Path | str,
+    names: tuple[str, ...] | None,
+    cache: BlockCache,
+    outside: Sequence[str | Path] = (),
+    decode: str | None = None,
 ) -> Hdf5Dataset:
     """Open the named arrays of a file, by default all of them.
 
@@ -114,6 +111,7 @@ def open_hdf5(
         names: names of the arrays.
         cache: for blocks of arrays that are not mapped.
         outside: further folders to which links, virtual sources and external storage may lead.
+        decode: ``netcdf`` or None; see ``open_dataset``.
 
     Raises:
         UserError: the file is missing, not HDF5 or truncated; an array is missing, not numeric, empty or of a different
@@ -122,19 +120,26 @@ def open_hdf5(
     where = str(path)
     with asking(path), files_of(path, cache, outside) as files:
         known: Known = {}
-        arrays = {
-            name: resolve(files, dataset, repr(name), known) for name, dataset in chosen(files, names, where).items()
-        }
+        datasets = chosen(files, names, where)
+        arrays = {name: resolve(files, dataset, repr(name), known) for name, dataset in datasets.items()}
+        meanings = {name: meaning_of(dataset) for name, dataset in datasets.items()}
         fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in arrays.items()}
         length = check_lengths({name: array.shape[0] for name, array in arrays.items()}, where)
         ordered = names is not None or keeps_order(files.root(), list(arrays))
-    readers = {
+    readers: dict[str, Reader] = {
         name: array
         if isinstance(array, (MappedArray, StoredArray))
         else BlockArray(path, name, array, fields[name], cache)
         for name, array in arrays.items()
     }
-    dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin, ordered)
+    readers = {
+        name: meant(reader, meanings[name], decode is not None, f"{where}: {name!r}")
+        for name, reader in readers.items()
+    }
+    if decode:
+        for name, field in fields.items():
+            fields[name] = Field(field.shape, meanings[name].decoded(np.zeros(1, field.dtype)).dtype)
+    dataset = Hdf5Dataset(path, fields, length, readers, cache, tuple(map(str, outside)), files.origin, decode, ordered)
     if files.origin is not None:  # also at process exit, after which the library must not call into Python
         for file in files.opened.values():
             weakref.finalize(dataset, file.close)

@@ -29,6 +29,7 @@ from hpctrain.data.formats.hdf5_arrays import (
     slices,
 )
 from hpctrain.data.formats.hdf5_files import LinkedFiles
+from hpctrain.data.formats.netcdf import meaning_of
 from hpctrain.errors import UserError
 
 MOST_UNWRITTEN = 2**28
@@ -199,6 +200,9 @@ def resolve_source(files: LinkedFiles, dataset: h5py.Dataset, what: str, named: 
     found = files.find(owner["/"], name)
     if not isinstance(found, h5py.Dataset):
         raise UserError(f"{files.path}: {label} does not exist", "copy or make that file again")
+    if (meaning := meaning_of(found)) != meaning_of(dataset):
+        fix = "copy the attributes of its sources to the virtual dataset"
+        raise UserError(f"{files.path}: {label} has {meaning}, missing values {meaning.missing}, {what} has not", fix)
     return resolve(files, found, label, known)
 
 

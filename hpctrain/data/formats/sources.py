@@ -27,7 +27,7 @@ from hpctrain.data.dataset import (
     is_ordered,
 )
 from hpctrain.data.formats.block_cache import BlockCache
-from hpctrain.data.formats.records import Decode, JsonLines, Records, TarShard, open_records
+from hpctrain.data.formats.records import JsonLines, Records, TarShard, open_records
 from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tables import open_table
 from hpctrain.data.samples import grouped, require_alike
@@ -47,7 +47,7 @@ def open_dataset(
     cache_bytes: int = CACHE_BYTES,
     allow_outside: Sequence[str | Path] = (),
     ragged: bool = False,
-    decode: Decode | None = None,
+    decode: Any = None,
 ) -> Dataset:
     """Open data of any supported kind.
 
@@ -68,7 +68,8 @@ def open_dataset(
             the data of tasks with ``collate``.
         decode: decode(record) turns a record of a file other than HDF5 into a sample, a dict or tuple of arrays. The
             record is a JSON object, a sample's files in a tar by extension (bytes; ``__key__`` is their common name),
-            or a row of a Parquet table.
+            or a row of a Parquet table. For HDF5 ``"netcdf"``: values mean what the attributes ``scale_factor``,
+            ``add_offset``, ``_Unsigned``, ``_FillValue`` and ``missing_value`` say; missing ones become NaN.
 
     Raises:
         UserError: the source is missing, damaged or empty, or holds data that cannot be trained on.
@@ -137,6 +138,7 @@ RECORDS: Mapping[str, Callable[[Path], Records]] = {".jsonl": JsonLines, ".ndjso
 """Classes that read files of records, by suffix; all other files are HDF5 unless they are tables."""
 
 
+NETCDF = "netcdf"
 HDF5 = (".h5", ".hdf5")
 """Suffixes that HDF5 files in object stores must have; on disk, HDF5 is the default for unknown suffixes."""
 
@@ -147,7 +149,7 @@ def open_files(
     cache: BlockCache,
     outside: Sequence[str | Path],
     ragged: bool = False,
-    decode: Decode | None = None,
+    decode: Any = None,
 ) -> Dataset:
     """Open and concatenate files or tables of one kind."""
     tables = [table_kind(path) for path in paths]
@@ -156,6 +158,8 @@ def open_files(
     if len(set(records)) > 1 or len({found is None for found in tables}) > 1:
         raise UserError(f"files of several kinds are given as one: {', '.join(sorted(suffixes))}", "give one kind")
     parts: list[Dataset]
+    if isinstance(decode, str) and (decode != NETCDF or tables[0] is not None or records[0] is not None):
+        raise UserError(f"decode={decode!r} is given for {paths[0]}", "give a function, or for HDF5 'netcdf'")
     if tables[0] is not None:
         opened = [open_table(*found) for found in tables if found is not None]
         parts = [open_table_dataset(table, names, cache, ragged, decode) for table in opened]
@@ -164,9 +168,9 @@ def open_files(
     else:
         from hpctrain.data.formats.hdf5 import open_hdf5
 
-        if decode is not None:
-            raise UserError(f"{paths[0]} is read as HDF5, whose arrays are not decoded", "leave decode out")
-        parts = [open_hdf5(path, names, cache, outside) for path in paths]
+        if decode not in (None, NETCDF):
+            raise UserError(f"{paths[0]} is read as HDF5, whose arrays no function decodes", "leave decode out")
+        parts = [open_hdf5(path, names, cache, outside, NETCDF if decode else None) for path in paths]
     return concatenate(parts, [str(path) for path in paths])
 
 
@@ -214,6 +218,11 @@ def comes_from(source: Any, package: str) -> bool:
     return any(base.__module__.partition(".")[0] == package for base in type(source).__mro__)
 
 
+def decode_of(dataset: Any) -> Any:
+    """What decodes the dataset's records or arrays; see ``open_dataset``."""
+    return getattr(dataset, "decode", None)
+
+
 class ConcatDataset:
     """The concatenated samples of several datasets. Create it with ``concatenate``, which checks them."""
 
@@ -221,6 +230,7 @@ class ConcatDataset:
         self.parts = parts
         self.fields: Mapping[str, Field] = parts[0].fields
         self.ordered = is_ordered(parts[0])
+        self.decode = decode_of(parts[0])
         self.ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.formats.hdf5_files import look_at
@@ -22,6 +23,7 @@ KINDS = {
     ".orc": "orc",
     ".h5": "hdf5",
     ".hdf5": "hdf5",
+    ".nc": "netcdf",
     **dict.fromkeys(SUFFIXES, "text"),
 }
 """Kind by file suffix; a folder holds images. JSON lines are text unless the kind is given as ``json``."""
@@ -91,7 +93,12 @@ def open_file(path: str, kind: str, columns: Columns | None, outside: Sequence[s
         return from_npz(Path(path), only_names(columns, kind))
     from hpctrain.data.formats.sources import open_dataset
 
-    return from_dataset(open_dataset(path, only_names(columns, kind), allow_outside=outside))
+    return from_dataset(open_dataset(path, only_names(columns, kind), allow_outside=outside, decode=decode_for(kind)))
+
+
+def decode_for(kind: str | None) -> Literal["netcdf"] | None:
+    """The argument ``decode`` of ``open_dataset`` for files of this kind."""
+    return "netcdf" if kind == "netcdf" else None
 
 
 def kind_of(sources: Sequence[str], kind: str | None = None) -> str:

@@ -1,8 +1,9 @@
 """Streams: global batches from data that can only be read one sample after the other."""
 
 import json
+import random
 import tracemalloc
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -283,3 +284,106 @@ def test_an_iterable_dataset_of_torch_is_a_stream() -> None:
         open_stream(torch.utils.data.DataLoader(Lines()))
     data = StreamingData(open_stream(Lines()), StreamOrder(4), 0, 1)
     assert [batch.micro_batches[0]["x"].tolist() for batch in take(data, 2)] == [[0, 1, 2, 3], [4, 5]]
+
+
+class Shuffled:
+    """A stream that shuffles each epoch by a global generator."""
+
+    def __init__(self, shuffle) -> None:
+        self.shuffle = shuffle
+
+    def __iter__(self):
+        ids = list(range(LENGTH))
+        self.shuffle(ids)
+        return ((np.int64(index), np.zeros(2)) for index in ids)
+
+
+class DrawingResumable(Resumable):
+    """A stream with a position that takes its numbers from a global generator."""
+
+    def __iter__(self):
+        while self.index != self.length:
+            self.index += 1
+            yield {"id": np.int64(self.index - 1), "x": np.float64([random.random(), np.random.random()])}
+        self.index = 0
+
+
+def torch_shuffle(ids: list[int]) -> None:
+    torch = pytest.importorskip("torch")
+    ids[:] = [ids[at] for at in torch.randperm(len(ids)).tolist()]
+
+
+def batches_by_ranks(source, epoch: int, batch: int, count: int) -> list[list[int]]:
+    """The samples of global batches, whose parts two ranks read with global generators that differ."""
+    parts = []
+    for rank in (0, 1):
+        random.seed(rank)
+        np.random.seed(rank)
+        data = make(source(), rank, 2)
+        parts.append([values(batch) for batch in islice(data.starting_at(epoch, batch), count)])
+        data.close()
+    return [[*first, *second] for first, second in zip(*parts, strict=True)]
+
+
+def values(batch: Batch) -> list[int]:
+    return [int(each) for micro in batch.micro_batches for each in micro["id"]]
+
+
+@pytest.mark.parametrize(
+    "shuffle", [random.shuffle, np.random.shuffle, pytest.param(torch_shuffle, marks=pytest.mark.slow)]
+)
+def test_a_stream_that_shuffles_by_a_global_generator_is_equal_on_all_ranks(shuffle) -> None:
+    seen = batches_by_ranks(lambda: Shuffled(shuffle), 0, 0, 10)
+    first, second = [*chain(*seen[:5])], [*chain(*seen[5:])]
+    assert sorted(first) == sorted(second) == list(range(LENGTH))
+    assert first != second
+    assert batches_by_ranks(lambda: Shuffled(shuffle), 1, 2, 3) == seen[7:]  # a run resumed in the second epoch
+
+
+def test_a_position_restores_what_a_stream_draws_from_global_generators() -> None:
+    def run(data: StreamingData, epoch: int, batch: int, count: int) -> list[list[float]]:
+        return [
+            micro["x"].tolist() for one in islice(data.starting_at(epoch, batch), count) for micro in one.micro_batches
+        ]
+
+    whole = run(make(DrawingResumable()), 0, 0, 8)
+    data = make(DrawingResumable())
+    begun = run(data, 0, 0, 3)
+    random.seed(99)
+    again = make(DrawingResumable())
+    again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    assert begun + run(again, 0, 3, 5) == whole
+
+
+def test_a_stream_leaves_the_models_generators_alone() -> None:
+    random.seed(7)
+    expected = [random.random() for _ in range(3)]
+    random.seed(7)
+    batches = make(Shuffled(random.shuffle)).starting_at(0, 0)
+    assert [next(batches) and random.random() for _ in range(3)] == expected
+
+
+class Drifting:
+    """A stream whose second epoch differs from rank to rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.epoch = -1
+
+    def __iter__(self):
+        self.epoch += 1
+        order = np.random.default_rng(max(0, self.epoch - 1) * self.rank).permutation(LENGTH)
+        return ((np.int64(index), np.zeros(2)) for index in order)
+
+
+def test_ranks_compare_whole_batches_also_in_the_second_epoch() -> None:
+    def digests(rank: int) -> list[str]:
+        data = make(Drifting(rank), rank, 2)
+        found = [data.digest for _ in islice(data.starting_at(0, 0), 8)]
+        data.close()
+        return found
+
+    first, second = digests(0), digests(1)
+    assert [bool(one) for one in first] == [step in (1, 2, 4, 8) for step in range(1, 9)]
+    assert first[:7] == second[:7]
+    assert first[7] != second[7]

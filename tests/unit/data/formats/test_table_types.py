@@ -114,7 +114,7 @@ def test_packing_rounds_no_whole_numbers(tmp_path: Path) -> None:
 
 
 def test_json_lines_round_no_whole_numbers(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"a": 0.5}\n{"a": 3}\n{"a": %d}\n' % LARGE)
+    (tmp_path / "a.jsonl").write_text(f'{{"a": 0.5}}\n{{"a": 3}}\n{{"a": {LARGE}}}\n')
     data = open_dataset(tmp_path / "a.jsonl")
     assert data.read(np.arange(2))["a"].tolist() == [0.5, 3.0]
     with pytest.raises(UserError, match="int64 for sample 2"):

@@ -1,0 +1,107 @@
+"""What the attributes of netCDF say about the values of an HDF5 array: packed numbers, and marks of missing values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import UserError
+
+FIX = 'decode it: hpctrain.open_dataset(..., decode="netcdf"), or hpctrain data with --kind netcdf'
+
+
+class Reader(Protocol):
+    """Reads samples of one array."""
+
+    layout: str
+    """Storage layout, for display."""
+
+    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """The samples at these indices, as a new array."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What stored values mean; see "Packed data" and "Missing data" in the CF conventions."""
+
+    scale: Any = 1
+    """``scale_factor``; the scalar's dtype decides that of the result, as in netCDF4-python."""
+    offset: Any = 0
+    """``add_offset``."""
+    missing: tuple[float, ...] = ()
+    """``_FillValue`` and ``missing_value``, in the stored dtype; without NaN, which marks itself."""
+    unsigned: bool = False
+    """``_Unsigned``: signed integers are stored for unsigned ones."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether stored values are other numbers than those meant."""
+        return bool(self.unsigned or self.scale != 1 or self.offset != 0)
+
+    def __str__(self) -> str:
+        return f"scale_factor {self.scale}, add_offset {self.offset}" + ", _Unsigned" * self.unsigned
+
+    def decoded(self, raw: NDArray[Any]) -> NDArray[Any]:
+        """The values meant, as floats with NaN for missing ones if the array marks any."""
+        gone = np.isin(raw, self.missing)
+        if self.unsigned:
+            raw = raw.view(f"u{raw.itemsize}")
+        values = raw * self.scale + self.offset if self.scale != 1 or self.offset != 0 else raw
+        if self.missing:
+            values = values.astype(np.result_type(values, np.float16 if values.dtype.kind == "f" else np.float32))
+            values[gone] = np.nan
+        return values
+
+
+def meaning_of(dataset: h5py.Dataset) -> Meaning:
+    """What a dataset's attributes say about its values."""
+    dtype = dataset.dtype
+    if dtype.kind not in "iuf" or not len(dataset.attrs):
+        return Meaning()
+
+    def number(name: str) -> NDArray[Any]:
+        value = np.ravel(dataset.attrs[name]) if name in dataset.attrs else np.empty(0)
+        return value if value.dtype.kind in "iuf" else np.empty(0)
+
+    scale, offset = number("scale_factor"), number("add_offset")
+    marks = np.concatenate([number("_FillValue"), number("missing_value")]).astype(dtype)
+    unsigned = dtype.kind == "i" and str(np.ravel(dataset.attrs.get("_Unsigned", ""))[0]).lower() in ("true", "b'true'")
+    missing = tuple(np.unique(marks[marks == marks]).tolist())
+    return Meaning(scale[0] if len(scale) else 1, offset[0] if len(offset) else 0, missing, unsigned)
+
+
+class MeantArray:
+    """An array whose values are decoded, or refused if they are marked as missing."""
+
+    def __init__(self, array: Reader, meaning: Meaning, decodes: bool, where: str) -> None:
+        self.array = array
+        self.meaning = meaning
+        self.decodes = decodes
+        self.where = where
+        self.layout = array.layout
+
+    def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
+        """See ``Reader``."""
+        raw = self.array.take(indices)
+        if self.decodes:
+            return self.meaning.decoded(raw)
+        gone = np.isin(raw, self.meaning.missing)
+        if gone.any():
+            row = int(np.argwhere(gone)[0][0])
+            raise UserError(
+                f"{self.where}: {int(gone[row].sum())} of {gone[row].size} values of sample {indices[row]} are "
+                f"{raw[row][gone[row]].ravel()[0]}, which marks missing values",
+                FIX,
+            )
+        return raw
+
+
+def meant(array: Reader, meaning: Meaning, decodes: bool, where: str) -> Reader:
+    """The array with its meaning; raises UserError if it is packed and not decoded."""
+    if meaning.is_packed and not decodes:
+        raise UserError(f"{where} holds packed numbers: {meaning}", FIX)
+    return MeantArray(array, meaning, decodes, where) if meaning != Meaning() else array
