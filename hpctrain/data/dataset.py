@@ -154,7 +154,7 @@ def plain(values: Any, what: str) -> NDArray[Any]:
     if hidden:
         shown = f"{hidden} of {values.size} values are masked, the first is {values.data[values.mask].flat[0]}"
         raise UserError(
-            f"{what} is a masked array: {shown}", "fill them: array.filled(0), and give the mask as an array of its own"
+            f"{what} is a masked array: {shown}", "fill them: array.filled(0), and give the mask as a separate array"
         )
     return np.asarray(values)
 
