@@ -352,6 +352,9 @@ class ReduceConfig(Section, key="reduce"):
     bucket_bytes: Annotated[int, Range(least=1024)] | None = None
     """Size of a bucket if buckets are sent during backward; by default 8 MiB on CPUs, and 25 MiB on GPUs, where the
     first and the last one have 1 MiB: the first is sent early, and nothing hides the last."""
+    exact: Decisive[bool] = True
+    """On GPUs: add in an order that is the same in each run. false lets NCCL add in switches (NVLS, CollNet), which is
+    faster; the last bits may then differ."""
     sparse: Literal["auto", "densify", "refuse"] = "auto"
     """Sparse gradients of embeddings: auto sends only rows if that does not change the result, densify makes them
     dense, refuse names them and ends the run."""

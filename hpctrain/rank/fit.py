@@ -13,7 +13,7 @@ from hpctrain.monitor.session import start as start_monitor
 from hpctrain.parallel.pipeline import BY_PARAMETERS
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation, make_data
-from hpctrain.rank.kept_choices import kept_reducer, note_data, stage_choice
+from hpctrain.rank.kept_choices import kept_reducer, note_data, note_nccl, stage_choice
 from hpctrain.rank.model_input import described
 from hpctrain.rank.problem import make_problem, require_same_data
 from hpctrain.rank.session import Beginning, PeerFailed, RankResult, Session, attend
@@ -90,6 +90,7 @@ def train(
         stages = stage_choice(problem, session, run_dir) if config.parallel.pipeline > 1 else BY_PARAMETERS
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, reducer, stages)
         stack.enter_context(closing(framework))
+        note_nccl(framework.facts.nccl, session, run_dir)
         with session.phase("try the task on one batch"):
             batch = first_batch(problem, session.world)
             validation = first_validation(problem)

@@ -57,6 +57,18 @@ def note_data(problem: Problem, session: Session, run_dir: RunDir) -> None:
         keep(run_dir, session.warn, "run.json does not say on what", data=data)
 
 
+def note_nccl(settings: Mapping[str, str], session: Session, run_dir: RunDir) -> None:
+    """Records version and variables of NCCL in run.json, on rank 0; warns if those of the last attempt were others."""
+    if session.world.rank or not settings:
+        return
+    before: Mapping[str, str] = Attempts(run_dir).info().get("nccl") or settings
+    changed = [name for name in sorted({*before, *settings}) if before.get(name) != settings.get(name)]
+    if changed:
+        said = ", ".join(f"{name} {before.get(name, 'unset')} -> {settings.get(name, 'unset')}" for name in changed)
+        session.warn(f"NCCL differs from that of the last attempt ({said}): the last bits of sums may differ, too")
+    keep(run_dir, session.warn, "run.json does not say with which NCCL", nccl=dict(settings))
+
+
 def keep(run_dir: RunDir, warn: Callable[[str], object], otherwise: str, **fields: Any) -> None:
     """Sets fields of run.json. If that fails, warns what follows (``otherwise``) and lets training continue."""
     try:

@@ -96,7 +96,7 @@ def look_around(
         gpu: whether this rank's gradients are on a GPU.
         has_horovod: whether Horovod works here; asked only if it may be chosen.
         backend: PyTorch's process groups for this rank's device.
-        own_gpus: whether each rank of the data group has its own GPU.
+        own_gpus: whether each rank of each data group has its own GPU; the same on all ranks.
     """
     group, peers = world.everyone, world.data
     horovod = peers.size > 1 and config.kind == "auto" and not own_gpus and has_horovod()
@@ -104,9 +104,8 @@ def look_around(
     if world.pipeline.size > 1:  # the node's other ranks may belong to other stages
         neighbours = peers.allgather(world.node, "find the nodes of the data group").count(world.node) > 1
     shares = neighbours and os.path.isdir(FOLDER)
-    mine = [shares, horovod, gpu, own_gpus]
-    everywhere = group.allgather(mine, "compare what gradients could be summed with")
-    shared_memory, horovod, gpu, own_gpus = (all(column) for column in zip(*everywhere, strict=True))
+    everywhere = group.allgather([shares, horovod, gpu], "compare what gradients could be summed with")
+    shared_memory, horovod, gpu = (all(column) for column in zip(*everywhere, strict=True))
     return Surroundings(peers.size, world.nodes, shared_memory, horovod, gpu, backend, own_gpus)
 
 

@@ -77,6 +77,8 @@ class Facts:
     """Names of model weights that, on any rank, have no values before ``load``."""
     undeclared: Sequence[str] = ()
     """State that the first updates changed but ``state`` does not include, for messages, such as ``loss: calls``."""
+    nccl: Mapping[str, str] = field(default_factory=dict)
+    """Version and variables of NCCL, if the model is on a GPU that uses it."""
     gives_back: bool = False
     """Whether memory freed by a step may go back to the kernel rather than to a framework's allocator."""
 

@@ -28,6 +28,9 @@ OF_GRADIENTS = {
     4: ("optimizers", "messages", "uneven", "resumed"),
 }
 """Scenarios with ``parallel.shard: gradients``, by number of ranks."""
+BY_GROUP = {2: ("optimizers", "bits", "overflow", "own_steps", "replaced", "frozen"), 4: ("optimizers", "uneven")}
+"""Scenarios of sharded optimizers that exchange by a process group."""
+GROUP = "optimizer:nccl"
 
 pytestmark = pytest.mark.world_size(4)
 
@@ -39,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def run(ranks: int, shard: str = "optimizer") -> Any:
         folder = tmp_path_factory.mktemp("sharded")
-        scenarios = (OF_GRADIENTS if shard == "gradients" else SCENARIOS)[ranks]
+        scenarios = {"gradients": OF_GRADIENTS, GROUP: BY_GROUP}.get(shard, SCENARIOS)[ranks]
         env = {"PYTHONPATH": str(ROOT)}
         result = mpirun(ranks, PROGRAM, folder, shard, *scenarios, env=env, timeout=240, warm="torch")
         return json.loads(result.stdout.strip().splitlines()[-1])
@@ -67,9 +70,10 @@ def require_shares(found: Any) -> None:
     assert any(rank["cut"] for rank in ranks)
 
 
+@pytest.mark.parametrize("shard", ["optimizer", GROUP])
 @pytest.mark.parametrize(("ranks", "name"), tried(BY_ROWS))
-def test_optimizers_that_go_by_elements_are_cut_by_rows(results: Any, ranks: int, name: str) -> None:
-    found = results(ranks)["optimizers"][name]
+def test_optimizers_that_go_by_elements_are_cut_by_rows(results: Any, ranks: int, name: str, shard: str) -> None:
+    found = results(ranks, shard)["optimizers"][name]
     require_exact(found)
     require_shares(found)
 
@@ -97,26 +101,31 @@ def test_sums_and_parameters_arrive(results: Any, ranks: int, name: str, kind: s
     assert all(all(rank) for rank in found["right"])
 
 
+@pytest.mark.parametrize("shard", ["optimizer", GROUP])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_on_one_node_the_bits_are_those_of_a_replicated_run(results: Any, precision: str) -> None:
-    hashes = results(2)["bits"][precision]
+def test_on_one_node_the_bits_are_those_of_a_replicated_run(results: Any, precision: str, shard: str) -> None:
+    hashes = results(2, shard)["bits"][precision]
     assert len({one for rank in hashes for one in rank}) == 1
 
 
-def test_an_overflow_leaves_the_update_out_on_all_ranks(results: Any) -> None:
-    for before, spoiled, after in results(2)["overflow"]["hashes"]:
+@pytest.mark.parametrize("shard", ["optimizer", GROUP])
+def test_an_overflow_leaves_the_update_out_on_all_ranks(results: Any, shard: str) -> None:
+    hashes = results(2, shard)["overflow"]["hashes"]
+    for before, spoiled, after in hashes:
         assert before == spoiled != after
-    assert len(set(map(tuple, results(2)["overflow"]["hashes"]))) == 1
+    assert len(set(map(tuple, hashes))) == 1
 
 
-def test_several_optimizers_of_an_own_step_are_sharded_apart(results: Any) -> None:
-    found = results(2)["own_steps"]
+@pytest.mark.parametrize("shard", ["optimizer", GROUP])
+def test_several_optimizers_of_an_own_step_are_sharded_apart(results: Any, shard: str) -> None:
+    found = results(2, shard)["own_steps"]
     np.testing.assert_allclose(found["weights"], own.plain(own.plain_gan, own.gan, 8), rtol=1e-12, atol=1e-12)
     assert len(set(found["hashes"])) == 1
 
 
-def test_parameters_that_a_task_gives_other_memory_go_on_being_trained(results: Any) -> None:
-    assert len({one for rank in results(2)["replaced"]["hashes"] for one in rank}) == 1
+@pytest.mark.parametrize("shard", ["optimizer", GROUP])
+def test_parameters_that_a_task_gives_other_memory_go_on_being_trained(results: Any, shard: str) -> None:
+    assert len({one for rank in results(2, shard)["replaced"]["hashes"] for one in rank}) == 1
 
 
 def test_an_optimizer_that_gets_parameters_later_is_refused(results: Any) -> None:
@@ -124,7 +133,7 @@ def test_an_optimizer_that_gets_parameters_later_is_refused(results: Any) -> Non
         assert said.startswith("an optimizer was given 0.bias after the run had begun")
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("shard", ["optimizer", GROUP, "gradients"])
 def test_layers_that_are_frozen_at_times_train_as_in_one_process(results: Any, shard: str) -> None:
     assert max(results(2, shard)["frozen"]["differences"]) < 1e-5
 
@@ -162,8 +171,9 @@ def test_sliced_gradients_give_the_bits_of_a_replicated_run(results: Any, precis
     assert len({one for rank in hashes for one in rank}) == 1
 
 
-def test_a_rank_with_fewer_passes_adds_zeros_to_those_of_others(results: Any) -> None:
-    assert max(results(4, "gradients")["uneven"]["differences"]) <= 1e-12
+@pytest.mark.parametrize("shard", ["gradients", GROUP])
+def test_a_rank_with_fewer_passes_adds_zeros_to_those_of_others(results: Any, shard: str) -> None:
+    assert max(results(4, shard)["uneven"]["differences"]) <= 1e-12
 
 
 def test_an_overflow_of_sliced_gradients_leaves_the_update_out_on_all_ranks(results: Any) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hpctrain.backends.local_training import ALL, covered
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.torch.metrics import to_host
+from hpctrain.backends.torch.process_groups import settings_of
 from hpctrain.backends.torch.state.source import Averages, TorchState
 from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
 from hpctrain.backends.torch.strategies.strategy import Prepared
@@ -67,6 +68,7 @@ class TorchFramework(FrameworkOfParts):
             meta_init=source.meta_init,
             undeclared=tuple(source.holdings.undeclared),
             gives_back=self.device.type == "cpu",
+            nccl=settings_of(self.device),
         )
 
     def set_learning_rate(self, factors: Factors) -> None:

@@ -9,7 +9,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,10 +17,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Backend
 
 from hpctrain.backends.torch.device import gpu_for_nccl
 from hpctrain.comm.group import TIMEOUT_S, Group
+from hpctrain.comm.world import World
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.system.address import interfaces, listen, meeting_address, routed_address
 from hpctrain.system.processes import threads_sleep
@@ -33,6 +35,8 @@ LOOKS = 5
 """Number of consecutive checks of gloo's threads, a millisecond apart."""
 OWN_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false"}
 """Read by torch when it creates an NCCL group: errors are raised where a rank waits, and messages are sent in order."""
+IN_SWITCHES = ("NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE")
+"""Variables that let NCCL add in switches, in an order that may differ from run to run."""
 WORDS: dict[str, Literal["nccl", "xccl"]] = {"cuda": "nccl", "xpu": "xccl"}
 """Backends by type of device; ROCm's PyTorch says ``cuda``, and its RCCL is ``nccl``."""
 WHAT = "open a process group of torch"
@@ -52,6 +56,23 @@ class Meeting:
 def word_of(device: torch.device) -> Literal["nccl", "xccl", "gloo"]:
     """The backend for tensors on this device."""
     return WORDS.get(device.type, "gloo")
+
+
+def sum_exactly() -> None:
+    """Keeps NCCL, in this process, from adding in switches, unless the user has set that."""
+    for name in IN_SWITCHES:
+        os.environ.setdefault(name, "0")
+
+
+def settings_of(device: torch.device) -> dict[str, str]:
+    """What sums on a GPU depend on: version and variables of NCCL; empty without it."""
+    if word_of(device) != "nccl":
+        return {}
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "version": version,
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+    }
 
 
 def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
@@ -120,6 +141,12 @@ def require_own_gpus(group: Group, device: torch.device) -> None:
             "start as many ranks on a node as it has GPUs, or let them exchange through host memory: reduce.kind: mpi, "
             "and parallel.shard: optimizer in place of parameters",
         )
+
+
+def each_has_a_gpu(world: World, device: torch.device) -> bool:
+    """Whether each rank of each data group has a GPU to itself. Collective."""
+    mine = device.type != "cpu" and have_own_gpus(world.data, device)
+    return all(world.everyone.allgather(mine, WHAT))
 
 
 def gpus_of(group: Group, device: torch.device) -> list[str]:
@@ -205,6 +232,35 @@ class Peers:
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
             self.ranks.shutdown()
+
+    def sum(self, values: Tensor, what: str) -> Callable[[], None]:
+        """Starts a sum over the ranks, in place; returns a function that waits for it: on a GPU, its stream alone.
+
+        On a GPU it begins once the kernels before it have written the values. ``what`` as for ``explained``.
+        """
+        return self._started(lambda: self.ranks.allreduce([values]), what)
+
+    def reduce(self, values: Tensor, rank: int, what: str) -> Callable[[], None]:
+        """The same for a sum that this rank of the group gets; on the others the values are lost."""
+        options = dist.ReduceOptions()
+        options.rootRank = rank
+        return self._started(lambda: self.ranks.reduce([values], options), what)
+
+    def broadcast(self, values: Tensor, rank: int, what: str) -> Callable[[], None]:
+        """The same for values of this rank of the group, which all ranks get."""
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        return self._started(lambda: self.ranks.broadcast([values], options), what)
+
+    def _started(self, begin: Callable[[], dist.Work], what: str) -> Callable[[], None]:
+        with self.explained(what):
+            work = begin()
+
+        def wait() -> None:
+            with self.explained(what):
+                work.wait()
+
+        return wait
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Trains torch models with sharded optimizer state, by scenario; rank 0 prints JSON.
 
-torch_sharded.py <folder> <parallel.shard> <scenario> ...
+torch_sharded.py <folder> <parallel.shard>[:<reduce.kind>] <scenario> ...
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ from tests.tasks.torch_tasks import (
     train,
 )
 
-SHARDED = ParallelConfig(shard=sys.argv[2])  # type: ignore[arg-type]
+SHARD, _, KIND = sys.argv[2].partition(":")
+KIND = KIND or "mpi"
+SHARDED = ParallelConfig(shard=SHARD)  # type: ignore[arg-type]
 WHOLE = ParallelConfig()
 OTHER = WHOLE if SHARDED.shard == "optimizer" else ParallelConfig(shard="optimizer")
 """Plan with which runs are resumed, or from which they come."""
@@ -57,7 +59,7 @@ TASK = "tests.tasks.torch_sharded:task"
 
 def trained(world: World, make: Callable[[nn.Module], Any], parallel: ParallelConfig, **settings: Any) -> Any:
     """Float64 parameters and their moving averages after some updates, and the optimizer's state by name."""
-    kind = "mpi" if world.size > 1 else "none"
+    kind = KIND if world.size > 1 else "none"
     framework = make_framework(
         world, torch_sharded.model, optimizer=make, forward=in_float64, parallel=parallel, reduce={"kind": kind},
         accumulate=2, clip_norm=0.05, ema_decay=0.9, **settings,
@@ -179,8 +181,8 @@ def bits(world: World, folder: Path) -> dict[str, Any]:
     found = {}
     for name, changes in settings.items():
         hashes = []
-        for parallel in (SHARDED, WHOLE):
-            framework = make_framework(world, parallel=parallel, reduce={"kind": "mpi"}, **changes)
+        for parallel, kind in ((SHARDED, KIND), (WHOLE, "mpi")):
+            framework = make_framework(world, parallel=parallel, reduce={"kind": kind}, **changes)
             train(framework, UPDATES)
             hashes.append(framework.weights_hash())
             framework.close()
@@ -190,7 +192,7 @@ def bits(world: World, folder: Path) -> dict[str, Any]:
 
 def overflow(world: World, folder: Path) -> dict[str, Any]:
     """An infinite gradient on one rank skips the update on all, and the next one is made."""
-    framework = make_framework(world, precision="fp16", parallel=SHARDED)
+    framework = make_framework(world, precision="fp16", parallel=SHARDED, reduce={"kind": KIND})
     train(framework, 1)
     batch = next(global_batches(1))
     spoiled = {**batch, "x": batch["x"].copy()}
@@ -209,7 +211,7 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
     def parameters(world: World, parallel: ParallelConfig) -> list[Any]:
         framework = make_framework(
             world, torch_sharded.model, optimizer=torch_sharded.BY_ROWS["AdamW"], forward=in_float64,
-            parallel=parallel, reduce={"kind": "mpi" if world.size > 1 else "none"}, clip_norm=0.05,
+            parallel=parallel, reduce={"kind": KIND if world.size > 1 else "none"}, clip_norm=0.05,
         )  # fmt: skip
         for batch in global_batches(UPDATES):
             pieces = [cut(batch, number, world.size + 1)[0] for number in range(world.size + 1)]
@@ -225,7 +227,7 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
 
 def own_steps(world: World, folder: Path) -> dict[str, Any]:
     """Two models and two optimizers in a custom step."""
-    framework = own.make_framework(world, own.gan, parallel=SHARDED, clip_norm=None)
+    framework = own.make_framework(world, own.gan, parallel=SHARDED, clip_norm=None, reduce={"kind": KIND})
     own.train(framework, 8)
     hashes = world.data.allgather(framework.weights_hash(), "compare the weights")
     framework.close()
@@ -249,7 +251,7 @@ def replaced(world: World, folder: Path) -> dict[str, Any]:
     """Hashes of weights, replicated and sharded, of a model that replaces their storage."""
     hashes = []
     for parallel in (WHOLE, SHARDED):
-        framework = make_framework(world, Bounded, parallel=parallel, reduce={"kind": "mpi"}, ema_decay=0.9)
+        framework = make_framework(world, Bounded, parallel=parallel, reduce={"kind": KIND}, ema_decay=0.9)
         train(framework, UPDATES)
         framework.evaluate(next(global_batches(1)))
         train(framework, UPDATES)
@@ -261,7 +263,7 @@ def replaced(world: World, folder: Path) -> dict[str, Any]:
 def frozen(world: World, folder: Path) -> dict[str, Any]:
     """Differences of weights from those of one process, if a layer is frozen at times."""
     wanted = freeze_and_thaw(make_framework(alone(), optimizer=decaying))
-    found = freeze_and_thaw(make_framework(world, optimizer=decaying, parallel=SHARDED))
+    found = freeze_and_thaw(make_framework(world, optimizer=decaying, parallel=SHARDED, reduce={"kind": KIND}))
     return {"differences": world.data.allgather(float(np.abs(found - wanted).max()), "compare")}
 
 

@@ -164,7 +164,7 @@ class Together(Group):
 
 def test_all_ranks_look_at_the_same_candidates_where_nodes_differ() -> None:
     local_sizes = [2, 2, 1]  # the last rank is alone on its node
-    everywhere = [[size > 1, rank > 0, False, False] for rank, size in enumerate(local_sizes)]  # no Horovod on rank 0
+    everywhere = [[size > 1, rank > 0, False] for rank, size in enumerate(local_sizes)]  # no Horovod on rank 0
     found = []
     for rank, local_size in enumerate(local_sizes):
         data, local = Together(everywhere, rank), Group("local")

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.process_groups import have_own_gpus, peers_of, word_of
+from hpctrain.backends.torch.process_groups import each_has_a_gpu, peers_of, word_of
 from hpctrain.backends.torch.reduce import allreduce, messages
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
 from hpctrain.comm.group import Group
@@ -90,7 +90,23 @@ class Reducer(SummedGradients, Protocol):
         """Stops taking gradients, ends threads and frees memory."""
 
 
-class NoReducer:
+class WithNorm:
+    """A reducer that reads the norm, if each update needs it, together with the loss: a GPU is then waited for once."""
+
+    needs_norm: bool
+    known_norm: float | None = None
+    """The norm of this update's gradients, if ``exchange`` has read it."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """See SummedGradients."""
+        raise NotImplementedError
+
+    def norm(self) -> float:
+        """See SummedGradients."""
+        return float(norm_of(self.gradients())) if self.known_norm is None else self.known_norm
+
+
+class NoReducer(WithNorm):
     """For one rank: gradients stay where autograd puts them."""
 
     name = "none"
@@ -100,7 +116,9 @@ class NoReducer:
         parameters: Sequence[tuple[str, Parameter]],
         tables: SparseGradients | None = None,
         sparse: Sparse = "auto",
+        needs_norm: bool = False,
     ) -> None:
+        self.needs_norm = needs_norm
         self.named = parameters
         self.parameters = [parameter for _, parameter in parameters]
         self.tables = tables or SparseGradients(())
@@ -108,6 +126,7 @@ class NoReducer:
         self.last_backward = True
 
     def begin(self) -> None:
+        self.known_norm = None
         for parameter in self.parameters:
             parameter.grad = None
         self.tables.begin()
@@ -119,16 +138,16 @@ class NoReducer:
             elif parameter.grad.is_sparse:
                 parameter.grad = densify(name, parameter.grad, self.sparse)
         self.tables.exchange()
-        slots: list[Number] = [0.0] * SLOTS
-        fill_slots(slots, loss, weight)
-        return read_slots(list(map(float, slots)))
+        numbers: list[Number] = [0.0] * SLOTS
+        fill_slots(numbers, loss, weight)
+        if self.needs_norm:
+            numbers.append(norm_of(self.gradients()))
+        self.known_norm, slots = taken_apart(read(numbers))
+        return read_slots(slots)
 
     def gradients(self) -> list[torch.Tensor]:
         dense = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return [*dense, *self.tables.gradients()]
-
-    def norm(self) -> float:
-        return global_norm(self.gradients())
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
@@ -159,7 +178,7 @@ class ByFlatGradients:
         self.flat_gradients.last_backward = value
 
 
-class FlatReducer(ByFlatGradients):
+class FlatReducer(ByFlatGradients, WithNorm):
     """Sums gradients in one flat buffer over the ranks, and those of tables separately.
 
     Gradients of parameters that only this rank has (``own``) are complete without a sum; ``norm`` is then this rank's
@@ -174,6 +193,7 @@ class FlatReducer(ByFlatGradients):
         own: reducer of this rank's own parameters, if any.
         residue: rounding error of int8 sums.
         arrive: StreamedAllreduce.arrive; None if all sums arrive at once.
+        needs_norm: whether each update needs the norm.
     """
 
     def __init__(
@@ -186,8 +206,9 @@ class FlatReducer(ByFlatGradients):
         own: NoReducer | None = None,
         residue: Residue | None = None,
         arrive: Callable[[float], None] | None = None,
+        needs_norm: bool = False,
     ) -> None:
-        self.residue = residue
+        self.residue, self.needs_norm = residue, needs_norm
         self.arrive = arrive
         self.early = self.has_loss = False
         """Early: the loss is sent first, ``exchange`` waits only for the loss, and ``arrivals`` yields gradients."""
@@ -207,6 +228,7 @@ class FlatReducer(ByFlatGradients):
         self.early = allowed and self.arrive is not None and not self.converts
 
     def begin(self) -> None:
+        self.known_norm = None
         self.flat_gradients.begin()
         for one in self.others:
             one.begin()
@@ -229,7 +251,11 @@ class FlatReducer(ByFlatGradients):
         self.finish()
         for one in self.others:
             one.exchange()
-        return read_slots(self.slots.tolist())
+        numbers = self.slots
+        if self.needs_norm:
+            numbers = torch.cat([numbers, norm_of(self.gradients()).to(numbers).view(1)])
+        self.known_norm, slots = taken_apart(numbers.tolist())
+        return read_slots(slots)
 
     def arrivals(self) -> Iterator[list[torch.Tensor]]:
         """Yields some parameters' gradients at a time while others are on their way; only those have ``grad`` set."""
@@ -251,9 +277,6 @@ class FlatReducer(ByFlatGradients):
         if self.converts:  # then ``grad`` is not always a view of the buffer
             dense = [parameter.grad for parameter in self.flat_gradients.parameters if parameter.grad is not None]
         return [*dense, *(gradient for one in self.others for gradient in one.gradients())]
-
-    def norm(self) -> float:
-        return global_norm(self.gradients())
 
     def summed(self) -> Sequence[tuple[str, torch.Tensor]]:
         return self.named
@@ -287,6 +310,8 @@ class TorchReducers:
     """Parameters whose gradients stay sparse."""
     own: Sequence[Parameter] = ()
     """Parameters that no other rank has, so that their gradients are complete and not exchanged."""
+    needs_norm: bool = False
+    """Whether each update needs the norm of these gradients."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         device = next((parameter.device for _, parameter in self.model.named_parameters()), torch.device("cpu"))
@@ -295,8 +320,7 @@ class TorchReducers:
             there = world.data.allgather(horovod_setup.available("torch"), "look for Horovod")
             return all(there) and messages.unfit(horovod_setup.load("torch"), world.data, device) is None
 
-        on_gpu = device.type != "cpu"
-        own_gpus = on_gpu and world.data.size > 1 and have_own_gpus(world.data, device)
+        on_gpu, own_gpus = device.type != "cpu", each_has_a_gpu(world, device)
         return candidates(config, look_around(config, world, on_gpu, has_horovod, word_of(device), own_gpus))
 
     def open(self, candidate: Candidate, group: Group) -> Reducer:
@@ -312,7 +336,7 @@ class TorchReducers:
         shared = [pair for pair in wanted if id(pair[1]) not in own_ids]
         parameters, rows_of = divided(shared, sparse_ids)
         if candidate.kind == "none":
-            return NoReducer(parameters, SparseGradients(rows_of), config.sparse)
+            return NoReducer(parameters, SparseGradients(rows_of), config.sparse, self.needs_norm)
         dtype, device = common_kind(wanted)
         most, ends = bucket_sizes(config, candidate, dtype, device)
         layout = plan([one.numel() for _, one in parameters], most, SLOTS, ends)
@@ -338,7 +362,8 @@ class TorchReducers:
         own_dense, own_rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
         alone = NoReducer(own_dense, SparseGradients(own_rows), config.sparse) if own_ids else None
         named = wanted if own_ids else parameters
-        reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, residue, arrive)
+        norm = self.needs_norm
+        reducer = FlatReducer(candidate.name, named, gradients, sum_, tables, alone, residue, arrive, norm)
         return reducer
 
 
@@ -388,12 +413,24 @@ def fill_slots(slots: torch.Tensor | list[Number], loss: Number, weight: Number 
         slots[WEIGHTED] = 1.0
 
 
-def global_norm(tensors: Sequence[torch.Tensor]) -> float:
-    """L2 norm over all elements of all tensors."""
+def taken_apart(numbers: list[float]) -> tuple[float | None, list[float]]:
+    """The norm that follows the slots, if it does, and the slots."""
+    return next(iter(numbers[SLOTS:]), None), numbers[:SLOTS]
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """L2 norm over all elements of all tensors, on their device."""
     if not tensors:
-        return 0.0
+        return torch.zeros(())
     norms = torch._foreach_norm(list(tensors))
-    return float(torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0])
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def read(numbers: Sequence[Number]) -> list[float]:
+    """Numbers as floats; those on a device are read together, in one wait for it."""
+    there = [one.detach().double().view(()) for one in numbers if isinstance(one, torch.Tensor)]
+    found = iter(torch.stack(there).tolist() if there else [])
+    return [next(found) if isinstance(one, torch.Tensor) else one for one in numbers]
 
 
 def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -75,7 +76,7 @@ class Live:
         self.clock.mark(Phase.BACKWARD)
         self.agree(update_call(name))
         passes, trained = self.passes.pop(name), self.setting.trained[name]
-        totals = passes.exchange()
+        totals, own = passes.exchange()
         self.clock.mark(Phase.EXCHANGE)
         self.losses.setdefault(name, []).append(totals.loss)
         if not self.applies:
@@ -84,8 +85,8 @@ class Live:
             with self.guard:
                 decision = trained.update(self.exchanges.of[name], totals, self.clock)
         except NotFinite:
-            own = bool(torch.isfinite(torch.as_tensor(passes.loss)).all())
-            raise ranks_at_fault(self.setting.group, own, f"the loss of {name}" if name else "the loss") from None
+            finite, what = math.isfinite(own[0]), f"the loss of {name}" if name else "the loss"
+            raise ranks_at_fault(self.setting.group, finite, what) from None
         if decision.norm is not None:
             self.norms[f"grad_norm_{name}" if name else "grad_norm"] = decision.norm
         if self.setting.compute.low_precision is not None:

@@ -161,8 +161,8 @@ class UpdateStep:
         """This rank's (loss sum, weight), and all ranks' totals."""
         passes = Passes(exchanges.of[ONLY], self.parts.trained[ONLY].rule.scale, global_samples)
         self.passes.run(passes, micro_batches, clock)
-        totals = passes.exchange()
-        return (float(passes.loss), float(passes.weight)), totals
+        totals, own = passes.exchange()
+        return own, totals
 
 
 class StepProgram(Protocol):

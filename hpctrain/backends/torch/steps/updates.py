@@ -95,9 +95,14 @@ class Passes:
         """Replaces loss and weight by those of a rank that has seen the same samples."""
         self.loss, self.weight, self.weighted = float(values[0]), float(values[1]), bool(values[2])
 
-    def exchange(self) -> ExchangeResult:
-        """Sums the gradients over all ranks."""
-        return self.reducer.exchange(*self.totals())
+    def exchange(self) -> tuple[ExchangeResult, tuple[float, float]]:
+        """Sums the gradients over all ranks; returns the totals, and this rank's loss and weight.
+
+        These are copied ahead of the totals, so reading them does not wait for a GPU once more.
+        """
+        loss, weight = copied_ahead(self.loss), copied_ahead(self.weight)
+        totals = self.reducer.exchange(*self.totals())
+        return totals, (float(loss), float(weight))
 
     def totals(self) -> tuple[Number, Number | None]:
         """Loss and weight to send with the gradients."""
@@ -230,6 +235,11 @@ class ExchangesToChoose:
 
     def open(self, candidate: Candidate, group: Group) -> Exchanges:
         return Exchanges({name: reducers.open(candidate, group) for name, reducers in self.of.items()})
+
+
+def copied_ahead(number: Number) -> Number:
+    """A number that is on the host once a later copy from the same device is."""
+    return number.to("cpu", non_blocking=True) if isinstance(number, Tensor) else number
 
 
 def number(scalar: Tensor) -> Number:

@@ -29,6 +29,7 @@ from hpctrain.backends.torch.strategies.partition import Partition, uncut
 from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.task.holdings import Holdings
 from hpctrain.backends.torch.task.shares import Share, shares_of, sparse_parameters
+from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
@@ -165,5 +166,13 @@ def replicate(opening: Opening, prepared: Prepared) -> Prepared:
     names, shares = opening.names(), opening.shares()
     slices = partition.slices
     slots = Slots({place: slices[name] for place, name in names.items() if name in slices})
-    reducers = {name: TorchReducers(share, config, share.those_of(sparse), apart) for name, share in shares.items()}
+    norm = needs_norm(opening, partition)
+    reducers = {
+        name: TorchReducers(share, config, share.those_of(sparse), apart, norm) for name, share in shares.items()
+    }
     return dataclasses.replace(prepared, updates=Updates(shares, names, slots, reducers))
+
+
+def needs_norm(opening: Opening, partition: Partition) -> bool:
+    """Whether an exchange must compute the gradient norm; a partition with slices computes it itself."""
+    return rule_of(opening.config.train).needs_norm and not partition.slices

@@ -5,11 +5,10 @@ Its reducer gives each rank the summed gradients of the rows that it updates.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpctrain.backends.torch.device import pin, unpin
+from hpctrain.backends.torch.process_groups import each_has_a_gpu, peers_of, word_of
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, view_like
-from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, common_kind, fill_slots
+from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, bucket_sizes, common_kind
+from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, StagedSharded, TensorSharded
 from hpctrain.backends.torch.state.optimizer import Slots
 from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.estimated import Estimated
@@ -30,16 +30,15 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
     refuse_late,
     replace_parameters,
 )
-from hpctrain.backends.torch.strategies.partition import Partition, Slices
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
-from hpctrain.backends.update import rule_of
+from hpctrain.backends.torch.strategies.partition import Slices
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.parallel.sharded import RowRange, ShardedParameter, Shares, share_out
-from hpctrain.parallel.sharded_exchange import ShardedExchange, open_sharded_exchange
+from hpctrain.parallel.sharded_exchange import open_sharded_exchange
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.layout import SLOTS, SQUARE, ExchangeResult, Layout, plan, read_slots
 
@@ -161,34 +160,25 @@ class ShardedReducer(OwnGradients, ByFlatGradients):
         self,
         name: str,
         gradients: FlatGradients,
-        exchange: ShardedExchange,
+        exchange: TensorSharded,
         sharded: Sharded,
         needs_norm: bool,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
-        self.ranges = sharded.shares.ranges
-        self.mine_in_flat = self.ranges[sharded.rank]
-        super().__init__(sharded, gradients.flat[self.mine_in_flat], optimizers)
+        super().__init__(sharded, exchange.flat[sharded.shares.ranges[sharded.rank]], optimizers)
         self.name = name
         self.flat_gradients = gradients
         self.sums = exchange
         self.needs_norm = needs_norm
-        self.flat = gradients.flat
-        self.host = torch.from_numpy(exchange.buffer)
-        self.on_host = self.flat.device.type == "cpu"
-        self.slots = self.host[sharded.layout.gradients :]
-        self.copies = [torch.from_numpy(one) for one in exchange.leaving]
-        """Buffers that receive what this rank has updated."""
-        leaving = self.copies if self.on_host else [self.flat]
-        self.leaving = [[part.piece.of(self._view(part.piece, one)) for part in sharded.parts] for one in leaving]
-        """Views of them, one per part; on a GPU, views of ``flat``, which is then copied."""
+        self.leaving = [
+            [part.piece.of(self._view(part.piece, one)) for part in sharded.parts] for one in exchange.leaving
+        ]
+        """Where this rank writes what it has updated, one view per part."""
         self.foreign = [piece for piece in sharded.shares.pieces if piece.owner != sharded.rank]
         self.theirs = self._theirs()
         """What other ranks update of the parameters here."""
-        self.arriving = [piece.of(self._view(piece, self.flat)) for piece in self.foreign]
+        self.arriving = [piece.of(self._view(piece, exchange.flat)) for piece in self.foreign]
         """Where the values of ``theirs`` arrive."""
-        if not self.on_host:
-            pin(self.host)
         gradients.attach()
 
     def begin(self) -> None:
@@ -201,15 +191,9 @@ class ShardedReducer(OwnGradients, ByFlatGradients):
         self._require_parts()
         if self._follow():
             self.theirs = self._theirs()
-        if not self.on_host:
-            self.host.copy_(self.flat)
-        fill_slots(self.slots.zero_(), loss, weight)
-        self.sums.scatter(self.needs_norm)
-        if not self.on_host:
-            self.own.copy_(self.host[self.mine_in_flat])
+        slots = self.sums.scatter(loss, weight, self.needs_norm)
         self._give()
         self.flat_gradients.restart()
-        slots = self.sums.slots.tolist()
         self.square = slots[SQUARE]
         return read_slots(slots)
 
@@ -217,24 +201,12 @@ class ShardedReducer(OwnGradients, ByFlatGradients):
         with torch.no_grad():
             for leaving in self.leaving:
                 torch._foreach_copy_(leaving, self.mine)
-            if not self.on_host:
-                self.host[self.mine_in_flat].copy_(self.own)
-                for copy in self.copies:
-                    if copy.data_ptr() != self.host.data_ptr():
-                        copy[self.mine_in_flat] = self.host[self.mine_in_flat]
             self.sums.gather()
-            if not self.on_host:
-                for part in self.ranges:
-                    if part != self.mine_in_flat:
-                        self.flat[part].copy_(self.host[part])
             torch._foreach_copy_(self.theirs, self.arriving)
         return True
 
     def close(self) -> None:
         self.flat_gradients.detach()
-        if not self.on_host:
-            torch.cuda.synchronize(self.flat.device)
-            unpin(self.host.data_ptr())
         self.sums.close()
 
     def _theirs(self) -> list[Tensor]:
@@ -259,16 +231,32 @@ class ShardedReducers:
     """Always empty: no gradient stays sparse."""
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        device = common_kind(self.sharded.pairs)[1]
+        if config.kind == "nccl" or (config.kind == "auto" and each_has_a_gpu(world, device)):
+            return [Candidate(word_of(device), "sharded")]
         return [Candidate("mpi", "sharded")]
 
     def open(self, candidate: Candidate, group: Group) -> ShardedReducer:
         layout, ranges = self.sharded.layout, self.sharded.shares.ranges
         dtype, device = common_kind(self.sharded.pairs)
-        host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        exchange = open_sharded_exchange(group, layout.length, layout.gradients, host_dtype, ranges)
-        host = torch.from_numpy(exchange.buffer)
-        flat = host if device.type == "cpu" else torch.zeros_like(host, device=device)
-        gradients = FlatGradients(self.sharded.pairs, flat, layout, lambda bucket: None, self.config.sparse)
+        exchange: TensorSharded
+        if candidate.kind != "mpi":
+            most, ends = bucket_sizes(self.config, replace(candidate, way="overlap"), dtype, device)
+            layout = replace(layout, buckets=plan(layout.sizes, most, SLOTS, ends).buckets)
+            exchange = GroupSharded(peers_of(group, device), layout, ranges, dtype, device)
+        else:
+            host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+            host = open_sharded_exchange(group, layout.length, layout.gradients, host_dtype, ranges)
+            if device.type == "cpu":
+                exchange = HostSharded(host, layout)
+            else:
+                exchange = StagedSharded(host, layout, ranges[group.rank], device)
+
+        def ready(number: int) -> None:
+            bucket = layout.buckets[number]
+            exchange.start(bucket.begin, min(bucket.end, layout.gradients))
+
+        gradients = FlatGradients(self.sharded.pairs, exchange.flat, layout, ready, self.config.sparse)
         return ShardedReducer(candidate.name, gradients, exchange, self.sharded, self.needs_norm, self.optimizers)
 
 
@@ -283,11 +271,6 @@ def shard_rows(opening: Opening, traits: ParameterTraits, prepared: Prepared) ->
     return shard_optimizers(
         opening, traits, prepared, lambda own: ShardedReducers(own, opening.config.reduce, norm, opening.optimizers)
     )
-
-
-def needs_norm(opening: Opening, partition: Partition) -> bool:
-    """Whether an exchange must compute the gradient norm; a partition with slices computes it itself."""
-    return rule_of(opening.config.train).needs_norm and not partition.slices
 
 
 def shard_optimizers(
@@ -322,7 +305,7 @@ def shard_optimizers(
             replace_parameters(optimizer, settings, mine, traits.common)
     reducers = {name: source(sharded) for name, sharded in of.items()}
     updates = Updates(shares, {**names, **own_names}, Slots(slices, traits.common), reducers)
-    return dataclasses.replace(prepared, updates=updates)
+    return replace(prepared, updates=updates)
 
 
 def estimate(model: Estimated) -> MemoryEstimate:

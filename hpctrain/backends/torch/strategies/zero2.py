@@ -21,8 +21,8 @@ from hpctrain.backends.torch.reduce.gradients import densify
 from hpctrain.backends.torch.reduce.reducer import Number, common_kind, fill_slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
-from hpctrain.backends.torch.strategies.zero1 import OwnGradients, Sharded, largest_share, needs_norm, shard_optimizers
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, needs_norm
+from hpctrain.backends.torch.strategies.zero1 import OwnGradients, Sharded, largest_share, shard_optimizers
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature

@@ -13,6 +13,7 @@ from hpctrain.backends.named_state import plain_name, require_same_model
 from hpctrain.backends.torch.device import Compute, compute_of, pick_device, require_same_kind
 from hpctrain.backends.torch.framework import TorchEvaluator, TorchFramework
 from hpctrain.backends.torch.metrics import TorchMetricMeter, of_torchmetrics
+from hpctrain.backends.torch.process_groups import sum_exactly
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
 from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
@@ -70,6 +71,8 @@ def open_torch(
     train = config.train
     device = pick_device(world.local_rank)
     require_same_kind(device, world)
+    if config.reduce.exact and device.type != "cpu":
+        sum_exactly()
     if train.threads is not None:  # a supervisor sets it in the environment, but mpirun does not
         torch.set_num_threads(train.threads)
     compute = compute_of(train, device)

@@ -80,7 +80,7 @@ def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(h
         reducer.let_arrive_early(trained.by_parts)
         passes = Passes(reducer, 1.0, 5)
         passes.add(loss(model), 5)
-        trained.update(reducer, passes.exchange(), NO_CLOCK)
+        trained.update(reducer, passes.exchange()[0], NO_CLOCK)
         assert whole == [True] * watched
         found.append((recorder.sent, arrivals, torch.cat([one.detach().flatten() for one in model.parameters()])))
     assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
