@@ -242,15 +242,11 @@ class Peers:
 
     def reduce(self, values: Tensor, rank: int, what: str) -> Callable[[], None]:
         """The same for a sum that this rank of the group gets; on the others the values are lost."""
-        options = dist.ReduceOptions()
-        options.rootRank = rank
-        return self._started(lambda: self.ranks.reduce([values], options), what)
+        return self._started(lambda: self.ranks.reduce(values, rank), what)
 
     def broadcast(self, values: Tensor, rank: int, what: str) -> Callable[[], None]:
         """The same for values of this rank of the group, which all ranks get."""
-        options = dist.BroadcastOptions()
-        options.rootRank = rank
-        return self._started(lambda: self.ranks.broadcast([values], options), what)
+        return self._started(lambda: self.ranks.broadcast(values, rank), what)
 
     def _started(self, begin: Callable[[], dist.Work], what: str) -> Callable[[], None]:
         with self.explained(what):
