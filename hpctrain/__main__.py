@@ -25,4 +25,4 @@ from hpctrain.system import python  # noqa: E402
 
 if __name__ == "__main__":
     python.stay_findable()
-    sys.exit(main())
+    python.leave(main())

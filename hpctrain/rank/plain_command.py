@@ -34,9 +34,20 @@ from hpctrain.system.signals import StopSignals, signal_name
 TICK_S = 0.1
 POLL_S = 2.0
 """Seconds between checks for the STOP file."""
-LOOKED_AT_BYTES = 4096
-TRACEBACK = re.compile(r"^(.*)Traceback \(most recent call last\):\n(?:\1[ \t].*\n)*\1(\S.*)", re.MULTILINE)
+LOOKED_AT_BYTES = 1 << 16
+TRACEBACK = re.compile(
+    r"^(.*?)(?:Exception Group )?Traceback \(most recent call last\):\n(?:\1[ \t].*\n)*\1(\S.*)", re.MULTILINE
+)
 """A traceback; each line may have the same prefix, since PyTorch prefixes lines with the rank."""
+GROUP_MARGIN = re.compile(r"^ *(?:[+|]-*(?: \d+ -*)?(?: |$))+", re.MULTILINE)
+"""What Python draws to the left of an ExceptionGroup's traceback, and between its parts."""
+ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*: .*)", re.MULTILINE)
+OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError")
+"""Errors by which a launcher within the program reports that the program failed."""
+ENDING = re.compile(r"\b(_shutdown \(threading\.py|_python_exit \()")
+"""Functions in which a Python program that has ended waits for its threads."""
+SILENT_S = 5.0
+"""Seconds without output after a traceback before a program is examined."""
 LONGEST_LINE = 300
 """Characters of a program's last line that are quoted."""
 KILL_GRACE_S = 5.0
@@ -67,13 +78,13 @@ def main() -> int:
         file.end(failed(word, error))
         return error.exit_code
     try:
-        asked = watch(child, run_dir, attempt, word.rank, signals)
+        asked, code = watch(child, run_dir, attempt, word.rank, signals, log)
     except Replaced as error:
         processes.end_process(child, KILL_GRACE_S)
         file.end(failed(word, error))
         return error.exit_code
     port.close()
-    last = ending(word, sys.argv[1], child.returncode, asked, said_last(log))
+    last = ending(word, sys.argv[1], code, asked, said_last(log))
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
 
@@ -172,12 +183,13 @@ def failed(word: LastWord, error: HpctrainError) -> LastWord:
 
 
 def watch(
-    child: subprocess.Popen[bytes], run_dir: RunDir, attempt: int, number: int | None, signals: StopSignals
-) -> bool:
-    """Waits for the program to end; returns whether the run was asked to stop.
+    child: subprocess.Popen[bytes], run_dir: RunDir, attempt: int, number: int | None, signals: StopSignals, log: Path
+) -> tuple[bool, int]:
+    """Waits for the program to end; returns whether the run was asked to stop, and the exit code.
 
-    If a STOP file appears, sends the program the stop signal, once. A signal to this process is not forwarded:
-    schedulers send it to all processes of a rank, and the program may need time to end.
+    A program whose main thread has failed is ended if threads of its own keep it alive. If a STOP file appears, sends
+    the program the stop signal, once. A signal to this process is not forwarded: schedulers send it to all processes of
+    a rank, and the program may need time to end.
 
     Raises:
         Replaced: this is rank 0, and a newer attempt has begun. The program is still running.
@@ -185,32 +197,59 @@ def watch(
     asked, next_look, next_look_at_fence = False, 0.0, 0.0
     while True:
         try:
-            child.wait(TICK_S)
-            return asked or bool(signals.received)
+            return asked or bool(signals.received), child.wait(TICK_S)
         except subprocess.TimeoutExpired:
             pass
         if number == 0 and time.monotonic() >= next_look_at_fence:  # rank 0 suffices: its failure ends the others
             next_look_at_fence = time.monotonic() + BEAT_S
             with contextlib.suppress(OSError):  # the file server does not answer at the moment
                 Attempts(run_dir).check_fence(attempt)
-        if not asked and time.monotonic() >= next_look:
+        if time.monotonic() >= next_look:
             next_look = time.monotonic() + POLL_S
-            if asked := run_dir.stop_file.exists():
+            if has_failed(child.pid, log):
+                processes.end_process(child, KILL_GRACE_S)
+                return asked or bool(signals.received), 1
+            if not asked and (asked := run_dir.stop_file.exists()):
                 number_of_stop = signal.Signals[os.environ.get(STOP_SIGNAL, "SIGTERM")]
                 if number_of_stop not in signals.received:  # if it is, the program has received it too
                     child.send_signal(number_of_stop)
 
 
+def has_failed(pid: int, log: Path) -> bool:
+    """Whether a Python program's main thread has ended with an error, and waits for other threads to end."""
+    end = end_of(log)
+    found = list(TRACEBACK.finditer(end))
+    if not found or end[found[-1].end() :].count("\n") > 2 or time.time() - log.stat().st_mtime < SILENT_S:
+        return False
+    from hpctrain.monitor.node.stacks import with_py_spy
+
+    stack, _ = with_py_spy(pid)
+    return bool(stack and ENDING.search(stack))
+
+
 def said_last(log: Path) -> str:
     """Returns the error line of the last traceback near the end of a log, or the log's last line.
 
-    A traceback comes first because libraries may print more as they shut down.
+    A traceback comes first because libraries may print more as they shut down. Of an ExceptionGroup, the first part is
+    added; a launcher's own traceback counts only if there is no other.
     """
+    end = GROUP_MARGIN.sub("", end_of(log))
+    found = list(TRACEBACK.finditer(end))
+    if not found:
+        lines = [line for line in end.split("\n") if line.strip()]
+        plain = [line for line in lines if not line.startswith((" ", "\t", "[", "="))] or lines
+        return plain[-1].strip()[:LONGEST_LINE] if plain else ""
+    own = [each for each in found if not any(name in each[2] for name in OF_LAUNCHERS)] or found
+    error, rest = own[-1][2].strip(), end[own[-1].end() :]
+    part = ERROR_LINE.search(rest) if "sub-exception" in error else None
+    return (f"{error}: {part[1].strip()}" if part else error)[:LONGEST_LINE]
+
+
+def end_of(log: Path) -> str:
+    """Returns the last part of a log; empty if it cannot be read."""
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOOKED_AT_BYTES))
-        end = file.read().decode(errors="replace")
-        lines = [error for _, error in TRACEBACK.findall(end)] or [line for line in end.split("\n") if line.strip()]
-        return lines[-1].strip()[:LONGEST_LINE] if lines else ""
+        return file.read().decode(errors="replace")
     return ""
 
 

@@ -100,7 +100,7 @@ TITLES: Mapping[Code, str] = {
     Code.KILLED: "A rank was killed",
     Code.NODE: "A node failed",
     Code.HANG: "The run hung",
-    Code.VANISHED: "A rank left no exit record",
+    Code.VANISHED: "A rank ended without saying why",
     Code.STOP: "The ranks did not stop in time",
     Code.TIME_LIMIT: "The run stopped because its time limit was near",
     Code.STOPPED: "The run was asked to stop",

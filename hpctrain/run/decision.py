@@ -145,7 +145,7 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
             Action.DONE, ExitCode.DONE, ("stopped early" if early else "done") + when, code=Code.COMPLETED
         )
     again, code = "the same command resumes it", stop.code if stop else Code.STOPPED
-    at = f" at step {step}" if words else " before any rank began"
+    at = (f" at step {step}" if step or saves else "") if words else " before any rank began"
     reason = f"stopped by {stop.by if stop else 'a request'}{at}"
     if not saves and not (stop and stop.by_person):
         reason = f"stopped by {stop.by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
@@ -170,7 +170,8 @@ def _no_further(reason: str) -> RunVerdict:
 
 def _blame_death(word: LastWord, grid: Grid) -> RunVerdict:
     code = word.code or Code.VANISHED
-    what = f"rank {word.rank}{_place(word, grid)} on {word.host} {word.note or 'died'}"
+    early = f"ended with exit code {word.exit_code} before the others" if word.ending in GOOD_ENDINGS else ""
+    what = f"rank {word.rank}{_place(word, grid)} on {word.host} {word.note or early or 'died'}"
     return failed_with(code, what, FIXES.get(code, "see the rank's log"), word.rank, word.host)
 
 

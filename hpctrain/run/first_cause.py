@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum, auto
 
 from hpctrain.errors import Code, ExitCode
-from hpctrain.run.last_words import Ending, LastWord
+from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system.signals import signal_name
 
@@ -140,7 +140,16 @@ def first_cause(facts: Collection[Fact]) -> Fact | None:
         *((standing, _ended(word), _number(word.rank), word) for standing, word in failed),
         *((each.standing, math.inf if each.at is None else each.at, _number(each.rank), each) for each in deaths),
     ]
-    return min(ranked, key=lambda each: each[:3])[3] if ranked else None
+    cause = min(ranked, key=lambda each: each[:3])[3] if ranked else None
+    return _left_early(cause, words) or cause
+
+
+def _left_early(cause: Fact | None, words: Iterable[LastWord]) -> LastWord | None:
+    """Returns the rank of a plain program that ended, without an error, before the one that then lost its peer."""
+    if not isinstance(cause, LastWord) or not cause.error or cause.error.type != "exit" or not is_victim(cause):
+        return None
+    before = [word for word in words if word.ending in GOOD_ENDINGS and _ended(word) < _ended(cause)]
+    return min(before, key=_ended, default=None)
 
 
 def is_victim(word: LastWord) -> bool:

@@ -7,13 +7,17 @@ would shadow it; -P leaves the folder out.
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
+from typing import NoReturn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 """The folder that holds the package."""
 SEARCH_PATH = "PYTHONPATH"
+THREAD_GRACE_S = 2.0
+"""Longest wait for each thread that outlives a failed run."""
 
 
 def module(name: str, *words: str, interpreter: str | None = None) -> list[str]:
@@ -40,6 +44,19 @@ def stay_findable() -> None:
     """Makes processes that we start find the package when ``python -m hpctrain`` runs in an uninstalled checkout."""
     if _find(__name__.partition(".")[0], None) is None:
         os.environ[SEARCH_PATH] = environment()[SEARCH_PATH]
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process; after a failure without waiting for threads that the user's code has left behind."""
+    others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+    if code not in (0, 75):
+        for each in others:
+            each.join(THREAD_GRACE_S)
+        if any(each.is_alive() for each in others):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
 
 
 def spec_of(name: str) -> ModuleSpec | None:

@@ -75,12 +75,46 @@ def test_what_a_program_said_is_quoted_if_it_ended_itself(code: int, what: str) 
             "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a'\n[rank1]: OSError: no disk\nbye\n",
             "OSError: no disk",
         ),
+        (
+            "  + Exception Group Traceback (most recent call last):\n  |   File 'a', line 1, in <module>\n"
+            "  |     raise ExceptionGroup('both', [ValueError('no')])\n  | ExceptionGroup: both (1 sub-exception)\n"
+            "  +-+---------------- 1 ----------------\n    | ValueError: no\n    +-----------------\n",
+            "ExceptionGroup: both (1 sub-exception): ValueError: no",
+        ),
+        (
+            "Traceback (most recent call last):\n  File 'a'\nOSError: no disk\n"
+            "Traceback (most recent call last):\n  File 'torchrun'\n"
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\na FAILED\n",
+            "OSError: no disk",
+        ),
+        ("    raise OSError\nno disk\n  File 'a', line 3, in b\n    ~~~^\n", "no disk"),
     ],
 )
 def test_what_a_program_said_last(tmp_path: Path, printed: str, quoted: str) -> None:
     (tmp_path / "log").write_text(printed)
     assert said_last(tmp_path / "log") == quoted
     assert said_last(tmp_path / "no log") == ""
+
+
+def test_the_group_that_python_prints_is_read(tmp_path: Path) -> None:
+    program = "raise ExceptionGroup('both', [ExceptionGroup('inner', [ValueError('no')]), OSError('late')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    (tmp_path / "log").write_text(done.stderr)
+    said = said_last(tmp_path / "log")
+    assert said.startswith("ExceptionGroup: both (2 sub-exceptions): ") and not said.endswith("-")
+
+
+@pytest.mark.slow
+def test_a_program_that_failed_beside_a_live_thread_is_ended(tmp_path: Path) -> None:
+    """Its other ranks waited for it, and nothing ended the run."""
+    run_dir = RunDir(tmp_path / "run")
+    program = (
+        "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); raise OSError('no disk')"
+    )
+    process = start(run_dir, sys.executable, "-c", program)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "OSError: no disk" in word(run_dir)["error"]["what"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +202,7 @@ def test_a_program_that_has_got_the_stop_signal_does_not_get_it_again(
     signals = StopSignals()
     signals.received.extend(received)  # schedulers send it to all processes of a rank
     child = subprocess.Popen(["sleep", "1" if received else "600"])
-    assert watch(child, run, 1, 1, signals)
+    assert watch(child, run, 1, 1, signals, tmp_path / "log")[0]
     assert child.returncode == code
 
 

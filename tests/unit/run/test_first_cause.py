@@ -72,6 +72,18 @@ SRUN = (
 )
 
 CASES = {
+    "a program's rank that leaves with 0, and one that then loses it": Case(
+        1, "ended with exit code 0 before the others", [program(1, 0, 10.0), program(0, 1, 10.5, GLOO)], []
+    ),
+    "a program's rank that leaves with 75, and two that then lose it": Case(
+        2,
+        "ended with exit code 75 before the others",
+        [program(2, 75, 10.0), program(0, 1, 10.5, GLOO), program(1, -6, 10.6)],
+        [],
+    ),
+    "a program's error after another rank has left": Case(
+        0, "ValueError: no", [program(1, 0, 10.0), program(0, 1, 10.5, "ValueError: no")], []
+    ),
     "a killed program, and others that lose their connection or abort": Case(
         2, "SIGKILL", [program(2, -9, 1.2)], [program(0, -6, 1.1), program(1, 1, 1.0, GLOO), running(3)]
     ),
