@@ -20,9 +20,15 @@ def leave_current_folder() -> None:
 
 leave_current_folder()
 
-from hpctrain.cli import main  # noqa: E402
+from hpctrain import cli  # noqa: E402
 from hpctrain.system import python  # noqa: E402
+
+
+def main() -> None:
+    """Runs a command, and ends this process with its exit code."""
+    python.leave(cli.main())
+
 
 if __name__ == "__main__":
     python.stay_findable()
-    python.leave(main())
+    main()

@@ -187,7 +187,7 @@ def watch(
 ) -> tuple[bool, int]:
     """Waits for the program to end; returns whether the run was asked to stop, and the exit code.
 
-    A program whose main thread has failed is ended if threads of its own keep it alive. If a STOP file appears, sends
+    A program whose main thread has failed is ended if other threads keep it alive. If a STOP file appears, sends
     the program the stop signal, once. A signal to this process is not forwarded: schedulers send it to all processes of
     a rank, and the program may need time to end.
 

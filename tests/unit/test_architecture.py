@@ -54,10 +54,10 @@ ROOMS: dict[str, str] = {
 
 TOKENS: dict[str, int] = {
     "errors": 779,
-    "system": 10481,
+    "system": 10588,
     "config": 9573,
     "comm": 3600,
-    "run": 24564,
+    "run": 24684,
     "data": 46030,
     "reduce": 14877,
     "train": 13649,
@@ -67,7 +67,7 @@ TOKENS: dict[str, int] = {
     "checkpoint": 48344,
     "monitor": 29149,
     "track": 6512,
-    "rank": 16977,
+    "rank": 17299,
     "registry": 1513,
     "launch": 53168,
     "report": 12076,
@@ -77,7 +77,7 @@ TOKENS: dict[str, int] = {
     "bench": 13124,
     "commands": 17045,
     "cli": 992,
-    "__main__": 149,
+    "__main__": 159,
     "__init__": 236,
 }
 """Most tokens of each room: what must be read, whatever the lines. Who needs more raises the number in the commit that
