@@ -164,28 +164,3 @@ def _position(
         return layout.gradients
     index = order[place]
     return layout.offsets[index] + row * (layout.sizes[index] // parameters[index].rows)
-
-
-STEPS = 3
-LARGEST_SIZE = 160
-"""Longest axis of test tensors: above 128, where some optimizers start to treat tensors differently."""
-LARGEST_TENSOR = 3 << 13
-"""Most elements of a test tensor, so that a test takes milliseconds."""
-LEAST_RATE = 1e-3
-"""Replaces a learning rate of 0, with which nothing would change."""
-
-
-def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A similar shape with at most about ``LARGEST_TENSOR`` elements."""
-    inner, elements = [], 1
-    for size in shape[1:]:
-        inner.append(max(1, min(size, LARGEST_SIZE, LARGEST_TENSOR // elements // 2)))
-        elements *= inner[-1]
-    return (min(shape[0], max(2, LARGEST_TENSOR // elements)), *inner) if shape else ()
-
-
-def uneven_rows(shape: tuple[int, ...]) -> list[slice]:
-    """Splits the first axis unevenly, beginning with a single row; one part if there are fewer than two rows."""
-    rows = shape[0] if shape else 1
-    ends = sorted({0, min(1, rows), rows // 2, rows})
-    return [slice(begin, end) for begin, end in itertools.pairwise(ends)] if rows > 1 else [slice(None)]

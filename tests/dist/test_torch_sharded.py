@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
 PRECISIONS = ("fp32", "bf16", "fp16", "channels", "halves")
 SCENARIOS = {
-    2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "grown", "frozen", "probe"),
+    2: ("optimizers", "exchanges", "bits", "overflow", "own_steps", "replaced", "grown", "frozen", "unknown"),
     4: ("optimizers", "exchanges", "messages", "resumed"),
 }
 OF_GRADIENTS = {
@@ -138,10 +138,9 @@ def test_layers_that_are_frozen_at_times_train_as_in_one_process(results: Any, s
     assert max(results(2, shard)["frozen"]["differences"]) < 1e-5
 
 
-def test_the_probe_leaves_everything_as_it_was_and_names_what_cannot_be_sharded(results: Any) -> None:
-    found = results(2)["probe"]
-    assert found["same"]
-    assert all(said.startswith("parallel.shard is optimizer, and Coupled updates") for said in found["said"])
+def test_an_unknown_optimizer_is_refused_on_all_ranks(results: Any) -> None:
+    said = results(2)["unknown"]["said"]
+    assert all(each.startswith("parallel.shard is optimizer, and Coupled may update") for each in said)
 
 
 def test_any_state_resumes_on_any_ranks_sharded_or_not(results: Any) -> None:

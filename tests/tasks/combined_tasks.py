@@ -156,7 +156,7 @@ def task(uses: list[str]) -> TorchTask:
         if Feature.SPARSE_ADAM in has:
             return torch.optim.SparseAdam(model.parameters(), lr=0.01)
         kinds: dict[Feature, type[torch.optim.Optimizer]] = {
-            Feature.NON_ELEMENTWISE: Coupled,
+            Feature.UNKNOWN_OPTIMIZER: Coupled,
             Feature.OWN_OPTIMIZER_STATE: Counting,
             Feature.WHOLE_TENSORS: torch.optim.Adafactor,
         }

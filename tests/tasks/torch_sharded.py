@@ -16,6 +16,8 @@ from tests.support.checkpoint_data import augment, data
 class Lion(optim.Optimizer):
     """A custom optimizer that follows the sign of a momentum (Chen et al. 2023)."""
 
+    elementwise = True
+
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -34,6 +36,8 @@ class Lion(optim.Optimizer):
 
 class Lamb(optim.Optimizer):
     """A custom optimizer with steps scaled by the whole tensor's norm (You et al. 2020, without the moments)."""
+
+    elementwise = False
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

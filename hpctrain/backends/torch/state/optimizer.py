@@ -111,23 +111,20 @@ class Slots:
 
     slices: Mapping[int, Slices] = field(default_factory=dict)
     """Place of this rank's part in the whole parameter, by id of the part."""
-    common: frozenset[str] = frozenset()
-    """Names of slots without rows, such as a step count, which are equal for all parts of a parameter."""
 
-    def slices_of(self, slot: str, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Slices | None:
-        """Place of a slot if it is cut like its parameter; None if it is not.
+    def slices_of(self, shape: tuple[int, ...], parameter: Tensor, is_saved: bool = False) -> Slices | None:
+        """Place of a slot if it is cut like its parameter; None if it is not, such as a step count.
 
         Args:
-            slot: name of the slot.
             shape: shape of its value on this rank, or as saved.
             parameter: the parameter as the optimizer has it.
             is_saved: whether ``shape`` is the saved one.
         """
         slices = self.slices.get(id(parameter))
         whole = None if slices is None else slices.whole if is_saved else tuple(parameter.shape)
-        return slices if shape == whole and slot not in self.common else None
+        return slices if shape == whole else None
 
-    def placed(self, tensor: TorchTensor | ArrayTensor, slot: str, parameter: Tensor) -> Sequence[StateTensor]:
+    def placed(self, tensor: TorchTensor | ArrayTensor, parameter: Tensor) -> Sequence[StateTensor]:
         """A slot as this rank saves it; empty if another rank saves it.
 
         Raises UserError if a slot of a partitioned parameter has another shape.
@@ -135,7 +132,7 @@ class Slots:
         known = self.slices.get(id(parameter))
         if known is None:
             return [tensor]
-        slices = self.slices_of(slot, tensor.shape, parameter)
+        slices = self.slices_of(tensor.shape, parameter)
         if slices is not None and isinstance(tensor, TorchTensor):
             return tensors_of(tensor.name, tensor.tensor, slices)
         if known.is_cut and math.prod(tensor.shape) > 1:
@@ -234,10 +231,10 @@ class OptimizerState:
             for slot, value in slots.items():
                 name = f"optimizer/{part.prefix}{slot}"
                 if isinstance(value, Tensor):
-                    tensors += self.slots.placed(TorchTensor(f"{name}/{own}", value), slot, parameter)
+                    tensors += self.slots.placed(TorchTensor(f"{name}/{own}", value), parameter)
                 elif isinstance(value, (bool, int, float)):
                     number = ArrayTensor(f"{name}{NUMBER}/{own}", np.array(value, np.float64))
-                    tensors += self.slots.placed(number, slot, parameter)
+                    tensors += self.slots.placed(number, parameter)
                 elif value is not None:
                     raise UserError(
                         f"{type(part.optimizer).__name__} keeps {kind_of(value)} as {slot!r} of a parameter",
@@ -346,7 +343,7 @@ def slot_value(
         return int(number) if number.is_integer() else number
     shape, dtype = saved.shape_of(name), tensor_of(np.empty(0, saved.dtype_of(name))).dtype
     device = device_of(slot, group, parameter)
-    slices = slots.slices_of(slot, shape, parameter, is_saved=True)
+    slices = slots.slices_of(shape, parameter, is_saved=True)
     is_like_parameter = slices is not None or shape == tuple(parameter.shape)
     if is_like_parameter:  # same memory format as the parameter, so that fused updates stay fast
         value = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)

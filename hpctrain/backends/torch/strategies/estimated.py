@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.backends.torch.metrics import of_torchmetrics
-from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, try_optimizers, unsuited
+from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, traits_of, unsuited
 from hpctrain.backends.torch.task.checks import model_features
 from hpctrain.backends.torch.task.shares import Share, shares_of
 from hpctrain.config.combinations import Feature, Uses, refuse, used
@@ -52,9 +52,8 @@ class Estimated:
     def traits(self) -> ParameterTraits:
         """How optimizers may be partitioned. Raises UserError, with the reason, if the model cannot be."""
         self.refuse({})
-        framework = self.framework
-        traits = try_optimizers(framework.source.optimizer_state.every, framework.device)
-        self.refuse({Feature.NON_ELEMENTWISE: traits.coupled})
+        traits = traits_of(self.framework.source.optimizer_state.every)
+        self.refuse({Feature.UNKNOWN_OPTIMIZER: traits.unknown})
         return traits
 
     def refuse(self, found: Uses) -> None:

@@ -38,7 +38,7 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.backends.torch.task.checks import try_sharded
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import World, alone
+from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
@@ -386,9 +386,9 @@ def planned(opening: Opening) -> Strategy | None:
 
 def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prepared:
     """Leaves this rank its rows of each parameter."""
-    model, world, common = opening.model, opening.world, traits.common
+    model, world = opening.model, opening.world
     names = opening.names()
-    found = uncuttable(opening.shares(), opening.parts, traits, world)
+    found = uncuttable(opening.shares(), opening.parts, traits)
     refuse({**opening.features, **used({Feature.WHOLE_TENSORS: found})})
     whole = list(model.parameters())
     group = DefaultGroup(world.data, whole[0].device)
@@ -397,25 +397,24 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
     mine = own_rows_of(every, whole)
     for optimizer in opening.optimizers:
         for settings in optimizer.param_groups:
-            replace_parameters(optimizer, settings, mine, common)
+            replace_parameters(optimizer, settings, mine)
     updates = Updates(
         {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},
         {**names, **{id(one.own): one.name for one in every}},
-        Slots({id(one.own): one.rows for one in every if one.rows}, common),
+        Slots({id(one.own): one.rows for one in every if one.rows}),
         {ONLY: FullyShardedReducers(partition, opening.optimizers, group)},
     )
     return dataclasses.replace(prepared, partition=partition, updates=updates)
 
 
-def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], traits: ParameterTraits, world: World) -> str | None:
-    """Names the first parameter that cannot be split by rows, and its optimizer; None if all can be. Collective."""
-    cuttable = traits.cuttable(shares, [world.everyone], nearly=True)
+def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], traits: ParameterTraits) -> str | None:
+    """Names the first parameter that cannot be split by rows, and its optimizer; None if all can be."""
     names = {id(parameter): name for share in shares.values() for name, parameter in share.pairs}
     for optimizer in plain(parts):
         for one in (one for settings in optimizer.param_groups for one in settings["params"]):
             if id(one) in names and not one.numel():
                 return f"{names[id(one)]} has no elements"
-            if id(one) in names and one.ndim and len(one) > 1 and id(one) not in cuttable:
+            if id(one) in names and one.ndim and len(one) > 1 and id(one) not in traits.elementwise:
                 return f"{type(optimizer).__name__} does not update the rows of {names[id(one)]} by themselves"
     return None
 
@@ -423,7 +422,7 @@ def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], traits: Param
 def estimate(model: Estimated) -> MemoryEstimate:
     """See estimated.Estimate."""
     parts = model.framework.source.optimizer_state.every
-    whole_tensors = uncuttable(model.shares, parts, model.traits, alone())
+    whole_tensors = uncuttable(model.shares, parts, model.traits)
     model.refuse({Feature.WHOLE_TENSORS: whole_tensors})
     every = list(model.framework.model.parameters())
     total = sum(one.nbytes for one in every)

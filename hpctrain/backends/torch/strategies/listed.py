@@ -114,6 +114,10 @@ WITH_TABLES = {
 }
 
 
+SAY_ELEMENTWISE = (
+    "use an optimizer of torch.optim, such as AdamW; your own says what it needs by an attribute: elementwise = True "
+    "if it updates each element by itself, False if each parameter"
+)
 ROWS: Rows = {
     # tensor
     (Feature.TENSOR, Feature.NO_CUTS): (
@@ -125,9 +129,9 @@ ROWS: Rows = {
         "parallel.pipeline is {0}, and the task does not say what the layers of its model are",
         "return TorchTask(..., layers=lambda model: [model.embed, *model.blocks, model.head]), or an nn.Sequential",
     ),
-    (Feature.PIPELINE, Feature.NON_ELEMENTWISE): (
-        "parallel.pipeline is {0}, and {1} updates a parameter from others, which are on other stages",
-        "use another optimizer, such as AdamW",
+    (Feature.PIPELINE, Feature.UNKNOWN_OPTIMIZER): (
+        "parallel.pipeline is {0}, and {1} may update a parameter from others, which are on other stages",
+        SAY_ELEMENTWISE,
     ),
     (Feature.PIPELINE, Feature.EXTRA_STATE): (
         "parallel.pipeline is {0}, and a {1} of the task has extra state (get_extra_state), which would differ from "
@@ -160,9 +164,9 @@ ROWS: Rows = {
         "{0}, and SparseAdam, which updates {1}, takes only sparse gradients",
         "leave parallel.shard out, or use Adam",
     ),
-    (Trait.REDUCE_SCATTERS, Feature.NON_ELEMENTWISE, Feature.RANKS): (
-        "{0}, and {1} updates a parameter from others, so ranks that hold a part of them would train another model",
-        "leave parallel.shard out, or use another optimizer, such as AdamW",
+    (Trait.REDUCE_SCATTERS, Feature.UNKNOWN_OPTIMIZER, Feature.RANKS): (
+        "{0}, and {1} may update a parameter from others, so ranks that hold a part of them would train another model",
+        SAY_ELEMENTWISE,
     ),
     **refusing(Feature.SHARD_PARAMETERS, "parallel.shard is parameters", WITH_FULLY_SHARDED),
     (Feature.SHARD_PARAMETERS, Feature.WHOLE_TENSORS, Feature.RANKS): (

@@ -24,7 +24,7 @@ from hpctrain.backends.torch.state.optimizer import Part, Slots
 from hpctrain.backends.torch.steps.update_step import PassRunner
 from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.exchange import Exchange, OpenExchange
-from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, try_optimizers
+from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
 from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.task.holdings import Holdings
@@ -76,9 +76,9 @@ class Opening:
 
     @cached_property
     def traits(self) -> ParameterTraits:
-        """What optimizers allow. Raises UserError if one couples the updates of different parameters."""
-        traits = try_optimizers(self.parts, self.compute.device)
-        refuse({**self.features, **used({Feature.NON_ELEMENTWISE: traits.coupled})})
+        """What optimizers allow. Raises UserError if one may update a parameter from others."""
+        traits = traits_of(self.parts)
+        refuse({**self.features, **used({Feature.UNKNOWN_OPTIMIZER: traits.unknown})})
         return traits
 
     def exchange(self, group: Group, neighbours: Neighbours) -> Exchange:

@@ -360,7 +360,7 @@ def estimate(model: Estimated) -> MemoryEstimate | None:
     model.traits  # noqa: B018  raises if the plan does not work with the model
     for one in marked:
         for optimizer in optimizers:
-            require_elementwise(optimizer, one.layer.get_parameter("weight"), f"{one.name}.weight", 0)
+            require_elementwise(optimizer, one.layer.get_parameter("weight"), f"{one.name}.weight")
     tables = {f"{one.name}.weight": tuple(one.layer.get_parameter("weight").shape) for one in marked}
     state = [
         dataclasses.replace(one, shape=(part_of_rows(one.shape[0], 0, model.data)[1], *one.shape[1:]))

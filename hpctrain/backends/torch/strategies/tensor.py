@@ -246,7 +246,7 @@ def keep_own(
                 own = slices_for(tuple(parameter.shape), axis, one.word.parts)
                 slices[names[id(parameter)]] = own
                 for optimizer in optimizers:
-                    require_elementwise(optimizer, parameter, names[id(parameter)], axis)
+                    require_elementwise(optimizer, parameter, names[id(parameter)])
                 for slots in [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]:
                     whole = {slot: value for slot, value in slots.items() if isinstance(value, Tensor)}
                     slots.update((k, own.of(v)) for k, v in whole.items() if v.shape == parameter.shape)

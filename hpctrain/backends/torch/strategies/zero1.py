@@ -60,28 +60,27 @@ class Sharded:
     """The parts that this rank updates."""
 
 
-def shard(pairs: Pairs, by_rows: set[int], updated: set[int], group: Group) -> Sharded:
+def shard(pairs: Pairs, traits: ParameterTraits, group: Group) -> Sharded:
     """Shards parameters over the ranks of a group. Does not communicate.
 
     Args:
         pairs: parameters by name.
-        by_rows: ids of parameters that may be split between rows.
-        updated: ids of parameters that an optimizer updates.
+        traits: which of them optimizers update, and which may be split between rows.
         group: the ranks.
     """
-    layout, shares = shared_out(pairs, by_rows, updated, group.size)
+    layout, shares = shared_out(pairs, traits, group.size)
     own = [piece for piece in shares.pieces if piece.owner == group.rank]
     parts = tuple(OwnRows(piece, parameter_of(pairs[piece.parameter][1], piece)) for piece in own)
     return Sharded(pairs, layout, shares, group.rank, parts)
 
 
-def shared_out(pairs: Pairs, by_rows: set[int], updated: set[int], ranks: int) -> tuple[Layout, Shares]:
+def shared_out(pairs: Pairs, traits: ParameterTraits, ranks: int) -> tuple[Layout, Shares]:
     """The layout of parameters in the flat buffer, and each rank's share of it; see ``shard``."""
     layout = plan([parameter.numel() for _, parameter in pairs], None, SLOTS)
     weighed = [
         ShardedParameter(
-            rows=len(parameter) if parameter.numel() and id(parameter) in by_rows and has_rows(parameter) else 1,
-            num_bytes=parameter.nbytes if id(parameter) in updated else 0,
+            rows=len(parameter) if id(parameter) in traits.by_rows and has_rows(parameter) else 1,
+            num_bytes=parameter.nbytes if id(parameter) in traits.updated else 0,
         )
         for _, parameter in pairs
     ]
@@ -287,8 +286,7 @@ def shard_optimizers(
     partition, names, shares = prepared.partition, opening.names(), opening.shares()
     world = opening.world
     partition.update_among(world.data)
-    cuttable = traits.cuttable(shares, (world.tensor, world.data))  # other stages have other parameters
-    of = {name: shard(share.pairs, cuttable, set(traits.traits), world.data) for name, share in shares.items()}
+    of = {name: shard(share.pairs, traits, world.data) for name, share in shares.items()}
     mine: dict[int, OwnRows | None] = {id(parameter): None for each in of.values() for _, parameter in each.pairs}
     slices: dict[int, Slices] = {}
     own_names: dict[int, str] = {}
@@ -302,9 +300,9 @@ def shard_optimizers(
             own_names[id(rows.parameter)] = name
     for optimizer in opening.optimizers:
         for settings in optimizer.param_groups:
-            replace_parameters(optimizer, settings, mine, traits.common)
+            replace_parameters(optimizer, settings, mine)
     reducers = {name: source(sharded) for name, sharded in of.items()}
-    updates = Updates(shares, {**names, **own_names}, Slots(slices, traits.common), reducers)
+    updates = Updates(shares, {**names, **own_names}, Slots(slices), reducers)
     return replace(prepared, updates=updates)
 
 
@@ -315,11 +313,10 @@ def estimate(model: Estimated) -> MemoryEstimate:
 
 def largest_share(model: Estimated) -> float:
     """The largest fraction of updated bytes that a rank updates."""
-    held, traits = [0.0] * model.data, model.traits.traits
-    by_rows = {one for one, each in traits.items() if each.by_rows}
+    held, traits = [0.0] * model.data, model.traits
     for share in model.shares.values():
-        for piece in shared_out(share.pairs, by_rows, set(traits), model.data)[1].pieces:
+        for piece in shared_out(share.pairs, traits, model.data)[1].pieces:
             parameter = share.pairs[piece.parameter][1]
-            if id(parameter) in traits:
+            if id(parameter) in traits.updated:
                 held[piece.owner] += (piece.end - piece.begin) / piece.rows * parameter.nbytes
     return max(held) / max(sum(held), 1)

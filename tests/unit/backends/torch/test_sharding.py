@@ -11,13 +11,12 @@ from torch.nn import Parameter
 
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part, Slots
 from hpctrain.backends.torch.strategies.fully_sharded import uncuttable
-from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, replace_parameters, try_optimizers
+from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, replace_parameters, traits_of
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
 from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard, shared_out
 from hpctrain.backends.torch.strategies.zero2 import SlicedReducer, SlicedReducers
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
-from hpctrain.comm.world import alone
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
 from hpctrain.train.state import Cut, Placement
@@ -35,11 +34,11 @@ class Second(Group):
 def halved(optimizer: optim.Optimizer, parameters: list[tuple[str, Parameter]]) -> Sharded:
     """The optimizer, with what the second rank has of its parameters."""
     ids = {id(parameter) for _, parameter in parameters}
-    sharded = shard(parameters, ids, ids, Second())
+    sharded = shard(parameters, traits_of([Part("", optimizer)]), Second())
     own = {id(sharded.pairs[rows.piece.parameter][1]): rows for rows in sharded.parts}
     mine = {one: own.get(one) for one in ids}
     for group in optimizer.param_groups:
-        replace_parameters(optimizer, group, mine, frozenset({"step"}))
+        replace_parameters(optimizer, group, mine)
     return sharded
 
 
@@ -72,7 +71,7 @@ def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_r
     names = {id(rows.parameter): sharded.pairs[rows.piece.parameter][0] for rows in sharded.parts}
     pieces = {id(rows.parameter): rows for rows in sharded.parts}
     slices = {one: of_rows(pieces[one], names[one]) for one in names}
-    state = OptimizerState([Part("", optimizer)], names, Slots(slices, frozenset({"step"})))
+    state = OptimizerState([Part("", optimizer)], names, Slots(slices))
     found = {tensor.name: tensor for tensor in state.tensors()}
     assert set(found) == {"optimizer/sum/weight", "optimizer/sum/bias", "optimizer/step/bias"}
     assert all(tensor.placement is Placement.CUT for tensor in found.values())
@@ -102,9 +101,9 @@ def test_rows_are_known_by_how_they_lie_in_the_buffer(tensor: torch.Tensor, rows
 def test_a_parameter_without_elements_is_shared_out_too(shape: tuple[int, ...]) -> None:
     shapes = [shape, (4, 2), shape, (4, 2), shape]
     pairs = [(str(place), Parameter(torch.zeros(size))) for place, size in enumerate(shapes)]
-    ids = {id(parameter) for _, parameter in pairs}
-    for by_rows in (ids, set[int]()):
-        _, shares = shared_out(pairs, by_rows, ids, 2)
+    parts = [Part("", optim.Adam([parameter for _, parameter in pairs]))]
+    for traits in (traits_of(parts), ParameterTraits(updated=traits_of(parts).updated)):
+        _, shares = shared_out(pairs, traits, 2)
         assert {one.parameter for one in shares.pieces} == {0, 1, 2, 3, 4}, "each has an owner"
 
 
@@ -115,7 +114,7 @@ def test_state_without_elements_is_saved_too(shape: tuple[int, ...]) -> None:
     empty.grad = torch.zeros(shape)
     optimizer.step()
     slices = {id(empty): uncut().rows("empty", shape, 0, len(empty))}
-    state = OptimizerState([Part("", optimizer)], {id(empty): "empty"}, Slots(slices, frozenset({"step"})))
+    state = OptimizerState([Part("", optimizer)], {id(empty): "empty"}, Slots(slices))
     saved = {one.name: value_of(one) for one in state.tensors()}
     optimizer.state.clear()
     state.load(saved)
@@ -126,8 +125,7 @@ def test_state_without_elements_is_saved_too(shape: tuple[int, ...]) -> None:
 def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards() -> None:
     pairs = [("weight", Parameter(torch.zeros(4, 2))), ("empty", Parameter(torch.zeros(4, 0)))]
     parts = [Part("", optim.AdamW([parameter for _, parameter in pairs]))]
-    traits = try_optimizers(parts, torch.device("cpu"))
-    assert uncuttable({ONLY: Share(pairs)}, parts, traits, alone()) == "empty has no elements"
+    assert uncuttable({ONLY: Share(pairs)}, parts, traits_of(parts)) == "empty has no elements"
 
 
 class Window:
@@ -152,7 +150,7 @@ class Window:
 def test_sliced_gradients_cross_the_wire_once_a_pass(eager: bool) -> None:
     model, group, passes = nn.Sequential(nn.Linear(9, 30), nn.Linear(30, 3)), Group("data"), 3
     pairs = list(model.named_parameters())
-    sharded = shard(pairs, set(), {id(parameter) for _, parameter in pairs}, group)
+    sharded = shard(pairs, ParameterTraits(updated=frozenset(id(parameter) for _, parameter in pairs)), group)
     waiting = Waiting(NO_CLOCK, Neighbours.GRADIENTS)
     source, window = SlicedReducers(sharded, ReduceConfig(), False, [], waiting, eager), Window(64)
     reducer = SlicedReducer("sliced", source, window, group)  # type: ignore[arg-type]

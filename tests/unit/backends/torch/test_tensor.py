@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain import UserError, columns, rows, vocabulary
 from hpctrain.backends.named_state import plain_name
-from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut, slices_of, tilings
@@ -198,39 +197,6 @@ def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
     cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), Region(OneOf(0, 2)), OneOf(0, 1), [])
     with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, but each rank has weights for 32"):
         model(torch.zeros(1, 7, dtype=torch.int64))
-
-
-ELEMENTWISE = ("AdamW", "SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_optimizers_that_update_each_element_by_itself_go(name: str, axis: int) -> None:
-    parameter = nn.Parameter(torch.ones(9, 8))
-    optimizer = vars(torch.optim)[name]([parameter])
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps ``step``
-    before = torch.get_rng_state()
-    require_elementwise(optimizer, parameter, "weight", axis)
-    assert torch.equal(parameter, torch.ones(9, 8)) and torch.equal(torch.get_rng_state(), before)
-
-
-class RowNorms(torch.optim.Optimizer):
-    """Each row's gradient is scaled to length one."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter -= 0.1 * parameter.grad / parameter.grad.norm(dim=1, keepdim=True)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, RowNorms])
-def test_optimizers_that_look_at_more_are_refused(kind: Any) -> None:
-    parameter = nn.Parameter(torch.ones(8, 8))
-    with pytest.raises(UserError, match=f"{kind.__name__} updates elements of weight from other elements"):
-        require_elementwise(kind([parameter]), parameter, "weight", 1)
 
 
 def test_random_numbers_inside_are_made_of_those_outside() -> None:

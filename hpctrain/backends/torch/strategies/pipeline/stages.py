@@ -266,7 +266,7 @@ def keep_stage(model: Module, stages: Stages, stage: int, optimizers: Sequence[O
                 table[name] = None
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            replace_parameters(optimizer, group, dict.fromkeys(gone), frozenset())
+            replace_parameters(optimizer, group, dict.fromkeys(gone))
     for tensor in gone.values():
         tensor.grad = None
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

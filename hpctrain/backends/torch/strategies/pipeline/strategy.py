@@ -27,7 +27,7 @@ from hpctrain.train.clock import Neighbours, Waiting
 def planned(opening: Opening) -> Strategy | None:
     """The strategy, if the run has a pipeline. Raises UserError if the model or its optimizers cannot be divided."""
     if Feature.PIPELINE in opening.features:
-        opening.traits  # noqa: B018  raises if an optimizer couples parameters
+        opening.traits  # noqa: B018  raises if an optimizer may couple parameters
     stages = stages_of(opening.task, opening.model, opening.config.parallel.pipeline)
     if stages is None or opening.world.pipeline.size == 1:
         return None
