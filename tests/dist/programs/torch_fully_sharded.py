@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.strategies.exchange import Exchange, over_torch
+from hpctrain.backends.torch.strategies.fully_sharded import MET_UPDATES, FullySharded
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main as command
@@ -248,19 +249,15 @@ class Choosing(nn.Module):
         """``points``: [n, 3]."""
         for number in self.chosen:
             points = torch.tanh(self.layers[number](points))
-        if len(self.chosen) > 2:
-            with torch.no_grad():
-                self.head.weight.clamp_(-0.1, 0.1)
         found: Tensor = self.head(points)
         return found
 
 
 def apart(world: World, folder: Path) -> dict[str, Any]:
-    """Errors if ranks compute different layers or a different number of them, and if parameters get other storage or
-    change in a forward pass."""
+    """Errors if ranks compute different layers or a different number of them, and if parameters get other storage; and
+    the number of hooks in which ranks meet, before and after some updates."""
     first = world.rank == 0
     chosen = {"order": [0, 1] if first else [1, 0], "number": [0, 1] if first else [0], "memory": [0, 1]}
-    chosen["changed"] = [0, 1, 1]
     said = {}
     for name, numbers in chosen.items():
         framework = make_framework(world, functools.partial(Choosing, numbers), parallel=PARAMETERS)
@@ -272,7 +269,15 @@ def apart(world: World, folder: Path) -> dict[str, Any]:
         except UserError as error:
             said[name] = error.what
         framework.close()
-    return {"said": world.data.allgather(said, "compare")}
+    framework = make_framework(world, functools.partial(Choosing, [0, 1]), parallel=PARAMETERS)
+    partition = framework.parts.partition
+    assert isinstance(partition, FullySharded)
+    meetings = partition.meetings
+    hooks = [len(meetings)]
+    train(framework, MET_UPDATES + 1)
+    hooks.append(len(meetings))
+    framework.close()
+    return {"said": world.data.allgather(said, "compare"), "hooks": hooks}
 
 
 def groups(world: World, folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, ParameterDict, ParameterList, Sequential
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
@@ -49,6 +50,8 @@ from hpctrain.reduce.layout import SLOTS, ExchangeResult, read_slots
 
 LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
 """Containers, which are not called themselves, unless a subclass defines forward."""
+MET_UPDATES = 8
+"""Updates in which ranks compare, in each layer, where they are: those that choose layers differently do so early."""
 END = "the end of a forward pass"
 """Where ranks meet that have passed all layers."""
 SHARDED = (
@@ -85,15 +88,19 @@ class FullySharded(Partition):
         before: the partition that tensor parallelism has left of it.
         data: the ranks over which it is sharded.
         every: its parameters.
+        meetings: hooks in which ranks meet in the first updates.
     """
 
-    def __init__(self, root: FSDPModule, before: Partition, data: Group, every: Sequence[Held]) -> None:
+    def __init__(
+        self, root: FSDPModule, before: Partition, data: Group, every: Sequence[Held], meetings: list[RemovableHandle]
+    ) -> None:
         cut = frozenset(id(one.own) for one in every if one.name in before.slices)
         super().__init__(before.region, before.slices, cut)
         self.update_among(data)
         self.sync_group = data
         self.root = root
         self.every = every
+        self.meetings = meetings
         self.held = {one.name: one.own for one in every}
         self.places = {one.name: one.rows for one in every if one.rows is not None}
 
@@ -179,8 +186,7 @@ def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
     layers = [*layers_of(model), model]
     for layer in layers:
         root = fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
-    meet_in_layers(layers, model, data)
-    refuse_changes(layers, model)
+    meetings = meet_in_layers(layers, model, data)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
@@ -196,12 +202,12 @@ def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
             own.__dict__.update(vars(plain[name]))
             assert len(own) == end - begin, "as FSDP2 distributes rows"
         every.append(Held(name, parameter, own, rows))
-    return FullySharded(root, before, data, every)
+    return FullySharded(root, before, data, every, meetings)
 
 
-def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> None:
+def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> list[RemovableHandle]:
     """Makes forward passes raise UserError on all ranks, before gathering anything, if ranks are not in the same layer:
-    they would take rows of different layers for one.
+    they would take rows of different layers for one. Returns the hooks.
 
     Args:
         layers: the layers that are gathered.
@@ -222,41 +228,9 @@ def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> Non
                 "or set parallel.shard: optimizer",
             )
 
-    for place, layer in enumerate(layers):
-        layer.register_forward_pre_hook(functools.partial(meet, place), prepend=True)
-    model.register_forward_hook(functools.partial(meet, len(layers)))
-
-
-def refuse_changes(layers: Sequence[Module], model: Module) -> None:
-    """Makes forward passes raise UserError if they change parameters in place: the change would be lost with the
-    gathered copy.
-
-    Args:
-        layers: the layers that are gathered; the last one is the model itself.
-        model: the model that they are part of.
-    """
-    name_of = {id(module): name for name, module in model.named_modules()}
-    inside = {id(module) for layer in layers[:-1] for module in layer.modules()}
-    for layer in layers:
-        own = [module for module in layer.modules() if layer is not model or id(module) not in inside]
-        places = [(module, key) for module in own for key, one in module._parameters.items() if one is not None]
-        versions = [0] * len(places)
-
-        def note(*ignored: Any, places: Any = places, versions: list[int] = versions) -> None:
-            versions[:] = [module._parameters[key]._version for module, key in places]
-
-        def compare(*ignored: Any, places: Any = places, versions: list[int] = versions) -> None:
-            for (module, key), before in zip(places, versions, strict=True):
-                if module._parameters[key].ndim and module._parameters[key]._version != before:
-                    raise UserError(
-                        f"the forward pass changes {name_of[id(module)]}.{key} in place, which is lost with "
-                        "parallel.shard: parameters",
-                        "leave max_norm out of embeddings, and change parameters in hooks= of the task, which are "
-                        "called after updates; or leave parallel.shard out",
-                    )
-
-        layer.register_forward_pre_hook(note)
-        layer.register_forward_hook(compare, prepend=True)
+    ends = model.register_forward_hook(functools.partial(meet, len(layers)))
+    hooks = [functools.partial(meet, place) for place in range(len(layers))]
+    return [ends, *(one.register_forward_pre_hook(hook, prepend=True) for one, hook in zip(layers, hooks, strict=True))]
 
 
 class FullyShardedReducer:
@@ -274,7 +248,7 @@ class FullyShardedReducer:
         self.tensor = tensor
         self.optimizers = optimizers
         self.ranks = ranks
-        self.is_last = True
+        self.is_last, self.updates = True, 0
         self.every = [one for one in tensor.every if one.own.requires_grad]
         self.known = {id(one.own) for one in tensor.every}
         self.memory = [(one, one.module.untyped_storage()) for one in tensor.every]
@@ -292,6 +266,9 @@ class FullyShardedReducer:
 
     def begin(self) -> None:
         self._require_memory()
+        self.updates += 1
+        while self.updates > MET_UPDATES and self.tensor.meetings:
+            self.tensor.meetings.pop().remove()
         for one in self.every:
             one.module.grad = one.own.grad = None
 
