@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.train.saved_arrays import SavedArrays, as_saved, runs_of_rows
+from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, as_saved, merge, runs_of_rows
 from hpctrain.train.state import Placement, StateTensor
+from hpctrain.train.stateful import value_of
 
 BLOCK_BYTES = 4 << 20
 """Size of the block of a value that is held in memory while loading."""
@@ -73,6 +75,28 @@ def load_tensors(tensors: Iterable[Assignable], arrays: Mapping[str, NDArray[Any
     for tensor in wanted:
         if tensor.name in source and not source.is_current(tensor.name):
             assign_by_blocks(tensor, source)
+
+
+@contextmanager
+def merged_over(group: Group, tensors: Iterable[Assignable]) -> Iterator[None]:
+    """Gives rank-local tensors one value on all ranks during the body, such as BatchNorm statistics for an evaluation.
+
+    It is the value that one rank would load from a checkpoint (see ``merge``), so that what is judged is what is
+    exported. Training continues with each rank's own. Collective.
+    """
+    own = [tensor for tensor in tensors if tensor.placement is Placement.RANK] if group.size > 1 else []
+    values = {tensor.name: value_of(tensor) for tensor in own}
+    sums = group.allgather([zlib.crc32(value.tobytes()) for value in values.values()], "compare statistics")
+    differing = [tensor for tensor, *each in zip(own, *sums, strict=True) if len(set(each)) > 1]
+    for tensor in differing:
+        rows = group.gather(values[tensor.name], f"merge {tensor.name}")
+        assign_by_blocks(tensor, HeldArrays({tensor.name: merge(list(rows), 0)}))
+    try:
+        yield
+    finally:
+        own_values = HeldArrays(values)
+        for tensor in differing:
+            assign_by_blocks(tensor, own_values)
 
 
 def assign_by_blocks(tensor: Assignable, source: SavedArrays) -> None:

@@ -33,8 +33,8 @@ EXTRA = "held/model/extra/"
 class Selection:
     """Which weights of a checkpoint to export, and under which names."""
 
-    averaged: bool = False
-    """Use the moving average of weights that have one."""
+    averaged: bool | None = None
+    """Use the moving average of weights that have one; by default if there is one, since evaluations judge it."""
     trainable_only: bool = False
     """Omit frozen weights and buffers, which leaves the adapter."""
     lora_alpha: float | None = None
@@ -52,15 +52,14 @@ def model_weights(loaded: Loaded, selection: Selection = WHOLE) -> Weights:
     Raises:
         UserError: there are no weights or no averages, or the selection cannot be applied.
     """
-    averaged = selection.averaged
     source = {name.removeprefix(MODEL): name for name in loaded.arrays if name.startswith(MODEL)}
     average = {name.removeprefix(AVERAGE): name for name in loaded.arrays if name.startswith(AVERAGE)}
     if not source:
         fix = f"its names begin with {sorted({n.split('/')[0] for n in loaded.arrays})}"
         raise UserError(f"{loaded.path} has no model", fix)
-    if averaged and not average:
+    if selection.averaged and not average:
         raise UserError(f"{loaded.path} has no averaged weights", "set train.ema_decay, or export without --ema")
-    if averaged:
+    if selection.averaged is not False:
         source |= {name: average[name] for name in source if name in average}
     if selection.trainable_only:
         trained = trained_names(loaded, source)

@@ -77,6 +77,9 @@ def load_weights(
 ) -> Match:
     """Load the weights that match into the model; ``wanted`` has the shapes of its weights on all stages."""
     old_names = renamed({name: name for name in weights.arrays}, source.rename, source.path)
+    for name, saved in framework.facts.other_names.items():  # an export has the names in ``state_dict``
+        if name in old_names and saved and saved not in old_names:
+            old_names[saved] = old_names.pop(name)
     state = framework.state()
     present = PresentState(state)
     shapes = {name: weights.arrays.shape_of(old) for name, old in old_names.items()}

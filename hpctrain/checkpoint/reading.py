@@ -23,7 +23,7 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run.folder import name_of_step, step_named
 from hpctrain.tasks.user_errors import own_line, words
-from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, require_inside
+from hpctrain.train.saved_arrays import HeldArrays, SavedArrays, merge, require_inside
 from hpctrain.train.stateful import STATE
 from hpctrain.train.tree import STRUCTURE
 
@@ -326,17 +326,6 @@ def take(shard: layout.Shard, image: NDArray[np.uint8], arrays: Arrays, of_ranks
             arrays[tensor.name] = view
         elif rank is None and not tensor.name.startswith(RANDOM):
             of_ranks.setdefault(tensor.name, {})[tensor.rank] = view.copy()
-
-
-def merge(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
-    """Merge the values of several saved ranks: their common value, the mean of floats, else one rank's value."""
-    first = values[0]
-    if all(value.tobytes() == first.tobytes() for value in values[1:]):
-        return first
-    if first.dtype.kind == "f" and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in values):
-        with np.errstate(all="ignore"):  # non-finite values stay non-finite
-            return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
-    return values[rank % len(values)]
 
 
 class Contents(SavedArrays):

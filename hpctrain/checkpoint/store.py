@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.backends.named_state import plain_name
 from hpctrain.checkpoint.export import MODEL
 from hpctrain.checkpoint.folder import CheckpointFolder, no_fence
 from hpctrain.checkpoint.format.files import REFUSED, judged
@@ -264,7 +263,7 @@ def compare_model(
     own = [tensor.name for tensor in framework.state() if tensor.name.startswith(MODEL)]
     everywhere = (stages or Group("alone")).allgather(own, "list the tensors of the model")
     now = {name.removeprefix(MODEL) for each in everywhere for name in each}
-    saved = {plain_name(name.removeprefix(MODEL)) for name in loaded.dtypes if name.startswith(MODEL)}
+    saved = {name.removeprefix(MODEL) for name in loaded.dtypes if name.startswith(MODEL)}
     return model_changes(saved, now, str(loaded.path), accepted)
 
 

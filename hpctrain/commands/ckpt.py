@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--rename", action="append", default=[], metavar="OLD=NEW", help="replace a prefix of names: --rename model.=")
     add("--like", metavar="FOLDER", help="write a folder for from_pretrained: FOLDER's configuration, and the weights")
-    add("--ema", action="store_true", help="the moving average of the weights instead of the weights")
+    help = "the moving average of the weights, which evaluations judge; by default if there is one"
+    add("--ema", action=argparse.BooleanOptionalAction, help=help)
     for action in (ls, verify, inspect, diff, export):
         action.add_argument("--json", action="store_true", help="print JSON")
 
@@ -196,7 +197,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.tasks.loading import load_task
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
-    if dataclasses.replace(selection, averaged=False, lora_alpha=None) != Selection():
+    if dataclasses.replace(selection, averaged=None, lora_alpha=None) != Selection():
         fix = "export to a .safetensors file, or without --trainable-only and --rename"
         raise UserError("a .weights.h5 file holds all weights of a model, by their places in it", fix)
     if "identity" not in loaded.meta:

@@ -17,12 +17,10 @@ from hpctrain.data.pipeline import ValidationData
 from hpctrain.errors import RunFailed, UserError, file_errors
 from hpctrain.system.files import sync
 from hpctrain.train.evaluation import even_batches
-from hpctrain.train.framework import Evaluator, samples_of
+from hpctrain.train.framework import Evaluator, Judged, samples_of
 
 
-def write_predictions(
-    framework: Evaluator, data: ValidationData, group: Group, path: Path, writes: bool = True
-) -> None:
+def write_predictions(framework: Judged, data: ValidationData, group: Group, path: Path, writes: bool = True) -> None:
     """Has each rank predict a contiguous part of the data and write its rows. Collective.
 
     The file appears under its name when it is complete. ``writes`` is False on ranks whose outputs another group
@@ -32,6 +30,12 @@ def write_predictions(
         UserError: the outputs are not one row of a fixed shape per sample, or the folder cannot be made.
         RunFailed: the ranks' outputs differ in shape or dtype, or the file cannot be written.
     """
+    with framework.merged_buffers(group):
+        write_outputs(framework, data, group, path, writes)
+
+
+def write_outputs(framework: Evaluator, data: ValidationData, group: Group, path: Path, writes: bool) -> None:
+    """See ``write_predictions``; with the model as it is."""
     outputs = (
         (framework.predict(batch), samples_of(batch) if is_own else 0)
         for batch, is_own in even_batches(data, framework.sync_group)

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from hpctrain.checkpoint.export import Selection, export_safetensors
+from hpctrain.checkpoint.export import export_safetensors
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.config.combinations import Feature, refusal
@@ -64,7 +64,7 @@ def register_model(run_dir: RunDir, step: int | None, uri: str | None, name: str
     mlflow.set_tracking_uri(tracking_uri(uri))
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.safetensors"
-        export_safetensors(loaded, weights, Selection(averaged=config.train.ema_decay is not None))
+        export_safetensors(loaded, weights)
         framework, problem = with_weights(config, str(weights))
         if isinstance(problem.task.model, Mapping):
             raise refusal({Feature.REGISTRY: True, Feature.SEVERAL_MODELS: ", ".join(problem.task.model)})

@@ -12,11 +12,11 @@ import numpy as np
 
 from hpctrain.comm.group import Group
 from hpctrain.run.figures import Figure
-from hpctrain.train.framework import Evaluator, HostBatch, Sums
+from hpctrain.train.framework import Evaluator, HostBatch, Judged, Sums
 from hpctrain.train.metrics import Evaluation, flattened
 
 
-def evaluate(framework: Evaluator, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
+def evaluate(framework: Judged, sets: Mapping[str, Iterable[HostBatch]], group: Group) -> Evaluation:
     """Computes loss and metrics over the validation data of all ranks; exact even if ranks have unequal shares.
 
     Args:
@@ -29,11 +29,12 @@ def evaluate(framework: Evaluator, sets: Mapping[str, Iterable[HostBatch]], grou
     """
     metrics: dict[str, float] = {}
     figures: dict[str, Figure] = {}
-    for number, (name, batches) in enumerate(sets.items()):
-        found = evaluate_one(framework, batches, group)
-        prefix = f"{name}/" if number else ""
-        metrics |= {f"{prefix}{key}": value for key, value in found.metrics.items()}
-        figures |= {f"{prefix}{key}": figure for key, figure in found.figures.items()}
+    with framework.merged_buffers(group):
+        for number, (name, batches) in enumerate(sets.items()):
+            found = evaluate_one(framework, batches, group)
+            prefix = f"{name}/" if number else ""
+            metrics |= {f"{prefix}{key}": value for key, value in found.metrics.items()}
+            figures |= {f"{prefix}{key}": figure for key, figure in found.figures.items()}
     return Evaluation(metrics, figures)
 
 

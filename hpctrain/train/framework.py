@@ -165,12 +165,20 @@ class State(Protocol):
     def kept_random_state(self) -> AbstractContextManager[None]:
         """Restores this rank's random state after the body."""
 
+    def merged_buffers(self, group: Group) -> AbstractContextManager[None]:
+        """A context for evaluations and predictions, in which rank-local buffers of the model, such as BatchNorm
+        statistics, are merged over the ranks of the group as in an export. Collective."""
+
     def weights_hash(self, shared_only: bool = False) -> str:
         """SHA-256, in hexadecimal, over this rank's model parameters in a fixed order.
 
         Args:
             shared_only: hash only replicated parameters, not sharded layers and tables.
         """
+
+
+class Judged(Evaluator, State, Protocol):
+    """What is evaluated."""
 
 
 class StateSource(State, Protocol):
@@ -223,6 +231,9 @@ class FrameworkOfParts:
 
     def kept_random_state(self) -> AbstractContextManager[None]:
         return self.source.kept_random_state()
+
+    def merged_buffers(self, group: Group) -> AbstractContextManager[None]:
+        return self.source.merged_buffers(group)
 
     def weights_hash(self, shared_only: bool = False) -> str:
         return self.source.weights_hash(shared_only)

@@ -146,3 +146,14 @@ def require_inside(name: str, begin: tuple[int, ...], shape: tuple[int, ...], wh
 def as_saved(arrays: Mapping[str, NDArray[Any]]) -> SavedArrays:
     """Wraps arrays as SavedArrays, so that shapes and parts can be asked for."""
     return arrays if isinstance(arrays, SavedArrays) else HeldArrays(arrays)
+
+
+def merge(values: Sequence[NDArray[Any]], rank: int) -> NDArray[Any]:
+    """Merge the rank-local values of several ranks: their common value, the mean of floats, else one rank's value."""
+    first = values[0]
+    if all(value.tobytes() == first.tobytes() for value in values[1:]):
+        return first
+    if first.dtype.kind == "f" and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in values):
+        with np.errstate(all="ignore"):  # non-finite values stay non-finite
+            return np.mean(values, axis=0, dtype=np.float64).astype(first.dtype)
+    return values[rank % len(values)]

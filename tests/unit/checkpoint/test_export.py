@@ -90,7 +90,7 @@ def test_torch_state_dict_loads_in_stock_pytorch(digits: Any, tmp_path: Path) ->
     from hpctrain.tasks.torch_digits import Network
 
     task, _, path = digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.pt")]) == 0
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.pt"), "--no-ema"]) == 0
     network = Network()
     network.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
     assert torch.equal(network(torch.from_numpy(IMAGES)), task.model(torch.from_numpy(IMAGES)))
@@ -116,7 +116,7 @@ def test_tied_weights_are_exported_under_each_name(averaged: bool, tmp_path: Pat
     saver.begin(framework.state(), 1, {"other_names": framework.facts.other_names}, framework.host.synchronize)
     saver.finish().path_or_raise()
     saver.close()
-    more = ["--ema"] if averaged else []
+    more = [] if averaged else ["--no-ema"]
     assert main(["ckpt", "export", str(tmp_path), "-o", str(tmp_path / "out.pt"), *more]) == 0
     model = Tied()
     model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
@@ -162,9 +162,11 @@ def test_extra_state_of_modules_is_exported_where_pytorch_wants_it(
 
 def test_averaged_weights_differ(digits: Any, tmp_path: Path) -> None:
     _, _, path = digits
-    for name, more in (("plain.pt", []), ("ema.pt", ["--ema"])):
+    for name, more in (("plain.pt", ["--no-ema"]), ("ema.pt", ["--ema"]), ("default.pt", [])):
         assert main(["ckpt", "export", str(path), "-o", str(tmp_path / name), *more]) == 0
-    plain, average = (torch.load(tmp_path / name, weights_only=True) for name in ("plain.pt", "ema.pt"))
+    names = ("plain.pt", "ema.pt", "default.pt")
+    plain, average, default = (torch.load(tmp_path / name, weights_only=True) for name in names)
+    assert all(torch.equal(default[name], average[name]) for name in average)
     assert plain.keys() == average.keys()
     assert not torch.equal(plain["conv1.weight"], average["conv1.weight"])
 
@@ -172,7 +174,7 @@ def test_averaged_weights_differ(digits: Any, tmp_path: Path) -> None:
 def test_safetensors_loads_in_the_stock_library(digits: Any, tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     task, _, path = digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors")]) == 0
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors"), "--no-ema"]) == 0
     found, expected = library.load_file(tmp_path / "out.safetensors"), task.model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -182,7 +184,7 @@ def test_keras_weights_load_in_stock_keras(keras_digits: Any, tmp_path: Path) ->
     from hpctrain.tasks.tensorflow_digits import network
 
     task, _, path = keras_digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.weights.h5")]) == 0
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.weights.h5"), "--no-ema"]) == 0
     model = network()
     model.load_weights(tmp_path / "out.weights.h5")
     np.testing.assert_array_equal(model(IMAGES), task.model(IMAGES))
@@ -281,7 +283,7 @@ def test_both_frameworks_hold_the_same_arrays_under_documented_names(digits: Any
 
 def test_initial_weights_from_a_checkpoint_and_from_safetensors(digits: Any, tmp_path: Path) -> None:
     task, _, path = digits
-    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors")]) == 0
+    assert main(["ckpt", "export", str(path), "-o", str(tmp_path / "out.safetensors"), "--no-ema"]) == 0
     for source in (path, path.parent, tmp_path / "out.safetensors"):
         new, framework, _ = trained("torch", tmp_path)
         with closing(framework):

@@ -62,6 +62,9 @@ class Counter:
     def kept_random_state(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def merged_buffers(self, group: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def state(self) -> list[ArrayTensor]:
         return [ArrayTensor("model/weight", self.weight, is_trained=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ class Model:
 
     def predict(self, batch: Any) -> dict[str, NDArray[Any]]:
         return {"output": self.outputs(batch["x"])}
+
+    def merged_buffers(self, group: Group) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def predict(outputs: Outputs, path: Path) -> None:

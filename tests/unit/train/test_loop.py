@@ -89,6 +89,9 @@ class LeastSquares:
     def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def merged_buffers(self, group: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def weights_hash(self) -> str:
         return self.weights.tobytes().hex()
 

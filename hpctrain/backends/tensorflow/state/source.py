@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.joint_statistics import BatchNorms
-from hpctrain.backends.named_state import load_tensors
+from hpctrain.backends.named_state import load_tensors, merged_over
 from hpctrain.backends.tensorflow.state.tensors import VariableTensor, digest, is_seed, model_tensors, path_in
 from hpctrain.backends.tensorflow.task.holdings import Holdings, KerasLeaves, optimizers_in
 from hpctrain.backends.update import LossScale, load_residues, residue_tensors
@@ -130,6 +130,9 @@ class KerasState:
 
     def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
         return put_back([one for one in self.named.tensors() if one.name.startswith("rng/")])
+
+    def merged_buffers(self, group: Group) -> contextlib.AbstractContextManager[None]:
+        return merged_over(group, model_tensors(self.named.model, self.named.equal))
 
     def state(self) -> list[StateTensor]:
         """All state: ``model/...``, ``optimizer/...``, ``held/...``, ``ema/...``, ``scaler/...``, ``rng/...``."""

@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import Module
 
-from hpctrain.backends.named_state import load_tensors, parameter_of
+from hpctrain.backends.named_state import load_tensors, merged_over, parameter_of
 from hpctrain.backends.torch.state import tensors
 from hpctrain.backends.torch.state.optimizer import OptimizerState
 from hpctrain.backends.torch.steps.update_step import Parts, StepProgram
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.task.holdings import Holdings
 from hpctrain.backends.update import LossScale, load_residues, residue_tensors
+from hpctrain.comm.group import Group
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.train.seeds import derive, seed_python
 from hpctrain.train.state import StateTensor, Tiling
@@ -83,7 +84,7 @@ class TorchState:
         optimizer = self.optimizer_state.tensors()
         known = [tensor.tensor for tensor in optimizer if isinstance(tensor, tensors.TorchTensor)]
         found: list[StateTensor] = [
-            *self._model(),
+            *self.model_tensors(),
             *optimizer,
             *self.holdings.tensors(known, self.program.updates),
             *self.averages.tensors(),
@@ -99,7 +100,7 @@ class TorchState:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
-        load_tensors([*self._model(), *self.averages.tensors()], arrays)
+        load_tensors([*self.model_tensors(), *self.averages.tensors()], arrays)
         self.meta_init = frozenset()
         self.optimizer_state.load(arrays)
         self.holdings.load(arrays)
@@ -121,6 +122,9 @@ class TorchState:
     def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
         return tensors.kept_random_state(self.parts.compute.device)
 
+    def merged_buffers(self, group: Group) -> contextlib.AbstractContextManager[None]:
+        return merged_over(group, self.model_tensors())
+
     def weights_hash(self, shared_only: bool = False) -> str:
         model, partition, equal = self.parts.model, self.parts.partition, self.parts.batch_norms.names
         joint = [buffer for name, buffer in model.named_buffers() if name in equal]
@@ -131,7 +135,8 @@ class TorchState:
         """Raises UserError if a pass or a hook has changed which parameters and buffers the model has."""
         tensors.require_same_layout(self.layout, tensors.layout_of(self.parts.model, self.parts.partition))
 
-    def _model(self) -> list[tensors.TorchTensor]:
+    def model_tensors(self) -> list[tensors.TorchTensor]:
+        """Parameters and saved buffers. Raises UserError if these are no longer those of the task."""
         self.require_same_layout()
         return tensors.model_tensors(self.parts.model, self.parts.batch_norms.names, self.parts.partition)
 
