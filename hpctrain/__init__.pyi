@@ -55,6 +55,7 @@ from hpctrain.run.figures import Matrix as Matrix
 from hpctrain.run.view import RunView as RunView
 from hpctrain.tasks.definition import ColwiseParallel as ColwiseParallel
 from hpctrain.tasks.definition import KerasTask as KerasTask
+from hpctrain.tasks.definition import PerBatch as PerBatch
 from hpctrain.tasks.definition import RowwiseParallel as RowwiseParallel
 from hpctrain.tasks.definition import TorchScheduler as TorchScheduler
 from hpctrain.tasks.definition import TorchTask as TorchTask

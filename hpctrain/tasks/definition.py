@@ -15,6 +15,21 @@ Score = Any
 """A scalar tensor, the mean over the batch's samples; or two, (sum, weight), if samples have different weights."""
 
 
+@dataclass(frozen=True)
+class PerBatch:
+    """Marks a loss or metric that is not a mean over samples, because it compares the samples of a batch.
+
+    It then sees one rank's micro-batch at a time, and its values are averaged, weighted by samples: the result depends
+    on the number of ranks. ``ctx.gather`` of a custom step gives a loss the samples of all ranks.
+    """
+
+    function: Callable[[Any, Any], Score]
+
+    def __call__(self, outputs: Any, batch: Any) -> Score:
+        """Calls the function."""
+        return self.function(outputs, batch)
+
+
 def first_field(model: Any, batch: Mapping[str, Any]) -> Any:
     """Apply the model to the first array of the batch."""
     if isinstance(model, Mapping):

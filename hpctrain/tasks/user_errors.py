@@ -162,9 +162,18 @@ def not_called(name: str) -> UserError:
 def no_mean(name: str) -> UserError:
     """The error for a loss that is not the mean over the samples."""
     fix = (
-        "leave the mean to it (no reduction, no class weights), or return (sum, weight) from a function(outputs, batch)"
+        "leave its reduction at the mean, and ignore_class out of compile, or return (sum, weight) from a "
+        "function(outputs, batch)"
     )
     return UserError(f"loss={name} is not the plain mean over the samples, so that ranks would average it wrongly", fix)
+
+
+def trained_weight(field: str, constant: str) -> UserError:
+    """The error for a (sum, weight) whose weight has a gradient, as the second of two losses has."""
+    return UserError(
+        f"{field} returned (sum, weight) with a weight that depends on the model's parameters",
+        f"of two losses return the sum, and give the parts as metrics=; if it is a weight, return {constant}",
+    )
 
 
 def no_such_field(error: TypeError, fields: Sequence[str]) -> UserError:

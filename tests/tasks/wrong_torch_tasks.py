@@ -217,7 +217,6 @@ WRONG: dict[str, Any] = {
     "name": lambda: made(loss="cross_entrpy"),
     "class": lambda: made(loss=nn.CrossEntropyLoss),
     "sum": lambda: made(loss=nn.CrossEntropyLoss(reduction="sum")),
-    "weighted": lambda: made(loss=nn.CrossEntropyLoss(torch.ones(3))),
     "three_arrays": lambda: made(loss="mse", train=three()),
     "broadcast": lambda: made(model=nn.Linear(4, 1), loss="mse", train=column(), validation=None),
     "number": lambda: made(loss=3),
@@ -237,6 +236,7 @@ RIGHT: dict[str, Any] = {
     ),
     "cross_entropy": lambda: made(loss="cross_entropy"),
     "object": lambda: made(loss=nn.CrossEntropyLoss()),
+    "weighted": lambda: made(loss=nn.CrossEntropyLoss(torch.ones(3))),
     "function": lambda: made(loss=functional.cross_entropy),
     "own": made,
 }

@@ -198,7 +198,9 @@ class Passes:
         """The task's loss plus the model's penalties, weighted like the samples."""
         loss = score_of(converted(self.task.loss)(outputs, batch), batch)
         penalties = [tf.cast(penalty, loss.total.dtype) for penalty in self.task.model.losses]
-        return replace(loss, total=loss.total + loss.weight * tf.add_n(penalties)) if penalties else loss
+        if not penalties:
+            return loss
+        return replace(loss, total=loss.total + tf.stop_gradient(loss.weight) * tf.add_n(penalties))
 
 
 def loss_of_nothing() -> UserError:
@@ -274,7 +276,7 @@ def score_of(score: Any, batch: Tensors, name: str = "the loss or a metric") -> 
             "return its mean over the samples, a scalar, or (sum, weight), two scalars",
         )
     if weighted:
-        return BatchScore(scalars[0], tf.stop_gradient(scalars[1]), True)
+        return BatchScore(scalars[0], scalars[1], True)
     samples = tf.cast(tf.shape(next(iter(batch.values())))[0], dtype)
     return BatchScore(scalars[0] * samples, samples, False)
 

@@ -57,7 +57,7 @@ class CompiledLoss:
 
     def refuse_no_mean(self, loss: keras.losses.Loss, weights: Any) -> None:
         """Raises UserError if a loss is not a mean over the samples."""
-        if loss.reduction not in MEANS:
+        if loss.reduction not in MEANS or getattr(loss, "ignore_class", None) is not None:
             raise no_mean(loss.name)
         if weights is not None and loss.reduction == "mean_with_sample_weight":
             raise UserError(
@@ -182,7 +182,12 @@ SOME = ("mse", "mae", "huber", "binary_crossentropy", "categorical_crossentropy"
 def of_target(function: Callable[..., Any], target: str, outputs: Any, batch: Mapping[str, Any]) -> Any:
     """Applies a Keras loss(target, output) to a batch; functions of Keras return one value per sample."""
     refuse_masked(outputs)
-    return keras.ops.mean(function(batch[target], outputs))
+    mean = keras.ops.mean(function(batch[target], outputs))
+    ignored = getattr(function, "ignore_class", None)
+    if ignored is None:
+        return mean
+    weight = keras.ops.sum(keras.ops.cast(batch[target] != ignored, mean.dtype))
+    return mean * weight, weight
 
 
 def refuse_masked(outputs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,16 +12,29 @@ from hpctrain.backends.tensorflow.steps.passes import BatchScore, Passes, Tensor
 from hpctrain.backends.tensorflow.task.compiled import CompiledLoss
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.tasks.user_errors import blamed, shapes
+from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, Framework, require_mean
+from hpctrain.tasks.user_errors import blamed, shapes, trained_weight
+
+
+def read(score: Any, samples: int) -> tuple[float, float, float]:
+    """See mean_check.Framework."""
+    total, weight = score if isinstance(score, (tuple, list)) else (score * samples, samples)
+    is_low = tf.convert_to_tensor(total).dtype.size < 4
+    return float(total), float(weight), TOLERANCE_16_BITS if is_low else TOLERANCE
+
+
+KERAS = Framework(read, tf.nest.map_structure, tf.identity)
 
 
 def try_training(task: KerasTask, passes: Passes, batch: Tensors) -> None:
-    """Raises UserError if the loss cannot be computed or has no gradients."""
+    """Raises UserError if the loss cannot be computed, has no gradients, or is not a mean over samples."""
     variables = [variable.value for variable in task.model.trainable_variables]
-    with tf.GradientTape() as tape:
+    with tf.GradientTape(persistent=True) as tape:
         scores = judged(passes, batch, loss_of(task), training=True)
     if scores and all(gradient is None for gradient in tape.gradient(scores[0].total, variables)):
         raise loss_of_nothing()
+    if scores and any(gradient is not None for gradient in tape.gradient(scores[0].weight, variables)):
+        raise trained_weight("loss", "tf.stop_gradient(weight)")
 
 
 def try_evaluation(task: KerasTask, passes: Passes, batch: Tensors) -> None:
@@ -54,6 +68,7 @@ def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: 
             raise UserError(f"{name} returned None", "a return is missing: return a scalar, or (sum, weight)")
         with blamed(name, "return its mean over the samples, a scalar, or (sum, weight), two scalars"):
             scores.append(score_of(score, batch, name))
+        require_mean(KERAS, name, judge, outputs, batch, functools.partial(passes.outputs, training=False))
     return scores
 
 

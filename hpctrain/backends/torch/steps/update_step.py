@@ -94,8 +94,16 @@ class LossPasses:
 
     def dry_call(self, batch: dict[str, Tensor]) -> Any:
         parts, partition = self.parts, self.parts.partition
+
+        def again(some: Mapping[str, Tensor]) -> Any:
+            parts.modes.evaluate()
+            try:
+                return parts.task.forward(self.called, some)
+            finally:
+                parts.modes.train()
+
         with partition.passing():
-            return try_loss(parts.task, self.called, batch, partition.hint)
+            return try_loss(parts.task, self.called, batch, partition.hint, None if self.meets else again)
 
 
 class UpdateStep:

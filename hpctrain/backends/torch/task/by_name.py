@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.nn.modules.loss import _Loss
 
@@ -28,6 +30,17 @@ def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, bat
     return function(outputs, batch[target])
 
 
+def of_classes(sum_of: Callable[..., Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Any:
+    """Applies the sum of a loss of classes to a batch; returns it and the weight by which torch's mean divides it."""
+    classes = batch[target]
+    total = sum_of(outputs.float() if outputs.dtype == torch.float16 else outputs, classes)  # sums exceed 16 bits
+    if classes.is_floating_point():  # probabilities
+        return total, classes.numel() / classes.shape[1]
+    counts = classes != getattr(sum_of, "ignore_index", -100)
+    of_class: Tensor | None = getattr(sum_of, "weight", None)
+    return total, (counts if of_class is None else of_class[classes * counts] * counts).sum()
+
+
 def as_loss(given: Any, fields: Sequence[str]) -> Any:
     """Converts a task's ``loss`` to a function loss(outputs, batch).
 
@@ -41,17 +54,27 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
     if isinstance(given, str):
         if given not in NAMES:
             raise no_such_loss(given, sorted(NAMES))
-        return functools.partial(of_target, NAMES[given], target_of(fields, repr(given)))
+        return weighing(NAMES[given], target_of(fields, repr(given)))
     if isinstance(given, type) and issubclass(given, nn.Module):
         raise not_called(given.__name__)
     if isinstance(given, _Loss) and type(given).__module__.startswith("torch."):
-        weighted = isinstance(given, (nn.CrossEntropyLoss, nn.NLLLoss)) and given.weight is not None
-        if given.reduction != "mean" or weighted:
+        if given.reduction != "mean":
             raise no_mean(type(given).__name__)
-        return functools.partial(of_target, given, target_of(fields, type(given).__name__))
+        return weighing(given, target_of(fields, type(given).__name__))
     if isinstance(given, types.FunctionType) and given.__module__ == nn.functional.__name__:
-        return functools.partial(of_target, given, target_of(fields, given.__name__))
+        return weighing(given, target_of(fields, given.__name__))
     return given
+
+
+def weighing(function: Any, target: str) -> Any:
+    """Makes a loss(outputs, batch) of a loss(output, target), whose weight is what counts if targets are classes."""
+    if function in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        return functools.partial(of_classes, functools.partial(function, reduction="sum"), target)
+    if not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return functools.partial(of_target, function, target)
+    sum_of = copy.copy(function)
+    sum_of.reduction = "sum"
+    return functools.partial(of_classes, sum_of, target)
 
 
 def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optim.Optimizer | None:

@@ -3,6 +3,7 @@ field and the user's line."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_map
 
 from hpctrain.backends.torch.reduce.gradients import watched
 from hpctrain.backends.torch.state.optimizer import Part
@@ -18,7 +20,8 @@ from hpctrain.backends.torch.task.shares import of_sparse_adam
 from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
-from hpctrain.tasks.user_errors import blamed, of_float64, shapes
+from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, Framework, require_mean
+from hpctrain.tasks.user_errors import blamed, of_float64, shapes, trained_weight
 
 
 def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -110,14 +113,31 @@ def require_scalar(loss: torch.Tensor) -> None:
         raise UserError(f"the loss has shape {list(loss.shape)}", SCALAR)
 
 
-def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = "") -> Any:
-    """Computes the loss. Raises UserError if it cannot be computed or has no gradients.
+def read(score: Any, samples: int) -> tuple[float, float, float]:
+    """See mean_check.Framework."""
+    total, weight = score if isinstance(score, tuple) else (score * samples, samples)
+    total = torch.as_tensor(total).detach()
+    return float(total), float(weight), TOLERANCE_16_BITS if total.dtype.itemsize < 4 else TOLERANCE
+
+
+TORCH = Framework(read, tree_map, Tensor.clone)
+
+
+def try_loss(
+    task: Task,
+    model: Any,
+    batch: Mapping[str, Tensor],
+    hint: str = "",
+    again: Callable[[Mapping[str, Tensor]], Any] | None = None,
+) -> Any:
+    """Computes the loss. Raises UserError if it cannot be computed, has no gradients, or is not a mean over samples.
 
     Args:
         task: the task.
         model: the model.
         batch: a batch on the model's device.
         hint: a sentence on what may be wrong with the partition of the model.
+        again: computes outputs in evaluation mode, see ``require_mean``.
     """
     outputs = forward(task, model, batch, hint)
     shown = describe(outputs)
@@ -132,6 +152,7 @@ def try_loss(task: Task, model: Any, batch: Mapping[str, Tensor], hint: str = ""
             f"loss returned {describe(total)} that does not depend on the model's parameters: nothing would be trained",
             "compute it from the outputs with torch operations, without .item(), .detach(), no_grad, argmax or NumPy",
         )
+    require_mean(TORCH, "loss", task.loss, outputs, batch, again)
     return total
 
 
@@ -158,6 +179,7 @@ def try_metrics(task: Task, model: Any, batch: Mapping[str, Tensor]) -> None:
         with blamed(name, fix):
             score = metric(outputs, batch)
         require_score(score, name)
+        require_mean(TORCH, name, metric, outputs, batch, functools.partial(task.forward, model))
 
 
 def judges(task: Task) -> dict[str, Callable[[Any, Any], Any]]:
@@ -191,6 +213,8 @@ def require_score(score: Any, field: str) -> None:
     parts = score if isinstance(score, tuple) else (score,)
     if isinstance(score, tuple) and len(score) != 2:
         raise UserError(f"{field} returned {len(score)} values", SCALAR)
+    if any(getattr(weight, "requires_grad", False) for weight in parts[1:]):
+        raise trained_weight(field, "weight.detach()")
     for part in parts:
         if isinstance(part, Tensor) and part.numel() != 1:
             raise UserError(f"{field} returned a tensor of shape {list(part.shape)}", SCALAR)

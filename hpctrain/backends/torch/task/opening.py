@@ -29,6 +29,7 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.backends.torch.strategies.tensor import tilings
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
+from hpctrain.backends.torch.task.gradient_hooks import require_linear_hooks
 from hpctrain.backends.torch.task.holdings import Holdings, require_restorable
 from hpctrain.backends.torch.task.shares import whole_model
 from hpctrain.backends.torch.task.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
@@ -106,6 +107,7 @@ def look_at(
     parts = holdings.parts()
     require_trainable(model, [part.optimizer for part in parts])
     require_restorable(model)
+    require_linear_hooks(model)
     joins = wants_joint_statistics(model, config.train.sync_batchnorm)
     features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, holdings))
     features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
