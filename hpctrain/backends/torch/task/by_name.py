@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +29,13 @@ def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, bat
     return function(outputs, batch[target])
 
 
-def of_classes(sum_of: Callable[..., Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Any:
+def of_classes(sum_of: functools.partial[Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Any:
     """Applies the sum of a loss of classes to a batch; returns it and the weight by which torch's mean divides it."""
     classes = batch[target]
     total = sum_of(outputs.float() if outputs.dtype == torch.float16 else outputs, classes)  # sums exceed 16 bits
     if classes.is_floating_point():  # probabilities
         return total, classes.numel() / classes.shape[1]
-    counts = classes != getattr(sum_of, "ignore_index", -100)
-    of_class: Tensor | None = getattr(sum_of, "weight", None)
+    counts, of_class = classes != sum_of.keywords.get("ignore_index", -100), sum_of.keywords.get("weight")
     return total, (counts if of_class is None else of_class[classes * counts] * counts).sum()
 
 
@@ -68,13 +66,18 @@ def as_loss(given: Any, fields: Sequence[str]) -> Any:
 
 def weighing(function: Any, target: str) -> Any:
     """Makes a loss(outputs, batch) of a loss(output, target), whose weight is what counts if targets are classes."""
-    if function in (nn.functional.cross_entropy, nn.functional.nll_loss):
-        return functools.partial(of_classes, functools.partial(function, reduction="sum"), target)
-    if not isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    options = {"reduction": "sum"}
+    if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        known = ("weight", "ignore_index", "label_smoothing")
+        options |= {name: getattr(function, name) for name in known if hasattr(function, name)}
+        function = next(one for kind, one in CLASSES.items() if isinstance(function, kind))
+    if function not in CLASSES.values():
         return functools.partial(of_target, function, target)
-    sum_of = copy.copy(function)
-    sum_of.reduction = "sum"
-    return functools.partial(of_classes, sum_of, target)
+    return functools.partial(of_classes, functools.partial(function, **options), target)
+
+
+CLASSES = {nn.CrossEntropyLoss: nn.functional.cross_entropy, nn.NLLLoss: nn.functional.nll_loss}
+"""Losses of classes, as objects and as functions."""
 
 
 def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optim.Optimizer | None:
