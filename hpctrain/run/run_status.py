@@ -198,6 +198,9 @@ def of_run(
         return State(Word.PENDING, _join(waits, reason), code=Code.PENDING, fix=_advice(job))
     if newest is not None and has_ended:
         return _ended(left.word, verdict, newest, job)
+    if life and not life.lives and job is not None and job.state == "RUNNING":
+        what = f"job {job.id} runs, but {life.name} has given no sign of life for {STALE_S:.0f} s"
+        return State(Word.UNKNOWN, what, fix=f"if it does not start again within minutes: scontrol requeue {job.id}")
     if (life and life.lives) or (job is not None and job.state in ALIVE):
         starts = has_events and progress.attempt < (newest.number if newest else 1)
         return State(Word.RUNNING, "starting" if starts else "")

@@ -1,4 +1,7 @@
-"""A job that loses one of three nodes, or two at once, continues on the rest. For spares: dist/test_engines.py."""
+"""A job that loses one of three nodes, or two at once, continues on the rest. For spares: dist/test_engines.py.
+
+A job that loses its first node, with the supervisor, is requeued from another one.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +56,20 @@ def test_a_run_survives_the_loss_of_nodes_of_three(
     [recovered] = run.events("recovered")
     assert (recovered["code"], recovered["host"]) == ("node", first.verdict.host)
     assert set(run.events("run_started")[-1]["hosts"]) == {"n1", "n2", THIRD} - set(lost)
+
+
+def test_a_run_survives_the_loss_of_its_supervisor(train: Callable[..., Run], cluster: Cluster, alone: None) -> None:
+    run = train(0.3, launch={"min_nodes": 1}, track={"every_steps": 1})
+    job = run.submit()
+    run.wait_for(lambda: run.events("checkpoint_saved"))
+    cluster.kill_node("n1")
+    try:
+        run.wait_for(lambda: run.status()["state"] == "unknown" and "no sign of life" in run.status()["why"])
+        run.wait_for(lambda: run.verdicts() == ["requeue"])
+    finally:
+        cluster.start_node("n1")
+    run.wait(job, "COMPLETED", "FAILED")
+    first, second = Attempts(run.dir).all()
+    assert first.verdict is not None and (first.verdict.code, first.verdict.host) == ("node", "n1"), run.log()
+    assert (second.job, second.restarts) == (job, 1), run.log()
+    assert run.verdicts() == ["requeue", "done"] and run.events("resumed"), run.log()

@@ -16,7 +16,7 @@ from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.progress import Progress
 from hpctrain.run.resolve_run import elements_of
-from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, State
+from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, State, Word
 from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import duration, number
@@ -181,7 +181,8 @@ def lines(statuses: Sequence[RunStatus]) -> list[str]:
             text.append("  " + _join([named, unknown if not ended else "", job.nodes, *times]))
         train, newest = made.newest(Train), found.newest
         rate = f"{number(train.samples_per_s)} samples/s" if train and train.samples_per_s else ""
-        ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and not ended else ""
+        moves = not ended and status.state.word is not Word.UNKNOWN
+        ahead = f"about {duration(made.left_s)} to go" if made.left_s is not None and moves else ""
         saved = f"checkpoint at {found.checkpoint_step}" if found.checkpoint_step is not None else ""
         step = _step(made) if made.step is not None or not ended else ""
         begun = f"attempt {newest.number}" if newest else "no attempt yet"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from hpctrain.config.sections import Config
 from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
 from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage_on_node
+from hpctrain.launch.engines.slurm.directives import keeps_job
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
 from hpctrain.launch.engines.slurm.launcher import Launcher, Srun, candidates, empty_step, once_a_node
 from hpctrain.launch.engines.slurm.probe import scratch_dir
@@ -225,6 +227,8 @@ class Place:
     """Copies, interpreter, and the launcher whose preflight passed; None before the first attempt."""
     lost: set[str] = dataclasses.field(default_factory=set)
     """Nodes that attempts have lost."""
+    standby: subprocess.Popen[bytes] | None = None
+    """srun of the step that watches the supervisor; see ``standby``."""
 
     @classmethod
     def of(cls, config: Config, run_dir: RunDir, job: Job) -> Place:
@@ -247,6 +251,15 @@ class Place:
             launcher = self.prepared.launcher.after_failure(self.job)
             self.prepared = dataclasses.replace(self.prepared, launcher=launcher)
         return self.prepared
+
+    def watch_supervisor(self) -> None:
+        """Has the last node in use requeue the job if this node is lost and Slurm then keeps the job."""
+        if self.standby is not None:  # its node may be lost
+            self.standby.terminate()
+        hosts = self.job.part or client.hosts(self.job.nodelist)
+        if keeps_job(self.config.launch) and len(hosts) > 1:
+            command = python.module("hpctrain.launch.engines.slurm.standby", str(self.run_dir.path))
+            self.standby = client.begin_step(once_a_node(self.job.on(hosts[-1:]), command, beside=True))
 
     def choose(self, hosts: Sequence[str], more: Collection[str] = ()) -> list[str] | None:
         """Chooses nodes for the next attempt from ``hosts``, without lost or avoided ones and ``more``.

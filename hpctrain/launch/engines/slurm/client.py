@@ -320,6 +320,12 @@ def heard(run: RunDir, words: Sequence[str], env: Mapping[str, str], timeout_s: 
     return patiently(ask, Unheard, run)
 
 
+def begin_step(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Begins a step that runs as long as the job, and prints nothing."""
+    silent = subprocess.DEVNULL
+    return subprocess.Popen(words, stdin=silent, stdout=silent, stderr=silent)
+
+
 def run_step(words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
     """Runs a helper on the nodes; returns its exit code and output. Ends it after ``timeout_s``."""
     with tempfile.TemporaryFile() as output:

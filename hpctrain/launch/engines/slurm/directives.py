@@ -108,6 +108,11 @@ def ranks_per_node(launch: LaunchConfig) -> int:
     return launch.ranks_per_node or launch.slurm.gpus_per_node or 1
 
 
+def keeps_job(launch: LaunchConfig) -> bool:
+    """Whether the job continues without a node that is lost."""
+    return launch.spare_nodes > 0 or (launch.min_nodes or launch.nodes) < launch.nodes
+
+
 def require_whole_groups(config: Config) -> None:
     """Raises UserError if a tensor group would extend over two nodes."""
     tensor, ranks = config.parallel.tensor, ranks_per_node(config.launch)
@@ -156,7 +161,7 @@ def build(
         *_memory(slurm),
         *_given(slurm, "time", "time_min", "begin"),
         # Without --no-kill, a lost node would end the whole job.
-        *([Directive("--no-kill")] if launch.spare_nodes or (launch.min_nodes or launch.nodes) < launch.nodes else []),
+        *([Directive("--no-kill")] if keeps_job(launch) else []),
         *([Directive("--exclusive")] if slurm.exclusive else []),
         *([Directive("--exclude", ",".join(_hosts(slurm.exclude)))] if slurm.exclude else []),
         *([Directive("--array", array)] if array else []),

@@ -84,6 +84,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     def launch(number: int) -> Launch:
         limit.require_room()
         made = make_launch(config, run_dir, place.job, number, verbose, place.prepare)
+        place.watch_supervisor()
         return dataclasses.replace(made, can_lose=place.can_lose)
 
     verdict = supervise(
