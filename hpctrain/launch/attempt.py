@@ -59,7 +59,7 @@ KILLED_GRACE_S = 1.0
 START_S = 600.0
 """Seconds from the launcher's start within which all ranks must start."""
 JOIN_S = 120.0
-"""Seconds within which MPI must then connect them; another second for each 20 ranks."""
+"""Seconds within which MPI must then connect them; another second for each 100 ranks."""
 NOT_CONNECTED = (
     "their logs have their stacks; if it happens again, choose MPI's network interface "
     "(OMPI_MCA_btl_tcp_if_include, UCX_NET_DEVICES), or another launch.launcher"
@@ -381,7 +381,7 @@ class WatchedAttempt:
             what = f"ranks {absent[:8]} of {ranks} did not start within {START_S:.0f} s"
             self.suspect("absent", now, START_S, failed_with(Code.HANG, what, SEE_LOGS))
         elif starting := [word.rank for word in words if word.is_starting]:
-            join_s = JOIN_S + ranks / 20
+            join_s = JOIN_S + ranks / 100
             what = f"all {ranks} ranks started, but MPI did not connect ranks {starting[:8]} within {join_s:.0f} s"
             self.suspect("apart", now, join_s, failed_with(Code.HANG, what, NOT_CONNECTED))
 

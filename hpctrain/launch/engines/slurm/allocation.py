@@ -259,7 +259,7 @@ class Place:
         hosts = self.job.part or client.hosts(self.job.nodelist)
         if keeps_job(self.config.launch) and len(hosts) > 1:
             command = python.module("hpctrain.launch.engines.slurm.standby", str(self.run_dir.path))
-            self.standby = client.begin_step(once_a_node(self.job.on(hosts[-1:]), command, beside=True))
+            self.standby = client.begin_step(once_a_node(self.job.on(hosts[-1:]), command, overlap=True))
 
     def choose(self, hosts: Sequence[str], more: Collection[str] = ()) -> list[str] | None:
         """Chooses nodes for the next attempt from ``hosts``, without lost or avoided ones and ``more``.
