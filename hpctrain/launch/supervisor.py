@@ -119,7 +119,9 @@ def prepare(make_launch: Callable[[int], Launch], number: int) -> Launch | RunVe
     except HpctrainError as error:
         code = code_of(error)
         code = Code.PREFLIGHT if code in GENERAL else code
-        return RunVerdict(Action.FAIL, error.exit_code, error.what, error.fix, code=code, before_ranks=True)
+        again = code is Code.NODE and error.exit_code is ExitCode.FAILURE
+        action = Action.REQUEUE if again else Action.FAIL
+        return RunVerdict(action, error.exit_code, error.what, error.fix, code=code, before_ranks=True)
 
 
 def lost(lock: LiveLock, number: int) -> RunVerdict | None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.errors import Code
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, LastWord
@@ -95,7 +96,8 @@ def shared() -> BadNodes:
 def breaks_again(attempts: Sequence[Attempt], words: Sequence[LastWord]) -> str | None:
     """Returns the node that alone broke the last two attempts in the same way; None if there is none. Pure.
 
-    One failure may be chance, and an error that also occurs on other nodes is the run's own.
+    One failure may be chance, and an error that also occurs on other nodes is the run's own. So is an exit code that a
+    program chose, and the failure of the same rank twice, unless another rank of its node failed in the same way.
 
     Args:
         attempts: the run's attempts, oldest first; the last one has just ended.
@@ -108,7 +110,20 @@ def breaks_again(attempts: Sequence[Attempt], words: Sequence[LastWord]) -> str 
         return None
     if (before.host, before.code) != (last.host, last.code) or _elsewhere(last, words):
         return None
-    return last.host
+    here = [word for word in words if word.host == last.host]
+    chosen = any(word.error and word.error.type == "exit" and (word.exit_code or 0) < 128 for word in here)
+    own = [word for word in here if word.ending in (Ending.FAILED, Ending.KILLED)]
+    same_rank = last.code is not Code.NODE and before.rank == last.rank and len(own) == 1 < len(here)
+    return None if chosen or same_rank else last.host
+
+
+def acquitted(attempts: Sequence[Attempt]) -> str | None:
+    """Returns the node of the attempt before, if its rank has now failed in the same way on another one. Pure."""
+    before, last = [attempt.verdict for attempt in attempts[-2:]] if len(attempts) > 1 else (None, None)
+    if not (before and last and before.is_failure and last.is_failure and last.host) or last.rank is None:
+        return None
+    same = (before.rank, before.code) == (last.rank, last.code) and last.code is not Code.NODE
+    return before.host if same and before.host != last.host else None
 
 
 def _elsewhere(verdict: RunVerdict, words: Sequence[LastWord]) -> bool:

@@ -96,6 +96,52 @@ def test_which_node_is_to_blame(
     assert breaks_again(attempts[1:], words) is None, "once may be chance"
 
 
+def program(rank: int, host: str, exit_code: int) -> LastWord:
+    """The word of a program that ended with this code, above 128 by a signal."""
+    error = ErrorWord(f"python ended with exit code {exit_code}", "", "exit", "", Code.EXCEPTION)
+    return LastWord(rank, host, 1, 1.0, 0.0, Ending.FAILED, 1.0, exit_code, error=error)
+
+
+NEIGHBOUR = word(3, "n2", None)
+SAME_WAY = word(3, "n2", "no module named h5py")
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "words", "expected"),
+    [
+        (BROKEN, BROKEN, ALONE, "n2"),  # its only rank: the next start tells
+        (BROKEN, BROKEN, [*ALONE, NEIGHBOUR], None),
+        (BROKEN, BROKEN, [*ALONE, SAME_WAY], "n2"),
+        (dataclasses.replace(BROKEN, rank=3), BROKEN, [*ALONE, NEIGHBOUR], "n2"),
+        (dataclasses.replace(BROKEN, code=Code.NODE), dataclasses.replace(BROKEN, code=Code.NODE), [], "n2"),
+        (BROKEN, BROKEN, [word(0, "n1", None), program(2, "n2", 3)], None),
+        (BROKEN, BROKEN, [word(0, "n1", None), program(2, "n2", 137)], "n2"),
+    ],
+)
+def test_a_node_is_suspected_only_if_it_explains_more_than_the_rank(
+    before: RunVerdict, last: RunVerdict, words: list[LastWord], expected: str | None
+) -> None:
+    attempts = [Attempt(1, from_step=0, to_step=0, nodes=2, verdict=each) for each in (before, last)]
+    assert breaks_again(attempts, words) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "expected"),
+    [
+        (ELSEWHERE, BROKEN, "n1"),
+        (BROKEN, BROKEN, None),
+        (dataclasses.replace(ELSEWHERE, rank=0), BROKEN, None),
+        (dataclasses.replace(ELSEWHERE, code=Code.NODE), dataclasses.replace(BROKEN, code=Code.NODE), None),
+        (None, BROKEN, None),
+    ],
+)
+def test_a_failure_that_follows_its_rank_acquits_the_node_before(
+    before: RunVerdict | None, last: RunVerdict, expected: str | None
+) -> None:
+    attempts = [Attempt(number, verdict=each) for number, each in enumerate([before, last], 1)]
+    assert bad_nodes.acquitted(attempts) == expected and bad_nodes.acquitted(attempts[1:]) is None
+
+
 def test_the_command_shows_and_clears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(tmp_path / "run")
     run.create()

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.config.sections import Config
-from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, UserError
+from hpctrain.errors import Code, ExitCode, HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.slurm import client, leave_out, preflight, stage_on_node
 from hpctrain.launch.engines.slurm.directives import keeps_job
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
@@ -61,7 +61,7 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
     Raises:
         UserError: a launcher, MPI type or file does not exist, or ranks do not find each other.
         NoRequeue: a host is unusable (it is named), or staging failed.
-        RunFailed: Slurm's controller stays down.
+        RunFailed: Slurm's controller stays down, or a node does not start its ranks (code NODE).
         Stopped: a person stopped the run meanwhile.
     """
     found = launchers(config, job)
@@ -70,8 +70,8 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
     interpreter, copies = stage_in(config, run, whole or job)
     if not config.launch.preflight:
         return Prepared(found[0], interpreter, copies, {})
-    failed: list[tuple[Launcher, preflight.Fault]] = []
-    for launcher in found:
+    failed, gone = list[tuple[Launcher, preflight.Fault]](), False
+    for launcher in found if len(found) > 1 else found * 2:  # MPI may fail to start once
         problems, hosts = check(config, run, job, launcher, interpreter)
         for problem in problems:
             say(f"preflight with {launcher.describe()}: {problem.what}")
@@ -83,7 +83,15 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
                 leave_out.note(config, run, problem.host or "", problem.what, Attempts(run).all()[-1].number)
             raise NoRequeue(f"preflight: {fatal.what}", fatal.fix, fatal.code)
         failed.append((launcher, fatal))
-    what = "; ".join(f"{launcher.describe()}: {problem.what}" for launcher, problem in failed)
+        if gone := fatal.code is Code.NODE and bool(client.unreached([fatal.host or ""])):
+            break
+    what = "; ".join(dict.fromkeys(f"{launcher.describe()}: {problem.what}" for launcher, problem in failed))
+    silent = next((problem.host for _, problem in failed if problem.code is Code.NODE), None)
+    *_, before, mine = [Attempt(), *Attempts(run).all()]
+    again = before.verdict is not None and before.verdict.before_ranks and before.verdict.code is Code.NODE
+    if silent and (gone or not again):  # one node after the other: it is not the nodes
+        leave_out.note(config, run, silent, what, mine.number)
+        raise RunFailed(f"preflight: {what}", "the job starts again without that node", Code.NODE)
     raise UserError(f"preflight: {what}", failed[0][1].fix, failed[0][1].code)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import calendar
+import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -11,6 +14,9 @@ from enum import StrEnum
 GOING_ON = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING")
 NOBODYS_WISH = ("TimeLimit", "NodeFail", "NodeDown")
 """Slurm's reasons for ending a job that no one cancelled."""
+
+AT_ONCE_S = 2.0
+"""Longest time between a preemption and the end of a job that gets no grace time, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,14 @@ def tasks(environ: Mapping[str, str], nodes: int) -> int:
     return sum(int(count) * int(times or 1) for count, times in parts) or nodes
 
 
+def seconds(shown: str | None, otherwise: float) -> float:
+    """Parses a time in UTC as Slurm shows it, to Unix seconds."""
+    try:
+        return float(calendar.timegm(time.strptime(shown or "", "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:
+        return otherwise
+
+
 class Who(StrEnum):
     """Who is ending a job."""
 
@@ -83,11 +97,14 @@ def who_ends(fields: Mapping[str, str], restarts: int) -> Who:
     state = fields.get("JobState", "RUNNING")
     if int(fields.get("Restarts") or 0) > restarts:
         return Who.REQUEUE
+    preempted, ended = (seconds(fields.get(name), math.inf) for name in ("PreemptTime", "EndTime"))
+    is_preempted = seconds(fields.get("StartTime"), 0.0) <= preempted < math.inf
     if state in GOING_ON:
         # A preempted job keeps running until the grace time is over; only the ranks are informed, by SIGTERM.
-        preempted = fields.get("PreemptTime", "None")
-        since_start = preempted >= fields.get("StartTime", "")
-        return Who.PREEMPTION if preempted != "None" and since_start else Who.NOBODY
+        return Who.PREEMPTION if is_preempted else Who.NOBODY
+    # Without a grace time Slurm ends the job when it preempts it; during a grace time a person may have cancelled it.
+    if is_preempted and (state == "PREEMPTED" or ended - preempted <= AT_ONCE_S):
+        return Who.PREEMPTION
     # Any job is COMPLETING while its processes end, whatever the cause; a cancelled job has the reason None.
     if state in ("COMPLETING", "TIMEOUT", "NODE_FAIL") and fields.get("Reason") in NOBODYS_WISH:
         return Who.LIMIT

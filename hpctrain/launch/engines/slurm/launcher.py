@@ -103,7 +103,7 @@ def _on(job: Job) -> list[str]:
 
 
 def once_a_node(job: Job, command: Sequence[str], overlap: bool = False) -> list[str]:
-    """Returns the command line that runs a program once on every node, without MPI; ``overlap``: while other steps run."""
+    """Returns the command line that runs a program once on every node, without MPI, perhaps while other steps run."""
     options = [f"--nodes={job.nodes}", f"--ntasks={job.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *_on(job)]
     options += ["--overlap", "--mem=0", "--gres=none"] if overlap else []
     return ["srun", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *options, *command]

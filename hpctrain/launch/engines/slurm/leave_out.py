@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 from hpctrain.config.sections import Config
@@ -32,6 +33,10 @@ def note_culprit(config: Config, run: RunDir) -> None:
     number = attempts[-1].number
     words = last_words.read(run, number)
     host = bad_nodes.breaks_again(attempts, words.ranks if words else [])
+    if (innocent := bad_nodes.acquitted(attempts)) is not None:  # the failure follows the rank
+        for nodes in _lists(config, run):
+            ours = [each for each in nodes.entries(time.time()) if (each.host, each.run) == (innocent, str(run.path))]
+            _add(nodes, *(dataclasses.replace(entry, until=0.0) for entry in ours))
     if host is not None and attempts[-1].verdict is not None:
         note(config, run, host, f"it alone broke two attempts in a row: {attempts[-1].verdict.reason}", number)
     if config.launch.slurm.bad_nodes == "shared":

@@ -89,7 +89,7 @@ def _silent(first: Reports, expected: Expected, hosts: Sequence[str]) -> list[Fa
     silent = [host for host in hosts if _short(host) not in reported]
     if silent and first:
         fix = "look at the launcher's messages above; exclude the host if it is broken"
-        return [Fault(f"no rank on {host} answered", fix, host) for host in silent]
+        return [Fault(f"no rank on {host} answered", fix, host, launcher=True, code=Code.NODE) for host in silent]
     if len(first) < expected.ranks:
         what = f"{len(first)} of {expected.ranks} ranks answered"
         return [Fault(what, "look at the launcher's messages above", launcher=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import math
 import signal
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import Code, NoRequeue
 from hpctrain.launch.engines.slurm import client
+from hpctrain.launch.engines.slurm.job import seconds
 from hpctrain.launch.engines.slurm.render import EARLY_S
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import RunStarted
@@ -73,14 +73,6 @@ class TimeLimit:
                 f"stopping {duration(self.lead_s)}: no attempt would get to a step"
             )
             raise NoRequeue(what, "raise launch.slurm.time, then hpctrain resume", Code.NO_PROGRESS)
-
-
-def seconds(shown: str | None, otherwise: float) -> float:
-    """Parses a time in UTC as Slurm shows it, to Unix seconds."""
-    try:
-        return float(calendar.timegm(time.strptime(shown or "", "%Y-%m-%dT%H:%M:%S")))
-    except ValueError:
-        return otherwise
 
 
 def start_s(run: RunDir) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,21 @@ def test_a_node_that_breaks_two_attempts_is_left_out(
     assert leave_out.option(config(choice), run) == (["--exclude=n9,n2"] if left_out else [])
     assert ("n2 is excluded at the next start, for 2 h" in capsys.readouterr().err) is left_out
     assert len(bad_nodes.shared().entries(0.0)) == (choice == "shared")
+
+
+def test_a_node_is_used_again_once_its_failure_follows_the_rank(run: RunDir) -> None:
+    fail(run)
+    leave_out.note_culprit(config("shared"), run)
+    other = bad_nodes.BadNode("n2.local", time.time() + 3600, 1, "slow", "/runs/other")
+    assert leave_out.avoided(config("shared"), run) == ["n2"]
+    number = Attempts(run).begin(Attempt(job="7", nodes=2, ranks=2))
+    moved = [dataclasses.replace(word, host="n3.local") for word in WORDS]
+    Attempts(run).end(number, dataclasses.replace(BROKEN, host="n3.local"), moved)
+    leave_out.note_culprit(config("shared"), run)
+    assert leave_out.avoided(config("shared"), run) == []
+    bad_nodes.shared().add(other)
+    leave_out.note_culprit(config("shared"), run)
+    assert leave_out.avoided(config("shared"), run) == ["n2"], "what another run found stays"
 
 
 def test_another_run_that_shares_leaves_it_out_too(run: RunDir, tmp_path: Path) -> None:

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, SlurmConfig, TrainConfig
-from hpctrain.errors import Code
-from hpctrain.launch.engines.slurm import allocation, client
+from hpctrain.errors import Code, ExitCode
+from hpctrain.launch.attempt import Launch
+from hpctrain.launch.engines.slurm import allocation, client, leave_out, preflight
 from hpctrain.launch.engines.slurm.allocation import Place
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Mpirun, Srun
 from hpctrain.launch.mpi_library import Flavour, MpiRun
-from hpctrain.launch.supervisor import choose
+from hpctrain.launch.supervisor import choose, prepare
 from hpctrain.run import bad_nodes
+from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.folder import RunDir
-from hpctrain.run.verdict import failed_with
+from hpctrain.run.verdict import Action, RunVerdict, failed_with
 
 CONFIG = Config("r", launch=LaunchConfig(nodes=2, ranks_per_node=2, command=("true",)))
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
@@ -181,3 +183,51 @@ def test_spare_nodes_wait_until_one_is_lost(tmp_path: Path, monkeypatch: pytest.
 def test_mpirun_is_told_the_nodes_that_are_left() -> None:
     mpirun = Mpirun(JOB, SlurmConfig(), MpiRun("mpirun", Flavour.OPEN_MPI_5)).after_failure(JOB.on(["n1"]))
     assert mpirun.words(["true"], {})[-3:] == ["--host", "n1:2", "true"]
+
+
+def silent(host: str) -> preflight.Fault:
+    """What the preflight says of a node none of whose ranks answered."""
+    return preflight.Fault(f"no rank on {host} answered", "", host, launcher=True, code=Code.NODE)
+
+
+@pytest.mark.parametrize(
+    ("faults", "gone", "before", "tried", "code", "exit_code"),
+    [
+        ([silent("n2"), None], False, None, 2, None, None),  # its PMIx is broken: mpirun works
+        ([silent("n2"), silent("n2")], True, None, 1, Code.NODE, 70),
+        ([silent("n2"), silent("n2")], False, None, 2, Code.NODE, 70),
+        ([silent("n2"), silent("n2")], False, Code.NODE, 2, Code.NODE, 64),  # another node last time
+        ([silent("n2"), silent("n2")], True, Code.NODE, 1, Code.NODE, 70),
+        ([preflight.Fault("singletons", "", launcher=True)] * 2, False, None, 2, Code.PREFLIGHT, 64),
+    ],
+)
+def test_a_node_that_starts_no_rank_in_the_preflight_is_left_out_and_the_job_requeued(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: list[preflight.Fault | None],
+    gone: bool,
+    before: Code | None,
+    tried: int,
+    code: Code | None,
+    exit_code: int | None,
+) -> None:
+    mpirun = Mpirun(JOB, SlurmConfig(), MpiRun("/usr/bin/mpirun", Flavour.OPEN_MPI_5))
+    left = list(faults)
+    monkeypatch.setattr(allocation, "launchers", lambda config, job: [SRUN, mpirun])
+    monkeypatch.setattr(allocation, "check", lambda *_: ([fault] if (fault := left.pop(0)) else [], {}))
+    monkeypatch.setattr(allocation, "skip_steps", lambda *_: None)
+    monkeypatch.setattr(client, "unreached", lambda hosts: set(hosts) if gone else set())
+    if before is not None:
+        number = Attempts(place.run_dir).begin(Attempt(job="7", nodes=2, ranks=4))
+        verdict = RunVerdict(Action.REQUEUE, ExitCode.FAILURE, "preflight", code=before, before_ranks=True)
+        Attempts(place.run_dir).end(number, verdict, [])
+    Attempts(place.run_dir).begin(Attempt(job="7", nodes=2, ranks=4))
+    place.prepared = None
+    found = prepare(lambda number: Launch([], {}, place.prepare().launcher.job.ranks), 1)
+    assert len(faults) - len(left) == tried
+    if isinstance(found, Launch):
+        assert code is None
+        return
+    assert (found.code, found.exit_code, found.before_ranks) == (code, exit_code, True)
+    assert found.action is (Action.REQUEUE if exit_code == 70 else Action.FAIL)
+    assert ("n2" in leave_out.avoided(place.config, place.run_dir)) is (exit_code == 70)

@@ -47,6 +47,7 @@ from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
 from hpctrain.run.verdict import Action, RunVerdict
 
 JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
+PREEMPTED = {"StartTime": "2026-11-21T04:00:00", "PreemptTime": "2026-11-21T05:00:00"}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,10 @@ JOB = Job("7", nodes=2, ranks=4, restarts=1, nodelist="n[1-2]")
         ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, Who.LIMIT),
         ({"JobState": "COMPLETING", "Reason": "NodeFail"}, Who.LIMIT),
         ({"JobState": "COMPLETING", "Reason": "None"}, Who.PERSON),
-        ({"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "2026-11-21T05:00:00"}, Who.PERSON),
+        ({"JobState": "COMPLETING", "Reason": "None", **PREEMPTED, "EndTime": "2026-11-21T05:00:01"}, Who.PREEMPTION),
+        ({"JobState": "PREEMPTED", "Reason": "None", **PREEMPTED, "EndTime": "2026-11-21T05:02:00"}, Who.PREEMPTION),
+        ({"JobState": "COMPLETING", "Reason": "None", **PREEMPTED, "EndTime": "2026-11-21T05:00:20"}, Who.PERSON),
+        ({"JobState": "CANCELLED", "Reason": "None", **PREEMPTED, "EndTime": "2026-11-21T05:00:20"}, Who.PERSON),
         ({"JobState": "CANCELLED", "Reason": "None"}, Who.PERSON),
         ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "2"}, Who.REQUEUE),
         ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "1"}, Who.PERSON),
