@@ -55,6 +55,7 @@ COMMANDS = {
     "data": Command("hpctrain.commands.data", "make and inspect HDF5 data sets"),
     "bench": Command("hpctrain.commands.bench", "measure steps, checkpoints, data and scaling on this machine"),
     "doctor": Command("hpctrain.commands.doctor", "check what is installed, what is wrong, and how to fix it"),
+    "keys": Command("hpctrain.commands.keys", "list the keys of a run file, or those with a word"),
     "init": Command("hpctrain.commands.init", "write a task and a run file to start from"),
     "completion": Command("hpctrain.commands.completion", "print a completion script for bash, zsh or fish"),
     "install-horovod": Command("hpctrain.commands.install_horovod", "build Horovod for what is installed here"),
@@ -145,13 +146,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog.removeprefix('hpctrain ')}: {message}", f"{self.prog} --help shows what it takes")
 
     def format_help(self) -> str:
-        """See ArgumentParser. Commands that take a run file also list its keys."""
+        """See ArgumentParser. Commands that take a run file also say where its keys are listed."""
         text = super().format_help()
         if self.get_default("overrides") is None:
             return text
-        from hpctrain.config.reference import help_text
-
-        return f"{text}\n{help_text()}"
+        return (
+            f"{text}\nEach key of the run file is an option that overrides it, such as --train.epochs 10;\n"
+            "hpctrain keys [WORD] lists them. --accept KEY resumes a run although KEY has changed.\n"
+        )
 
 
 def overview() -> argparse.ArgumentParser:

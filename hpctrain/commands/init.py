@@ -28,7 +28,7 @@ checkpoint:
   every_epochs: 1
   best_metric: {metric}
   best_mode: {mode}
-# all other keys: hpctrain train --help
+# all other keys: hpctrain keys
 """
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", metavar="FOLDER", help="only print the results of the sweep in this folder")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--verbose", action="store_true", help="also show the output of libraries and launchers")
-    parser.epilog = "Values separated by commas are swept: hpctrain sweep run.yaml --optimizer.lr 1e-3,3e-4 --seed 0,1"
+    parser.epilog = "Values separated by commas are swept: hpctrain sweep run.yaml --task_args.lr 1e-3,3e-4 --seed 0,1"
     parser.set_defaults(overrides=[], after=[], chain=1, parsable=False)
 
 
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
         show_table(args, resolve_run.runs(args.table))
         return ExitCode.DONE
     if args.run_file is None:
-        raise UserError("sweep: no run file given", "hpctrain sweep run.yaml --optimizer.lr 1e-3,3e-4")
+        raise UserError("sweep: no run file given", "hpctrain sweep run.yaml --task_args.lr 1e-3,3e-4")
     options = combinations(args.overrides, args.list)
     if len(options) < 2 and not args.list:
-        fix = "separate values by commas: --optimizer.lr 1e-3,3e-4 --seed 0,1,2; or give --list FILE"
+        fix = "separate values by commas: --task_args.lr 1e-3,3e-4 --seed 0,1,2; or give --list FILE"
         raise UserError("nothing is swept: no key has several values", fix)
     points = points_of(args.run_file, options)
     left = [point for point in points if not point.is_finished()]

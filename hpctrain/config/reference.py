@@ -1,4 +1,4 @@
-"""The keys of a run file, taken from the dataclasses: for error messages, ``--help`` and the reference page."""
+"""The keys of a run file, taken from the dataclasses: for error messages, ``hpctrain keys`` and the reference page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import inspect
 import itertools
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import yaml
 
 from hpctrain.config.combinations import Feature, values_of
 from hpctrain.config.sections import Config
-from hpctrain.config.values import in_words
+from hpctrain.config.values import in_words, json_type
 from hpctrain.system import foreign_text
 
 
@@ -67,16 +67,30 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
-def help_text(width: int = 100) -> str:
-    """All keys as options, for ``--help``."""
-    lines = ["keys of the run file, each also an option that overrides the file:"]
+def help_text(words: Sequence[str] = (), width: int = 100) -> str:
+    """The keys whose name or meaning has all of ``words``, with type, default and meaning; empty if there are none."""
+    lines = []
     for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
         default = "required" if key.default is None else f"default {key.default}"
         text = f"{meaning.replace('``', '')} ({in_words(key.kind)}; {default})"
-        lines.append(f"  --{name}")
-        lines += textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    lines += ["  --accept KEY", f"{' ' * 8}Adds to checkpoint.accept: resume although this key has changed."]
-    return "\n".join(lines) + "\n"
+        if all(word.lower() in f"{name} {text}".lower() for word in words):
+            lines += [name, *textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def schema() -> dict[str, typing.Any]:
+    """A JSON Schema (draft 2020-12) of the run file: names, types, defaults and meanings of keys."""
+    root: dict[str, typing.Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "hpctrain run"}
+    for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
+        at = root
+        for part in name.split("."):
+            at.setdefault("type", "object")
+            at["additionalProperties"] = False
+            at = at.setdefault("properties", {}).setdefault(part, {})
+        at |= json_type(key.kind) | {"description": meaning.replace("``", "")}
+        if key.default is not None:
+            at["default"] = yaml.safe_load(key.default)
+    return {**root, "required": [name for name, key in keys().items() if key.default is None]}
 
 
 def _walk(section: type, prefix: str) -> Iterator[tuple[str, Key]]:

@@ -27,6 +27,7 @@ KEPT_BY_LIBRARIES = (
 )
 """What to do with credentials."""
 WORDS = {str: "text", int: "integer", float: "number", bool: "true or false"}
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
 class RunFileLoader(bounded_yaml.BoundedLoader):
@@ -135,6 +136,20 @@ def to_give(kind: typing.Any) -> str:
     """The same with its article, to follow "give"."""
     words = in_words(kind)
     return {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a "}.get(words.split()[0], "") + words
+
+
+def json_type(kind: typing.Any) -> dict[str, typing.Any]:
+    """The type of a field as JSON Schema. Text may be written as a number where YAML takes it for one."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNIONS:
+        return {"anyOf": [json_type(one) for one in inner]}
+    if origin is typing.Literal:
+        return {"enum": list(inner)}
+    if origin is tuple:
+        return {"type": "array", "items": json_type(inner[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": json_type(inner[1])}
+    return {"type": JSON_TYPES[kind]} if kind in JSON_TYPES else {}
 
 
 def in_words(kind: typing.Any) -> str:

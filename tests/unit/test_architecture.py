@@ -46,7 +46,7 @@ ROOMS: dict[str, str] = {
     "bench": "errors system config comm run data reduce train backends checkpoint launch report",
     "commands": "errors system config comm run data train parallel tasks backends checkpoint track rank registry "
     "launch report watch doctor horovod_wheel cli",
-    "cli": "errors system config",
+    "cli": "errors system",
     "__main__": "system cli",
     "__init__": "",
 }
@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 10588,
-    "config": 9573,
+    "config": 9935,
     "comm": 3600,
     "run": 24951,
     "data": 46030,
@@ -75,8 +75,8 @@ TOKENS: dict[str, int] = {
     "doctor": 4225,
     "horovod_wheel": 4125,
     "bench": 13124,
-    "commands": 17050,
-    "cli": 992,
+    "commands": 17197,
+    "cli": 996,
     "__main__": 159,
     "__init__": 236,
 }

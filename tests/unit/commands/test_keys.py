@@ -1,0 +1,67 @@
+"""``hpctrain keys``: what it lists, and the schema that editors check run files with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from hpctrain.cli import main
+from hpctrain.config.reference import keys
+from tests.support.command import PROJECT
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["keys", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_keys_are_found_by_words_of_their_name_or_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    def named(*words: str) -> list[str]:
+        return [line for line in printed(capsys, *words).splitlines() if not line.startswith(" ")]
+
+    assert named() == list(keys())
+    assert named("optimizer.", "Eps") == ["optimizer.eps"]
+    assert "train.clip_norm" in named("L2", "norm")
+
+
+def test_a_word_that_no_key_has_is_said() -> None:
+    assert main(["keys", "no-such-key"]) == 64
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and any("hpctrain keys" in line for line in lines)
+
+
+def test_the_schema_takes_the_examples_and_refuses_what_loading_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = json.loads(printed(capsys, "--schema"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    check = jsonschema.Draft202012Validator(schema)
+    examples = [yaml.safe_load(path.read_text()) for path in sorted((PROJECT / "examples").glob("*.yaml"))]
+    assert len(examples) >= 5
+    for example in examples:
+        check.validate(example)
+    for wrong in (
+        {"globl": 3},
+        {"train": {"epochs": "three"}},
+        {"train": {"precision": "fp8"}},
+        {"launch": {"hosts": 1}},
+    ):
+        assert not check.is_valid(examples[0] | wrong)
+    assert not check.is_valid({"task": "a:b"}), "name is required"
+
+
+def test_defaults_are_of_the_types_of_their_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schema = json.loads(printed(capsys, "--schema"))
+    for name, key in keys().items():
+        at = schema
+        for part in name.split("."):
+            at = at["properties"][part]
+        if key.default is not None:
+            jsonschema.validate(at["default"], at)
