@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.gpu_proof.machine import finish
+from benchmarks.gpu_proof.machine import device_of, finish
 from benchmarks.gpu_proof.rows import Figures, Setting, require
 from hpctrain import MonitorClock
 from hpctrain.train.clock import Phase
@@ -17,9 +17,9 @@ def row(setting: Setting) -> Figures:
     """Checks that a backward phase four times as long as forward is measured so, although the host only queues work."""
     clock = MonitorClock()
     if setting.on_gpu:
-        from hpctrain.backends.torch.device import follow_cuda
+        from hpctrain.backends.torch.device import follow_device
 
-        follow_cuda(clock)
+        follow_device(clock, device_of(on_gpu=True))
     finish(setting.on_gpu)
     clock.mark(Phase.DATA)  # everything before
     began = time.perf_counter()

@@ -69,7 +69,7 @@ def evaluate(args: argparse.Namespace, session: Session) -> RankResult:
     with load_trained(args, session) as (config, framework, problem, step):
         if not problem.validation:
             raise UserError(f"task {config.task} has no validation data", "return TorchTask(..., validation=...)")
-        sets = make_validation_sets(problem, session.world)
+        sets = make_validation_sets(problem, session.world, framework.host.place)
         found = evaluate_over_ranks(framework, sets, session.world.data)
         if session.world.rank == 0:
             metrics = found.metrics
@@ -101,7 +101,7 @@ def predict(args: argparse.Namespace, session: Session) -> RankResult:
                 dataset = open_dataset(args.data, shared, **how) if shared else dataset
             if dataset is None:
                 raise UserError(f"task {config.task} has no validation data", "name a data set with --data FILE")
-        data = make_validation(problem, session.world, dataset)
+        data = make_validation(problem, session.world, dataset, framework.host.place)
         path = Path(args.output or RunDir.of(config.name, config.run_dir).path / "predictions.h5")
         writes = session.world.tensor.rank == 0 and session.world.pipeline.rank == 0
         write_predictions(framework, data, session.world.data, path, writes)

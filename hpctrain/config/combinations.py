@@ -48,6 +48,7 @@ class Feature(StrEnum):
     COMPILE = "train.compile"
     COMPILE_MODE = "train.compile_mode"
     COMPILED_MODEL = "a model that the task compiles"
+    CUDNN_BENCHMARK = "train.cudnn_benchmark"
     CYCLE_EPOCHS = "schedule.cycle_epochs"
     DENSIFY = "reduce.sparse: densify"
     EARLY_STOP = "train.early_stop.metric"

@@ -147,6 +147,12 @@ class TrainConfig(Section, key="train"):
     """Micro-batches per update (gradient accumulation); gradients are exchanged once per update."""
     precision: Decisive[Literal["fp32", "bf16", "fp16"]] = "fp32"
     """Compute type of forward and backward; parameters and gradients stay fp32 (fp16 with loss scaling)."""
+    matmul: Decisive[Literal["exact", "tf32"] | None] = None
+    """Matrix products and convolutions in fp32 on GPUs. tf32: on tensor cores, with factors rounded to 10 bits; exact:
+    in fp32; by default as the framework does (PyTorch: matrix products in fp32, convolutions in TF32; Keras: TF32)."""
+    cudnn_benchmark: bool = False
+    """PyTorch: let cuDNN time its convolution kernels for each shape of a batch and use the fastest. Two runs may use
+    different ones, so that results are not bitwise repeatable."""
     clip_norm: Decisive[AboveZero | None] = None
     """Largest global L2 norm of the averaged gradient; larger ones are scaled down to it."""
     ema_decay: Decisive[float | None] = None
@@ -859,6 +865,7 @@ class Config(Section, key=""):
             Feature.CLIP: train.clip_norm,
             Feature.COMPILE: train.compile,
             Feature.COMPILE_MODE: train.compile_mode != "default" and train.compile_mode,
+            Feature.CUDNN_BENCHMARK: train.cudnn_benchmark,
             Feature.CYCLE_EPOCHS: schedule.cycle_epochs,
             Feature.EARLY_STOP: train.early_stop.metric,
             Feature.EMA: train.ema_decay,

@@ -158,9 +158,17 @@ class ValidationData:
     """
 
     def __init__(
-        self, dataset: Dataset, batch: int, rank: int, size: int, prefetch: int = 2, recipe: Recipe | None = None
+        self,
+        dataset: Dataset,
+        batch: int,
+        rank: int,
+        size: int,
+        prefetch: int = 2,
+        recipe: Recipe | None = None,
+        place: Callable[[Samples], Samples] = lambda samples: samples,
     ) -> None:
         self.dataset = dataset
+        self.place = place
         self.recipe = recipe or Recipe()
         self.batch = batch
         self.part = part_of(len(dataset), rank, size)
@@ -176,7 +184,7 @@ class ValidationData:
     def _batches(self) -> Generator[Samples, None, None]:
         for begin in range(self.part.start, self.part.stop, self.batch):
             ids = np.arange(begin, min(begin + self.batch, self.part.stop), dtype=np.int64)
-            yield make_batch(self.dataset, self.recipe, first_draw(ids))
+            yield self.place(make_batch(self.dataset, self.recipe, first_draw(ids)))
 
 
 def thread_depth(dataset: Dataset, prefetch: int) -> int:

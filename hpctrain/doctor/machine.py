@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hpctrain.doctor.probe import Check, note, problem
 from hpctrain.errors import HpctrainError
 from hpctrain.system.cgroups import cpu_quota, usable_cores
 from hpctrain.system.files import create_exclusively
+from hpctrain.system.gpus import usable_gpus
 
 LITTLE_DISK_BYTES = 2 * 2**30
 LITTLE_SHM_BYTES = 256 * 2**20
@@ -41,9 +43,10 @@ def cores() -> Iterator[Check]:
 
 def gpus() -> Iterator[Check]:
     """Reports GPUs according to the driver, independent of the frameworks."""
+    found = Counter(gpu.vendor for gpu in usable_gpus())
     program = shutil.which("nvidia-smi")
     if program is None:
-        yield note("GPUs", "none (no nvidia-smi)")
+        yield note("GPUs", ", ".join(f"{count} of {vendor}" for vendor, count in found.items()) or "none")
         return
     words = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:

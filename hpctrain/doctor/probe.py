@@ -56,9 +56,8 @@ facts["standard"] = ".".join(map(str, MPI.Get_version()))
 
 TORCH = """
 import importlib
-torch = importlib.import_module("torch")
-facts["version"], facts["cuda"] = torch.__version__, torch.version.cuda or ""
-facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+facts["version"] = importlib.import_module("torch").__version__
+facts |= importlib.import_module("hpctrain.backends.torch.accelerator").facts()
 """
 
 TENSORFLOW = """
@@ -80,7 +79,8 @@ except ImportError:
 hvd = importlib.import_module("horovod.{framework}")
 facts["mpi"], facts["nccl"] = bool(hvd.mpi_built()), int(hvd.nccl_built())
 facts["for_gpus"] = bool(hvd.cuda_built() or hvd.rocm_built())
-facts["trains_on_gpu"] = "{framework}" == "torch" and importlib.import_module("torch").cuda.is_available()
+accelerator = importlib.import_module("hpctrain.backends.torch.accelerator") if "{framework}" == "torch" else None
+facts["trains_on_gpu"] = bool(accelerator and accelerator.available())
 with open("/proc/self/maps") as maps:
     facts["maps"] = maps.read()
 """

@@ -87,10 +87,10 @@ def _framework(topic: str, package: str, code: str, install: str) -> Check:
     if seen.error:
         return problem(topic, f"cannot be imported: {seen.error}", f"reinstall it: {install}")
     facts = seen.facts
-    cuda = f", CUDA {facts['cuda']}" if facts.get("cuda") else ""
+    built = f", {facts['platform']}" if facts.get("platform") else ""
     keras = f", Keras {facts['keras']}, backend {facts['backend']}" if "keras" in facts else ""
     gpus = f"{len(facts['gpus'])} GPU" + ("s" if len(facts["gpus"]) != 1 else "")
-    return Check(topic, f"{facts['version']}{cuda}{keras}, sees {gpus}")
+    return Check(topic, f"{facts['version']}{built}{keras}, sees {gpus}")
 
 
 def horovod() -> Iterator[Check]:

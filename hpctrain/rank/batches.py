@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from hpctrain.rank.problem import Problem, examples_of
 from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, Training
 
+Place: TypeAlias = Callable[[Samples], Samples]
+"""Puts a batch into memory from which it reaches the device fastest."""
 TRIED_SAMPLES = 32
 """Maximum number of samples taken from each validation set for the trial."""
 
@@ -42,24 +44,20 @@ def first_validation(problem: Problem) -> list[Samples]:
     return [batch for batch in found if batch]
 
 
-def make_validation(problem: Problem, world: World, dataset: Dataset) -> ValidationData:
+def make_validation(problem: Problem, world: World, dataset: Dataset, place: Place) -> ValidationData:
     """Returns this rank's part of a validation set."""
     loading, group = problem.loading, world.data
-    return ValidationData(
-        dataset, loading.validation_batch, group.rank, group.size, loading.prefetch_batches, loading.validation_recipe
-    )
+    sizes = (loading.validation_batch, group.rank, group.size, loading.prefetch_batches)
+    return ValidationData(dataset, *sizes, loading.validation_recipe, place)
 
 
-def make_validation_sets(problem: Problem, world: World) -> dict[str, ValidationData]:
+def make_validation_sets(problem: Problem, world: World, place: Place) -> dict[str, ValidationData]:
     """Returns this rank's part of each validation set, by name."""
-    return {name: make_validation(problem, world, dataset) for name, dataset in problem.validation.items()}
+    return {name: make_validation(problem, world, dataset, place) for name, dataset in problem.validation.items()}
 
 
-def make_data(problem: Problem, world: World, place: Callable[[Samples], Samples]) -> BatchSource:
-    """Returns the source of this rank's part of each global batch.
-
-    ``place`` puts a batch into memory from which it reaches the device fastest.
-    """
+def make_data(problem: Problem, world: World, place: Place) -> BatchSource:
+    """Returns the source of this rank's part of each global batch."""
     loading, rank, size = problem.loading, world.data.rank, world.data.size
     common: dict[str, Any] = {"accumulate": loading.micro_batches, "prefetch": loading.prefetch_batches}
     common |= {"recipe": loading.recipe, "place": place}

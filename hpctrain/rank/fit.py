@@ -98,6 +98,8 @@ def train(
                 framework.dry_call(one, validation)
         if session.world.rank == 0 and batch:
             foreign_text.show(described(problem.task, problem.loading.recipe.names, batch))
+            for sentence in framework.facts.advice:
+                session.warn(sentence)
         data = stack.enter_context(closing(make_data(problem, session.world, framework.host.place)))
         made = wiring.make_hooks(config, session, run_dir, problem, monitor, hooks, sinks, fresh, data)
         attached = [stack.enter_context(closing(hook)) for hook in made]

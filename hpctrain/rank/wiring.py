@@ -101,10 +101,10 @@ def open_framework(
         from hpctrain.backends.torch.task.opening import open_torch
 
         framework = open_torch(task, world, settings, clock, choice, stage_choice=stages)
-        if framework.device.type == "cuda" and isinstance(clock, RingClock):
-            from hpctrain.backends.torch.device import follow_cuda
+        if framework.device.type != "cpu" and isinstance(clock, RingClock):
+            from hpctrain.backends.torch.device import follow_device
 
-            follow_cuda(clock)
+            follow_device(clock, framework.device)
         return framework
     from hpctrain.backends.tensorflow.task.opening import open_keras
 
@@ -228,7 +228,7 @@ def make_trainer(
         world=world,
         framework=framework,
         data=data or make_data(problem, world, framework.host.place),
-        validation=make_validation_sets(problem, world),
+        validation=make_validation_sets(problem, world, framework.host.place),
         schedule=schedule,
         plan=plan,
         clock=clock,

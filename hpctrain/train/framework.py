@@ -79,6 +79,8 @@ class Facts:
     """State that the first updates changed but ``state`` does not include, for messages, such as ``loss: calls``."""
     nccl: Mapping[str, str] = field(default_factory=dict)
     """Version and variables of NCCL, if the model is on a GPU that uses it."""
+    advice: Sequence[str] = ()
+    """Sentences on what this run leaves unused of its device."""
     gives_back: bool = False
     """Whether memory freed by a step may go back to the kernel rather than to a framework's allocator."""
 

@@ -15,10 +15,10 @@ CYCLES_PER_MS = 1_500_000
 
 def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
     torch = pytest.importorskip("torch")
-    from hpctrain.backends.torch.device import follow_cuda
+    from hpctrain.backends.torch.device import follow_device
 
     clock = RingClock()
-    follow_cuda(clock)
+    follow_device(clock, torch.device("cuda", 0))
     torch.cuda._sleep(1)  # the first call loads the kernel, which takes longer than the rest of the test
     torch.cuda.synchronize()
     clock.mark(Phase.DATA)  # time before the test
@@ -46,10 +46,10 @@ def test_phases_are_as_long_as_the_device_works_and_marks_do_not_wait() -> None:
 def test_a_wait_on_the_host_is_not_the_phases() -> None:
     """As in the sum of a tensor-parallel layer: its input was copied to the host, so the device is idle."""
     torch = pytest.importorskip("torch")
-    from hpctrain.backends.torch.device import follow_cuda
+    from hpctrain.backends.torch.device import follow_device
 
     clock = RingClock()
-    follow_cuda(clock)
+    follow_device(clock, torch.device("cuda", 0))
     for _ in range(5):
         torch.cuda._sleep(2 * CYCLES_PER_MS)
         torch.cuda.synchronize()

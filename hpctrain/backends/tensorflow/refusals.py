@@ -7,7 +7,10 @@ from hpctrain.config.combinations import Feature, Rows, Trait
 TRAITS = {
     **dict.fromkeys((Feature.BF16, Feature.FP16), (Trait.LOW_PRECISION,)),
     **dict.fromkeys(
-        (Feature.CHANNELS_LAST, Feature.COMPILE_MODE, Feature.RECOMPUTE, Feature.OVERLAP, Feature.PROCESS_GROUPS),
+        (
+            *(Feature.CHANNELS_LAST, Feature.COMPILE_MODE, Feature.CUDNN_BENCHMARK, Feature.RECOMPUTE),
+            *(Feature.OVERLAP, Feature.PROCESS_GROUPS),
+        ),
         (Trait.OF_PYTORCH,),
     ),
 }

@@ -1,7 +1,8 @@
-"""A rank's device and precision, transfers to and from it, and phase times on its CUDA stream."""
+"""A rank's device and precision, transfers to and from it, and phase times on its stream."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from collections import deque
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hpctrain.backends.torch import accelerator
+from hpctrain.backends.torch.ahead import CopiesAhead, Copy, Placed
 from hpctrain.comm.world import World
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
@@ -37,6 +40,8 @@ class Compute:
     """Dtype of forward passes; None for that of the parameters."""
     memory_format: torch.memory_format = torch.preserve_format
     """Memory format of the model and of 4-dimensional arrays of a batch."""
+    ahead: CopiesAhead | None = None
+    """Copies batches ahead of their use; None for the CPU."""
 
     def autocast(self, **options: bool) -> AbstractContextManager[Any]:
         """Context of forward passes."""
@@ -46,13 +51,20 @@ class Compute:
 
     def tensors(self, batch: HostBatch) -> dict[str, torch.Tensor]:
         """Copies a batch to the device."""
+        if isinstance(batch, Placed) and self.ahead and (copy := self.ahead.take(batch)):
+            accelerator.hand_over(self.device, copy.tensors.values(), copy.done)
+            return copy.tensors
         if self.device.type == "cpu" and self.memory_format is torch.preserve_format:
             return {name: writable(array) for name, array in batch.items()}
+        return self.sent(batch)
+
+    def sent(self, batch: HostBatch) -> dict[str, torch.Tensor]:
+        """Begins to copy a batch to the device on the current stream."""
         return {name: self._tensor(array) for name, array in batch.items()}
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         host = writable(array)
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             host = host.pin_memory().to(self.device, non_blocking=True)
         return host.to(memory_format=self.memory_format) if host.ndim == 4 else host
 
@@ -61,33 +73,46 @@ class Compute:
 
         The copy is asynchronous; batches are kept until the update is done.
         """
-        if self.device.type != "cuda":
+        if self.ahead is None:
             return samples
-        torch.cuda.set_device(self.device)  # otherwise this thread would open a context on the first GPU
-        return {name: writable(array).pin_memory().numpy() for name, array in samples.items()}
+        accelerator.select(self.device)
+        return self.ahead.add(Placed((name, writable(array).pin_memory().numpy()) for name, array in samples.items()))
 
     def staging(self, num_bytes: int, given: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Allocates zeroed host memory, page-locked if the model is on a GPU. Raises MemoryError if it fails."""
         try:
             memory = torch.zeros(num_bytes, dtype=torch.uint8) if given is None else torch.from_numpy(given)
             buffer = memory.numpy()
-            if self.device.type == "cuda":  # torch would round page-locked memory up to a power of two and cache it
-                pin(memory)
-                weakref.finalize(buffer, unpin, memory.data_ptr()).atexit = False
+            if self.device.type != "cpu":  # torch would round page-locked memory up to a power of two and cache it
+                accelerator.pin(memory, self.device)
+                weakref.finalize(buffer, accelerator.unpin, memory.data_ptr(), self.device).atexit = False
             return buffer
         except RuntimeError as error:  # torch's error for this
             raise MemoryError(f"no host memory for a snapshot of {num_bytes} bytes") from error
 
     def synchronize(self) -> None:
         """Waits for all copies from the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
 
 
 def compute_of(train: TrainConfig, device: torch.device) -> Compute:
     """Makes the settings from the run file's train section."""
     images = torch.channels_last if train.channels_last else torch.preserve_format
-    return Compute(device, LOW_PRECISION.get(train.precision), images)
+    plain = Compute(device, LOW_PRECISION.get(train.precision), images)
+    return plain if device.type == "cpu" else dataclasses.replace(plain, ahead=CopiesAhead(Sender(plain)))
+
+
+class Sender:
+    """Begins copies of batches on a side stream."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute, self.stream = compute, accelerator.SideStream(compute.device)
+
+    def __call__(self, batch: HostBatch) -> Copy:
+        with self.stream.here():
+            tensors, done = self.compute.sent(batch), accelerator.event(self.compute.device)
+            done.record()
+        return Copy(tensors, done)
 
 
 def writable(array: NDArray[Any]) -> torch.Tensor:
@@ -95,36 +120,15 @@ def writable(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.carray else np.array(array))
 
 
-def pin(staging: torch.Tensor) -> None:
-    """Page-locks memory that torch did not allocate, so that copies run at full speed and asynchronously."""
-    size = staging.numel() * staging.element_size()
-    code = torch.cuda.cudart().cudaHostRegister(staging.data_ptr(), size, 0)
-    torch.cuda.check_error(int(code))
-
-
-def unpin(address: int) -> None:
-    """Undoes ``pin`` of the memory at this address."""
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
 def begin_task(seed: int, local_rank: int) -> None:
-    """Seeds torch's generators and makes this rank's GPU the default for "cuda" before a task is made."""
-    pick_device(local_rank)
+    """Seeds torch's generators and makes this rank's device the default before a task is made."""
+    accelerator.pick(local_rank)
     torch.manual_seed(seed)
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """Picks this rank's GPU, round-robin, and makes it this thread's current one; the CPU if there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def gpu_for_nccl(device: torch.device) -> str:
-    """Identity by which NCCL distinguishes ranks: the GPU's UUID, and NCCL_HOSTID if set."""
-    return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}".strip()
+    """Identity by which NCCL distinguishes ranks: the GPU's, and NCCL_HOSTID if set."""
+    return f"{os.environ.get('NCCL_HOSTID', '')} {accelerator.identity(device)}".strip()
 
 
 def require_same_kind(device: torch.device, world: World) -> None:
@@ -142,8 +146,8 @@ LONGEST_QUEUE = 4096
 """Longest queue of pending marks; if the device falls further behind, the oldest are dropped."""
 
 
-class CudaMarks:
-    """Records a clock's marks as CUDA events and adds them to its totals once the device has reached them.
+class DeviceMarks:
+    """Records a clock's marks as events of the device and adds them to its totals once the device has reached them.
 
     The host only queues work, so its own timestamps are not the times of phases. The event at the end of a phase fires
     when the device reaches it; idle time of the device while the host reads data or collects garbage counts in that
@@ -151,19 +155,20 @@ class CudaMarks:
 
     Args:
         clock: the clock whose totals and ring are written.
+        device: the rank's GPU.
     """
 
-    def __init__(self, clock: RingClock) -> None:
-        self.clock = clock
-        self.free: list[torch.cuda.Event] = []
-        self.waiting: deque[tuple[int, torch.cuda.Event, float, float]] = deque()
+    def __init__(self, clock: RingClock, device: torch.device) -> None:
+        self.clock, self.device = clock, device
+        self.free: list[Any] = []
+        self.waiting: deque[tuple[int, Any, float, float]] = deque()
         """Phase, event at its end, the step's work if the step ends there (else -1), and seconds spent waiting."""
         self.waited_s = 0.0
         self.last = self.record()
 
-    def record(self) -> torch.cuda.Event:
+    def record(self) -> Any:
         """Records an event on the current stream; events are reused."""
-        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
+        event = self.free.pop() if self.free else accelerator.event(self.device, timed=True)
         event.record()
         return event
 
@@ -208,6 +213,6 @@ class CudaMarks:
                 self.clock.publish()
 
 
-def follow_cuda(clock: RingClock) -> None:
-    """Makes the clock measure phases on the current CUDA stream."""
-    clock.follow(CudaMarks(clock))
+def follow_device(clock: RingClock, device: torch.device) -> None:
+    """Makes the clock measure phases on the current stream of a GPU."""
+    clock.follow(DeviceMarks(clock, device))

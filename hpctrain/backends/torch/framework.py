@@ -36,14 +36,22 @@ class TorchFramework(FrameworkOfParts):
         evaluator: evaluates and predicts.
         source: the model's state.
         prepared: the model as prepared by strategies.
+        advice: see Facts.
     """
 
     evaluator: TorchEvaluator
     source: TorchState
 
     def __init__(
-        self, parts: Parts, program: StepProgram, evaluator: TorchEvaluator, source: TorchState, prepared: Prepared
+        self,
+        parts: Parts,
+        program: StepProgram,
+        evaluator: TorchEvaluator,
+        source: TorchState,
+        prepared: Prepared,
+        advice: Sequence[str],
     ) -> None:
+        self.advice = advice
         self.parts, self.program, self.evaluator, self.source = parts, program, evaluator, source
         self.prepared, self.world, self.host, self.device = prepared, parts.world, parts.compute, parts.compute.device
         self.task, self.model, self.optimizer = parts.task, parts.model, parts.task.optimizer
@@ -67,6 +75,7 @@ class TorchFramework(FrameworkOfParts):
             other_names=source.other_names,
             meta_init=source.meta_init,
             undeclared=tuple(source.holdings.undeclared),
+            advice=self.advice,
             gives_back=self.device.type == "cpu",
             nccl=settings_of(self.device),
         )

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn import Bilinear, Module, RNNBase
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import Compute
 from hpctrain.train import flops
 
@@ -84,8 +85,7 @@ class TorchProfiler:
     """See train.watchers.Profiler. Writes ``<target>.pt.trace.json``."""
 
     def start(self, target: Path) -> None:
-        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self.target, self.running = target, profile(activities=[ProfilerActivity.CPU, *gpu])
+        self.target, self.running = target, profile(activities=accelerator.activities())
         self.running.start()
 
     def stop(self) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend
 
+from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import gpu_for_nccl
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World
@@ -68,7 +69,7 @@ def settings_of(device: torch.device) -> dict[str, str]:
     """What sums on a GPU depend on: version and variables of NCCL; empty without it."""
     if word_of(device) != "nccl":
         return {}
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    version = accelerator.nccl_version(device)
     return {
         "version": version,
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
@@ -229,8 +230,7 @@ class Peers:
         self.users -= 1
         if not self.users:
             del OPEN[self.group]
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
+            accelerator.synchronize(self.device)
             self.ranks.shutdown()
 
     def sum(self, values: Tensor, what: str) -> Callable[[], None]:

@@ -12,7 +12,6 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 
 import psutil
 
@@ -22,6 +21,7 @@ from hpctrain.launch.runners.ticket import ADDRESS, KEY, Ticket
 from hpctrain.system import processes
 from hpctrain.system.address import interfaces
 from hpctrain.system.cgroups import usable_cores
+from hpctrain.system.gpus import usable_gpus
 from hpctrain.system.output import say
 
 RETRY_S = 0.5
@@ -62,7 +62,7 @@ async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
         os.environ.pop(name, None)
     host = socket.gethostname()
     facts: dict[str, object] = {"host": host, "cores": usable_cores(), "memory": psutil.virtual_memory().total}
-    facts |= {"gpus": len([*Path("/dev").glob("nvidia[0-9]*")]), "addresses": [each.address for each in interfaces()]}
+    facts |= {"gpus": len(usable_gpus()), "addresses": [each.address for each in interfaces()]}
     link.send(Kind.HELLO, content=json.dumps(facts).encode())
     say(f"{host} serves the run")
     asyncio.get_running_loop().add_signal_handler(GOING, link.send, Kind.GOING)

@@ -130,7 +130,7 @@ def test_validation_has_a_batch_of_its_own() -> None:
         loading = Loading(Recipe(), 1, validation_batch(train, 1), 2, 0)
         dataset = open_dataset(ARRAYS)
         problem = Problem(task_with(ARRAYS), dataset, {"validation": dataset}, Order(6, 2), loading)
-        assert len(make_validation(problem, alone(), dataset)) == batches
+        assert len(make_validation(problem, alone(), dataset, dict)) == batches
 
 
 @pytest.mark.slow

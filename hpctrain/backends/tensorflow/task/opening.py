@@ -54,6 +54,8 @@ def open_keras(
             models differ, or the configured reducer cannot be used.
     """
     require_trainable(task)
+    if config.train.matmul is not None:
+        tf.config.experimental.enable_tensor_float_32_execution(config.train.matmul == "tf32")
     layers = joint_layers(task.model, config.train.sync_batchnorm)
     refuse(config.features() | model_features(task, POLICIES[config.train.precision], layers))
     joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None

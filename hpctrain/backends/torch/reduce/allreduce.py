@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.backends.torch.device import pin, unpin
+from hpctrain.backends.torch import accelerator
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.host_allreduce import open_host_allreduce
@@ -53,16 +53,15 @@ class StagedTensorAllreduce:
     def __init__(self, host: HostAllreduce, device: torch.device) -> None:
         self.host = host
         self.staging = torch.from_numpy(host.buffer)
-        pin(self.staging)
+        accelerator.pin(self.staging, device)
         self.flat = torch.zeros(len(host.buffer), dtype=self.staging.dtype, device=device)
-        self.stream = torch.cuda.Stream(device)
-        self.copies: list[tuple[int, int, torch.cuda.Event]] = []
+        self.stream = accelerator.SideStream(device)
+        self.copies: list[tuple[int, int, Any]] = []
 
     def start(self, begin: int, end: int) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.flat.device))
-        with torch.cuda.stream(self.stream):
+        with self.stream.after_current():
             self.staging[begin:end].copy_(self.flat[begin:end], non_blocking=True)
-            done = torch.cuda.Event()
+            done = accelerator.event(self.flat.device)
             done.record()
         self.copies.append((begin, end, done))
 
@@ -75,8 +74,8 @@ class StagedTensorAllreduce:
         self.flat.copy_(self.staging, non_blocking=True)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.flat.device)
-        unpin(self.staging.data_ptr())
+        accelerator.synchronize(self.flat.device)
+        accelerator.unpin(self.staging.data_ptr(), self.flat.device)
         self.host.close()
 
 

@@ -115,7 +115,7 @@ class HorovodSender:
 
 def unfit(horovod: ModuleType, group: Group, device: torch.device) -> UserError | None:
     """The reason why Horovod cannot sum tensors on this device, if any; the same on all ranks. Collective."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     for_cpus = on_gpu and not (horovod.cuda_built() or horovod.rocm_built())
     gpu = gpu_for_nccl(device) if on_gpu and horovod.nccl_built() else None
     everywhere = group.allgather([for_cpus, gpu], "compare GPUs")

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.backends.torch.device import pin, unpin
+from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.process_groups import Peers
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
 from hpctrain.parallel.sharded_exchange import ShardedExchange
@@ -69,7 +69,7 @@ class StagedSharded(HostSharded):
     def __init__(self, host: ShardedExchange, layout: Layout, mine: slice, device: torch.device) -> None:
         super().__init__(host, layout)
         self.staging, self.copies, self.mine = self.flat, self.leaving, mine
-        pin(self.staging)
+        accelerator.pin(self.staging, device)
         self.flat = torch.zeros_like(self.staging, device=device)
         self.leaving = [self.flat]
         self.gather, self.close = self._gather, self._close
@@ -91,8 +91,8 @@ class StagedSharded(HostSharded):
             self.flat[theirs].copy_(self.staging[theirs])
 
     def _close(self) -> None:
-        torch.cuda.synchronize(self.flat.device)
-        unpin(self.staging.data_ptr())
+        accelerator.synchronize(self.flat.device)
+        accelerator.unpin(self.staging.data_ptr(), self.flat.device)
         self.host.close()
 
 

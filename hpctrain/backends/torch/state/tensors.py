@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from hpctrain.backends.named_state import digest as digest_of
 from hpctrain.backends.named_state import endings, plain_name
+from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.errors import UserError, kind_of
 from hpctrain.train.seeds import host_random_state, restore_host_random_state
@@ -194,8 +195,8 @@ def other_names(model: Module) -> dict[str, str]:
 def random_tensors(device: torch.device) -> list[ArrayTensor]:
     """This rank's random states."""
     arrays = host_random_state() | {"rng/torch": torch.get_rng_state().numpy()}
-    if device.type == "cuda":
-        arrays["rng/torch_cuda"] = torch.cuda.get_rng_state(device).numpy()
+    if device.type != "cpu":
+        arrays[f"rng/torch_{device.type}"] = accelerator.random_state(device).numpy()
     return [ArrayTensor(name, array, Placement.RANK) for name, array in arrays.items()]
 
 
@@ -204,8 +205,8 @@ def load_random(device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Non
     restore_host_random_state(arrays)
     if "rng/torch" in arrays:
         torch.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch"], np.uint8)))
-    if device.type == "cuda" and "rng/torch_cuda" in arrays:
-        torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["rng/torch_cuda"], np.uint8)), device)
+    if (name := f"rng/torch_{device.type}") in arrays:
+        accelerator.set_random_state(device, torch.from_numpy(np.array(arrays[name], np.uint8)))
 
 
 @contextmanager
@@ -219,8 +220,31 @@ def kept_random_state(device: torch.device = CPU) -> Iterator[None]:
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> str:
-    """Returns the hexadecimal SHA-256 of the values in order."""
+    """Returns a hexadecimal hash of the values in order: SHA-256, on a GPU of fingerprints that are computed there."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        tensors = [torch.stack([fingerprint(tensor) for tensor in tensors])]
     return digest_of(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors)
+
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by size in bytes."""
+CHUNK = 1 << 22
+"""Elements of which a fingerprint makes 64-bit integers at a time."""
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""An odd number whose multiples are spread evenly (Knuth, TAOCP 3, section 6.4), as a signed one."""
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit sum of the elements' bits, each times an odd factor that depends on its place, on the tensor's device.
+
+    A change of one element always changes it: multiplication by an odd number is a bijection modulo 2^64.
+    """
+    words = tensor.detach().contiguous().view(-1).view(WORDS[tensor.dtype.itemsize])
+    factors = torch.arange(min(CHUNK, len(words)), device=tensor.device).mul_(GOLDEN).bitwise_or_(1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in words.split(CHUNK):
+        total = total * GOLDEN + (part.long() * factors[: len(part)]).sum()
+    return total
 
 
 INNER = ("state_dict", "model_state_dict", "model", "module")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.process_groups import Peers, have_own_gpus, peers_of
 from hpctrain.comm.group import QUICK_LOOKS, TIMEOUT_S, Group
 from hpctrain.reduce.shm_allreduce import ShmWindow, open_shm_window
@@ -228,8 +229,7 @@ class TorchExchange:
 
     def _finish(self, begin: Callable[[], dist.Work], what: str) -> None:
         """Begins an operation and waits for it."""
-        if self.device.type == "cuda":  # computing this rank's input is not a wait for others
-            torch.cuda.current_stream(self.device).synchronize()
+        accelerator.synchronize_stream(self.device)  # computing this rank's input is not a wait for others
         with self.waiting, self.peers.explained(what):
             work = begin()
             for _ in range(QUICK_LOOKS):  # torch itself would sleep for a millisecond between polls
@@ -248,6 +248,6 @@ def over_torch(group: Group, device: torch.device, waiting: Waiting, timeout_s: 
 
 def exchange_for(group: Group, device: torch.device, waiting: Waiting) -> Exchange:
     """Opens an exchange by NCCL if each rank has its own GPU, else through host memory. See OpenExchange."""
-    if group.size > 1 and device.type == "cuda" and have_own_gpus(group, device):
+    if group.size > 1 and device.type != "cpu" and have_own_gpus(group, device):
         return over_torch(group, device, waiting)
     return HostExchange(group, waiting, open_shm_window(group))

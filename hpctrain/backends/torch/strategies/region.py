@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import embedding
 
+from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.strategies.exchange import Exchange, HostExchange
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -58,9 +59,7 @@ class Region:
         if self.outside:
             return
         number = int(torch.randint(2**62, ()))
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
+        generators = accelerator.generators(device)
         seed = derive(number, self.group.rank)
         self.outside = [(generator, generator.get_state(), seed) for generator in generators]
         for generator in generators:

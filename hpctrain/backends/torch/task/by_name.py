@@ -24,6 +24,11 @@ NAMES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+FUSED = ("sgd", "adam", "adamw")
+"""Optimizers that can update in one pass over memory, on CPUs and GPUs; not with sparse gradients, nor parameters whose
+device is not known yet. Cut into rows, results are the same bits."""
+
+
 def of_target(function: Callable[..., Tensor], target: str, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Applies a loss(output, target) to a batch."""
     return function(outputs, batch[target])
@@ -87,5 +92,8 @@ def make_optimizer(name: str, options: Mapping[str, Any], model: Any) -> optim.O
     given = {("alpha" if (name, key) == ("rmsprop", "rho") else key): value for key, value in options.items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     (kind,) = (vars(optim)[each] for each in optim.__all__ if each.lower() == name)
+    is_dense = not any(getattr(module, "sparse", False) for module in model.modules())
+    if name in FUSED and is_dense and all(one.is_floating_point() and not one.is_meta for one in trained):
+        given["fused"] = True
     optimizer: optim.Optimizer = kind(trained or model.parameters(), **given)
     return optimizer

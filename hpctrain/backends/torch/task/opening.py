@@ -10,7 +10,8 @@ from torch.nn import Module, Parameter
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
-from hpctrain.backends.torch.device import Compute, compute_of, pick_device, require_same_kind
+from hpctrain.backends.torch import accelerator
+from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind
 from hpctrain.backends.torch.framework import TorchEvaluator, TorchFramework
 from hpctrain.backends.torch.metrics import TorchMetricMeter, of_torchmetrics
 from hpctrain.backends.torch.process_groups import sum_exactly
@@ -37,6 +38,7 @@ from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
@@ -70,12 +72,13 @@ def open_torch(
         UserError: the task cannot be trained, the ranks' models differ, or the configured reducer cannot be used.
     """
     train = config.train
-    device = pick_device(world.local_rank)
+    device = accelerator.pick(world.local_rank)
     require_same_kind(device, world)
     if config.reduce.exact and device.type != "cpu":
         sum_exactly()
     if train.threads is not None:  # a supervisor sets it in the environment, but mpirun does not
         torch.set_num_threads(train.threads)
+    set_kernels(train)
     compute = compute_of(train, device)
     opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
     move(opening.model, device, compute.memory_format)
@@ -89,6 +92,28 @@ def open_torch(
     framework = assembled(opening, prepared, prepared.updates, choice, doubled)
     framework.reseed(0)
     return framework
+
+
+def set_kernels(train: TrainConfig) -> None:
+    """Sets how kernels compute and are chosen; leaves alone what the run file does not name, which a task may set."""
+    if train.matmul is not None:
+        torch.set_float32_matmul_precision("high" if train.matmul == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = train.matmul == "tf32"
+    if train.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
+
+
+IN_FP32 = (
+    "matrix products are computed in fp32, without this GPU's tensor cores: train.matmul: tf32 (factors of 10 bits) or "
+    "train.precision: bf16 may be several times as fast; train.matmul: exact keeps fp32 and this line away"
+)
+
+
+def advice_on(train: TrainConfig, model: Module, device: torch.device) -> list[str]:
+    """What a run leaves unused of its device and does not ask for."""
+    is_fp32 = train.precision == "fp32" and any(one.dtype == torch.float32 for one in model.parameters())
+    unasked = train.matmul is None and torch.get_float32_matmul_precision() == "highest"
+    return [IN_FP32] if is_fp32 and unasked and accelerator.has_tf32(device) else []
 
 
 def look_at(
@@ -165,7 +190,7 @@ def assembled(
     reducers = ExchangesToChoose(updates.reducers)
     exchanges = ChosenReducer(reducers, choice, unchanged, choice.known(reducers))
     joins = opening.joins and world.data.size > 1
-    batch_norms = SyncBatchNorm(model, world.data, opening.clock) if joins else BatchNorms()
+    batch_norms = SyncBatchNorm(model, world.data, opening.clock, compute.device) if joins else BatchNorms()
     averages = Averages(partition, model, updates.names, train.ema_decay)
     models = own_models(task.model, prepared.compile_model)
     trained = {
@@ -205,7 +230,7 @@ def assembled(
         seed=opening.config.seed,
         layout=layout_of(model, partition),
     )
-    return TorchFramework(parts, program, evaluator, source, prepared)
+    return TorchFramework(parts, program, evaluator, source, prepared, advice_on(train, model, compute.device))
 
 
 MADE = "the task made it on the meta device"

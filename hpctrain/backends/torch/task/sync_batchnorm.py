@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,12 @@ from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.backends.joint_statistics import JointStatistics
+from hpctrain.backends.torch.process_groups import Peers, have_own_gpus, peers_of
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.strategies.region import HALVES
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.train.clock import IntervalClock, StepClock
+from hpctrain.train.clock import IntervalClock, Phase, StepClock
 
 
 def wants_joint_statistics(model: Module, configured: bool) -> bool:
@@ -53,14 +56,21 @@ class SyncBatchNorm(JointStatistics):
         model: the model, on its device.
         group: the ranks that see different samples; more than one.
         clock: records the time spent waiting.
+        device: device of the model.
     """
 
-    def __init__(self, model: Module, group: Group, clock: StepClock) -> None:
+    def __init__(self, model: Module, group: Group, clock: StepClock, device: torch.device) -> None:
         super().__init__(group, clock)
         self.model, self.names = model, joint_names(model)
+        self.on_device = OnDevice(self, group, device) if runs_on_device(group, device) else None
 
     def passes(self) -> OverRanks:
-        return OverRanks(self)
+        return OverRanks(self, on_device=self.on_device)
+
+    def close(self) -> None:
+        if self.on_device is not None:
+            self.on_device.close()
+        super().close()
 
     def trial(self) -> OverRanks:
         """Context for a dry call: not collective, and a single sample is enough."""
@@ -81,10 +91,11 @@ class OverRanks:
     Args:
         statistics: joins statistics over the ranks.
         fewest: smallest number of values per channel over all ranks that can be trained on.
+        on_device: exchanges statistics between GPUs; None if they go through the host.
     """
 
-    def __init__(self, statistics: JointStatistics, fewest: int = 2) -> None:
-        self.statistics, self.fewest = statistics, fewest
+    def __init__(self, statistics: JointStatistics, fewest: int = 2, on_device: OnDevice | None = None) -> None:
+        self.statistics, self.fewest, self.on_device = statistics, fewest, on_device
         self.own = functional.batch_norm
 
     def __enter__(self) -> None:
@@ -107,20 +118,29 @@ class OverRanks:
         """See torch.nn.functional.batch_norm. Collective if ``training``."""
         if not training:
             return self.own(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        if self.on_device is not None:
+            return OnGpus.apply(  # type: ignore[no-any-return, no-untyped-call]
+                input, weight, bias, running_mean, running_var, momentum, eps, self.on_device
+            )
         outputs, mean, variance, count = Normalized.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, eps, self.statistics
         )
         if count < self.fewest:
-            raise UserError(
-                "BatchNorm has one value per channel on all ranks together, which has no variance",
-                "make train.global_batch larger or train.accumulate smaller, or set data.drop_last: true",
-            )
+            raise one_value()
         with torch.no_grad():
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             if running_var is not None:
                 running_var.lerp_((variance * (count / max(count - 1, 1))).to(running_var.dtype), momentum)
         return outputs  # type: ignore[no-any-return]
+
+
+def one_value() -> UserError:
+    """The error for statistics of too few values."""
+    return UserError(
+        "BatchNorm has one value per channel on all ranks together, which has no variance",
+        "make train.global_batch larger or train.accumulate smaller, or set data.drop_last: true",
+    )
 
 
 class Normalized(torch.autograd.Function):
@@ -167,6 +187,118 @@ class Normalized(torch.autograd.Function):
             of_input = slopes - along(total[0], slopes) - normalized * along(total[1], slopes)
             of_input = (of_input * along(scale, slopes)).to(input.dtype)
         return of_input, of_weight, of_bias, None, None
+
+
+def runs_on_device(group: Group, device: torch.device) -> bool:
+    """Whether PyTorch's kernels and a process group can be used: each rank has a GPU. Collective."""
+    return device.type != "cpu" and have_own_gpus(group, device)
+
+
+class OnDevice:
+    """Exchanges statistics between the GPUs of the ranks that take part in a micro-batch; no host waits.
+
+    That all are in the same layer is not checked, as with ``torch.nn.SyncBatchNorm``: it would take such a wait.
+
+    Args:
+        joint: knows which ranks take part.
+        group: all ranks, whose process group gradients use as well.
+        device: the rank's GPU.
+    """
+
+    def __init__(self, joint: JointStatistics, group: Group, device: torch.device) -> None:
+        self.joint, self.group, self.device = joint, group, device
+        self.peers: dict[Group, Peers] = {}
+
+    def among(self) -> tuple[Any, int]:
+        """The process group and number of the ranks that take part. Collective among them if it is new."""
+        part = self.group if self.joint.group.size == self.group.size else self.joint.group
+        if part not in self.peers:
+            self.peers[part] = peers_of(part, self.device)
+        return self.peers[part].ranks, part.size
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[tuple[Any, int]]:
+        """Around one exchange; its time is that of waiting for others."""
+        self.joint.clock.mark(Phase.BACKWARD)
+        if self.joint.agree is not None:
+            self.joint.agree()
+        yield self.among()
+        self.joint.clock.mark(Phase.EXCHANGE)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The values of all ranks that take part; [ranks, values]."""
+        with self.meeting() as (ranks, size):
+            rows = list(own.new_empty(size, len(own)))
+            ranks.allgather([rows], [own]).wait()
+        return torch.stack(rows)
+
+    def add(self, values: Tensor) -> None:
+        """Adds the values of all ranks that take part, in place."""
+        with self.meeting() as (ranks, _):
+            ranks.allreduce([values]).wait()
+
+    def close(self) -> None:
+        """Closes process groups."""
+        for peers in self.peers.values():
+            peers.close()
+
+
+class OnGpus(torch.autograd.Function):
+    """Normalises by PyTorch's kernels, as ``torch.nn.SyncBatchNorm`` does, and updates running statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        on_device: OnDevice,
+    ) -> Tensor:
+        input = input if is_channels_last(input) else input.contiguous()
+        channels = input.shape[1]
+        mean, inverse = torch.batch_norm_stats(input, eps)
+        count = mean.new_full((1,), input.numel() // channels)
+        means, inverses, counts = on_device.gather(torch.cat([mean, inverse, count])).split([channels, channels, 1], 1)
+        counts = counts.flatten()
+        if input.numel() < 2 * channels and counts.sum() < 2:  # read only by ranks that may have the only value
+            raise one_value()
+        mean, inverse = torch.batch_norm_gather_stats_with_counts(
+            input, means, inverses, running_mean, running_var, momentum, eps, counts
+        )
+        ctx.save_for_backward(input, weight, mean, inverse, counts.to(torch.int32))
+        ctx.on_device, ctx.has_bias = on_device, bias is not None
+        return torch.batch_norm_elemt(input, weight, bias, mean, inverse, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, inverse, counts = ctx.saved_tensors
+        gradient = gradient if is_channels_last(gradient) else gradient.contiguous()
+        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        total, total_scaled, for_weight, for_bias = torch.batch_norm_backward_reduce(
+            gradient, input, mean, inverse, weight, of_input, of_weight, of_bias
+        )
+        for_input = None
+        if of_input:
+            sums = torch.cat([total, total_scaled])
+            ctx.on_device.add(sums)
+            total, total_scaled = sums.chunk(2)
+            weight = weight if weight is None else weight.to(mean.dtype)
+            for_input = torch.batch_norm_backward_elemt(
+                gradient, input, mean, inverse, weight, total, total_scaled, counts
+            )
+        has_weight = weight is not None and of_weight
+        return for_input, for_weight if has_weight else None, for_bias if of_bias else None, *[None] * 5
+
+
+def is_channels_last(values: Tensor) -> bool:
+    """Whether the channels are the innermost axis of images or volumes in memory."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return values.ndim in formats and values.is_contiguous(memory_format=formats[values.ndim])
 
 
 def wide(values: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import code_of
+from hpctrain.system.gpus import usable_gpus
 
 MARK = "hpctrain-probe "
 
@@ -71,12 +72,15 @@ def write_problem(name: str, folder: Path) -> dict[str, str | None]:
 
 
 def devices() -> list[str]:
-    """Returns the GPUs that this process can use: UUIDs if nvidia-smi lists them, else the launcher's names."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES"))
+    """Returns the GPUs that this process can use: UUIDs if nvidia-smi lists them, else names of launcher or kernel."""
+    given = (os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"))
+    named = next((names for names in given if names is not None), None)
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return [word for word in (named or "").split(",") if word]
+        if named is None:
+            return [str(gpu.path) for gpu in usable_gpus()]
+        return [word for word in named.split(",") if word]
     every = [
         line.split("UUID: ")[1].rstrip(")")
         for line in listed.splitlines()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +17,20 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.backends.joint_statistics import JointStatistics
 from hpctrain.backends.torch.task.checks import model_features
-from hpctrain.backends.torch.task.sync_batchnorm import OverRanks, joint_names, wants_joint_statistics
+from hpctrain.backends.torch.task.sync_batchnorm import (
+    OnDevice,
+    OnGpus,
+    OverRanks,
+    joint_names,
+    wants_joint_statistics,
+)
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import Config, TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.train.clock import IntervalClock
+from tests.support.thread_groups import ThreadGroup, in_threads
 from tests.tasks.torch_tasks import make_framework
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -141,3 +151,131 @@ def test_an_export_is_that_of_plain_batchnorm() -> None:
     plain.load_state_dict(framework.model.state_dict())
     assert type(framework.model[1]) is nn.BatchNorm1d
     framework.close()
+
+
+def spread(channels: Tensor, like: Tensor) -> Tensor:
+    return channels.view(1, -1, *[1] * (like.ndim - 2))
+
+
+def stats(values: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(values, [0, *range(2, values.ndim)], correction=0)
+    return mean, (variance + eps).rsqrt()
+
+
+def gather_stats(
+    values: Tensor,
+    means: Tensor,
+    inverses: Tensor,
+    mean: Any,
+    variance: Any,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    shares = (counts / counts.sum())[:, None]
+    joint_mean = (shares * means).sum(0)
+    joint_variance = (shares * (inverses**-2 - eps + (means - joint_mean) ** 2)).sum(0)
+    if mean is not None:
+        mean.lerp_(joint_mean, momentum)
+        variance.lerp_(joint_variance * counts.sum() / (counts.sum() - 1), momentum)
+    return joint_mean, (joint_variance + eps).rsqrt()
+
+
+def elemt(values: Tensor, weight: Any, bias: Any, mean: Tensor, inverse: Tensor, eps: float) -> Tensor:
+    found = (values - spread(mean, values)) * spread(inverse, values)
+    return found if weight is None else found * spread(weight, values) + spread(bias, values)
+
+
+def backward_reduce(slopes: Tensor, values: Tensor, mean: Tensor, inverse: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    axes = [0, *range(2, values.ndim)]
+    total, scaled = slopes.sum(axes), (slopes * (values - spread(mean, values))).sum(axes)
+    return total, scaled, scaled * inverse, total
+
+
+def backward_elemt(
+    slopes: Tensor,
+    values: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Any,
+    total: Tensor,
+    scaled: Tensor,
+    counts: Any,
+) -> Tensor:
+    count = counts.sum()
+    centred = values - spread(mean, values)
+    found = slopes - spread(total / count, values) - centred * spread(inverse**2 * scaled / count, values)
+    return found * spread(inverse if weight is None else inverse * weight, values)
+
+
+class Threads(OnDevice):
+    """An exchange between threads, in place of GPUs."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        super().__init__(JointStatistics(Group("alone"), IntervalClock()), group, torch.device("cpu"))
+
+    def among(self) -> Any:
+        done = SimpleNamespace(wait=lambda: None)
+
+        def allgather(rows: list[list[Tensor]], own: list[Tensor]) -> Any:
+            for row, values in zip(rows[0], self.group.gather(own[0].detach().numpy(), ""), strict=True):
+                row.copy_(torch.from_numpy(values))
+            return done
+
+        def allreduce(values: list[Tensor]) -> Any:
+            values[0].copy_(torch.from_numpy(self.group.gather(values[0].numpy(), "").sum(0)))
+            return done
+
+        return SimpleNamespace(allgather=allgather, allreduce=allreduce), self.group.size
+
+
+KERNELS = {
+    "stats": stats, "gather_stats_with_counts": gather_stats, "elemt": elemt, "backward_reduce": backward_reduce,
+    "backward_elemt": backward_elemt,
+}  # fmt: skip
+"""What PyTorch's kernels for GPUs compute, by formula."""
+
+
+def called(name: str, kernel: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a kernel with the arguments that PyTorch declares."""
+    declared = getattr(torch.ops.aten, f"batch_norm_{name}").default._schema.arguments
+    kinds = {"Tensor": Tensor, "Optional[Tensor]": (Tensor, type(None)), "float": float, "bool": bool}
+    for argument, value in zip(declared, arguments, strict=True):
+        assert isinstance(value, kinds[str(argument.type)]), f"{argument.name} of {name}"
+    return kernel(*arguments)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_gpus_normalise_over_the_samples_of_all_ranks(affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kernel in KERNELS.items():
+        monkeypatch.setattr(torch, f"batch_norm_{name}", functools.partial(called, name, kernel))
+    torch.manual_seed(1)
+    values = torch.randn(7, 3, 2, 2, dtype=torch.float64) + 2
+    parts, whole = [slice(0, 1), slice(1, 4), slice(4, 7)], nn.BatchNorm2d(3, affine=affine).double()
+    layers = [copy.deepcopy(whole) for _ in parts]
+    wanted = passes(whole, values, contextlib.nullcontext())
+    slopes = torch.arange(values.numel()).view_as(values).double()
+
+    def one(group: ThreadGroup) -> list[Any]:
+        layer, exchange, own = layers[group.rank], Threads(group), values[parts[group.rank]].clone().requires_grad_()
+        for _ in range(2):
+            weights = layer.weight, layer.bias, layer.running_mean, layer.running_var
+            outputs = OnGpus.apply(own, *weights, layer.momentum, layer.eps, exchange)  # type: ignore[no-untyped-call]
+            (outputs * slopes[parts[group.rank]]).sum().backward()
+        return [outputs.detach(), own.grad, *(parameter.grad for parameter in layer.parameters())]
+
+    found = in_threads(3, one)
+    for index, expected in enumerate(wanted[: 4 if affine else 2]):
+        columns = [rank[index] for rank in found]
+        joined = torch.cat(columns) if index < 2 else torch.stack(columns).sum(0)  # gradients are summed later
+        torch.testing.assert_close(joined, expected, rtol=1e-10, atol=1e-10)
+    for layer in layers:
+        torch.testing.assert_close(layer.running_var, whole.running_var, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(layer.running_mean, whole.running_mean, rtol=1e-10, atol=1e-10)
+
+
+def test_one_value_on_all_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "batch_norm_stats", stats)
+    alone: Any = SimpleNamespace(gather=lambda own: own[None], add=lambda sums: None)
+    with pytest.raises(UserError, match="one value per channel"):
+        OnGpus.apply(torch.ones(1, 3), None, None, None, None, 0.1, 1e-5, alone)  # type: ignore[no-untyped-call]

@@ -1,0 +1,189 @@
+"""The device other than the CPU, of any vendor: the only module that calls the API of devices.
+
+PyTorch calls NVIDIA's devices ``cuda``, AMD's too (its ROCm builds), and Intel's ``xpu``; ``torch.cuda`` and
+``torch.xpu`` have the same functions. Devices of other kinds, such as Apple's, are not used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+from hpctrain.errors import UserError
+from hpctrain.system.gpus import Gpu, usable_gpus
+
+KINDS = {"cuda": "NVIDIA", "xpu": "Intel"}
+"""Types of devices that are used, with the vendor that their name is about."""
+
+
+def available() -> list[torch.device]:
+    """The devices that this PyTorch can use."""
+    kind = torch.accelerator.current_accelerator()
+    known = kind is not None and kind.type in KINDS
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if known else []  # type: ignore[union-attr]
+
+
+def vendor() -> str:
+    """For whose devices this PyTorch was built: NVIDIA, AMD or Intel; empty for CPUs."""
+    kind = torch.accelerator.current_accelerator()
+    return "AMD" if torch.version.hip else KINDS.get(kind.type, "") if kind is not None else ""
+
+
+def require_usable(gpus: Sequence[Gpu]) -> None:
+    """Raises UserError if a machine has GPUs, and this PyTorch cannot use them: training on its CPUs would be slow.
+
+    Args:
+        gpus: the GPUs that this process may use, according to the kernel.
+    """
+    others = sorted({gpu.vendor for gpu in gpus})
+    if not others:
+        return
+    own = vendor()
+    reason = f"is built for {own or 'CPUs'}" if own not in others else "finds none"
+    driver = "; the driver may be older than PyTorch's CUDA or ROCm: see hpctrain doctor" if own in others else ""
+    raise UserError(
+        f"the machine has {len(gpus)} GPU{'s' * (len(gpus) > 1)} of {' and '.join(others)}, and PyTorch "
+        f"{torch.__version__} {reason}",
+        f"install PyTorch for them (pytorch.org/get-started){driver}; to train on CPUs: export {HIDE[others[0]]}=",
+    )
+
+
+HIDE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "ROCR_VISIBLE_DEVICES", "Intel": "ZE_AFFINITY_MASK"}
+"""Environment variable that hides a vendor's GPUs if it is empty."""
+
+
+def pick(local_rank: int) -> torch.device:
+    """Picks this rank's device, round-robin, and makes it this thread's current one; the CPU if there is none.
+
+    Raises UserError if there are GPUs that this PyTorch cannot use.
+    """
+    devices = available()
+    if not devices:
+        require_usable([gpu for gpu in usable_gpus() if os.environ.get(HIDE[gpu.vendor]) != ""])
+        return torch.device("cpu")
+    device = devices[local_rank % len(devices)]
+    select(device)
+    return device
+
+
+def api(device: torch.device) -> Any:
+    """``torch.cuda`` or ``torch.xpu``."""
+    return torch.get_device_module(device)
+
+
+def select(device: torch.device) -> None:
+    """Makes a device this thread's current one; a thread's first call would otherwise open the first one."""
+    api(device).set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done everything; at once for the CPU."""
+    if device.type != "cpu":
+        api(device).synchronize(device)
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Waits until the device has done everything on this thread's current stream; at once for the CPU."""
+    if device.type != "cpu":
+        api(device).current_stream(device).synchronize()
+
+
+def event(device: torch.device, timed: bool = False) -> Any:
+    """Makes an event; ``record`` records it on the current stream."""
+    return api(device).Event(enable_timing=timed)
+
+
+class SideStream:
+    """A stream besides the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = api(device).Stream(device)
+
+    def after_current(self) -> AbstractContextManager[None]:
+        """Context whose operations run on this stream, once the device has reached this point of the current one."""
+        self.stream.wait_stream(api(self.device).current_stream(self.device))
+        return self.here()
+
+    def here(self) -> AbstractContextManager[None]:
+        """Context whose operations run on this stream."""
+        context: AbstractContextManager[None] = api(self.device).stream(self.stream)
+        return context
+
+
+def hand_over(device: torch.device, tensors: Iterable[Tensor], done: Any) -> None:
+    """Lets the current stream use tensors that were made on another one, after an event of that one."""
+    current = api(device).current_stream(device)
+    current.wait_event(done)
+    for tensor in tensors:
+        tensor.record_stream(current)  # otherwise their memory could be given away as soon as they are freed
+
+
+def pin(staging: Tensor, device: torch.device) -> None:
+    """Page-locks memory that torch did not allocate, so that copies run at full speed and asynchronously.
+
+    Intel's runtime cannot; copies from and to its devices are then as correct, but slower.
+    """
+    if device.type == "cuda":
+        runtime = api(device).cudart()
+        code = runtime.cudaHostRegister(staging.data_ptr(), staging.numel() * staging.element_size(), 0)
+        api(device).check_error(int(code))
+
+
+def unpin(address: int, device: torch.device) -> None:
+    """Undoes ``pin`` of the memory at this address."""
+    if device.type == "cuda":
+        api(device).cudart().cudaHostUnregister(address)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Torch's default generators: the host's, and the device's if it is not the CPU."""
+    own = [] if device.type == "cpu" else [api(device).default_generators[device.index or 0]]
+    return [torch.default_generator, *own]
+
+
+def random_state(device: torch.device) -> Tensor:
+    """State of the device's generator: uint8, on the host."""
+    state: Tensor = api(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Sets the state of the device's generator."""
+    api(device).set_rng_state(state, device)
+
+
+def identity(device: torch.device) -> str:
+    """What distinguishes a device from others of its host, by UUID and PCI address: the two dies of an MI250X may share
+    a UUID."""
+    known = api(device).get_device_properties(device)
+    return " ".join(str(getattr(known, name)) for name in ("uuid", "pci_bus_id") if hasattr(known, name))
+
+
+def nccl_version(device: torch.device) -> str:
+    """The version of NCCL, or of RCCL on AMD's devices."""
+    return ".".join(map(str, api(device).nccl.version()))
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether matrix products in float32 may use tensor cores, at TF32's precision."""
+    return device.type == "cuda" and not torch.version.hip and api(device).get_device_capability(device) >= (8, 0)
+
+
+def activities() -> list[ProfilerActivity]:
+    """What torch's profiler can record here."""
+    devices = {device.type.upper() for device in available()}
+    return [ProfilerActivity.CPU, *(getattr(ProfilerActivity, kind) for kind in devices)]
+
+
+def facts() -> dict[str, Any]:
+    """The version of CUDA, ROCm or oneAPI that this PyTorch was built for, and the names of its devices."""
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    names = [api(device).get_device_name(device) for device in available()]
+    return {"platform": " ".join(f"{name} {number}" for name, number in built.items() if number), "gpus": names}

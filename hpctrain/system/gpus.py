@@ -1,0 +1,62 @@
+"""The GPUs that this process may use, according to the kernel: of any vendor, without its tools, for any framework."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+INSTINCT = {90008, 90010, 90402, 90500}
+"""Versions of AMD's instruction set on MI100, MI200, MI300 and MI350, as the kernel writes them."""
+MAX_SERIES = range(0x0BD0, 0x0BE0)
+"""PCI device numbers of Intel's Data Center GPU Max."""
+INTEL = 0x8086
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU for computing."""
+
+    vendor: str
+    """NVIDIA, AMD or Intel."""
+    path: Path
+    """The file by which the kernel gives access to it."""
+
+
+def usable_gpus(root: Path = Path("/")) -> list[Gpu]:
+    """The GPUs for computing that this process may open; displays and processors with graphics do not count.
+
+    In a job without GPUs, a node's device files are there but cannot be opened.
+
+    Args:
+        root: root of the file system.
+    """
+    dev, drivers = root / "dev", root / "sys/class"
+    found = [Gpu("NVIDIA", path) for path in sorted(dev.glob("nvidia[0-9]*"))]
+    for node in sorted((drivers / "kfd/kfd/topology/nodes").glob("*/properties")):
+        known = dict(line.split(maxsplit=1) for line in _read(node).splitlines() if " " in line)
+        if int(known.get("gfx_target_version", 0)) in INSTINCT:
+            found.append(Gpu("AMD", dev / "dri" / f"renderD{known.get('drm_render_minor', '')}"))
+    for card in sorted((drivers / "drm").glob("renderD*/device")):
+        if (_hexadecimal(card / "vendor"), _hexadecimal(card / "device")) in {(INTEL, one) for one in MAX_SERIES}:
+            found.append(Gpu("Intel", dev / "dri" / card.parent.name))
+    return [gpu for gpu in found if _opens(gpu.path)]
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace")
+    return ""
+
+
+def _hexadecimal(path: Path) -> int:
+    return int(_read(path).strip() or "0", 16)
+
+
+def _opens(path: Path) -> bool:
+    """Whether this process may use a device file: permissions do not show what a job's cgroup forbids."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        return True
+    return False

@@ -1,0 +1,164 @@
+"""Devices of any vendor: which one a rank gets, and GPUs that PyTorch cannot use. Devices are faked at the edge."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpctrain
+from hpctrain.backends.torch import accelerator
+from hpctrain.backends.torch.state.tensors import digest, fingerprint
+from hpctrain.backends.torch.task import by_name, opening
+from hpctrain.config.sections import TrainConfig
+from hpctrain.errors import UserError
+from hpctrain.system.gpus import Gpu
+
+PACKAGE = Path(hpctrain.__file__).parent
+
+
+def test_one_module_calls_the_api_of_devices() -> None:
+    """Others ask it, so that a run is the same on AMD's and Intel's devices."""
+    api = re.compile(
+        r"(?<!backends\.)torch\.(cuda|xpu|accelerator|Event|Stream|get_device_module)\b|[\"'](cuda|xpu)[\"']"
+    )
+    names = {
+        "backends/torch/process_groups.py": {'"cuda"', '"xpu"'},  # the names of backends by device
+        "horovod_wheel/build.py": {'"cuda"'},  # a folder
+    }
+    found = {
+        f"{path.relative_to(PACKAGE)}: {match[0]}"
+        for path in PACKAGE.rglob("*.py")
+        for match in api.finditer(path.read_text(encoding="utf-8"))
+        if path != PACKAGE / "backends/torch/accelerator.py"
+        and match[0] not in names.get(path.relative_to(PACKAGE).as_posix(), ())
+    }
+    assert not found
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Four devices of Intel; returns those that become current."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(accelerator, "api", lambda device: SimpleNamespace(set_device=chosen.append))
+    return chosen
+
+
+def test_ranks_get_devices_in_turn(four: list[torch.device]) -> None:
+    assert [accelerator.pick(rank) for rank in (0, 3, 5)] == four == [torch.device("xpu", n) for n in (0, 3, 1)]
+    assert accelerator.vendor() == "Intel"
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
+    """A PyTorch that finds no device; the GPUs that the kernel knows are added by tests."""
+    gpus: list[Gpu] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    monkeypatch.setattr(accelerator, "usable_gpus", lambda: gpus)
+    for name in accelerator.HIDE.values():
+        monkeypatch.delenv(name, raising=False)
+    return gpus
+
+
+@pytest.mark.parametrize("built", [None, "cuda"])
+def test_a_machine_without_gpus_trains_on_cpus(without: Any, built: str | None, monkeypatch: Any) -> None:
+    """Whether PyTorch is built for them or not: PyPI's is."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: built and torch.device(built))
+    assert accelerator.pick(0) == torch.device("cpu")
+
+
+def test_gpus_that_pytorch_cannot_use_are_an_error_unless_they_are_hidden(
+    without: list[Gpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without += [Gpu("AMD", Path("a")), Gpu("AMD", Path("b"))]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with pytest.raises(UserError, match=r"has 2 GPUs of AMD, and PyTorch .* is built for CPUs") as error:
+        accelerator.pick(0)
+    assert error.value.fix.endswith("export ROCR_VISIBLE_DEVICES=")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
+    assert accelerator.pick(0) == torch.device("cpu")
+
+
+def test_a_driver_that_is_too_old_is_told(without: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    without.append(Gpu("NVIDIA", Path("nvidia0")))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    with pytest.raises(UserError, match=r"has 1 GPU of NVIDIA, and PyTorch .* finds none") as error:
+        accelerator.pick(0)
+    assert "driver may be older" in error.value.fix
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+def test_a_fingerprint_changes_with_any_bit_and_any_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.backends.torch.state.tensors.CHUNK", 4)  # several chunks
+    values = (torch.arange(10) % 7).to(dtype)
+    before = fingerprint(values)
+    assert fingerprint(values.clone()) == before
+    for place in range(10):
+        other = values.clone()
+        other.view(torch.uint8)[place * values.element_size()] ^= 1
+        assert fingerprint(other) != before, place
+    assert fingerprint(values.flip(0)) != before
+    assert fingerprint(values.roll(4)) != before, "chunks in another order"
+
+
+def test_a_fingerprint_is_of_the_values_and_not_of_their_place_in_memory() -> None:
+    values = torch.randn(6, 4)
+    assert fingerprint(values.t().contiguous().t()) == fingerprint(values)
+    assert fingerprint(torch.zeros(0)) == 0
+    assert digest([values]) == digest([values.clone()]) != digest([values + 1e-7])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_named_optimizers_update_in_one_pass(name: str) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = by_name.make_optimizer(name, {"lr": 0.1}, model)
+    assert optimizer is not None and optimizer.param_groups[0]["fused"]
+
+
+def test_named_optimizers_of_sparse_or_valueless_parameters_do_not() -> None:
+    for model in (nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2, device="meta")):
+        optimizer = by_name.make_optimizer("sgd", {"lr": 0.1}, model)
+        assert optimizer is not None and not optimizer.param_groups[0]["fused"]
+
+
+@pytest.fixture
+def kept() -> Any:
+    """Restores torch's settings."""
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    cudnn.allow_tf32, cudnn.benchmark = before[1:]
+
+
+def train(**keys: Any) -> TrainConfig:
+    return TrainConfig(steps=1, global_batch=4, **keys)
+
+
+def test_the_run_file_sets_how_kernels_compute_and_else_the_task_does(kept: None) -> None:
+    cudnn = torch.backends.cudnn
+    opening.set_kernels(train(matmul="tf32", cudnn_benchmark=True))
+    assert torch.get_float32_matmul_precision() == "high" and cudnn.allow_tf32 and cudnn.benchmark
+    opening.set_kernels(train())
+    assert torch.get_float32_matmul_precision() == "high" and cudnn.benchmark
+    opening.set_kernels(train(matmul="exact"))
+    assert torch.get_float32_matmul_precision() == "highest" and not cudnn.allow_tf32
+
+
+def test_a_run_in_fp32_hears_of_tensor_cores(kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, model = torch.device("cuda", 0), nn.Linear(2, 2)
+    monkeypatch.setattr(accelerator, "has_tf32", lambda device: device.type == "cuda")
+    assert "tf32" in opening.advice_on(train(), model, gpu)[0]
+    for keys in ({"matmul": "exact"}, {"matmul": "tf32"}, {"precision": "bf16"}):
+        assert opening.advice_on(train(**keys), model, gpu) == []
+    assert opening.advice_on(train(), model.double(), gpu) == []
+    assert opening.advice_on(train(), nn.Linear(2, 2), torch.device("cpu")) == []
+    torch.set_float32_matmul_precision("high")
+    assert opening.advice_on(train(), nn.Linear(2, 2), gpu) == [], "the task has chosen"
