@@ -11,6 +11,7 @@ from hpctrain.errors import Code, ExitCode, HpctrainError, RunFailed
 from hpctrain.run.folder import RunDir
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.system.output import say
+from hpctrain.system.retry import retry
 
 T = TypeVar("T")
 PAUSES_S = (5.0, 10.0, *[20.0] * 44)
@@ -38,13 +39,12 @@ def patiently(ask: Callable[[], T], again: type[HpctrainError], run: RunDir) -> 
         Stopped: a person created the STOP file meanwhile; one left by a signal does not count.
         HpctrainError: the last call raised it.
     """
-    for pause_s in PAUSES_S:
-        try:
-            return ask()
-        except again as error:
-            say(f"{error.what}; asking again in {pause_s:.0f} s")
-            _pause(run, pause_s, error)
-    return ask()
+
+    def pause(pause_s: float, error: HpctrainError) -> None:
+        say(f"{error.what}; asking again in {pause_s:.0f} s")
+        _pause(run, pause_s, error)
+
+    return retry(ask, again, PAUSES_S, pause)
 
 
 def read_patiently(use: Callable[[], T]) -> T:

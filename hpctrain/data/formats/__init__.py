@@ -2,5 +2,5 @@
 
 ``sources.open_dataset`` opens all of them and imports only what the given data needs. ``hdf5_files`` opens HDF5 files
 and follows their links, ``stored_hdf5`` does so in object stores, ``tables`` opens tables at a version; ``segments``
-caches data from object stores on the node's disk. Backends adapt the datasets of their frameworks.
+caches data from object stores on the node's disk, ``away`` waits for stores that do not answer, ``netcdf`` decodes. Backends adapt the datasets of their frameworks.
 """

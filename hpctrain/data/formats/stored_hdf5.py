@@ -10,20 +10,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.formats.away import noticing, patiently
 from hpctrain.data.formats.block_cache import BlockCache, DiskCache
 from hpctrain.data.formats.hdf5_arrays import Box, check_end, slices
 from hpctrain.data.formats.hdf5_files import LinkedFiles
 from hpctrain.data.formats.segments import SEGMENT_BYTES, Segment, Segments
 from hpctrain.data.formats.tables import checksum
 from hpctrain.data.samples import grouped
-from hpctrain.errors import UserError
+from hpctrain.errors import HpctrainError, UserError
 from hpctrain.system.object_store import opened, shortened
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 8 * 2**20
 """Size of a request, large because object stores have a high latency."""
@@ -41,7 +44,7 @@ class StoredFile(io.RawIOBase):
         folder, _, self.name = url.rpartition("/")
         with asking(url):
             self.store = opened(folder)
-            found = self.store.head(self.name)
+            found = patiently(lambda: self._ask(self.store.head, self.name))
         self.size, self.mark = int(found["size"]), found["e_tag"] or found["last_modified"]
         self.condition = {"if_match" if found["e_tag"] else "if_unmodified_since": self.mark}
 
@@ -100,11 +103,18 @@ class StoredFile(io.RawIOBase):
         return self.segments.get(key, length, -(-length // BLOCK_BYTES), wanted, fetch)
 
     def _fetch(self, begin: int, end: int) -> bytes:
+        def content() -> bytes:
+            found = bytes(self.store.get(self.name, options={"range": (begin, end), **self.condition}).bytes())
+            if len(found) < end - begin:
+                raise EOFError(f"the store gave {len(found)} bytes in place of {end - begin}")
+            return found
+
         with asking(self.url):
-            content = bytes(self.store.get(self.name, options={"range": (begin, end), **self.condition}).bytes())
-            if len(content) < end - begin:
-                raise EOFError(f"the store gave {len(content)} bytes in place of {end - begin}")
-            return content
+            return patiently(lambda: self._ask(content))
+
+    def _ask(self, ask: Callable[..., T], *arguments: Any) -> T:
+        with noticing(self.url, remote=True):
+            return ask(*arguments)
 
 
 class StoredArray:
@@ -216,7 +226,7 @@ def asking(url: str) -> Iterator[None]:
     """Turn errors of the store and its library into UserErrors."""
     try:
         yield
-    except UserError:
+    except HpctrainError:
         raise
     except FileNotFoundError as error:
         raise UserError(f"{url} does not exist", "correct the address of the data") from error

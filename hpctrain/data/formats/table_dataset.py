@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Dataset, Field, Samples, check_field, choose, content_fingerprint
+from hpctrain.data.formats.away import patiently
 from hpctrain.data.formats.block_cache import BlockCache, DiskCache
 from hpctrain.data.formats.records import Decode, open_records
 from hpctrain.data.formats.segments import SEGMENT_BYTES, Segments
@@ -21,8 +22,6 @@ from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
 
-RETRY_WAITS_S: tuple[float, ...] = (1.0, 4.0, 16.0)
-"""Waits before further attempts, after the store's library has given up retrying."""
 ALIGNED_BYTES = 64
 
 
@@ -152,18 +151,11 @@ def read_part(table: Table, part: Part, names: Sequence[str]) -> Any:
     import pyarrow
 
     def read() -> Any:
-        rows = pyarrow.Table.from_batches(list(part.scan(names, None))).combine_chunks()
+        with reading(part.where, str(table.origin["kind"]), table.is_remote):
+            rows = pyarrow.Table.from_batches(list(part.scan(names, None))).combine_chunks()
         return pyarrow.RecordBatch.from_arrays([rows.column(name).chunk(0) for name in names], names=list(names))
 
-    with reading(part.where, str(table.origin["kind"])):
-        for wait_s in RETRY_WAITS_S if table.is_remote else ():
-            try:
-                return read()
-            except FileNotFoundError:
-                raise
-            except OSError:
-                time.sleep(wait_s)
-        return read()
+    return patiently(read)
 
 
 def open_table_dataset(
@@ -174,8 +166,7 @@ def open_table_dataset(
     Raises:
         UserError: the table has no rows, or a column cannot be trained on.
     """
-    with reading(table.address, str(table.origin["kind"])):
-        counts = [rows_of(part, table) for part in table.parts]
+    counts = [patiently(partial(rows_of, part, table)) for part in table.parts]
     ends = np.cumsum(counts, dtype=np.int64)
     if not len(ends) or not ends[-1]:
         raise UserError(f"{table.address} holds no rows", "give data with at least one sample")
@@ -208,7 +199,8 @@ def rows_of(part: Part, table: Table) -> int:
     """Rows of a part, counted if its file does not record them."""
     if part.rows is not None:
         return part.rows
-    return sum(len(batch) for batch in part.scan(table.schema.names[:1], None))
+    with reading(table.address, str(table.origin["kind"]), table.is_remote):
+        return sum(len(batch) for batch in part.scan(table.schema.names[:1], None))
 
 
 def check_type(name: str, table: Table) -> None:

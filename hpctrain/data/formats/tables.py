@@ -12,6 +12,7 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.dataset import Dataset
-from hpctrain.errors import MissingExtra, UserError, requires
+from hpctrain.data.formats.away import noticing, patiently
+from hpctrain.errors import HpctrainError, MissingExtra, UserError, requires
 
 BATCH_ROWS = 8192
 CSV_BLOCK_BYTES = 4 * 2**20
@@ -93,7 +95,8 @@ class Table:
 def open_table(address: str, kind: str) -> Table:
     """Open a table: delta, iceberg, or files of another kind; see the function for each."""
     openers = {"delta": open_delta, "iceberg": open_iceberg}
-    return openers[kind](address) if kind in openers else open_files(address, kind)
+    opener = openers.get(kind, partial(open_files, kind=kind))
+    return patiently(lambda: opener(address))
 
 
 def open_delta(address: str) -> Table:
@@ -106,7 +109,8 @@ def open_delta(address: str) -> Table:
         UserError: the table or version does not exist, or uses an unsupported feature (deletion vectors).
     """
     uri, version = split(address)
-    with opening(address, "deltalake"), reading(address, "a Delta table"):
+    remote = is_remote(uri)
+    with opening(address, "deltalake", remote), reading(address, "a Delta table", remote):
         from deltalake import DeltaTable
         from pyarrow.fs import SubTreeFileSystem
 
@@ -114,7 +118,7 @@ def open_delta(address: str) -> Table:
         table = DeltaTable(uri, version=version)
         files = table.to_pyarrow_dataset(filesystem=SubTreeFileSystem(path, store))
         origin = {"kind": "delta", "uri": uri, "version": table.version()}
-        return table_of(files, f"delta:{uri}@{table.version()}", origin, is_remote(uri))
+        return table_of(files, f"delta:{uri}@{table.version()}", origin, remote)
 
 
 def open_iceberg(address: str) -> Table:
@@ -129,7 +133,7 @@ def open_iceberg(address: str) -> Table:
     """
     where, snapshot_id = split(address)
     catalog, _, name = where.partition("/")
-    with opening(address, "pyiceberg"), reading(address, "an Iceberg table"):
+    with opening(address, "pyiceberg", True), reading(address, "an Iceberg table", True):
         from pyiceberg.catalog import load_catalog
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan, schema_to_pyarrow
@@ -180,11 +184,12 @@ def split(address: str) -> tuple[str, int | None]:
 
 
 @contextlib.contextmanager
-def opening(address: str, package: str) -> Iterator[None]:
-    """Turn any error of a table library into a UserError, since those errors share no base class."""
+def opening(address: str, package: str, remote: bool) -> Iterator[None]:
+    """Turn any error of a table library into a UserError, or StoreAway; those errors share no base class."""
     try:
-        yield
-    except (UserError, KeyboardInterrupt):
+        with noticing(address, remote):
+            yield
+    except (HpctrainError, KeyboardInterrupt):
         raise
     except ImportError as error:
         raise MissingExtra(package, "lake") from error
@@ -203,7 +208,7 @@ def open_files(address: str, kind: str) -> Table:
     Raises:
         UserError: it is missing, unreadable or damaged, or it is the folder of a Delta table.
     """
-    with reading(address, kind):
+    with reading(address, kind, is_remote(address)):
         from pyarrow import dataset, fs
 
         store, path = filesystem_of(address)
@@ -243,12 +248,13 @@ def filesystem_of(address: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def reading(where: str, kind: str) -> Iterator[None]:
-    """Turn errors while a table is read into UserErrors."""
+def reading(where: str, kind: str, remote: bool = False) -> Iterator[None]:
+    """Turn errors while a table is read into UserErrors, or StoreAway."""
     with requires("pyarrow", "data"):
         import pyarrow
     try:
-        yield
+        with noticing(where, remote):
+            yield
     except FileNotFoundError as error:
         raise UserError(f"{where} does not exist: {shortened(error)}", "correct the path of the data") from error
     except pyarrow.ArrowException as error:

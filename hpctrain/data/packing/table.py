@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data.dataset import Samples, check_field
+from hpctrain.data.formats.away import patient
 from hpctrain.data.formats.tables import Part, Table, filtered, not_utf8, reading, shortened, values
 from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S, Ranks
 from hpctrain.data.packing.source import Columns, Piece, Source, assign, gather
@@ -135,7 +136,7 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
     compared = list(dict.fromkeys(column for column, _, _ in asked))
     scanned = list(dict.fromkeys([*needed, *compared]))
     table.require(needed)
-    with reading(table.address, kind):
+    with reading(table.address, kind, table.is_remote):
         if kind == "csv":
             table = typed(table, scanned, needed)
         chosen = [expression(*each, table) for each in asked]
@@ -146,20 +147,26 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
         def count(part: Part) -> int:
             if part.rows is not None and keep is None:
                 return part.rows
-            return sum(len(batch) for batch in part.scan(compared or scanned[:1], keep))
+            return sum(len(batch) for batch in scan(part, compared or scanned[:1]))
+
+        def scan(part: Part, columns: Sequence[str]) -> Iterator[Any]:
+            def begin() -> Iterator[Any]:
+                with reading(table.address, kind, table.is_remote):
+                    yield from part.scan(columns, keep)
+
+            return patient(begin)
 
         mine = [count(part) for part in table.parts[ranks.rank :: ranks.size]]
     gathered = ranks.allgather(mine, "count the rows of the table", PATIENCE_S)
     counts = [gathered[index % ranks.size][index // ranks.size] for index in range(len(table.parts))]
 
     def read(part: Part, begin: int) -> Iterator[Samples]:
-        with reading(table.address, kind):
-            for batch in part.scan(scanned, keep):
-                if not len(batch):
-                    continue
-                columns = {name: values(batch.column(name), f"{part.where}: column {name!r}", begin) for name in needed}
-                yield gather(assigned, columns, begin)
-                begin += len(batch)
+        for batch in scan(part, scanned):
+            if not len(batch):
+                continue
+            columns = {name: values(batch.column(name), f"{part.where}: column {name!r}", begin) for name in needed}
+            yield gather(assigned, columns, begin)
+            begin += len(batch)
 
     begins = [0, *accumulate(counts)]
     made = hashlib.sha256(f"{assigned} {conditions} {table.schema}".encode()).hexdigest()

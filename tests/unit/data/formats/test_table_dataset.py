@@ -54,7 +54,7 @@ class Store:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("hpctrain.data.formats.table_dataset.RETRY_WAITS_S", ())
+    monkeypatch.setattr("hpctrain.data.formats.away.PAUSES_S", ())
     return tmp_path / "cache"
 
 

@@ -14,6 +14,7 @@ import pytest
 from hpctrain.checkpoint.resume_compat import identity_of, refuse_changes
 from hpctrain.cli import main
 from hpctrain.data.dataset import Dataset, Field
+from hpctrain.data.formats import tables
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.formats.tables import filesystem_of, open_table
 from hpctrain.data.info import sources_of
@@ -342,6 +343,13 @@ def disk_of(num_bytes: int) -> Callable[[Path], Usage]:
     return lambda folder: Usage(num_bytes - sum(512 * path.stat().st_blocks for path in folder.glob("[0-9a-f]*.block")))
 
 
+def opened_remotely(use: Callable[[], Any], address: str) -> tables.Table:
+    """A table of a library that calls ``use`` first."""
+    with tables.opening(address, "package", True):
+        use()
+    return tables.open_files(address, "parquet")
+
+
 class TestFaults:
     """Of the store: retried, or one sentence; never other samples."""
 
@@ -353,24 +361,46 @@ class TestFaults:
         object_store.fail(how, times)
         assert np.concatenate([block["id"] for block in source.blocks()]).tolist() == IDS.tolist()
 
-    @pytest.mark.parametrize("how", ["busy", "expired"])
+    @pytest.mark.parametrize(
+        ("how", "code", "says"), [("busy", 70, "does not answer"), ("expired", 64, "have expired")]
+    )
     def test_a_store_that_goes_on_failing(
-        self, how: str, in_store: str, object_store: ObjectStore, capsys: pytest.CaptureFixture[str]
+        self,
+        how: str,
+        code: int,
+        says: str,
+        in_store: str,
+        object_store: ObjectStore,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr("hpctrain.data.formats.away.PAUSES_S", ())
         object_store.fail(how, 10**6)
-        assert pack(in_store, "--kind", "parquet", "-o", "a.h5") == 64
+        assert pack(in_store, "--kind", "parquet", "-o", "a.h5") == code
         said = capsys.readouterr().err
-        assert "cannot be read" in said and "the credentials that its library uses" in said
+        assert says in said
         assert "secret-of-somebody" not in said and not Path("a.h5").exists()
 
-    def test_a_run_asks_again(self, in_store: str, object_store: ObjectStore, cache: Path, monkeypatch: Any) -> None:
-        monkeypatch.setattr("hpctrain.data.formats.table_dataset.RETRY_WAITS_S", (0.0, 0.0))
-        dataset = open_dataset(in_store)
-        object_store.fail("expired", 2)  # of which its library does not ask again
-        assert np.array_equal(dataset.read(np.arange(200))["x"], X[:200])
-        object_store.fail("expired", 10**6)
-        with pytest.raises(UserError, match=r"cannot be read, or is damaged: "):
-            dataset.read(IDS)
+    @pytest.mark.parametrize("kind", ["parquet", "delta", "iceberg"])
+    def test_a_run_waits_for_a_store_that_is_away_when_it_starts(
+        self, kind: str, in_store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, tries = tables.filesystem_of, []
+
+        def away(address: str) -> Any:
+            tries.append(address)
+            if len(tries) < 3:
+                raise OSError("curlCode: 7, Couldn't connect to server")
+            return real(in_store)
+
+        monkeypatch.setattr("hpctrain.data.formats.away.PAUSES_S", (0.0, 0.0))
+        opener = {"delta": "open_delta", "iceberg": "open_iceberg"}.get(kind, "filesystem_of")
+        if kind == "parquet":
+            monkeypatch.setattr(tables, opener, away)
+        else:
+            monkeypatch.setattr(tables, opener, lambda address: opened_remotely(lambda: away(address), in_store))
+        assert len(open_table(in_store, kind).parts) > 0
+        assert len(tries) == 3
 
     def test_a_table_that_is_rewritten_during_a_run(self, in_store: str, cache: Path) -> None:
         dataset = open_dataset(in_store)

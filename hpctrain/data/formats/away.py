@@ -1,0 +1,67 @@
+"""Stores that do not answer: which errors pass, and how long readers wait until they do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from hpctrain.errors import HpctrainError, RunFailed, UserError
+from hpctrain.system.retry import retried, retry
+
+T = TypeVar("T")
+
+PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
+"""Waits before further tries, each after the store's library has given up retrying: 91 seconds in all."""
+PASSES = re.compile(
+    r"\b(408|429|50[0-4])\b|time(d|s)?[ -]?out|connect|unavailable|slow ?down|throttl|reset|closed|broken pipe|resolv"
+    r"|incomplete|unexpected end|\bEOF\b|truncat|temporar|busy|sending request|bytes,? (but|in place of)",
+    re.I,
+)
+"""What libraries say of faults that pass. They share no class of errors."""
+EXPIRED = re.compile(r"expired", re.I)
+DENIED = re.compile(r"denied|forbidden|unauthori[sz]ed|\b40[13]\b|credential|signature|access key", re.I)
+FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of files whose server does not answer."""
+
+
+class StoreAway(RunFailed):
+    """A store or file server does not answer at the moment."""
+
+
+@contextlib.contextmanager
+def noticing(where: str, remote: bool) -> Iterator[None]:
+    """Raise StoreAway for errors in the body that pass, UserError if credentials have expired; others propagate."""
+    try:
+        yield
+    except (HpctrainError, FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        text = str(error).partition("\n\nDebug source")[0].replace("\n", " ")[:600]
+        if remote and EXPIRED.search(text):
+            what = f"the credentials for {where} have expired: {text}"
+            raise UserError(what, "renew them (such as: aws sso login), then start the run again") from error
+        by_server = isinstance(error, OSError) and error.errno in FILE_SERVER
+        of_store = remote and not DENIED.search(text) and (isinstance(error, OSError) or PASSES.search(text))
+        if not by_server and not of_store:
+            raise
+        fix = "see whether the store can be reached from the nodes, then start the run again: it resumes"
+        raise StoreAway(f"{where} does not answer: {text}", fix) from error
+
+
+def wait(pause_s: float, error: StoreAway) -> None:
+    """Waits before the next try."""
+    time.sleep(pause_s)
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Calls ``call`` until the store answers; raises StoreAway after PAUSES_S."""
+    return retry(call, StoreAway, PAUSES_S, wait)
+
+
+def patient(begin: Callable[[], Iterable[T]]) -> Iterator[T]:
+    """Yields what ``begin`` gives, begun again while the store is away; raises StoreAway after PAUSES_S."""
+    return retried(begin, StoreAway, PAUSES_S, wait)

@@ -1,0 +1,83 @@
+"""Which errors of a store pass, and how long readers wait for it."""
+
+import errno
+from collections.abc import Iterator
+
+import pytest
+
+from hpctrain.data.formats import away
+from hpctrain.data.formats.away import StoreAway, noticing, patient, patiently
+from hpctrain.errors import UserError
+
+
+class LibraryError(Exception):
+    """Of a table library: no class says what kind of error it is."""
+
+
+PASSING = [
+    OSError("When reading information for key 'x': AWS Error NETWORK_CONNECTION"),
+    LibraryError("ServerError: HTTP 503: try again"),
+    LibraryError("HTTPConnectionPool(host='h', port=1): Max retries exceeded (Connection refused)"),
+    LibraryError("Generic S3 error: Error performing GET http://h/x in 12s, after 10 retries - error sending request"),
+    LibraryError("Kernel error: Json error: EOF while parsing a value at line 1 column 7"),
+    EOFError("the store gave 10 bytes in place of 20"),
+]
+LASTING = [
+    LibraryError("NoSuchTableError: Table does not exist: ns.rows"),
+    LibraryError("Access Denied: 403"),
+    OSError("AWS Error ACCESS_DENIED during HeadObject operation"),
+    FileNotFoundError("bucket/x"),
+    ValueError("version 12 of the table"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_faults_that_pass(error: Exception) -> None:
+    with pytest.raises(StoreAway, match="s3://b/x does not answer"), noticing("s3://b/x", remote=True):
+        raise error
+
+
+@pytest.mark.parametrize("error", LASTING, ids=str)
+def test_faults_that_do_not_pass_propagate(error: Exception) -> None:
+    with pytest.raises(type(error)), noticing("s3://b/x", remote=True):
+        raise error
+
+
+def test_a_file_server_may_be_away_too() -> None:
+    with pytest.raises(StoreAway), noticing("/scratch/x", remote=False):
+        raise OSError(errno.ESTALE, "Stale file handle")
+    with pytest.raises(OSError, match="Permission"), noticing("/scratch/x", remote=False):
+        raise OSError(errno.EACCES, "Permission denied")
+
+
+def test_expired_credentials_are_named() -> None:
+    with pytest.raises(UserError, match="the credentials for s3://b/x have expired"), noticing("s3://b/x", remote=True):
+        raise OSError("AWS Error UNKNOWN (HTTP status 400): ExpiredToken: The provided token has expired.")
+
+
+def test_the_store_is_asked_again_for_longer_than_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+
+    def never() -> None:
+        raise StoreAway("it does not answer", "wait")
+
+    with pytest.raises(StoreAway):
+        patiently(never)
+    assert tuple(waited) == away.PAUSES_S
+    assert sum(waited) > 60
+
+
+def test_rows_that_came_are_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(away, "PAUSES_S", (0.0,))
+    begun = []
+
+    def rows() -> Iterator[int]:
+        begun.append(len(begun))
+        for row in range(4):
+            if row == len(begun):  # each call gives one more; the wait starts over with each row that came
+                raise StoreAway("it does not answer", "wait")
+            yield row
+
+    assert list(patient(rows)) == [0, 1, 2, 3]
+    assert len(begun) == 4
