@@ -83,8 +83,10 @@ def in_words(found: Iterable[tuple[str, Any, Any]]) -> str:
 
     def said(key: str, before: Any, after: Any) -> str:
         if key == "training data":
-            old, new = (f"{value}"[:8] for value in (before, after))
-            sums = f"checksum {old}, now {new}" if old != new else "the order of its sampler"
+            old, new = (f"{value}".partition(" sampler ")[0] for value in (before, after))
+            short = [value.rpartition(" ")[2][:8] for value in (old, new)]  # a table's address comes before its hash
+            sums = "checksum {}, now {}".format(*(short if short[0] != short[1] else (old, new)))
+            sums = sums if old != new else "the order of its sampler"
             return f"{key} has changed ({sums})"
         old, new = ("not given" if value is None else repr(value) for value in (before, after))
         return f"{key} was {old} and is {new}"

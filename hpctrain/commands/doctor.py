@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import ExitCode, HpctrainError
 from hpctrain.system import foreign_text
+from hpctrain.system.quantities import positive
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", nargs="?", help="a run file: its folder, task and job script are checked too")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("-n", "--ranks", type=positive, default=1, help="start this many ranks, up to the first step")
+    parser.set_defaults(overrides=[])
+    parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --data.workers 4"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,11 +39,13 @@ def run(args: argparse.Namespace) -> int:
     if args.run_file:
         from hpctrain.run.folder import RunDir
 
-        config, more = software.of_run_file(args.run_file)
+        config, more = software.of_run_file(args.run_file, args.overrides)
         folder = RunDir.of(config.name, config.run_dir).path if config else folder
     found = [*software.findings(), *machine.findings(folder), *slurm.findings(args.run_file), *more]
     if config and config.task and more[-1].status is not Status.PROBLEM:
         found.append(trial(config))  # last: loading a task may change what other checks see
+        if args.ranks > 1 and found[-1].status is not Status.PROBLEM:
+            found.append(trial_on_ranks(args.ranks, [args.run_file, *args.overrides]))
     return show(found, args.json)
 
 
@@ -54,6 +60,25 @@ def trial(config: Config) -> Check:
     except HpctrainError as error:
         return problem("trial", error.what, error.fix)
     return Check("trial", f"model, loss and metrics work on a first batch: {given}")
+
+
+def trial_on_ranks(ranks: int, words: Sequence[str]) -> Check:
+    """Checks whether that many ranks of this machine come as far as their first step."""
+    from hpctrain.doctor.probe import Check, problem
+    from hpctrain.doctor.ranks import started
+
+    topic = f"{ranks} ranks"
+    try:
+        ended = started(["hpctrain", "train", *words, "--trial"], ranks)
+    except HpctrainError as error:
+        return problem(topic, error.what, error.fix)
+    if ended.code == 0:
+        return Check(topic, "they come as far as their first step")
+    lines = [line.strip() for line in ended.messages.splitlines()]
+    said = [line.partition("hpctrain: ")[2] for line in lines if line.startswith("hpctrain: ")]
+    fixes = [line.partition("fix: ")[2] for line in lines if line.startswith("fix: ")]
+    fix = fixes[0] if fixes else f"hpctrain run -n {ranks} {words[0]} shows more"
+    return problem(topic, said[0] if said else "they ended early", fix)
 
 
 def on_ranks(ranks: int, as_json: bool) -> int:

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if parser.get_default("command") == "train":
         parser.add_argument("--print-config", action="store_true", help="print the resolved run file and exit")
         parser.add_argument("--fresh", action="store_true", help="put existing checkpoints aside and start over")
+        parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)  # for doctor: up to the first step
         return
     parser.add_argument("--step", type=int, help="checkpoint to use; by default the newest intact one")
     if parser.get_default("command") == "evaluate":
@@ -49,10 +50,17 @@ def run(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace, session: Session) -> RankResult:
     """Trains, from the run file to the end of the loop."""
     from hpctrain.rank.fit import train as train_rank
+    from hpctrain.rank.session import RankResult
+    from hpctrain.rank.trial import tried
+    from hpctrain.train.hooks import StopReason
 
     alone = session.world.rank == 0 and not session.supervised  # otherwise the supervisor has printed it
     with session.phase("read the run file"):
         config = load(args.run_file, args.overrides, *[say] * alone)
+    if args.trial:
+        session.arrange(config.parallel.tensor, config.parallel.pipeline)
+        tried(config, session.world, session.phase)
+        return RankResult(StopReason.COMPLETED, 0)
     _, outcome = train_rank(session, config, fresh=args.fresh)
     return outcome
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class Stream:
 
     def state_dict(self) -> dict[str, Any]:
         """The source's position; empty if it cannot save one."""
-        return copy.deepcopy(dict(self.source.state_dict())) if isinstance(self.source, Resumable) else {}
+        return copy.deepcopy(dict(self.source.state_dict())) if resumes(self.source) else {}
 
     def example(self) -> ArrayDataset:
         """The first sample as a dataset."""
@@ -110,6 +110,14 @@ def is_stream(source: Any) -> bool:
     if isinstance(source, (Stream, Resumable)):
         return True
     return "torch.IterableDataset" in bases_of(source) or (has_skip(source) and int(source.cardinality()) == -1)
+
+
+def resumes(source: Any) -> TypeGuard[Resumable]:
+    """Whether positions of the source can be saved.
+
+    Those of Hugging Face are of the last iterator, not the next one, and lack what a shuffle buffer holds.
+    """
+    return isinstance(source, Resumable) and "datasets.IterableDataset" not in bases_of(source)
 
 
 def bases_of(source: Any) -> set[str]:
@@ -157,7 +165,9 @@ def opened(source: Any, fields: tuple[str, ...] | list[str] | None, decode: Call
     if "torch.DataLoader" in bases_of(source):
         raise UserError(f"{kind} gives batches, not samples", "give its .dataset: hpctrain batches and prefetches")
     if has_skip(source):
-        pipeline = importlib.import_module("hpctrain.backends.tensorflow.task.dataset").in_order(source)
+        adapter = importlib.import_module("hpctrain.backends.tensorflow.task.dataset")
+        pipeline = adapter.in_order(source)
+        names = names or adapter.names_of(pipeline.element_spec)
 
         def without(count: int) -> Iterable[Any]:
             elements: Iterable[Any] = pipeline.skip(count).as_numpy_iterator()
@@ -166,7 +176,7 @@ def opened(source: Any, fields: tuple[str, ...] | list[str] | None, decode: Call
         return Stream(pipeline, names, first_of(without(0), kind, decode, names), without, decode)
     if not isinstance(source, Iterable):
         raise UserError(f"{kind} is not a stream: it cannot be iterated", "give an object with __iter__")
-    if isinstance(source, Resumable):
+    if resumes(source):
         begin = copy.deepcopy(dict(source.state_dict()))
         first = first_of(source, kind, decode, names)
         source.load_state_dict(begin)
@@ -308,6 +318,8 @@ class StreamingData:
         may_be_at_end = bool(self.position) and epoch > 0  # a position at the end of the data yields no samples
         while True:
             before = batch
+            if hasattr(self.stream.source, "set_epoch"):  # of Hugging Face: shuffles differently
+                self.stream.source.set_epoch(epoch)
             for samples, position, is_last in self._chunks(skip, epoch, batch):
                 taken += 1  # the same on all ranks, wherever they are in their streams
                 digest = digest_of((epoch, batch, samples)) if taken.bit_count() == 1 else ""

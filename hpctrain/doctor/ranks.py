@@ -9,7 +9,7 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.doctor.probe import Check, note, problem
 from hpctrain.errors import RunFailed
-from hpctrain.launch.mpi_library import on_ranks, probe
+from hpctrain.launch.mpi_library import ProgramResult, on_ranks, probe
 from hpctrain.system import python
 from hpctrain.system.cgroups import usable_cores
 
@@ -38,14 +38,9 @@ def findings(ranks: int) -> list[Check]:
         UserError: there is no MPI, or no mpirun for it.
         RunFailed: the ranks do not start, do not find each other, or do not answer in time.
     """
-    library = probe()
-    ours = {EXPECTED_RANKS: str(ranks), "OMP_NUM_THREADS": "1", **SAY_TRANSPORT}
-    try:
-        ended = on_ranks(python.module(__name__), ranks, library, {**os.environ, **ours}, TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        fix = "a firewall or a broken network interface: try OMPI_MCA_btl=self,sm, or name the interface to use"
-        raise RunFailed(f"{ranks} ranks did not answer within {TIMEOUT_S:.0f} s", fix) from error
+    ended = started([__name__], ranks)
     text = ended.output + ended.messages
+    library = probe()
     line = next((line for line in ended.output.splitlines() if line.startswith(MARK)), None)
     if line is None:
         said = [line for line in text.splitlines() if line.strip(" -\0")]
@@ -54,6 +49,16 @@ def findings(ranks: int) -> list[Check]:
     facts = json.loads(line.removeprefix(MARK))
     who = Check("ranks", f"{facts['ranks']} on {', '.join(facts['hosts'])}")
     return [who, *judge(facts, transport(text, library.version))]
+
+
+def started(words: Sequence[str], ranks: int) -> ProgramResult:
+    """Starts a module with its arguments on ranks of this machine, and waits for its end. Raises as ``findings``."""
+    ours = {EXPECTED_RANKS: str(ranks), "OMP_NUM_THREADS": "1", **SAY_TRANSPORT}
+    try:
+        return on_ranks(python.module(*words), ranks, probe(), {**os.environ, **ours}, TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        fix = "a firewall or a broken network interface: try OMPI_MCA_btl=self,sm, or name the interface to use"
+        raise RunFailed(f"{ranks} ranks did not answer within {TIMEOUT_S:.0f} s", fix) from error
 
 
 def transport(text: str, version: str) -> str:

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -169,10 +169,10 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def of_run_file(path: str) -> tuple[Config | None, list[Check]]:
+def of_run_file(path: str, overrides: Sequence[str] = ()) -> tuple[Config | None, list[Check]]:
     """Returns the configuration (None if it cannot be read) and findings about it."""
     try:
-        config = load(path)
+        config = load(path, overrides)
     except UserError as error:
         return None, [problem("run file", error.what, error.fix)]
     return config, [Check("run file", path), *sinks(config.track), *task(config.task)]

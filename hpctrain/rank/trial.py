@@ -7,8 +7,8 @@ step. Each strategy's module in ``backends/torch/strategies`` then adds what it 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,14 @@ from hpctrain.config.sections import SHARDS, Config, ParallelConfig
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.rank import wiring
-from hpctrain.rank.batches import first_batch, first_validation
+from hpctrain.rank.batches import first_batch, first_validation, make_data
 from hpctrain.rank.model_input import described
-from hpctrain.rank.problem import Problem, make_problem
+from hpctrain.rank.problem import Problem, make_problem, require_same_data
 from hpctrain.rank.session import message
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.user_errors import advised
 from hpctrain.train.clock import IntervalClock
+from hpctrain.train.evaluation import even_batches
 from hpctrain.train.framework import Framework
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ MOST_SAMPLES = 32
 
 
 def try_task(config: Config) -> str:
-    """Makes the task and calls its model, loss and metrics on the first samples. Writes nothing.
+    """Makes the task in this process, calls its model, loss and metrics on the first samples, and starts data workers.
+
+    Writes nothing.
 
     Returns:
         Which arrays model and loss get.
@@ -51,15 +54,31 @@ def try_task(config: Config) -> str:
         HpctrainError: the task cannot be trained; names the field of the task and the user's line.
     """
     config = dataclasses.replace(config, reduce=dataclasses.replace(config.reduce, kind="none", compression="none"))
-    world = alone()
     with foreign_errors(in_short):
+        return tried(config, alone(), nullcontext, MOST_SAMPLES)
+
+
+def tried(
+    config: Config, world: World, phase: Callable[[str], AbstractContextManager[object]], most: int | None = None
+) -> str:
+    """Does what a run does up to its first step, without a run folder; see ``try_task``. Collective.
+
+    ``phase`` is ``Session.phase``; ``most`` limits the samples of the batch.
+    """
+    with phase("make the task"):
         problem = make_problem(config, world)
         wiring.require_watched(config.features(), problem.validation, problem.task)
-        with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
+    require_same_data(problem, world)
+    with closing(wiring.make_framework(config, world, problem.task, IntervalClock())) as framework:
+        with phase("try the task on one batch"):
+            batch = first_batch(problem, world, most)
             validation = first_validation(problem)
-            batch = first_batch(problem, world, MOST_SAMPLES)
-            framework.dry_call(batch, validation)
-            return described(problem.task, problem.loading.recipe.names, batch)
+            for one, _ in even_batches([batch] if batch else [], framework.sync_group):
+                framework.dry_call(one, validation)
+        with phase("read the first batch"), closing(make_data(problem, world, framework.host.place)) as data:
+            if problem.loading.workers:
+                next(data.starting_at(0, 0))
+        return described(problem.task, problem.loading.recipe.names, batch)
 
 
 def in_short(error: Exception) -> UserError:

@@ -36,9 +36,11 @@ from hpctrain.errors import UserError
 CACHE_BYTES = 256 * 2**20
 ADAPTERS = {
     "torch": "hpctrain.backends.torch.task.data_loader",
+    "datasets": "hpctrain.backends.torch.task.data_loader",
     "tensorflow": "hpctrain.backends.tensorflow.task.dataset",
 }
-"""Modules that adapt a framework's datasets. Backends are above this package, so they are imported by name on use."""
+"""Modules that adapt the datasets of frameworks and of Hugging Face. Backends are above this package, so they are
+imported by name on use."""
 
 
 def open_dataset(
@@ -56,10 +58,10 @@ def open_dataset(
             ``.tar`` or ``.parquet``; several files of one kind, which are concatenated (a pattern such as
             ``"data/*.h5"``, in sorted order, or a list); a folder of Parquet files, or its URI
             (``s3://bucket/folder``); a table at a version (``delta:URI@VERSION``, or
-            ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style torch Dataset; a finite
-            tf.data.Dataset of single samples (read into memory); a Dataset, which is returned as it is; or a callable
-            without arguments (a function, partial or class) that returns one of these, which worker processes call
-            again.
+            ``iceberg:CATALOG/NAMESPACE.TABLE@SNAPSHOT``); a dict of arrays; a map-style Dataset of torch or Hugging
+            Face; a finite tf.data.Dataset of single samples (read into memory); a Dataset, which is returned as it is;
+            or a callable without arguments (a function, partial or class) that returns one of these, which worker
+            processes call again.
         fields: arrays to use, in this order; by default all. Names the parts if samples are tuples.
         cache_bytes: memory for cached blocks of chunked or compressed arrays, for all files together.
         allow_outside: folders to which links, virtual sources and external storage of HDF5 files may lead, besides each

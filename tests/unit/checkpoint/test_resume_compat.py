@@ -108,6 +108,9 @@ def test_a_file_of_the_task_may_be_named_by_its_full_path() -> None:
 
 def test_other_data() -> None:
     before, after = "1a2b3c4d" * 8, "5e6f7a8b" * 8
+    table, rewritten = f"s3://bucket/rows {before[:16]}", f"s3://bucket/rows {after[:16]}"
+    with pytest.raises(UserError, match=r"training data has changed \(checksum 1a2b3c4d, now 5e6f7a8b\)"):
+        refuse_changes(identity(BASE, data=table), identity(BASE, data=rewritten), "here")
     for now, told in ((after, "checksum 1a2b3c4d, now 5e6f7a8b"), (f"{before} sampler {after}", "its sampler")):
         with pytest.raises(UserError, match=r"training data has changed \(.*" + told):
             refuse_changes(identity(BASE, data=before), identity(BASE, data=now), "here")

@@ -387,3 +387,41 @@ def test_ranks_compare_whole_batches_also_in_the_second_epoch() -> None:
     assert [bool(one) for one in first] == [step in (1, 2, 4, 8) for step in range(1, 9)]
     assert first[:7] == second[:7]
     assert first[7] != second[7]
+
+
+class IterableDataset:
+    """Like that of Hugging Face: its state is that of the last iterator, and is loaded by the next one."""
+
+    __module__ = "datasets.iterable_dataset"
+
+    def __init__(self) -> None:
+        self.at, self.start, self.epoch = 0, 0, 0
+
+    def __iter__(self):
+        for index in range(self.start, LENGTH):
+            self.at = index + 1
+            yield {"id": np.int64(index), "x": np.float64([self.epoch, 0])}
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, saved: dict) -> None:
+        self.start = saved["at"]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_a_stream_of_hugging_face_loses_no_sample_and_resumes_exactly() -> None:
+    def run(epoch: int, batch: int, count: int) -> list[tuple[int, int]]:
+        data = make(IterableDataset())
+        items = islice(data.starting_at(epoch, batch), count)
+        pieces = [piece for one in items for piece in one.micro_batches]
+        found = [(int(at), int(x[0])) for piece in pieces for at, x in zip(piece["id"], piece["x"], strict=True)]
+        data.close()
+        return found
+
+    whole = run(0, 0, 10)
+    assert whole == [(at, epoch) for epoch in (0, 1) for at in range(LENGTH)]
+    assert run(0, 2, 8) == whole[10:]
+    assert run(1, 1, 4) == whole[LENGTH + 5 :]

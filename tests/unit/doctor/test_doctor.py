@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.commands import doctor
 from hpctrain.commands.doctor import show
 from hpctrain.doctor import machine, probe, ranks, slurm, software
 from hpctrain.doctor.probe import Check, Probe, Status, note, problem
+from hpctrain.launch.mpi_library import ProgramResult
 
 ONE_MAP = "7f00-7f01 r-xp 00000000 08:01 1 /opt/mpi/lib/libmpi.so.40.40\n"
 OTHER_MAP = "7f02-7f03 r-xp 00000000 08:01 2 /usr/lib/libmpi.so.12\n"
@@ -206,3 +208,26 @@ def test_the_doctor_works_where_nothing_is_installed(tmp_path):
         assert found[topic]["status"] == "note", found[topic]
         assert found[topic]["fix"]
     assert found["HDF5"]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "status", "value"),
+    [
+        (0, "", Status.OK, "they come as far as their first step"),
+        (64, "noise\nhpctrain: nccl needs GPUs\n  fix: set reduce.kind: mpi\n", Status.PROBLEM, "nccl needs GPUs"),
+        (139, "Segmentation fault\n", Status.PROBLEM, "they ended early"),
+    ],
+)
+def test_ranks_are_started_with_the_options_of_the_run_file(monkeypatch, code, said, status, value):
+    words = []
+
+    def started(given, ranks):
+        words.extend([ranks, *given])
+        return ProgramResult(code, "", said)
+
+    monkeypatch.setattr("hpctrain.doctor.ranks.started", started)
+    found = doctor.trial_on_ranks(2, ["run.yaml", "--data.workers", "1"])
+    assert words == [2, "hpctrain", "train", "run.yaml", "--data.workers", "1", "--trial"]
+    assert (found.topic, found.status) == ("2 ranks", status)
+    assert value in found.value
+    assert "nccl" not in value or found.fix == "set reduce.kind: mpi"

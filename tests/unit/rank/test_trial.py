@@ -15,6 +15,7 @@ from hpctrain.comm.world import alone
 from hpctrain.commands.doctor import trial
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, TrainConfig
 from hpctrain.doctor.probe import Status
+from hpctrain.doctor.software import of_run_file
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation
@@ -326,3 +327,35 @@ def test_a_run_gives_the_same_advice_as_doctor() -> None:
     memory = message(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))[1]
     assert "smaller batch" in memory and memory == message(MemoryError("Unable to allocate 3 GiB"))[1]
     assert message(AttributeError("something else"))[1] == "the traceback in the rank's log shows where it comes from"
+
+
+OBJECT = """
+import numpy as np, torch, hpctrain
+
+class Photos(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return np.zeros(3, np.float32), np.float32(0)
+
+def task():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = lambda outputs, batch: (outputs[:, 0] - batch["y"]).square().mean()
+    return hpctrain.TorchTask(model=model, loss=loss, optimizer=optimizer, train=Photos())
+"""
+
+
+def test_data_workers_are_started_with_any_option_of_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "photos.py").write_text(OBJECT)
+    (tmp_path / "run.yaml").write_text(
+        f"name: run\ntask: {tmp_path}/photos.py:task\ntrain: {{steps: 1, global_batch: 4}}\n"
+    )
+    config, _ = of_run_file(str(tmp_path / "run.yaml"))
+    assert config is not None
+    assert try_task(config) == "model gets x [3], loss gets y"
+    config, _ = of_run_file(str(tmp_path / "run.yaml"), ["--data.workers", "1"])
+    assert config is not None
+    with pytest.raises(UserError, match="cannot be sent to worker processes: the data is an object of Photos"):
+        try_task(config)

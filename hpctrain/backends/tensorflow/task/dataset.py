@@ -37,7 +37,7 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
     num_bytes = 0
     try:
         for element in in_order(source).as_numpy_iterator():
-            samples.append(named(element, names))
+            samples.append(named(element, names or names_of(element)))
             num_bytes += sum(value.nbytes for value in samples[-1].values())
             if num_bytes > MEMORY_BYTES:
                 raise UserError(
@@ -52,6 +52,11 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
         raise UserError("the tf.data pipeline gives no samples", "give data with at least one sample")
     fields = {name: Field((-1,) * value.ndim, value.dtype) for name, value in samples[0].items()} if ragged else None
     return from_arrays(stack(samples, range(len(samples)), "the tf.data pipeline", fields), "the tf.data pipeline")
+
+
+def names_of(element: Any) -> tuple[str, ...] | None:
+    """The names of a triple's parts, which ``fit`` takes as weighted samples; None for other elements."""
+    return ("x", "y", "sample_weight") if isinstance(element, tuple) and len(element) == 3 else None
 
 
 def in_order(source: Any) -> Any:

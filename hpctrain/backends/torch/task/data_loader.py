@@ -258,7 +258,14 @@ def never_draws(source: Any) -> bool:
         return never_draws(source.dataset)
     if type(source) is data.ConcatDataset:
         return all(map(never_draws, source.datasets))
-    return type(source) is data.TensorDataset
+    return type(source) is data.TensorDataset or (is_hugging_face(source) and source.format["type"] != "custom")
+
+
+def is_hugging_face(source: Any) -> bool:
+    """Whether this is a ``datasets.Dataset``; ``custom`` is the format of one with a transform."""
+    return any(
+        f"{kind.__module__}.{kind.__name__}" == "datasets.arrow_dataset.Dataset" for kind in type(source).__mro__
+    )
 
 
 def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> TorchDataset:
@@ -270,11 +277,12 @@ def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) ->
     if isinstance(source, data.DataLoader):
         fix = "give its .dataset: hpctrain orders, batches and prefetches"
         raise UserError("a torch DataLoader was given as data", fix)
-    if not isinstance(source, data.Dataset) or isinstance(source, data.IterableDataset):
+    is_known = isinstance(source, data.Dataset) or is_hugging_face(source)
+    if not is_known or isinstance(source, data.IterableDataset):
         fix = "give a map-style torch Dataset (__getitem__ and __len__), or pack it"
         raise UserError(f"{kind} has no random access", fix)
     try:
-        length = len(source)  # type: ignore[arg-type]  # not all have one
+        length = len(source)  # not all have one
     except (TypeError, NotImplementedError) as error:
         fix = "give it a __len__ that returns its number of samples"
         raise UserError(f"the torch Dataset {kind} has no length", fix) from error

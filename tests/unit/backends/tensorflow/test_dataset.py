@@ -70,3 +70,11 @@ def test_endless_pipelines_and_those_of_unknown_length_are_streams() -> None:
     assert [first + second for first, second in zip(*ranks, strict=True)] == whole[4:]
     unknown = tf.data.Dataset.range(9).filter(lambda n: n % 2 == 0)
     assert ids(open_stream(unknown, ["id"]), 3) == [[0, 2, 4], [6, 8], [0, 2, 4]]
+
+
+def test_triples_are_weighted_samples() -> None:
+    triples = tf.data.Dataset.from_tensor_slices((np.zeros((6, 2)), np.ones(6), np.arange(6.0)))
+    assert list(open_dataset(triples).fields) == ["x", "y", "sample_weight"]
+    assert list(open_stream(triples.repeat()).fields) == ["x", "y", "sample_weight"]
+    with pytest.raises(UserError, match="has 3 parts, for which there are 2 names"):
+        open_dataset(triples, fields=("x", "y"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from hpctrain.data.dataset import SeededDataset
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Epoch, first_draw
 from hpctrain.data.samples import Recipe, make_batch
@@ -153,3 +154,21 @@ def test_tasks_without_loaders_are_left_alone() -> None:
     arrays = {"x": np.ones((3, 2))}
     given = TorchTask(model=None, train=arrays, validation={"a": arrays})
     assert without_loaders(given, BATCHES) is given
+
+
+def test_a_dataset_of_hugging_face_is_read_like_one_of_torch() -> None:
+    class Dataset:
+        __module__ = "datasets.arrow_dataset"
+        format: ClassVar[dict[str, str | None]] = {"type": None}
+
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"pixels": [float(index), 0.0], "label": index}
+
+    opened = open_dataset(Dataset())
+    assert opened.read(np.array([2, 0]))["pixels"].tolist() == [[2.0, 0.0], [0.0, 0.0]]
+    assert not isinstance(opened, SeededDataset)
+    Dataset.format = {"type": "custom"}  # has a transform, which may draw random numbers
+    assert isinstance(open_dataset(Dataset()), SeededDataset)
