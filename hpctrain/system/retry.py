@@ -19,7 +19,7 @@ def retried(
         begin: returns the iterable; its items are the same each time.
         again: the errors that pass.
         pauses_s: seconds before each further try; they start over once an item came.
-        pause: waits that long; is told the error, and may raise another.
+        pause: pause(seconds, error) waits, and may raise another error.
     """
     done, left = 0, iter(pauses := tuple(pauses_s))
     while True:
