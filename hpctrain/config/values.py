@@ -94,7 +94,7 @@ def unquoted(value: typing.Any, kind: typing.Any) -> typing.Any:
 
 
 def converted(value: typing.Any, kind: typing.Any) -> typing.Any:
-    """The value as this type: an integer may be a number, a list becomes a tuple, nothing an empty list or mapping.
+    """The value as this type: integers may be numbers or text, lists become tuples, nothing an empty list or mapping.
 
     Args:
         value: plain values, as YAML and TOML give them.
@@ -113,9 +113,12 @@ def converted(value: typing.Any, kind: typing.Any) -> typing.Any:
     if origin is tuple and isinstance(value, list | None):
         return tuple(converted(item, inner[0]) for item in value or ())
     if origin is dict and isinstance(value, dict | None):
-        return {converted(key, inner[0]): converted(item, inner[1]) for key, item in (value or {}).items()}
-    if kind is float and type(value) is int:
-        return float(value)
+        for key in value or {}:
+            if type(key) is not inner[0]:
+                raise Misfit(key)
+        return {key: converted(item, inner[1]) for key, item in (value or {}).items()}
+    if kind in (float, str) and type(value) is int:
+        return kind(value)
     if type(value) is kind or (origin is typing.Literal and value in inner):
         return value
     raise Misfit(value)

@@ -85,7 +85,9 @@ def script(run_file: str) -> Iterator[Check]:
     try:
         text = submission.plan(*resolve_run.configured(run_file)).script
         words = [client.find("sbatch"), "--test-only"]
-        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            words, env=client.environment(), input=text, capture_output=True, text=True, timeout=60, check=False
+        )
     except HpctrainError as error:
         yield problem("job script", error.what, error.fix)
         return

@@ -470,7 +470,8 @@ class WatchedAttempt:
     def launcher_text(self) -> str:
         """Returns what the launcher has written to standard error; empty if that cannot be read."""
         try:
-            return self.run_dir.log("launcher", self.number).read_text(errors="replace")
+            text = self.run_dir.log("launcher", self.number).read_text(errors="replace")
+            return text.replace("\0", "")  # Open MPI ends its banners with one
         except OSError:
             return ""
 

@@ -27,6 +27,10 @@ PROBE_S = 120.0
 """Timeout for loading the library, in seconds: a busy file system may take that long."""
 
 
+NO_SCHEDULER = "^slurm,tm,pbs,lsf,gridengine,flux,pals,alps"
+"""Excludes the components with which Open MPI's mpirun uses the allocation of a scheduler's job."""
+
+
 class Flavour(StrEnum):
     """Families of mpirun with the same options."""
 
@@ -180,6 +184,9 @@ def launcher_environment(
         wanted = {name + suffix: "1" for name in names for suffix in ("", "_CONFIRM")} if os.geteuid() == 0 else {}
         if local:
             wanted |= QUICK_START
+            # Else a batch job's variables, perhaps inherited into a container, would decide on hosts and slots.
+            of = "PRTE_MCA" if flavour is Flavour.OPEN_MPI_5 else "OMPI_MCA"
+            wanted |= {f"{of}_ras": NO_SCHEDULER, f"{of}_plm": NO_SCHEDULER}
         if local or oversubscribed:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return {name: value for name, value in wanted.items() if name not in given}

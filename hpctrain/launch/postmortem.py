@@ -17,11 +17,13 @@ from hpctrain.run.events import CUT_OFF, Hang
 from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause, is_victim
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, noted_deaths
-from hpctrain.run.verdict import RunVerdict, failed_with
-from hpctrain.system import cgroups, processes
+from hpctrain.run.verdict import Action, RunVerdict, failed_with
+from hpctrain.system import processes
 
 RULE = re.compile(r"^-{60,}$", re.MULTILINE)
 """The lines around Open MPI's banners."""
+ABOUT_RANKS = re.compile(r"\s*(WARNING|Primary job|\S+\s+(noticed|detected|has\s+exited))")
+"""Matches banners that warn, or report how ranks ended."""
 PASSES = re.compile(r"connect|temporary|timed out", re.IGNORECASE)
 """Matches what remote shells say of hosts that may answer later; all else needs a person."""
 LATE_NOTE_S = 2.0
@@ -90,19 +92,18 @@ def complete(words: Sequence[LastWord], cause: Fact | None) -> list[LastWord]:
         if not isinstance(cause, Death) or cause.rank != word.rank:
             return dataclasses.replace(word, ending=rest)
         local = cause.signal == signal.SIGKILL and word.host == socket.gethostname()
-        death = dataclasses.replace(cause, out_of_memory=cause.out_of_memory or (local and ran_out_of_memory(word)))
+        starved = cause.out_of_memory or (local and processes.ran_out_of_memory(word.pid, word.oom_kills))
+        death = dataclasses.replace(cause, out_of_memory=starved)
         exit_code = death.status or None
         return dataclasses.replace(word, ending=Ending.KILLED, note=death.cause, code=death.code, exit_code=exit_code)
 
     return [completed(word) for word in words]
 
 
-def ran_out_of_memory(word: LastWord) -> bool:
-    """Whether the kernel's log names the process, or our control group, which it shares, counts another OOM kill."""
-    if processes.kernel_killed_for_memory(word.pid):
-        return True
-    now = cgroups.oom_kills()
-    return word.oom_kills is not None and now is not None and now > word.oom_kills
+def opening(text: str) -> str:
+    """Returns the first sentence in which MPI or mpirun says why no rank could start; empty if there is none."""
+    banners = [each for each in RULE.split(text)[1::2] if each.strip() and not ABOUT_RANKS.match(each)]
+    return " ".join(banners[0].strip().partition("\n\n")[0].split()).partition(". ")[0][:300] if banners else ""
 
 
 def last_line(text: str) -> str:
@@ -162,6 +163,10 @@ def missing_ranks(
     ``said`` is the launcher's text, stored in ``log``; ``dead`` is a known death.
     """
     missing = set(range(ranks)) - {word.rank for word in words if word.joined or word.error}
+    why = opening(said) or ("" if dead or "RTE ERROR: " not in said else last_line(said))
+    if why and len(missing) == ranks and not (dead and dead.signal):  # all attempts would fail in this way
+        failed = failed_with(Code.PREFLIGHT, f"no rank started: {why}", f"see {log}")
+        return dataclasses.replace(failed, action=Action.FAIL, before_ranks=True)
     if not missing or (dead and dead.rank in {word.rank for word in words}):
         return None
     reason = f"rank {dead.rank} {dead.cause}" if dead else last_line(said)

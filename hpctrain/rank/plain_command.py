@@ -84,7 +84,8 @@ def main() -> int:
         file.end(failed(word, error))
         return error.exit_code
     port.close()
-    last = ending(word, sys.argv[1], code, asked, said_last(log))
+    starved = code == -signal.SIGKILL and processes.ran_out_of_memory(child.pid, word.oom_kills)
+    last = ending(word, sys.argv[1], code, asked, said_last(log), starved)
     file.end(dataclasses.replace(last, ended=time.time()))
     return last.exit_code if last.ending is Ending.FAILED and last.exit_code else ExitCode.DONE
 
@@ -253,7 +254,9 @@ def end_of(log: Path) -> str:
     return ""
 
 
-def ending(word: LastWord, program: str, code: int, asked: bool, said: str = "") -> LastWord:
+def ending(
+    word: LastWord, program: str, code: int, asked: bool, said: str = "", out_of_memory: bool = False
+) -> LastWord:
     """Returns the last word for the program's exit code; pure. Negative codes are signals, as in ``subprocess``.
 
     ``said`` is the last line of its output, or its error; ``asked``: the run was asked to stop.
@@ -267,6 +270,9 @@ def ending(word: LastWord, program: str, code: int, asked: bool, said: str = "")
     by_itself = code > 0 or code == -signal.SIGABRT  # a failing program may abort while its libraries shut down
     how = f"{program} {how}" + (f" ({said})" if said and by_itself else "")
     error = ErrorWord(how, "see the rank's log", "exit", "", Code.EXCEPTION)
+    if out_of_memory:
+        fix = "request more memory (launch.slurm.memory), or start fewer ranks on each node"
+        error = ErrorWord(f"{program} was killed by the kernel: out of memory", fix, "exit", "", Code.OUT_OF_MEMORY)
     return dataclasses.replace(word, ending=Ending.FAILED, exit_code=code if code > 0 else 128 - code, error=error)
 
 

@@ -68,7 +68,7 @@ def explain(data: RunHistory, state: State | None = None) -> Explanation:
     if found is not None and found.cause is Code.COMPLETED:
         state = None  # the state of its job no longer matters
     if found is None:
-        found = (by_standing(state) if state else by_life(data)) or unknown(data, state)
+        found = (by_standing(data, state) if state else by_life(data)) or unknown(data, state)
     elif state is not None and state.word is Word.PENDING:
         return replace(found, findings=(f"it will resume: {state.why}", *([state.fix] if state.fix else [])))
     slow = sorted((finding for rule in SLOW for finding in rule(data)), key=lambda finding: -finding.cost)
@@ -213,18 +213,19 @@ STANDING = {
 """Titles for runs whose state is known from their jobs."""
 FIXES = {
     Word.CANCELLED: "hpctrain resume submits it again",
-    Word.FAILED: "look at the job's own log: hpctrain logs RUN --rank job",
+    Word.FAILED: "look at the job's own log: hpctrain logs {run} --rank job",
     Word.NOT_STARTED: "start it with hpctrain run or hpctrain submit",
 }
 
 
-def by_standing(state: State) -> Explanation | None:
+def by_standing(data: RunHistory, state: State) -> Explanation | None:
     """The job's state, for a run that has no recorded end or has not begun."""
     if state.word not in STANDING:
         return None
-    fix = state.fix or FIXES.get(state.word, "")
+    fix = state.fix or FIXES.get(state.word, "").format(run=data.run.path)
     code = Code.RUNNING if state.word is Word.RUNNING else state.code
-    return Explanation(code, STANDING[state.word], (state.why,) if state.why else (), fix)
+    title = "The run waits to continue" if state.word is Word.PENDING and data.train else STANDING[state.word]
+    return Explanation(code, title, (state.why,) if state.why else (), fix)
 
 
 def unknown(data: RunHistory, state: State | None = None) -> Explanation:

@@ -14,10 +14,12 @@ from hpctrain.errors import UserError
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.growing_file import read_at
-from hpctrain.system import safe_read
+from hpctrain.system import foreign_text, safe_read
 
 PART_BYTES = 32 << 20
 """Of a log longer than twice this, only the first and the last part of this size are read."""
+QUOTED = 400
+"""Characters of a job's log that are quoted."""
 NAME = re.compile(r"(?P<job>[^-]+(?:_\d+)?)-(?P<attempt>\d+)-(?P<rank>[\w]+)\.out")
 FOREIGN = re.compile(r"Traceback|\b\w*Error\b|Segmentation fault|Killed|oom-kill|Out of memory|MPI_ABORT")
 """Matches errors printed by Python, the kernel, Slurm and MPI libraries."""
@@ -81,6 +83,14 @@ def first_error(run: RunDir, logs: Sequence[Log]) -> tuple[Log, str] | None:
         return None
     _, _, log, text = min(candidates, key=lambda each: each[:2])
     return log, text
+
+
+def said_last(run: RunDir, job: str) -> str:
+    """Returns the last report in a job's own log with the line before it, else the log's last lines; as one line."""
+    log = next((each for each in find(run, "job") if each.job == job), None)
+    lines = read(log.path).splitlines() if log else []
+    begin = max((index for index, line in enumerate(lines) if line.startswith("hpctrain: ")), default=len(lines) - 1)
+    return foreign_text.line(" ".join(" ".join(lines[max(begin - 1, 0) :]).split()), QUOTED)
 
 
 def good_ends(run: RunDir) -> set[str]:

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 def configured(target: str, overrides: Sequence[str] = ()) -> tuple[Config, RunDir]:
     """Returns the configuration and folder for a run file or run folder; the folder need not exist yet.
 
+    Without a ``target`` the overrides give all of the configuration.
+
     Raises:
         UserError: the run file is missing or not valid.
     """
     from hpctrain.config.loading import load  # slow to import, and not needed by commands that only look at a run
 
+    if not target:
+        config = load(None, overrides, say)
+        return config, RunDir.of(config.name, config.run_dir)
     path = Path(target)
     config = load(RunDir(path).run_yaml if path.is_dir() else path, overrides, say)
     if path.is_dir() and not config.run_dir:

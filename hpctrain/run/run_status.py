@@ -36,8 +36,14 @@ ADVICE = {
     "PartitionNodeLimit": "the partition does not allow that many nodes: lower launch.nodes, or take another partition",
     "PartitionTimeLimit": "the partition does not allow that much time: lower launch.slurm.time",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved: sinfo -R shows why",
+    "PartitionDown": "the partition is closed: wait, or take another one that sinfo shows as up",
+    "PartitionInactive": "the partition is closed: wait, or take another one that sinfo shows as up",
+    "JobArrayTaskLimit": "it starts when another element of its array ends (--at-once)",
+    "REQUEUE_HOLD": "it is held: scontrol release lets it start",
+    "SUSPENDED": "it continues when Slurm or an administrator resumes it (scontrol resume)",
+    "STOPPED": "it continues when it gets the signal SIGCONT",
 }
-"""Advice by Slurm's reason, for reasons that keep jobs waiting longest."""
+"""Advice by Slurm's state or reason, for those that keep jobs waiting longest."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,12 @@ class QueueEntry:
     limit: str = ""
     nodes: str = ""
     start: str = ""
+    note: str = ""
+    """What the job said last, if it ended before the run began; the fix of a refused submission."""
 
 
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING")
-"""States of jobs that have not begun."""
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING", "SUSPENDED", "STOPPED")
+"""States of jobs that have not begun, or are paused."""
 ORDERLY = (ExitCode.DONE, ExitCode.STOPPED)
 """Exit codes of attempts that ended as planned or on request."""
 FRESH_S = 60.0
@@ -194,8 +202,10 @@ def of_run(
     if left.word is Word.FINISHED and (has_ended or not (life and life.lives)):
         return State(left.word, reason or left, is_over=True)
     if job is not None and job.state in WAITING:
-        waits = f"job {job.id} waits" + (f" ({job.reason})" if job.reason else "")
-        return State(Word.PENDING, _join(waits, reason), code=Code.PENDING, fix=_advice(job))
+        why = job.state if job.state in ADVICE else job.reason
+        waits = f"job {job.id} waits" + (f" ({why})" if why else "")
+        fix = ADVICE.get(why.split(",")[0].strip("()"), "")
+        return State(Word.PENDING, _join(waits, reason), code=Code.PENDING, fix=fix)
     if newest is not None and has_ended:
         return _ended(left.word, verdict, newest, job)
     if life and not life.lives and job is not None and job.state == "RUNNING":
@@ -212,7 +222,7 @@ def of_run(
     if unclear is None:
         return State(Word.NOT_STARTED, code=Code.NOT_STARTED)
     if unclear.state == REFUSED:
-        return State(Word.NOT_STARTED, unclear.reason, is_over=True, code=Code.NOT_STARTED)
+        return State(Word.NOT_STARTED, unclear.reason, is_over=True, code=Code.NOT_STARTED, fix=unclear.note)
     return State(Word.UNKNOWN, f"job {unclear.id}: {unclear.reason}")
 
 
@@ -220,14 +230,9 @@ def _by_job(job: QueueEntry, when: str = "") -> State:
     """Returns the state of a run without a recorded end, from the state of its job."""
     why = f"job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     word = Word.CANCELLED if job.state == "CANCELLED" else Word.UNKNOWN if job.state == "COMPLETED" else Word.FAILED
-    code = BY_JOB.get(job.state, Code.UNKNOWN)
-    return State(
-        word, f"{why}, {when}" if when else why, is_over=True, code=code, fix=_advice(job) or FIXES.get(code, "")
-    )
-
-
-def _advice(job: QueueEntry) -> str:
-    return ADVICE.get(job.reason.split(",")[0].strip("()"), "")
+    code, said = BY_JOB.get(job.state, Code.UNKNOWN), f": {job.note}" if job.note else ""
+    why = f"{why}, {when}{said}" if when else why
+    return State(word, why, is_over=True, code=code, fix=FIXES.get(code, ""))
 
 
 def _ended(word: Word, verdict: RunVerdict | None, newest: Attempt, job: QueueEntry | None) -> State:

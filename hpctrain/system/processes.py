@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from hpctrain.system import cgroups
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PF_EXITING = 0x4
@@ -214,6 +216,14 @@ def end_process(process: subprocess.Popen[bytes], patience_s: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def ran_out_of_memory(pid: int, kills_before: int | None) -> bool:
+    """Whether the kernel's log names the process, or our control group, which it shares, counts another OOM kill."""
+    if kernel_killed_for_memory(pid):
+        return True
+    now = cgroups.oom_kills()
+    return kills_before is not None and now is not None and now > kills_before
 
 
 def kernel_killed_for_memory(pid: int) -> bool:

@@ -21,7 +21,7 @@ from hpctrain.system.output import say
 SCRIPT, LOGS = "job.sbatch", "logs"
 """In the run folder: the script of Slurm jobs, and the folder of their logs."""
 REFUSAL = "refused.txt"
-"""In the run folder: why the scheduler refused the last submission."""
+"""In the run folder: why the scheduler refused the last submission, and a line with the fix."""
 JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 """Number of a Slurm job or array element."""
 OTHER_JOB = re.compile(r"[A-Za-z0-9\u0192][A-Za-z0-9._/\[\]-]{0,200}")
@@ -119,18 +119,19 @@ def note(run: RunDir, submitted: Submitted) -> None:
         say(f"{error.what}\n  fix: {error.fix}{ends}")
 
 
-def note_refusal(run: RunDir, what: str) -> None:
+def note_refusal(run: RunDir, why: RunFailed) -> None:
     """Stores why a submission was refused, for ``status`` and ``explain``. The user sees it even if that fails."""
     with contextlib.suppress(RunFailed):
-        write_atomically(run.path / REFUSAL, f"{what}\n".encode(), run.path)
+        write_atomically(run.path / REFUSAL, f"{why.what}\n{why.fix}\n".encode(), run.path)
 
 
-def refusal(run: RunDir) -> str:
-    """Returns why the scheduler refused the run's last submission, in its own words; empty if it did not."""
+def refusal(run: RunDir) -> tuple[str, str]:
+    """Returns why the scheduler refused the run's last submission, in its own words, and the fix; else empty texts."""
     try:
-        return safe_read.read(run.path / REFUSAL).decode(errors="replace").strip()
+        what, _, fix = safe_read.read(run.path / REFUSAL).decode(errors="replace").partition("\n")
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
-        return ""
+        return "", ""
+    return what, fix.strip()
 
 
 def record(run: RunDir, submitted: Submitted) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.jobs import Plan, SubmitOptions, Submitted, note, note_refusal, submissions, write
+from hpctrain.run import logs as run_logs
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
 from hpctrain.run.run_status import ALIVE, QueueEntry
@@ -64,6 +65,14 @@ class Scheduler(Protocol):
             RunFailed: the scheduler does not answer.
         """
 
+    def unrecorded(self, run: RunDir, timeout_s: float = TIMEOUT_S) -> Sequence[str]:
+        """Returns live jobs of the run that are not recorded in its folder, if the scheduler can find them.
+
+        Raises:
+            RunFailed: the scheduler does not answer.
+        """
+        return ()
+
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Ends jobs of runs; returns them, and a sentence about each job that is not the run's own.
 
@@ -71,14 +80,19 @@ class Scheduler(Protocol):
             RunFailed: not all could be ended; the message names those that were.
         """
 
+    def said(self, run: RunDir, job: str) -> str:
+        """Returns what a job said last, if it ended before the run began; empty if nothing is known."""
+        return run_logs.said_last(run, job)
+
     def log(self, run: RunDir, job: str) -> str:
         """Returns the job's log if it is not in the run folder, else an empty text."""
         return ""
 
 
-def alive(scheduler: Scheduler, run: RunDir) -> list[QueueEntry]:
+def alive(scheduler: Scheduler, run: RunDir, recorded_only: bool = False) -> list[QueueEntry]:
     """Returns the run's jobs that are waiting or running."""
     jobs = [each.job for each in submissions(run, scheduler.name)]
+    jobs += [] if recorded_only else scheduler.unrecorded(run)
     found = scheduler.states([jobs], TIMEOUT_S, ended=False) if jobs else {}
     return [entry for entry in found.values() if entry.state in ALIVE]
 
@@ -110,7 +124,7 @@ def submit_one(
         try:
             job = send()
         except RunFailed as error:
-            note_refusal(planned.run, error.what)
+            note_refusal(planned.run, error)
             raise
         note(planned.run, Submitted(job, time.time(), os.getcwd(), engine=scheduler.name))
     return [job], []
@@ -153,7 +167,8 @@ def ask(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> 
     try:
         done = subprocess.run(words, input=given, capture_output=True, text=True, errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"{words[0]} did not answer within {timeout_s:.0f} s", "try again when it answers") from error
+        fix = "see whether the queue has the job, and try again if it has not" if given else "try again when it answers"
+        raise RunFailed(f"{words[0]} did not answer within {timeout_s:.0f} s", fix) from error
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[:CHARACTERS] or f"exit code {done.returncode}"
         raise RunFailed(f"{' '.join(words[:2])} refused: {said}", "check whether this command works without hpctrain")

@@ -55,6 +55,6 @@ def alive(run: RunDir) -> list[QueueEntry]:
 def goes_on(run: RunDir) -> bool:
     """Whether a job of the run is waiting or running. True if the scheduler does not answer: callers poll again."""
     try:
-        return bool(alive(run))
+        return bool(scheduler.alive(of_run(run), run, recorded_only=True))
     except RunFailed:
         return True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,13 @@ class Answer:
         """
         jobs = jobs_of(run)
         if not jobs:
-            refused = refusal(run)
-            return QueueEntry("", REFUSED, refused) if refused else None
+            refused, fix = refusal(run)
+            return QueueEntry("", REFUSED, refused, note=fix) if refused else None
         found = [self.entries[job] for job in jobs if job in self.entries]
         if found:
-            return next((entry for entry in found if entry.state in ALIVE), found[-1])
+            entry = next((entry for entry in found if entry.state in ALIVE), found[-1])
+            ended = entry.state not in ALIVE and not run.has_begun
+            return replace(entry, note=schedulers.of_run(run).said(run, entry.id)) if ended else entry
         array = jobs[-1].partition("_")[0]
         others = any(job.startswith(f"{array}_") for job in self.entries)
         if others and "_" in jobs[-1] and not run.has_begun:
@@ -149,7 +152,11 @@ def of_run(run: RunDir, answer: Answer) -> RunStatus:
 
 def jobs_of(run: RunDir) -> list[str]:
     """Returns the run's jobs with the scheduler of the newest one, oldest first."""
-    return [each.job for each in submissions(run, schedulers.engine_of(run))]
+    jobs = [each.job for each in submissions(run, schedulers.engine_of(run))]
+    with contextlib.suppress(HpctrainError):
+        if not jobs and not run.has_begun:
+            return [*schedulers.of_run(run).unrecorded(run, client.ANSWER_S)]
+    return jobs
 
 
 def own_runs(here: Path) -> list[RunDir]:
@@ -160,7 +167,7 @@ def own_runs(here: Path) -> list[RunDir]:
         scripts = client.own_scripts()
     except HpctrainError:
         scripts = {}
-    for folder in (Path(command).parent for command in scripts.values() if Path(command).name == SCRIPT):
+    for folder in (Path(command).parent for _, command in scripts.values() if Path(command).name == SCRIPT):
         if RunDir(folder).run_yaml.is_file():
             found.setdefault(folder, RunDir(folder))
     return [run for array in found.values() for run in elements_of(array) or [array]]

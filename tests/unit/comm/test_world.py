@@ -87,6 +87,24 @@ def grid_of(rank: int, nodes: list[int], tensor: int, pipeline: int = 1) -> dict
     return everyone.parts
 
 
+@pytest.mark.parametrize(
+    ("variables", "rc"),
+    [({}, 1), ({EXPECTED_RANKS: "1"}, 0), ({"OMPI_COMM_WORLD_SIZE": "1"}, 0), ({"SLURM_STEP_NUM_TASKS": "1"}, 0)],
+    ids=["srun without an MPI type", "runs of their own", "mpirun in a job", "one task"],
+)
+def test_processes_that_srun_started_without_mpi_between_them_are_refused(variables: dict[str, str], rc: int) -> None:
+    given = {name: value for name, value in os.environ.items() if name != EXPECTED_RANKS}
+    given |= {"SLURM_STEP_NUM_TASKS": "2", **variables}
+    program = """
+import sys
+sys.modules["mpi4py"] = None  # as good as an MPI that makes each process a world of its own
+from hpctrain.comm.world import connect
+connect()
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True)
+    assert done.returncode == rc, done.stderr
+
+
 def test_neighbours_make_a_tensor_group_and_data_groups_lie_across() -> None:
     assert [grid_of(rank, [0, 0, 0, 0, 1, 1, 1, 1], 2) for rank in (0, 1, 5)] == [
         {"tensor": 0, "data": 0},

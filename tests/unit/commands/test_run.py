@@ -72,3 +72,40 @@ def test_ranks_start_on_the_hosts_of_the_run_file(
     assert asked == [None] * runs + [4] * runs
     assert main([command, "run.yaml", "-n", "-2", *rest]) == 64
     assert len(asked) == 2 * runs
+
+
+@pytest.mark.parametrize(
+    ("nodes", "variables", "words", "ranks"),
+    [
+        (1, {"SLURMD_NODENAME": "n1", "SLURM_NTASKS": "4"}, [], 4),
+        (1, {"SLURMD_NODENAME": "n1", "SLURM_NTASKS": "1"}, ["-n", "4"], 4),
+        (2, {"SLURMD_NODENAME": "n1", "SLURM_NTASKS": "2"}, [], None),
+        (1, {"SLURM_NTASKS": "1"}, [], None),  # salloc leaves the shell on the login node
+    ],
+)
+def test_an_allocation_is_used_or_refused_in_one_sentence(
+    nodes: int,
+    variables: dict[str, str],
+    words: list[str],
+    ranks: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": str(nodes), **variables}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    asked: list[int | None] = []
+
+    def run(config: Config, ranks: int, *_: Any) -> RunVerdict:
+        asked.append(ranks)
+        return RunVerdict(Action.DONE, 0, "")
+
+    monkeypatch.setattr(local, "run", run)
+    assert main(["run", *words, "--", "true"]) == (64 if ranks is None else 0)
+    assert asked == ([] if ranks is None else [ranks])
+    if ranks is None:
+        said = capsys.readouterr().err
+        assert "hpctrain run uses only this machine, and job 7 has n[1-2]" in said and "hpctrain supervise" in said

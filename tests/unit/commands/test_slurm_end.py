@@ -70,7 +70,7 @@ def test_a_run_without_a_job_is_asked(run: RunDir, cancelled: list[str]) -> None
 
 SQUEUE = """#!/bin/sh
 echo "$@" >> {folder}/asked
-case "$*" in *--format*) for job in {jobs}; do echo "$job|$job|N/A|PENDING|0:00|1:00|1:00||N/A|None"; done;; esac
+case "$*" in *--jobs*) for job in {jobs}; do echo "$job|$job|N/A|PENDING|0:00|1:00|1:00||N/A|None"; done;; esac
 """
 SCONTROL = """#!/bin/sh
 cat {folder}/job-$3 2>/dev/null || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
@@ -147,7 +147,7 @@ def test_what_is_no_job_number_reaches_no_command_of_slurms(tmp_path: Path, fake
     (run.path / "jobs.jsonl").write_text(json.dumps({"job": line, "time": 0.0, "cwd": "/"}) + "\n")
     assert submissions(run) == []
     assert main(["cancel", str(run.path)]) == 0
-    assert not fake.cancelled() and not (fake.folder / "asked").exists()
+    assert not fake.cancelled() and "--jobs" not in (fake.folder / "asked").read_text()
 
 
 def test_how_slurm_tells_whose_a_job_is(tmp_path: Path) -> None:

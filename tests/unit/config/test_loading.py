@@ -115,7 +115,7 @@ def test_quoted_text_is_text(run_file: Path, text: str) -> None:
         ("seed: null", "run.yaml:4: seed cannot be 'null'", "integer"),
         ("task_args: [1]", "run.yaml:4: task_args cannot be '[1]'", "mapping"),
         ("task_args: {1: a}", "run.yaml:4: task_args cannot be '1'", "mapping"),
-        ("launch: {env: {A: 1}}", "run.yaml:4: launch.env cannot be '1'", "mapping"),
+        ("launch: {env: {A: 1.5}}", "run.yaml:4: launch.env cannot be '1.5'", "mapping"),
         ("schedule: {step_epochs: [1, a]}", "run.yaml:4: schedule.step_epochs cannot be 'a'", "list of integer"),
         ("schedule: {kind: step}", "run.yaml:4: schedule.kind is step but schedule.step_epochs is empty", "[30, 60]"),
         (

@@ -24,6 +24,7 @@ from hpctrain.launch.mpi_library import (
     probe,
     short,
 )
+from hpctrain.launch.nested_launcher import refuse_launcher
 from hpctrain.run.folder import BEGUN_AGAIN, RunDir
 from hpctrain.system.cgroups import thread_environment, threads_per_rank
 
@@ -110,6 +111,34 @@ def test_the_environment_travels_to_other_hosts_by_name():
     env = {"B": "2", "A": "1 2"}
     assert MpiRun("m", Flavour.OPEN_MPI_4).argv(2, env, 2, local=False)[-4:] == ["-x", "A", "-x", "B"]
     assert MpiRun("m", Flavour.HYDRA).argv(2, env, 2, local=False)[-2:] == ["-genvlist", "A,B"]
+
+
+@pytest.mark.parametrize(("flavour", "of"), [(Flavour.OPEN_MPI_4, "OMPI_MCA"), (Flavour.OPEN_MPI_5, "PRTE_MCA")])
+def test_variables_of_a_job_do_not_decide_where_the_ranks_of_one_machine_start(flavour, of):
+    found = launcher_environment(flavour, {})
+    for part in ("ras", "plm"):
+        assert {"slurm", "tm", "lsf"} <= set(found[f"{of}_{part}"].removeprefix("^").split(","))
+    assert not any("_ras" in name for name in launcher_environment(flavour, {}, local=False))
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "launcher"),
+    [
+        (("torchrun", "train.py"), 2, "torchrun"),
+        (("/opt/bin/mpirun", "-n", "2", "x"), 2, "mpirun"),
+        (("python", "-m", "torch.distributed.run", "train.py"), 4, "torch.distributed.run"),
+        (("torchrun", "train.py"), 1, None),
+        (("torchrun", "--nnodes=2", "train.py"), 2, None),
+        (("accelerate", "launch", "--num_machines", "2", "train.py"), 2, None),
+        (("python", "train.py", "--launcher", "srun"), 2, None),
+    ],
+)
+def test_a_launcher_that_each_rank_would_start_is_refused(command, ranks, launcher):
+    if launcher is None:
+        refuse_launcher(command, ranks)
+        return
+    with pytest.raises(UserError, match=f"begins with {launcher}, which each of {ranks} ranks would start"):
+        refuse_launcher(command, ranks)
 
 
 def test_what_the_user_has_set_stays():

@@ -18,7 +18,7 @@ from hpctrain.launch.postmortem import (
     last_line,
     lost_node,
     missing_ranks,
-    ran_out_of_memory,
+    opening,
     settled,
 )
 from hpctrain.run import last_words
@@ -28,6 +28,8 @@ from hpctrain.run.first_cause import Death, Fact, Found, Standing, first_cause
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import Ending, ErrorWord, LastWord, NotedDeath, note_death, noted_deaths
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
+from hpctrain.run.verdict import Action
+from hpctrain.system import processes
 
 
 def running(*hosts: str) -> list[LastWord]:
@@ -215,10 +217,10 @@ def test_victims_that_the_monitor_saw_are_not_the_cause_though_no_agent_noted_a_
 
 
 def test_what_was_found_out_of_a_rank_is_in_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.launch.postmortem.ran_out_of_memory", lambda word: False)
+    monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, before: False)
     [killed] = complete([RUNNING], Death(1, signal=9))
     assert (killed.ending, killed.code, killed.exit_code) == (Ending.KILLED, Code.KILLED, 137)
-    monkeypatch.setattr("hpctrain.launch.postmortem.ran_out_of_memory", lambda word: True)
+    monkeypatch.setattr("hpctrain.system.processes.ran_out_of_memory", lambda pid, before: True)
     assert complete([RUNNING], Death(1, signal=9))[0].code is Code.OUT_OF_MEMORY
     assert complete([RUNNING], Death(1, signal=11))[0].code is Code.KILLED
     elsewhere = dataclasses.replace(RUNNING, host="n9")
@@ -333,7 +335,7 @@ def test_one_more_kill_of_the_control_group_is_this_rank_s(
 ) -> None:
     monkeypatch.setattr("hpctrain.system.processes.kernel_killed_for_memory", lambda pid: False)
     monkeypatch.setattr("hpctrain.system.cgroups.oom_kills", lambda: now)
-    assert ran_out_of_memory(dataclasses.replace(RUNNING, oom_kills=before)) is ran_out
+    assert processes.ran_out_of_memory(RUNNING.pid, before) is ran_out
 
 
 def test_the_last_line_says_something() -> None:
@@ -345,6 +347,25 @@ def test_the_last_line_says_something() -> None:
     assert last_line(told) == "There are not enough slots."
     assert last_line(f"{told}then this\n") == "then this"
     assert last_line("") == "" and last_line("x" * 400) == "x" * 300
+
+
+def test_what_mpirun_says_first_is_why_no_rank_started_and_nothing_is_tried_again(tmp_path: Path) -> None:
+    dashes = "-" * 74
+    unreachable = "At least one pair of MPI processes are unable to reach each other for\nMPI communications.\n\n more"
+    ended = 'prterun has exited due to process rank 0 with PID 0 on node vm calling\n"abort".'
+    said = "\n".join([dashes, "WARNING: an old name", dashes, dashes, unreachable, dashes, dashes, ended, dashes])
+    verdict = missing_ranks([], 2, said, tmp_path / "log", Death(0))
+    assert verdict is not None
+    sentence = "At least one pair of MPI processes are unable to reach each other for MPI communications."
+    assert verdict.reason == f"no rank started: {sentence}"
+    assert (verdict.action, verdict.code, verdict.before_ranks) == (Action.FAIL, Code.PREFLIGHT, True)
+    files = missing_ranks([], 2, "[vm:1] PRTE ERROR: Unknown error in file odls\n", tmp_path / "log")
+    assert files is not None
+    assert files.action is Action.FAIL and files.reason.endswith("PRTE ERROR: Unknown error in file odls")
+    crash = f"{dashes}\nprterun noticed that process rank 0 with PID 5 on node vm exited on signal 11\n{dashes}"
+    again = missing_ranks([], 2, crash, tmp_path / "log", Death(0, signal=11))
+    assert again is not None and again.action is Action.REQUEUE
+    assert opening("") == ""
 
 
 def test_ranks_have_ended_well_if_all_of_them_say_so() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.world import launched_rank
+from hpctrain.errors import Code
 from hpctrain.rank.folder_group import MeetingStopped
 from hpctrain.rank.plain_command import ending, said_last, start_program, watch
 from hpctrain.run.folder import RunDir
@@ -58,6 +59,13 @@ def test_exit_codes(code: int, asked: bool, expected: Ending, exit_code: int) ->
 def test_what_a_program_said_is_quoted_if_it_ended_itself(code: int, what: str) -> None:
     made = ending(WORD, "prog", code, False, "OSError: the disk is gone")
     assert made.error is not None and made.error.what == what
+
+
+def test_a_program_that_the_kernel_killed_for_memory_says_so() -> None:
+    made = ending(WORD, "prog", -signal.SIGKILL, False, out_of_memory=True)
+    assert made.error is not None and made.exit_code == 137
+    assert made.error.what == "prog was killed by the kernel: out of memory"
+    assert made.error.code is Code.OUT_OF_MEMORY and "launch.slurm.memory" in made.error.fix
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,11 @@ def test_a_run_that_has_not_said_how_it_ended_is_told_by_its_job(
     assert explain(history(attempts=[Attempt(1, 1.0, 2.0)]), state) == Explanation(cause, title, evidence, advice)
 
 
+def test_a_run_with_steps_that_waits_has_begun() -> None:
+    waits = State(Word.PENDING, "job 8 waits (Priority)")
+    assert explain(history(phases=COMPUTING), waits).title == "The run waits to continue"
+
+
 def test_what_a_job_says_adds_to_a_failure_only_that_it_is_to_resume_and_nothing_to_an_end() -> None:
     pending = State(Word.PENDING, "job 8 waits", fix="wait")
     failed = explain(history(attempts=[ended(Action.FAIL, "no", Code.USER_ERROR)]), pending)

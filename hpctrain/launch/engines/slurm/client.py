@@ -61,6 +61,11 @@ DISABLED = re.compile(r"operation is presently disabled", re.IGNORECASE)
 
 UNKNOWN_JOB = re.compile(r"invalid job id", re.IGNORECASE)
 
+INPUT = re.compile(r"(SLURM|SQUEUE|SCANCEL|SBATCH|SRUN|SALLOC|SACCT|SINFO|SCONTROL|PMIX)_")
+"""Matches variables that Slurm's commands take for options, and those that describe the job of this process."""
+WHERE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Those that say which Slurm to ask, and who asks."""
+
 
 class NoSuchJob(RunFailed):
     """Slurm does not know the job, or has forgotten it."""
@@ -89,6 +94,7 @@ class Origin:
     """Working folder: where it was submitted, or --chdir."""
     output: str
     """Path of its log."""
+    comment: str = ""
 
 
 def find(program: str) -> str:
@@ -100,10 +106,15 @@ def find(program: str) -> str:
     return path
 
 
-def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None) -> str:
+def environment() -> dict[str, str]:
+    """Returns the environment for Slurm's commands: without variables that would filter answers or alter requests."""
+    env = {name: value for name, value in os.environ.items() if name in WHERE or not INPUT.match(name)}
+    return env | {"SLURM_TIME_FORMAT": "standard"}  # times are compared (who_ends)
+
+
+def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, **variables: str) -> str:
     """Runs a command and returns what it prints; raises RunFailed, or a subclass, with Slurm's message."""
-    command = [find(words[0]), *words[1:]]
-    env = {**(os.environ if env is None else env), "SLURM_TIME_FORMAT": "standard"}  # times are compared (who_ends)
+    command, env = [find(words[0]), *words[1:]], environment() | variables
     try:
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
@@ -122,9 +133,7 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, st
 
 def submit(script: Path, options: Sequence[str] = ()) -> str:
     """Submits a script and returns the job id."""
-    # Inside a job, SLURM_* variables describe that job (its restarts, its ranks); the new one must not inherit them.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    said = run(["sbatch", "--parsable", *options, str(script)], env=env)
+    said = run(["sbatch", "--parsable", *options, str(script)])
     # Sites print greetings and checks before the number.
     if not (numbers := re.findall(r"^(?:Submitted batch job )?(\d+)(?:;\S*)?$", said, re.MULTILINE)):
         raise RunFailed(f"sbatch printed no job id: {' '.join(said.split())[-300:]}", "see squeue --me")
@@ -151,11 +160,11 @@ def parse_queue(line: str) -> QueueEntry:
     return QueueEntry(name, state, "" if reason == "None" else reason, elapsed, left, limit, nodes, start)
 
 
-def own_scripts() -> dict[str, str]:
-    """Returns the script and its arguments, by job, for this user's jobs in the queue, including ended ones."""
-    words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.geteuid()}", "--format=%i|%o"]
-    found = (line.strip().partition(SEPARATOR) for line in run(words, ANSWER_S).splitlines())
-    return {job: command for job, separator, command in found if separator}
+def own_scripts(timeout_s: float = ANSWER_S) -> dict[str, tuple[str, str]]:
+    """Returns by job, for this user's jobs in the queue, ended ones too: its state, and its script with arguments."""
+    words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.geteuid()}", "--format=%i|%T|%o"]
+    found = (line.strip().split(SEPARATOR, 2) for line in run(words, timeout_s).splitlines())
+    return {each[0]: (each[1], each[2]) for each in found if len(each) > 2}
 
 
 def accounted(ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[QueueEntry]:
@@ -201,7 +210,7 @@ def job_fields(job: str) -> dict[str, str]:
     Times are in UTC.
     """
     try:
-        text = run(["scontrol", "--oneliner", "show", "job", job], SOON_S, {**os.environ, "TZ": "UTC"})
+        text = run(["scontrol", "--oneliner", "show", "job", job], SOON_S, TZ="UTC")
     except HpctrainError:
         return {}
     return parse_fields(text)
@@ -253,7 +262,8 @@ def origin(job: str) -> Origin | None:
 
 def parse_origin(text: str) -> Origin:
     """Parses the first job in scontrol's output. These fields end their lines and come before any free text."""
-    found = [re.search(rf"{name}=(.*)$", text, re.MULTILINE) for name in ("JobName", "Command", "WorkDir", "StdOut")]
+    names = ("JobName", "Command", "WorkDir", "StdOut", "Comment")
+    found = [re.search(rf"\b{name}=(.*)$", text, re.MULTILINE) for name in names]
     return Origin(*(match[1] if match else "" for match in found))
 
 
@@ -270,7 +280,7 @@ def mpi_types() -> list[str]:
     """Returns the MPI types that ``srun --mpi`` accepts here."""
     words = [find("srun"), "--mpi=list"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise RunFailed(f"srun did not answer within {TIMEOUT_S:.0f} s", "try again when Slurm answers") from error
     return parse_mpi_types(done.stdout + done.stderr)
@@ -286,6 +296,9 @@ def parse_mpi_types(text: str) -> list[str]:
 def _advice(message: str) -> str:
     """Returns advice on common refusals."""
     table = {
+        "node count": "lower launch.nodes, or take a larger partition: sinfo shows how many nodes each has",
+        "reservation": "set launch.slurm.reservation to one that scontrol show reservation lists",
+        "qos policy": "a limit of the account or QOS is reached: wait, or ask for less (sacctmgr show qos)",
         "invalid account": "set launch.slurm.account to one that sacctmgr show assoc user=$USER lists",
         "invalid partition": "set launch.slurm.partition to one that sinfo lists",
         "invalid qos": "set launch.slurm.qos to one that sacctmgr show qos lists",

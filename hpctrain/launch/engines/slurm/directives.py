@@ -83,7 +83,7 @@ class Directive:
     @property
     def kind(self) -> str:
         """The name used to detect conflicts: ``--gres=gpu`` if it requests GPUs by --gres."""
-        return "--gres=gpu" if self.name == "--gres" and (self.value or "").startswith("gpu") else self.name
+        return "--gres=gpu" if self.name == "--gres" and re.search("(^|,)gpu", self.value or "") else self.name
 
 
 def seconds(limit: str) -> int | None:
@@ -172,7 +172,7 @@ def build(
         Directive("--output", text(output, "run_dir")),
         *_given(slurm, "mail_user", "mail_type", "comment"),
     ]
-    return check(change(made, slurm))
+    return joined(check(change(made, slurm)))
 
 
 def change(made: list[Directive], slurm: SlurmConfig) -> list[Directive]:
@@ -208,6 +208,12 @@ def check(directives: Iterable[Directive]) -> tuple[Directive, ...]:
             fix = f"keep one, and put {found[0]} into launch.slurm.skip if it is ours"
             raise UserError(f"{' and '.join(found)} exclude each other", fix)
     return directives
+
+
+def joined(directives: Iterable[Directive]) -> tuple[Directive, ...]:
+    """Returns the directives with all values of --gres in one line, as Slurm takes only the last."""
+    gres = Directive("--gres", ",".join(each.value or "" for each in directives if each.name == "--gres"))
+    return tuple({each.name: gres if each.name == "--gres" else each for each in directives}.values())
 
 
 def parse(line: str, key: str) -> Directive:

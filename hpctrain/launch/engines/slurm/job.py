@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from hpctrain.errors import UserError
+
 GOING_ON = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING")
 NOBODYS_WISH = ("TimeLimit", "NodeFail", "NodeDown")
 """Slurm's reasons for ending a job that no one cancelled."""
@@ -70,6 +72,20 @@ def seconds(shown: str | None, otherwise: float) -> float:
         return float(calendar.timegm(time.strptime(shown or "", "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
         return otherwise
+
+
+def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of ranks that a process may start by itself: its job's tasks, 1 outside a job.
+
+    Raises:
+        UserError: it would leave nodes of the job idle, or is not on one of them.
+    """
+    job = current(environ)
+    if job is not None and (job.nodes > 1 or "SLURMD_NODENAME" not in environ):
+        what = f"hpctrain run uses only this machine, and job {job.id} has {job.nodelist}"
+        fix = "hpctrain supervise run.yaml uses the job's nodes; env -u SLURM_JOB_ID hpctrain run ... only this machine"
+        raise UserError(what, fix)
+    return job.ranks if job is not None else 1
 
 
 class Who(StrEnum):

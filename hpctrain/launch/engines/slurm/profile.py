@@ -1,7 +1,8 @@
 """Site profiles: a centre's settings for all jobs, in TOML with the keys of the run file's ``launch`` section.
 
-Layers, each overriding the one before: the built-in ``generic``; the profile that the run file names; the site's
-``~/.config/hpctrain/site.toml``; the run file; the command line. Single values replace, lists add up, mappings merge.
+Layers, each overriding the one before: the built-in ``generic``; variables of sbatch (``OF_SITE``); the profile that
+the run file names; the site's ``~/.config/hpctrain/site.toml``; the run file; the command line. Single values replace,
+lists add up, mappings merge.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ APPLIED = "none"
 REPLACED = {"wrap", "stage_in"}
 """Lists that are a single value: a later layer replaces them."""
 
+OF_SITE = {f"SBATCH_{name.upper()}": name for name in ("account", "partition", "qos", "reservation", "constraint")}
+"""Variables that sites set for their users, with the field of ``launch.slurm`` that they fill. All others of sbatch,
+which would take precedence over the script, are ignored."""
+
 ABOUT = ("description", "verified")
 """Keys that describe a profile."""
 Layer = Mapping[str, typing.Any]
@@ -50,7 +55,8 @@ def resolve(launch: LaunchConfig, site: Path | None = None) -> LaunchConfig:
 
 def layers(name: str, site: Path) -> list[Layer]:
     """Returns the profiles below a run file that names this one, lowest first."""
-    found = [read(FILES / "profiles" / "generic.toml")]
+    given = {name: os.environ[variable] for variable, name in OF_SITE.items() if os.environ.get(variable)}
+    found: list[Layer] = [read(FILES / "profiles" / "generic.toml"), {"slurm": given}]
     if name != "generic":
         found.append(read(find(name, site)))
     if (site / "site.toml").is_file():

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 
 from hpctrain.config.sections import Config, LaunchConfig
+from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm import FILES
 from hpctrain.launch.engines.slurm.directives import Directive, build, seconds, shell_word, text, variable
 
@@ -41,6 +42,10 @@ def job_script(
     Raises:
         UserError: a value that Slurm or the shell does not accept.
     """
+    if "\\" in str(logs):
+        raise UserError(
+            f"run_dir {logs.parent} has a backslash, and Slurm finds no log there", "choose another run_dir"
+        )
     # Slurm expands patterns such as %j in the path.
     folder = text(str(logs), "run_dir").replace("%", "%%")
     output = f"{folder}/slurm-{'%A_%a' if array else '%j'}.out"

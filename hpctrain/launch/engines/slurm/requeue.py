@@ -11,7 +11,7 @@ from hpctrain.errors import HpctrainError, NoRequeue, RunFailed, UserError
 from hpctrain.launch.engines.jobs import SCRIPT, Submitted, note, submissions, write
 from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
-from hpctrain.launch.engines.slurm.submission import apart, is_element, plan
+from hpctrain.launch.engines.slurm.submission import apart, is_element, plan, send
 from hpctrain.launch.patience import patiently, read_patiently
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
@@ -77,7 +77,7 @@ def has_script(config: Config, run: RunDir, job: Job) -> bool:
 def succeed(run: RunDir, job: Job, options: Sequence[str] = ()) -> None:
     """Submits the run's script as a new job that replaces this one. Raises RunFailed if Slurm refuses, or Stopped."""
     words = [*options, f"--chdir={os.getcwd()}"]
-    number = patiently(lambda: client.submit(run.path / SCRIPT, words), client.Unheard, run)
+    number = patiently(lambda: send(run, words), client.Unheard, run)
     note(run, Submitted(number, time.time(), os.getcwd(), replaces=job.id))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from hpctrain.config.loading import absolute_task, load
 from hpctrain.config.sections import Config, LaunchConfig
-from hpctrain.errors import RunFailed, UserError
+from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.launch.engines.jobs import (
     JOB,
     LOGS,
@@ -29,8 +31,9 @@ from hpctrain.launch.engines.jobs import (
 )
 from hpctrain.launch.engines.scheduler import Scheduler, to_submit
 from hpctrain.launch.engines.slurm import client, leave_out, profile
-from hpctrain.launch.engines.slurm.directives import require_whole_groups
+from hpctrain.launch.engines.slurm.directives import ranks_per_node, require_whole_groups
 from hpctrain.launch.engines.slurm.render import job_script, portable_script, signal_seconds
+from hpctrain.launch.nested_launcher import refuse_launcher
 from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import ALIVE, QueueEntry
@@ -76,6 +79,18 @@ class Slurm(Scheduler):
         found = {entry.id: entry for entry in client.queue(list(arrays), timeout_s)}
         forgotten = [each[-1] for each in jobs if each and not any(job in found for job in each)]
         return found | {entry.id: entry for entry in client.accounted(forgotten, timeout_s)}
+
+    def said(self, run: RunDir, job: str) -> str:
+        """See ``Scheduler``; a supervisor that cannot write its log sets the job's comment."""
+        found = super().said(run, job)
+        with contextlib.suppress(HpctrainError):
+            origin = None if found else client.origin(job)
+            return origin.comment if origin else found
+        return found
+
+    def unrecorded(self, run: RunDir, timeout_s: float = client.TIMEOUT_S) -> Sequence[str]:
+        """See ``unrecorded``."""
+        return unrecorded(run, timeout_s) if shutil.which("squeue") else ()
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Ends jobs with scancel."""
@@ -124,6 +139,7 @@ def plan(config: Config, run: RunDir, options: SubmitOptions = NO_OPTIONS) -> Pl
     indices = ",".join(ranges(map(number_of, elements))) + at_once if elements else None
     for each in every:
         require_whole_groups(each)
+        refuse_launcher(each.launch.command, each.launch.nodes * ranks_per_node(each.launch))
     in_order, run_file = any(each.parallel.tensor > 1 for each in every), run.path if elements else run.run_yaml
     script = job_script(config, run_file, run.logs, own_bin(), signal_s(config, run), indices, in_order)
     return Plan(config, run, script, tuple(elements), options=options)
@@ -182,11 +198,11 @@ def submit(planned: Plan, cwd: str | None = None, always: Sequence[str] = ()) ->
     for place in range(planned.options.chain):
         waits = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else after(planned.options)
         try:
-            ids.append(client.submit(planned.script_file, [f"--chdir={cwd}", *always, *waits]))
+            ids.append(send(planned.run, [f"--chdir={cwd}", *always, *waits]))
         except RunFailed as error:
             if not ids:
                 if not isinstance(error, client.Unanswered):
-                    note_refusal(planned.run, error.what)
+                    note_refusal(planned.run, error)
                 raise
             what = f"{error.what}; before that job {', '.join(ids)} was submitted"
             raise RunFailed(what, f"{error.fix}; hpctrain cancel cancels what was submitted") from error
@@ -196,6 +212,40 @@ def submit(planned: Plan, cwd: str | None = None, always: Sequence[str] = ()) ->
             run = RunDir.of(config.name, config.run_dir)
             note(run, Submitted(f"{ids[-1]}_{run.path.name}", time.time(), cwd))
     return ids
+
+
+def send(run: RunDir, options: Sequence[str]) -> str:
+    """Submits the run's script and returns the job. If sbatch answers too late, looks for the job in the queue.
+
+    Raises:
+        RunFailed: Slurm refused, or did not answer and shows no such job.
+    """
+    try:
+        return client.submit(run.path / SCRIPT, options)
+    except client.Unanswered:
+        with contextlib.suppress(RunFailed):
+            if found := unrecorded(run):
+                return found[-1].partition("_")[0]
+        raise
+
+
+def unrecorded(run: RunDir, timeout_s: float = client.TIMEOUT_S) -> list[str]:
+    """Returns the run's live jobs that jobs.jsonl does not hold, by their script.
+
+    sbatch answered too late, the script was submitted by hand, or the run folder was deleted.
+    """
+    known = {each.job for each in submissions(run)}
+    return [
+        job
+        for job, (state, command) in client.own_scripts(timeout_s).items()
+        if state in ALIVE and known.isdisjoint((job, job.partition("_")[0])) and has_script(run, job, command)
+    ]
+
+
+def has_script(run: RunDir, job: str, command: str) -> bool:
+    """Whether a job's command is the run's script; that of an array is in the folder above its elements."""
+    script, folders = Path(command), [run.path, *([run.path.parent] if is_element(run, job) else [])]
+    return script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders)
 
 
 def apart(run: RunDir, ids: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -223,10 +273,9 @@ def is_element(run: RunDir, job: str) -> bool:
 def is_of(run: RunDir, job: str, origin: client.Origin) -> bool:
     """Whether a job was submitted for a run folder. Does not follow links inside the folder."""
     folders = [run.path]
-    if is_element(run, job):  # an array's script is in the folder above its elements
+    if is_element(run, job):  # an array's logs are in the folder above its elements
         folders.append(run.path.parent)
-    script = Path(origin.command)
-    if script.name == SCRIPT and any(_same(script.parent, folder) for folder in folders):
+    if has_script(run, job, origin.command):
         return True
     log = Path(origin.output)
     if log.parent.name == LOGS and any(_shown_as(folder, log.parent.parent) for folder in folders):

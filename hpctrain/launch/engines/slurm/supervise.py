@@ -287,13 +287,17 @@ def amend(run_dir: RunDir, job: Job, verdict: RunVerdict) -> None:
 
 
 def forget_dead_holder(run_dir: RunDir) -> None:
-    """Releases the run's lock if Slurm says that its holder's job is over, without waiting until it is stale."""
+    """Releases the run's lock if Slurm says that its holder's job is over, without waiting until it is stale.
+
+    A job that the answer lacks may be another user's, which sites hide.
+    """
     holder = live_lock.read(run_dir.lock_file)
     here = holder is not None and holder.cluster == os.environ.get("SLURM_CLUSTER_NAME")
     if holder is None or not here or holder.job is None or holder.job == os.environ.get("SLURM_JOB_ID"):
         return
     try:
-        if not any(entry.state in ALIVE for entry in client.queue([holder.job])):
+        states = [entry.state for entry in client.queue([holder.job])]
+        if states and not set(states) & {*ALIVE}:
             live_lock.LiveLock(run_dir, holder).release()
     except HpctrainError as error:
         say(str(error))

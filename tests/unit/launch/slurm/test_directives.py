@@ -190,3 +190,10 @@ def test_every_field_is_used_or_known_to_be_for_other_parts() -> None:
 def test_a_job_that_can_do_without_a_node_survives_its_loss(launch: dict[str, int], nodes: int, survives: bool) -> None:
     found = [str(each) for each in build("r", LaunchConfig(nodes=2, ranks_per_node=2, **launch), "logs/%j.out", 30)]
     assert f"--nodes={nodes}" in found and ("--no-kill" in found) is survives
+
+
+def test_all_resources_of_gres_are_in_one_line_as_slurm_takes_only_the_last() -> None:
+    found = names(gpus_per_node=1, extra=("--gres=craynetwork:1", "--gres=nvme:2"))
+    assert [line for line in found if "gres" in line] == ["--gres=gpu:1,craynetwork:1,nvme:2"]
+    with pytest.raises(UserError, match="--gres=gpu twice"):
+        names(gpus_per_node=1, extra=("--gres=craynetwork:1,gpu:2",))

@@ -54,8 +54,8 @@ def test_a_false_in_the_run_file_is_given(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('[launch.slurm]\npartitoin = "x"\n', r"(?s)launch.slurm.partitoin.*did you mean partition\?"),
-        ("[launch.slurm]\npartition = 3\n", "cannot be 3"),
-        ("[launch.slurm]\nextra = [1]\n", "give a list of text"),
+        ("[launch.slurm]\npartition = 3.5\n", "cannot be 3.5"),
+        ("[launch.slurm]\nextra = [1.5]\n", "give a list of text"),
         ('[launch.slurm]\ngpus_per_node = "4"\n', "give an integer"),
         ('[launch]\nlauncher = "ssh"\n', "auto, srun, mpirun"),
         ("[slurm]\n", r"has the key 'slurm'"),

@@ -247,9 +247,17 @@ def test_a_job_in_place_of_this_one_that_cannot_be_recorded_was_submitted_all_th
     assert "scancel 4711" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("cluster", "removed"), [("here", True), ("elsewhere", False)])
-def test_only_the_lock_of_a_job_of_this_cluster_is_known_to_be_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, removed: bool
+@pytest.mark.parametrize(
+    ("cluster", "states", "removed"),
+    [
+        ("here", ["COMPLETED"], True),
+        ("elsewhere", ["COMPLETED"], False),
+        ("here", ["RUNNING"], False),
+        ("here", [], False),  # filtered, or hidden as another user's: that is not the end of the job
+    ],
+)
+def test_only_the_lock_of_a_job_of_this_cluster_that_is_shown_as_ended_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, states: list[str], removed: bool
 ) -> None:
     monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -257,7 +265,7 @@ def test_only_the_lock_of_a_job_of_this_cluster_is_known_to_be_over(
     LiveLock(run, myself()).acquire()
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setattr(client, "queue", lambda ids, timeout_s=0.0: [])  # Slurm does not know job 7 any more
+    monkeypatch.setattr(client, "queue", lambda ids, timeout_s=0.0: [QueueEntry("7", state) for state in states])
     forget_dead_holder(run)
     assert run.lock_file.exists() is not removed
 

@@ -46,6 +46,7 @@ def of(run: RunSnapshot, word: Word = Word.RUNNING, job: str = "", job_state: st
 SQUEUE = """#!/bin/sh
 [ -n "$SECONDS_TO_ANSWER" ] && exec sleep "$SECONDS_TO_ANSWER"
 for word in "$@"; do case "$word" in --jobs=*) ids=${{word#--jobs=}};; esac; done
+[ -n "$ids" ] || exit 0
 echo "$ids" >> {folder}/asked
 grep -E "^[0-9]+\\|($(echo "$ids" | sed "s/_[0-9]*//g" | tr , "|"))\\|" {folder}/queue && exit 0
 echo "slurm_load_jobs error: Invalid job id specified" >&2
@@ -205,7 +206,8 @@ def test_all_runs_are_listed(
         submitted(tmp_path / "runs" / "many" / str(index), f"2_{index}")
     (tmp_path / "runs" / "many" / "run.yaml").write_text("name: many\n")
     elsewhere = submitted(tmp_path / "a|b é%j", "9")
-    monkeypatch.setattr(client, "own_scripts", lambda: {"9": f"{elsewhere.path}/job.sbatch", "8": "/x/other.sh"})
+    scripts = {"9": ("PENDING", f"{elsewhere.path}/job.sbatch"), "8": ("RUNNING", "/x/other.sh")}
+    monkeypatch.setattr(client, "own_scripts", lambda timeout_s=0.0: scripts)
     assert main(["status"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines] == [
@@ -216,10 +218,10 @@ def test_all_runs_are_listed(
 
 
 def test_own_scripts_are_squeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "squeue").write_text("#!/bin/sh\nprintf '2_1|/w/a|b/job.sbatch\\n6|(null)\\n'\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\nprintf '2_1|RUNNING|/w/a|b/job.sbatch\\n6|PENDING|(null)\\n'\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert client.own_scripts() == {"2_1": "/w/a|b/job.sbatch", "6": "(null)"}
+    assert client.own_scripts() == {"2_1": ("RUNNING", "/w/a|b/job.sbatch"), "6": ("PENDING", "(null)")}
 
 
 def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -274,6 +276,7 @@ def test_a_refused_job_is_explained(
     assert main(["submit", "r.yaml"]) == ExitCode.FAILURE
     said = explained(capsys, "r.yaml")
     assert "The run was not started. Sbatch refused: " in said and "Invalid partition name specified" in said
+    assert said.endswith("Set launch.slurm.partition to one that sinfo lists.")
     assert main(["status", "r.yaml"]) == 0
     assert "not started: sbatch refused: " in capsys.readouterr().out
     (slurm / "sbatch").write_text("#!/bin/sh\necho 9\n")
@@ -438,3 +441,53 @@ def test_a_daemon_that_takes_no_connection_does_not_answer(slurm: Path) -> None:
             assert client.unreached(["n1", "n2"]) == {"n2"}, "it is not known where n1 is"
     (slurm / "scontrol").write_text("#!/bin/sh\nexit 1\n")
     assert not client.unreached(["n1"])
+
+
+FAILED_EARLY = "14|14|N/A|FAILED|0:01|0:59|1:00|n1|2026-11-22T04:02:29|NonZeroExitCode\n"
+
+
+def test_what_a_job_said_before_the_run_began_is_explained(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "queue").write_text(FAILED_EARLY)
+    run = submitted(tmp_path / "r", "14")
+    log = "module: command not found\nhpctrain: line 12 of the job script failed: module load x\n  fix: see above\n"
+    (run.logs / "slurm-14.out").write_text(log)
+    said = explained(capsys, str(run.path))
+    assert "Job 14 is FAILED (NonZeroExitCode), before it wrote anything: module: command not found" in said
+    assert "line 12 of the job script failed: module load x fix: see above" in said
+    assert f"hpctrain logs {run.path} --rank job" in said
+
+
+def test_the_comment_of_a_job_whose_log_is_empty_is_explained(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.origin.cache_clear()
+    (slurm / "queue").write_text(FAILED_EARLY)
+    (slurm / "scontrol").write_text(
+        "#!/bin/sh\necho '   AdminComment=x'\necho '   Comment=hpctrain: the disk is full'\n"
+    )
+    (slurm / "scontrol").chmod(0o755)
+    run = submitted(tmp_path / "r", "14")
+    assert "before it wrote anything: hpctrain: the disk is full" in explained(capsys, str(run.path))
+    client.origin.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "title", "advice"),
+    [
+        ("PENDING", "PartitionDown", "The run has not begun", "take another one that sinfo shows as up"),
+        ("PENDING", "JobArrayTaskLimit", "The run has not begun", "when another element of its array ends"),
+        ("REQUEUE_HOLD", "job_requeued_in_held_state", "The run has not begun", "scontrol release lets it start"),
+        ("SUSPENDED", "None", "The run has not begun", "when slurm or an administrator resumes it"),
+        ("CANCELLED", "BeginTime", "The run's job was cancelled", "hpctrain resume submits it again"),
+        ("CANCELLED", "DependencyNeverSatisfied", "The run's job was cancelled", "hpctrain resume submits it again"),
+    ],
+)
+def test_advice_on_reasons_to_wait_is_for_jobs_that_wait(
+    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str], state: str, reason: str, title: str, advice: str
+) -> None:
+    (slurm / "queue").write_text(f"14|14|N/A|{state}|0:01|0:59|1:00|n1|2026-11-22T04:02:29|{reason}\n")
+    said = explained(capsys, str(submitted(tmp_path / "r", "14").path))
+    assert said.startswith(title) and advice in said.lower()
+    assert "launch.slurm.begin" not in said

@@ -1,0 +1,184 @@
+"""Slurm's commands do as hpctrain says, whatever the user's environment; no job that Slurm accepted is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.config.sections import LaunchConfig, SlurmConfig
+from hpctrain.errors import ExitCode
+from hpctrain.launch.engines.jobs import Submitted, record, submissions
+from hpctrain.launch.engines.slurm import client, profile, submission
+from hpctrain.launch.engines.slurm.job import Job
+from hpctrain.launch.engines.slurm.requeue import succeed
+from hpctrain.run.folder import RunDir
+from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.stop_request import requested_stop
+
+RUN_FILE = "name: r\nlaunch: {command: [sh]}\n"
+
+SQUEUE = """#!/bin/sh
+case "$*" in
+*--jobs=*) for job in $(cat queue); do echo "$job|$job|N/A|PENDING|0:00|1:00|1:00||N/A|None"; done;;
+*) for job in $(cat queue); do echo "$job|PENDING|{run}/job.sbatch"; done;;
+esac
+"""
+SBATCH_TOO_LATE = "#!/bin/sh\necho 235 >> queue\nexec sleep 20\n"
+"""It submits, but answers when nobody waits any more."""
+SCONTROL = """#!/bin/sh
+printf 'JobName=r\\n Command={run}/job.sbatch\\n WorkDir=/\\n StdOut=/x\\n'
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of Slurm's commands and of their queue, which is the working folder; its jobs are those of runs/r."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(client, "accounted", lambda ids, timeout_s=0.0: [])
+    client.origin.cache_clear()
+    (tmp_path / "queue").write_text("")
+    (tmp_path / "r.yaml").write_text(RUN_FILE)
+    run = tmp_path / "runs" / "r"
+    scancel = "#!/bin/sh\necho $@ >> cancelled\n"
+    programs = {"squeue": SQUEUE, "sbatch": SBATCH_TOO_LATE, "scontrol": SCONTROL, "scancel": scancel}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text.replace("{run}", str(run)))
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def test_no_variable_of_the_user_is_an_option_of_slurms_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("SQUEUE_PARTITION", "SCANCEL_STATE", "SBATCH_WAIT", "SRUN_EXPORT_ENV", "SALLOC_QOS", "SLURM_CLUSTERS")
+    for name in (*options, "SCONTROL_LOCAL", "SACCT_LOCAL", "SINFO_PARTITION", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("SLURM_CONF", "/etc/elsewhere.conf")
+    monkeypatch.setenv("OTHER", "stays")
+    given = client.environment()
+    assert {name for name in given if given[name] == "x"} == set()
+    assert given["SLURM_CONF"] == "/etc/elsewhere.conf" and given["OTHER"] == "stays"
+
+
+def test_every_command_of_slurms_gets_that_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("squeue", "sbatch", "srun"):
+        (tmp_path / name).write_text('#!/bin/sh\n[ -z "$SBATCH_ARRAY_INX$SQUEUE_USERS$SRUN_DEBUG" ] && echo 5\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("SBATCH_ARRAY_INX", "SQUEUE_USERS", "SRUN_DEBUG"):
+        monkeypatch.setenv(name, "1")
+    assert client.submit(tmp_path / "job.sbatch") == "5"
+    assert client.run(["squeue"]) == "5\n"
+    assert client.mpi_types() == ["5"]
+
+
+def test_what_the_run_file_leaves_open_comes_from_the_site_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "p1")
+    monkeypatch.setenv("SBATCH_PARTITION", "long")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
+    launch = LaunchConfig(slurm=SlurmConfig(partition="short"))
+    slurm = profile.resolve(launch, Path("/nowhere")).slurm
+    assert (slurm.account, slurm.partition, slurm.time) == ("p1", "short", "01:00:00")
+
+
+def test_variables_that_are_ignored_are_named(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "p1")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
+    assert main(["submit", "--dry-run", "r.yaml"]) == 0
+    said = capsys.readouterr()
+    assert "#SBATCH --account=p1" in said.out
+    assert "SBATCH_TIMELIMIT: ignored with Slurm" in said.err and "SBATCH_ACCOUNT" not in said.err
+
+
+def test_a_job_that_sbatch_took_too_late_is_recorded_and_not_submitted_again(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client.run, "__defaults__", (0.5,))
+    assert main(["submit", "r.yaml"]) == 0
+    run = RunDir(slurm / "runs" / "r")
+    assert [each.job for each in submissions(run)] == ["235"]
+    assert main(["submit", "r.yaml"]) == ExitCode.USER_ERROR
+    assert "job 235" in capsys.readouterr().err and (slurm / "queue").read_text() == "235\n"
+
+
+def test_a_job_that_nobody_recorded_is_found_before_another_is_submitted(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "queue").write_text("9\n")
+    assert main(["submit", "r.yaml"]) == ExitCode.USER_ERROR
+    assert "job 9" in capsys.readouterr().err and (slurm / "queue").read_text() == "9\n"
+
+
+def test_a_job_in_place_of_this_one_that_sbatch_took_too_late_is_recorded(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client.run, "__defaults__", (0.5,))
+    run = RunDir(slurm / "runs" / "r")
+    run.create()
+    record(run, Submitted("234", 0.0, "/"))
+    (slurm / "queue").write_text("234\n")
+    succeed(run, Job("234", 1, 1, 0, "n1"))
+    assert [(each.job, each.replaces) for each in submissions(run)] == [("234", None), ("235", "234")]
+
+
+def test_elements_of_an_array_are_found_by_the_script_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = {"12_3": "PENDING", "12_4": "RUNNING", "11_3": "COMPLETED"}
+    scripts = {job: (state, f"{tmp_path}/job.sbatch") for job, state in jobs.items()}
+    monkeypatch.setattr(client, "own_scripts", lambda timeout_s: scripts)
+    assert submission.unrecorded(RunDir(tmp_path / "3")) == ["12_3"]
+    assert submission.unrecorded(RunDir(tmp_path)) == ["12_3", "12_4"]
+    record(RunDir(tmp_path), Submitted("12", 0.0, "/"))
+    assert submission.unrecorded(RunDir(tmp_path)) == []
+
+
+@pytest.mark.parametrize("target", ["r.yaml", "runs/r"])
+def test_a_job_whose_run_folder_was_deleted_is_found(
+    slurm: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "queue").write_text("9\n")
+    assert main(["status", target]) == 0
+    assert "job 9 PENDING" in capsys.readouterr().out
+    assert main(["cancel", target]) == 0
+    assert (slurm / "cancelled").read_text() == "9\n"
+    (slurm / "queue").write_text("")
+    assert main(["cancel", target]) == ExitCode.USER_ERROR
+
+
+def test_a_run_is_asked_to_stop_without_a_controller(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(slurm / "runs" / "r")
+    run.create()
+    LiveLock(run, dataclasses.replace(myself(), job="7")).acquire()
+    (slurm / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    assert main(["stop", "runs/r"]) == 0
+    assert requested_stop(run) is not None
+    said = capsys.readouterr().out
+    assert "asked the run to save a checkpoint and stop" in said and "Unable to contact slurm controller" in said
+
+
+def test_a_program_is_submitted_without_a_run_file(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--dry-run", "--launch.nodes", "2", "--", "python", "ddp.py", "--epochs", "3"]) == 0
+    script = capsys.readouterr().out
+    assert "--nodes=2" in script and f"{os.getcwd()}/runs/ddp/run.yaml" in script
+
+
+def test_a_run_folder_in_which_slurm_finds_no_log_is_refused(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--dry-run", "r.yaml", "--run_dir", "a\\b"]) == ExitCode.USER_ERROR
+    assert "has a backslash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["time: 30", "memory: 0"])
+def test_numbers_are_values_of_slurms_keys(slurm: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / "r.yaml").write_text(
+        f"name: r\nlaunch:\n  command: [sh, -n, 4]\n  env: {{OMP_NUM_THREADS: 4}}\n  slurm: {{{name}}}\n"
+    )
+    assert main(["submit", "--dry-run", "r.yaml"]) == 0
+    script = capsys.readouterr().out
+    assert "export OMP_NUM_THREADS=4" in script
+    assert {"time: 30": "--time=30", "memory: 0": "--mem=0"}[name] in script
