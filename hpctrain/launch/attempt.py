@@ -112,6 +112,8 @@ class Limits:
     """Returns the seconds until the scheduler ends the job."""
     due: Callable[[Sequence[int]], int] = lambda received: next(iter(received), 0)
     """Returns the stop signal to obey, given those received; 0 if there is none."""
+    jobs: Collection[str] = ()
+    """The job and those that it continues: failures of their attempts count too."""
 
 
 @dataclass
@@ -127,6 +129,8 @@ class WatchedAttempt:
     verbose: bool = False
     by_person: Callable[[int], bool] = lambda number: number in PERSON_SIGNALS
     """Whether a signal number comes from a person rather than the scheduler."""
+    first: int = 0
+    """Number of this command's first attempt."""
     process: subprocess.Popen[bytes] | None = None
     passing: Passing | None = None
     failure: RunVerdict | None = None
@@ -169,7 +173,8 @@ class WatchedAttempt:
         except RunFailed as error:
             say(f"the verdict does not count earlier attempts: {error.what}")
             attempts = []
-        before = last_words.read(self.run_dir, self.number - 1)
+        counted = any(attempt.number == self.number - 1 for attempt in attempts)
+        before = last_words.read(self.run_dir, self.number - 1) if counted else None
         earlier = before.ranks if before else ()
         return decide(words, attempts, self.limits.max_failures, self.stop, failure, self.launch.saves, earlier), words
 
@@ -221,9 +226,14 @@ class WatchedAttempt:
         code = self.process.returncode if self.process is not None and self.ended_at == float("inf") else 0
         return max(0, -(code or 0))
 
+    def counts(self, attempt: Attempt) -> bool:
+        """Whether an attempt, up to this one, is of the same command or job: failures of others use up no tries."""
+        is_ours = attempt.number >= self.first or not {attempt.job, attempt.job_id}.isdisjoint(self.limits.jobs)
+        return is_ours and attempt.number <= self.number
+
     def attempts_so_far(self) -> list[Attempt]:
         """Returns the attempts up to and including this one, which has just ended. Raises OSError."""
-        attempts = [attempt for attempt in Attempts(self.run_dir).all() if attempt.number <= self.number]
+        attempts = [attempt for attempt in Attempts(self.run_dir).all() if self.counts(attempt)]
         newest = self.run_dir.newest_checkpoint_step()
         return [*attempts[:-1], *(dataclasses.replace(each, to_step=newest) for each in attempts[-1:])]
 

@@ -61,7 +61,7 @@ def supervise(
     run_dir.create()
     lock = LiveLock(run_dir, myself())
     lock.acquire()
-    idle, step, number = 0, newest_step(run_dir, None), 0
+    idle, step, number, first = 0, newest_step(run_dir, None), 0, 0
     before: RunVerdict | None = None
     try:
         while True:
@@ -76,12 +76,13 @@ def supervise(
                         raise
                     say(f"not started again here: {error}")
                     return before
+                first = first or number
                 launch = prepare(make_launch, number)
             launch = lost(lock, number) or launch  # preparing may have taken long
             if isinstance(launch, RunVerdict):
                 verdict = launch
             else:
-                attempt = WatchedAttempt(launch, run_dir, number, lock, signals, limits, verbose, by_person)
+                attempt = WatchedAttempt(launch, run_dir, number, lock, signals, limits, verbose, by_person, first)
                 verdict, words = attempt.run()
             with lock.kept():  # a slow file system or scheduler must not let the lock go stale
                 verdict = lost(lock, number) or verdict

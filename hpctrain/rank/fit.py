@@ -77,7 +77,7 @@ def train(
     session: Session, config: Config, hooks: Sequence[Hook] = (), sinks: Sequence[Sink] = (), fresh: bool = False
 ) -> tuple[RunSummary, RankResult]:
     """Builds everything from the configuration and trains to the end of the loop. Collective."""
-    beginning = Beginning(RunDir.of(config.name, config.run_dir), config.parallel, partial(dump, config))
+    beginning = Beginning(RunDir.of(config.name, config.run_dir), config.parallel, partial(dump, config), fresh)
     run_dir = session.join_run(beginning)
     session.arrange(config.parallel.tensor, config.parallel.pipeline)
     with session.phase("make the task"):

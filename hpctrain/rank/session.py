@@ -70,6 +70,8 @@ class Beginning:
     """How the attempt partitions the model."""
     run_file: Callable[[], str]
     """Returns the text of the resolved run file."""
+    fresh: bool = False
+    """Whether the run begins again."""
 
 
 class PeerFailed(Exception):
@@ -206,7 +208,8 @@ class Session:
 
     def begin_attempt(self, beginning: Beginning) -> int:
         """Locks the run folder and begins an attempt, in place of a supervisor; returns its number. On rank 0."""
-        run_dir, attempt = beginning.run_dir, Attempt(ranks=self.world.size).under(beginning.parallel)
+        run_dir = beginning.run_dir
+        attempt = Attempt(ranks=self.world.size, fresh=beginning.fresh or None).under(beginning.parallel)
         run_dir.create()
         self.holding.enter_context(LiveLock(run_dir, myself()).held())
         return Attempts(run_dir).begin(attempt, beginning.run_file())

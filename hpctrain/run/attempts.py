@@ -69,6 +69,8 @@ class Attempt:
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """Versions of packages that affect results."""
     git_commit: str | None = None
+    fresh: bool | None = None
+    """True if the run began again with it (``--fresh``): earlier attempts do not count."""
     verdict: RunVerdict | None = None
 
     @property
@@ -231,8 +233,8 @@ class Attempts:
             last_words.merge(self.run_dir, number, words.ranks, verdict)
 
     def all(self) -> list[Attempt]:
-        """Returns the attempts in run.json, oldest first."""
-        return [Attempt.from_json(entry) for entry in self.info().get("attempts", [])]
+        """Returns the run's attempts since it last began again, oldest first."""
+        return since_fresh(self.info())
 
     def fence(self) -> int:
         """Returns the number of the newest attempt, 0 before the first. Older versions store it in run.json only."""
@@ -300,6 +302,12 @@ class Attempts:
             fields |= added
         fence = max([info.get("fence", 0), *taken])
         return {**info, **identity, **fields, "fence": fence, "attempts": [entries[key] for key in sorted(entries)]}
+
+
+def since_fresh(info: Mapping[str, Any]) -> list[Attempt]:
+    """Returns the attempts in run.json since the run last began again, oldest first."""
+    attempts = [Attempt.from_json(entry) for entry in info.get("attempts", [])]
+    return attempts[max((index for index, each in enumerate(attempts) if each.fresh), default=0) :]
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -88,6 +88,11 @@ class Progress:
         found = self._newest.get(kind)
         return found if isinstance(found, kind) else None
 
+    def count_from(self, first: int) -> None:
+        """Leaves attempts before ``first`` out of the recoveries and the time account."""
+        if first != self.sums.first:
+            self.sums = Sums(first)
+
     def add(self, event: events.Event) -> None:
         """Adds one event."""
         self.num_events += 1

@@ -60,9 +60,14 @@ class TimeAccount:
 
 
 class Sums:
-    """Sums up a run's events, added one by one, in memory that does not grow with their number."""
+    """Sums up a run's events, added one by one, in memory that does not grow with their number.
 
-    def __init__(self) -> None:
+    Args:
+        first: number of the run's first attempt; earlier ones do not count.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
         self.recoveries: deque[Recovered] = deque(maxlen=RECOVERIES)
         self.times: dict[int, tuple[float, float]] = {}
         """Unix seconds of each attempt's first and newest event."""
@@ -72,6 +77,8 @@ class Sums:
 
     def add(self, event: Event) -> None:
         """Adds one event."""
+        if event.attempt < self.first:
+            return
         first, newest = self.times.get(event.attempt, (event.time, event.time))
         self.times[event.attempt] = min(first, event.time), max(newest, event.time)
         if len(self.times) > ATTEMPTS:

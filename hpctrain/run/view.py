@@ -14,7 +14,7 @@ import yaml
 
 from hpctrain.config.values import read_yaml
 from hpctrain.run import last_words, live_lock
-from hpctrain.run.attempts import Attempt, info_of
+from hpctrain.run.attempts import info_of, since_fresh
 from hpctrain.run.event_log import EventFollower, read_events, stored_events
 from hpctrain.run.events import Decoder, Event, decode, takeovers
 from hpctrain.run.folder import RunDir
@@ -71,6 +71,7 @@ class RunView:
         info = self._info.read() or {}
         life = life or self._life()
         until = time.monotonic() + within_s
+        self._events.progress.count_from(first_of(info))
         self._events.look()
         while self._events.is_behind and time.monotonic() < until:
             self._events.look()
@@ -97,6 +98,7 @@ class RunView:
         files = (self._run.events, self._run.monitor_events)
         columns = Columns(takeovers(event for path in files for event in stored_events(path, marked=MARKS)))
         progress, decoder = Progress(), Decoder()
+        progress.count_from(first_of(info))
         for path in files:
             for event in stored_events(path, decoder):
                 columns.add(event)
@@ -153,7 +155,7 @@ class RunView:
     def _snapshot(
         self, info: Mapping[str, Any], progress: Progress, decoder: Decoder, life: Life | None, is_behind: bool = False
     ) -> RunSnapshot:
-        attempts = tuple(Attempt.from_json(entry) for entry in info.get("attempts") or ())
+        attempts = tuple(since_fresh(info))
         if not self._config or len(attempts) != self._num_attempts:  # a new attempt may have other options
             self._config, self._num_attempts = run_config(self._run.run_yaml) or self._config, len(attempts)
         return RunSnapshot(
@@ -205,3 +207,8 @@ def run_config(path: Path) -> dict[str, Any]:
 
 
 _is_config = fits({"name": (str, None), **dict.fromkeys(("launch", "train", "track", "task_args"), (dict, None))})
+
+
+def first_of(info: Mapping[str, Any]) -> int:
+    """Returns the number of the run's first attempt; 0 without one."""
+    return next((each.number for each in since_fresh(info)), 0)

@@ -100,7 +100,7 @@ def run(
             saves = not config.launch.command
             return Launch(words, environment, count, saves, away=away, can_lose=place.can_lose)
 
-        return supervised(config, start, place.facts, place.after, verbose)
+        return supervised(config, start, place.facts, place.after, verbose, fresh)
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain.config.loading import dump
@@ -100,14 +100,27 @@ class Submitted:
     """Scheduler of the job; see ``schedulers``."""
 
 
-def write(planned: Plan) -> None:
-    """Makes the run folder and writes the script and run files that the job will read."""
+def write(planned: Plan) -> Callable[[], None]:
+    """Makes the run folder and writes the script and run files that the job will read.
+
+    Returns:
+        A function that puts back the files that it replaced.
+    """
     planned.run.create()
-    write_atomically(planned.script_file, planned.script.encode(), planned.run.path)
+    files = {planned.script_file: (planned.run.path, planned.script)}
     for config in (*planned.elements, planned.config):
         run = RunDir.of(config.name, config.run_dir)
         run.create()
-        write_atomically(run.run_yaml, dump(config).encode(), run.path)
+        files[run.run_yaml] = run.path, dump(config)
+    before = {path: path.read_bytes() for path in files if path.is_file()}
+    for path, (root, text) in files.items():
+        write_atomically(path, text.encode(), root)
+
+    def undo() -> None:
+        for path, content in before.items():
+            write_atomically(path, content, files[path][0])
+
+    return undo
 
 
 def note(run: RunDir, submitted: Submitted) -> None:
@@ -119,9 +132,13 @@ def note(run: RunDir, submitted: Submitted) -> None:
         say(f"{error.what}\n  fix: {error.fix}{ends}")
 
 
-def note_refusal(run: RunDir, why: RunFailed) -> None:
-    """Stores why a submission was refused, for ``status`` and ``explain``. The user sees it even if that fails."""
+def note_refusal(run: RunDir, why: RunFailed, undo: Callable[[], None]) -> None:
+    """Stores why a submission was refused, for ``status`` and ``explain``. The user sees it even if that fails.
+
+    ``undo`` puts back the run's earlier files; see ``write``.
+    """
     with contextlib.suppress(RunFailed):
+        undo()
         write_atomically(run.path / REFUSAL, f"{why.what}\n{why.fix}\n".encode(), run.path)
 
 

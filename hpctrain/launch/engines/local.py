@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_e
 from hpctrain.launch.supervisor import supervise
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.folder import BEGUN_AGAIN, RunDir
-from hpctrain.run.rank_environment import CONVENTION, JOB, STOP_SIGNAL
+from hpctrain.run.rank_environment import CONVENTION, JOB, STOP_SIGNAL, current_job
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import python
 from hpctrain.system.cgroups import thread_environment, threads_per_rank, usable_cores
@@ -84,7 +85,7 @@ def run(
             return Launch(argv, environment, ranks, saves=not config.launch.command, parent=forking.pid)
 
         with contextlib.closing(forking):
-            return supervised(config, launch, facts, lambda verdict: facts, verbose)
+            return supervised(config, launch, facts, lambda verdict: facts, verbose, fresh)
 
 
 def temporary(environment: Mapping[str, str]) -> dict[str, str]:
@@ -121,15 +122,18 @@ def supervised(
     facts: Attempt,
     again: Callable[[RunVerdict], Attempt | None],
     verbose: bool,
+    fresh: bool,
 ) -> RunVerdict:
     """Runs ``supervise`` outside Slurm: signals count as a person's, unless JOB says that a scheduler sends them."""
-    limits = Limits(config.launch.stop_grace_s, config.launch.failures_allowed(in_job=False))
+    job, _ = current_job()
+    failures = config.launch.failures_allowed(in_job=False)
+    limits = Limits(config.launch.stop_grace_s, failures, jobs=(job,) if job else ())
     run_dir = RunDir.of(config.name, config.run_dir)
     return supervise(
         run_dir,
         launch,
         limits,
-        facts,
+        dataclasses.replace(facts, fresh=fresh or None),
         dump(config),
         verbose,
         by_person=lambda number: JOB not in os.environ,

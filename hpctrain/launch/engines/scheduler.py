@@ -120,11 +120,11 @@ def submit_one(
 ) -> tuple[list[str], Sequence[str]]:
     """Implements ``Scheduler.submit`` for one job; ``send`` submits it and returns it. See ``to_submit``."""
     with to_submit(scheduler, planned.run, own_job):
-        write(planned)
+        undo = write(planned)
         try:
             job = send()
         except RunFailed as error:
-            note_refusal(planned.run, error)
+            note_refusal(planned.run, error, undo)
             raise
         note(planned.run, Submitted(job, time.time(), os.getcwd(), engine=scheduler.name))
     return [job], []

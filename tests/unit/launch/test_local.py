@@ -13,6 +13,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.config.sections import CheckpointConfig, Config, LaunchConfig, StoreTierConfig, TiersConfig, TrainConfig
 from hpctrain.errors import UserError
+from hpctrain.launch.engines import local
 from hpctrain.launch.engines.local import rank_command, rank_environment, run, temporary
 from hpctrain.launch.mpi_library import (
     Flavour,
@@ -25,6 +26,7 @@ from hpctrain.launch.mpi_library import (
     short,
 )
 from hpctrain.launch.nested_launcher import refuse_launcher
+from hpctrain.run.attempts import Attempt
 from hpctrain.run.folder import BEGUN_AGAIN, RunDir
 from hpctrain.system.cgroups import thread_environment, threads_per_rank
 
@@ -201,3 +203,13 @@ def test_a_folder_of_temporary_files_that_cannot_be_written_is_replaced(
     assert temporary({"TMPDIR": "of launch.env"}) == {}
     assert temporary({}) == {"TMPDIR": str(tmp_path)}
     assert "which is not writable: using" in capsys.readouterr().err
+
+
+def test_only_the_first_attempt_with_fresh_begins_the_run_again(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(local, "supervise", lambda run_dir, launch, limits, facts, *rest, **more: given.append(facts))
+    config = Config(name="r", task="m:f", run_dir=str(tmp_path), train=TrainConfig(steps=1, global_batch=2))
+    facts = Attempt(ranks=2)
+    for fresh in (True, False):
+        local.supervised(config, lambda number: None, facts, lambda verdict: facts, False, fresh)
+    assert [each.to_json().get("fresh") for each in given] == [True, None] and facts.fresh is None

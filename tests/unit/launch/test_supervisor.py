@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -476,3 +477,20 @@ def test_who_killed_the_launcher_is_told_from_who_killed_a_rank(tmp_path: Path, 
     verdict = supervise(RunDir(tmp_path / "run"), lambda number: launch, Limits(), Attempt(ranks=ranks))
     assert verdict.reason.startswith(named) and "was killed by SIGKILL" in verdict.reason
     assert verdict.code is Code.KILLED
+
+
+def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    for job in ("7", None, "8", "9"):
+        number = Attempts(run).begin(Attempt(job=job))
+        Attempts(run).end(number, failed_with(Code.EXCEPTION, "no", ""), [])
+    parts: Any = (None, run, 4, None, None)
+
+    def counted(first: int, *jobs: str) -> list[int]:
+        return [each.number for each in WatchedAttempt(*parts, Limits(jobs=jobs), first=first).attempts_so_far()]
+
+    assert counted(4) == [4], "a command that is given again"
+    assert counted(3) == [3, 4], "started again in place"
+    assert counted(4, "9", "8") == [3, 4], "a job and the one that it replaces"
+    assert counted(4, "7") == [1, 4]

@@ -10,7 +10,7 @@ from hpctrain.errors import Code, ExitCode
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.time_account import ATTEMPTS, RECOVERIES, Sums
 from hpctrain.run.verdict import Action, RunVerdict, failed_with
-from tests.unit.run.test_progress import event, progress, trained
+from tests.unit.run.test_progress import add, event, progress, trained
 
 KILLED = failed_with(Code.KILLED, "rank 1 on n1 was killed by SIGKILL", "", 1, "n1")
 STOPPED = RunVerdict(Action.STOP, ExitCode.STOPPED, "stopped")
@@ -91,3 +91,14 @@ def test_memory_does_not_grow_with_the_attempts() -> None:
     sums = progress(*(recovered(1, number, at=number, seconds=1.0, repeated=0) for number in range(1, 1500))).sums
     assert (len(sums.times), len(sums.recoveries)) == (ATTEMPTS, RECOVERIES)
     assert sums.account(()).failures == 1499
+
+
+def test_a_run_that_began_again_counts_from_there() -> None:
+    made = progress(event("run_started", 0, at=5), trained(10, at=15), recovered(11, 1, at=16, seconds=8.0, repeated=4))
+    made.count_from(2)
+    for each in (event("run_started", 0, attempt=2, at=100), trained(10, attempt=2, at=110)):
+        add(made, each)
+    made.count_from(2)
+    add(made, recovered(11, 1, at=17, seconds=8.0, repeated=4))  # of the monitor's file, read later
+    account = made.sums.account([Attempt(2, 99.0, 120.0, verdict=DONE)])
+    assert (account.failures, account.repeated_steps, account.steps_s, account.wall_s) == (0, 0, 5, 21)

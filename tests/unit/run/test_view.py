@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hpctrain
+from hpctrain.run.attempts import Attempts
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import CheckpointSaved, Eval, Event, Resumed, RunStarted, Train
 from hpctrain.run.folder import RunDir
@@ -50,6 +51,22 @@ def write(run: RunDir, *events: Event) -> None:
     writer = EventWriter(run.events, print)
     for event in events:
         writer.append(event)
+
+
+def test_a_run_that_began_again_is_the_new_one_only(run: RunDir) -> None:
+    info = json.loads(run.run_json.read_text())
+    info["attempts"] += [{"attempt": 3, "started": 300.0, "fresh": True}, {"attempt": 4, "started": 320.0}]
+    run.run_json.write_text(json.dumps(info))
+    write(
+        run,
+        RunStarted(time=301.0, step=0, attempt=3),
+        Train(time=311.0, step=10, attempt=3, steps=10, seconds={"forward": 0.5}),
+    )
+    view = RunView(run.path)
+    for found in (view.snapshot(), view.history().run):
+        assert [attempt.number for attempt in found.attempts] == [3, 4]
+        assert (found.account.wall_s, found.account.steps_s) == (11.0, 0.5)
+    assert [attempt.number for attempt in Attempts(run).all()] == [3, 4]
 
 
 def test_a_snapshot_holds_all_that_the_folder_tells(run: RunDir) -> None:

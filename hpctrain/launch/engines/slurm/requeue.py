@@ -87,12 +87,18 @@ def put_back(job: Job) -> None:
         client.requeue(job.id)
 
 
-def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -> int:
-    """Counts the restarts of a job and of the jobs that it replaces, by hpctrain, Slurm or a person."""
+def line_of(jobs: Sequence[Submitted], job: str) -> list[str]:
+    """Returns a job and those that it replaces, newest first."""
     replaced = {each.job: each.replaces for each in jobs}
     line = [job]
     while (before := replaced.get(line[-1])) is not None and before not in line:  # a damaged file may hold a cycle
         line.append(before)
+    return line
+
+
+def requeues(attempts: Sequence[Attempt], jobs: Sequence[Submitted], job: str) -> int:
+    """Counts the restarts of a job and of the jobs that it replaces, by hpctrain, Slurm or a person."""
+    line = line_of(jobs, job)
     # One start of a job may make several attempts in place; if its number is not recorded, each attempt counts.
     starts = {
         (attempt.job, attempt.number if attempt.restarts is None else -1 - attempt.restarts)

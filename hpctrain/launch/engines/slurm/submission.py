@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.config.loading import absolute_task, load
@@ -66,9 +66,9 @@ class Slurm(Scheduler):
             check_after(planned.options.after)
         without = leave_out.option(planned.config, planned.run)
         with to_submit(self, planned.run):
-            write(planned)
+            undo = write(planned)
             past = submissions(planned.run, self.name) if planned.options.resumes else []
-            ids = submit(planned, past[-1].cwd if past else None, without)
+            ids = submit(planned, past[-1].cwd if past else None, without, undo)
         return ids, [f"{without[0]} (hpctrain nodes shows why)"] if without else []
 
     def states(self, jobs: Sequence[Sequence[str]], timeout_s: float, ended: bool) -> Mapping[str, QueueEntry]:
@@ -181,7 +181,9 @@ def own_bin() -> Path:
     return Path(sys.executable).parent.absolute()
 
 
-def submit(planned: Plan, cwd: str | None = None, always: Sequence[str] = ()) -> list[str]:
+def submit(
+    planned: Plan, cwd: str | None = None, always: Sequence[str] = (), undo: Callable[[], None] = lambda: None
+) -> list[str]:
     """Submits a written plan; returns the job IDs. Warns about jobs that cannot be recorded in the run folder.
 
     Args:
@@ -189,6 +191,7 @@ def submit(planned: Plan, cwd: str | None = None, always: Sequence[str] = ()) ->
             stopped.
         cwd: folder in which the jobs start; by default the current one.
         always: further options of sbatch, for every job of a chain.
+        undo: puts back the run's earlier files if Slurm takes no job.
 
     Raises:
         RunFailed: Slurm refused. If the first jobs of a chain are already in the queue, the message names them.
@@ -202,7 +205,7 @@ def submit(planned: Plan, cwd: str | None = None, always: Sequence[str] = ()) ->
         except RunFailed as error:
             if not ids:
                 if not isinstance(error, client.Unanswered):
-                    note_refusal(planned.run, error)
+                    note_refusal(planned.run, error, undo)
                 raise
             what = f"{error.what}; before that job {', '.join(ids)} was submitted"
             raise RunFailed(what, f"{error.fix}; hpctrain cancel cancels what was submitted") from error

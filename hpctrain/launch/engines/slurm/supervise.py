@@ -90,7 +90,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     verdict = supervise(
         run_dir,
         launch,
-        limits(config, limit),
+        limits(config, limit, requeue.line_of(submissions(run_dir, "slurm"), job.id)),
         place.facts,
         run_yaml=dump(config),
         verbose=verbose,
@@ -163,10 +163,10 @@ def lead_s(config: Config, run_dir: RunDir) -> float:
     return float(os.environ.get(SIGNAL_S) or signal_s(config, run_dir))
 
 
-def limits(config: Config, limit: TimeLimit) -> Limits:
+def limits(config: Config, limit: TimeLimit, jobs: Sequence[str] = ()) -> Limits:
     """Returns the limits for attempts; to stop, ranks get at least 90% of the time between signal and time limit."""
     grace_s = max(config.launch.stop_grace_s, 0.9 * limit.signal_s)
-    return Limits(grace_s, config.launch.failures_allowed(in_job=True), limit.left_s, limit.due)
+    return Limits(grace_s, config.launch.failures_allowed(in_job=True), limit.left_s, limit.due, jobs)
 
 
 def make_launch(

@@ -182,3 +182,17 @@ def test_numbers_are_values_of_slurms_keys(slurm: Path, name: str, capsys: pytes
     script = capsys.readouterr().out
     assert "export OMP_NUM_THREADS=4" in script
     assert {"time: 30": "--time=30", "memory: 0": "--mem=0"}[name] in script
+
+
+def test_a_refused_submission_leaves_the_run_as_it_was(slurm: Path) -> None:
+    run = RunDir(slurm / "runs" / "r")
+    run.create()
+    run.run_yaml.write_text("name: r\n# as it was trained\n")
+    (run.path / "job.sbatch").write_text("as it was submitted\n")
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 'Invalid account' >&2; exit 1\n")
+    assert main(["submit", "r.yaml", "--launch.nodes", "2"]) == ExitCode.FAILURE
+    assert run.run_yaml.read_text() == "name: r\n# as it was trained\n"
+    assert (run.path / "job.sbatch").read_text() == "as it was submitted\n"
+    (slurm / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    assert main(["submit", "r.yaml", "--launch.nodes", "2"]) == 0
+    assert "nodes: 2" in run.run_yaml.read_text() and "--nodes=2" in (run.path / "job.sbatch").read_text()
