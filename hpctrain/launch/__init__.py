@@ -2,6 +2,7 @@
 
 ``supervisor`` runs attempt after attempt, each watched by ``attempt``; ``engines`` start ranks on this machine, under
 Slurm and elsewhere; ``forks`` forks the ranks on this machine from one process; ``mpi_library`` finds mpirun, and runs
-hpctrain programs on ranks outside any run; ``sweep`` expands one run file into many runs. ``postmortem`` and
+hpctrain programs on ranks outside any run; ``sweep`` expands one run file into many runs; ``nested_launcher`` refuses
+programs that start ranks themselves. ``postmortem`` and
 ``launcher_messages`` find out why ranks died; ``patience`` retries services that are down. No MPI, no framework.
 """

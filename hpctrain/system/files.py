@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from hpctrain.errors import RunFailed, file_errors
@@ -279,3 +279,15 @@ def _is_link(name: str, folder: int | None) -> bool:
 
 def _unguessable(path: Path) -> str:
     return f".{os.urandom(8).hex()}.{path.name}"
+
+
+def write_all(files: Mapping[Path, bytes]) -> Callable[[], object]:
+    """Writes files, each as ``write_atomically`` in its folder; returns a function that puts back those it replaced.
+
+    Raises:
+        RunFailed: a file cannot be written.
+    """
+    before = {path: path.read_bytes() for path in files if path.is_file()}
+    for path, content in files.items():
+        write_atomically(path, content, path.parent)
+    return lambda: write_all(before)

@@ -14,7 +14,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.run.folder import RunDir
 from hpctrain.system import safe_read
-from hpctrain.system.files import append_bytes, write_atomically
+from hpctrain.system.files import append_bytes, write_all, write_atomically
 from hpctrain.system.json_shape import is_time, maker, sound
 from hpctrain.system.output import say
 
@@ -100,27 +100,15 @@ class Submitted:
     """Scheduler of the job; see ``schedulers``."""
 
 
-def write(planned: Plan) -> Callable[[], None]:
-    """Makes the run folder and writes the script and run files that the job will read.
-
-    Returns:
-        A function that puts back the files that it replaced.
-    """
+def write(planned: Plan) -> Callable[[], object]:
+    """Makes the run folder, writes the files that the job will read; returns a function that puts back earlier ones."""
     planned.run.create()
-    files = {planned.script_file: (planned.run.path, planned.script)}
+    files = {planned.script_file: planned.script.encode()}
     for config in (*planned.elements, planned.config):
         run = RunDir.of(config.name, config.run_dir)
         run.create()
-        files[run.run_yaml] = run.path, dump(config)
-    before = {path: path.read_bytes() for path in files if path.is_file()}
-    for path, (root, text) in files.items():
-        write_atomically(path, text.encode(), root)
-
-    def undo() -> None:
-        for path, content in before.items():
-            write_atomically(path, content, files[path][0])
-
-    return undo
+        files[run.run_yaml] = dump(config).encode()
+    return write_all(files)
 
 
 def note(run: RunDir, submitted: Submitted) -> None:
@@ -132,23 +120,19 @@ def note(run: RunDir, submitted: Submitted) -> None:
         say(f"{error.what}\n  fix: {error.fix}{ends}")
 
 
-def note_refusal(run: RunDir, why: RunFailed, undo: Callable[[], None]) -> None:
-    """Stores why a submission was refused, for ``status`` and ``explain``. The user sees it even if that fails.
-
-    ``undo`` puts back the run's earlier files; see ``write``.
-    """
-    with contextlib.suppress(RunFailed):
+def note_refusal(run: RunDir, why: RunFailed, undo: Callable[[], object]) -> None:
+    """Stores why a submission was refused, for ``status`` and ``explain``; ``undo`` puts back the run's files."""
+    with contextlib.suppress(RunFailed):  # the user sees it in any case
         undo()
-        write_atomically(run.path / REFUSAL, f"{why.what}\n{why.fix}\n".encode(), run.path)
+        write_atomically(run.path / REFUSAL, f"{why.what}\n{why.fix}".encode(), run.path)
 
 
-def refusal(run: RunDir) -> tuple[str, str]:
-    """Returns why the scheduler refused the run's last submission, in its own words, and the fix; else empty texts."""
+def refusal(run: RunDir) -> str:
+    """Returns why the scheduler refused the run's last submission, and a line with the fix; empty if it did not."""
     try:
-        what, _, fix = safe_read.read(run.path / REFUSAL).decode(errors="replace").partition("\n")
+        return safe_read.read(run.path / REFUSAL).decode(errors="replace").strip()
     except (FileNotFoundError, safe_read.NotPlain, safe_read.TooLarge):
-        return "", ""
-    return what, fix.strip()
+        return ""
 
 
 def record(run: RunDir, submitted: Submitted) -> None:

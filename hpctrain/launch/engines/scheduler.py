@@ -13,7 +13,6 @@ from typing import Protocol
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.jobs import Plan, SubmitOptions, Submitted, note, note_refusal, submissions, write
-from hpctrain.run import logs as run_logs
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import TO_SUBMIT, LiveLock, myself
 from hpctrain.run.run_status import ALIVE, QueueEntry
@@ -79,10 +78,6 @@ class Scheduler(Protocol):
         Raises:
             RunFailed: not all could be ended; the message names those that were.
         """
-
-    def said(self, run: RunDir, job: str) -> str:
-        """Returns what a job said last, if it ended before the run began; empty if nothing is known."""
-        return run_logs.said_last(run, job)
 
     def log(self, run: RunDir, job: str) -> str:
         """Returns the job's log if it is not in the run folder, else an empty text."""

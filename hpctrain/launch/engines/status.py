@@ -15,6 +15,7 @@ from hpctrain.launch.engines.jobs import SCRIPT, refusal, submissions
 from hpctrain.launch.engines.slurm import client
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
+from hpctrain.run.logs import said_last
 from hpctrain.run.progress import Progress
 from hpctrain.run.resolve_run import elements_of
 from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, State, Word
@@ -106,19 +107,27 @@ class Answer:
         """
         jobs = jobs_of(run)
         if not jobs:
-            refused, fix = refusal(run)
+            refused, _, fix = refusal(run).partition("\n")
             return QueueEntry("", REFUSED, refused, note=fix) if refused else None
         found = [self.entries[job] for job in jobs if job in self.entries]
         if found:
             entry = next((entry for entry in found if entry.state in ALIVE), found[-1])
             ended = entry.state not in ALIVE and not run.has_begun
-            return replace(entry, note=schedulers.of_run(run).said(run, entry.id)) if ended else entry
+            return replace(entry, note=said_last(run, entry.id) or comment(run, entry)) if ended else entry
         array = jobs[-1].partition("_")[0]
         others = any(job.startswith(f"{array}_") for job in self.entries)
         if others and "_" in jobs[-1] and not run.has_begun:
             # Slurm keeps no record of an array element that was cancelled while waiting.
             return QueueEntry(jobs[-1], "CANCELLED", "taken out of the queue")
         return QueueEntry(jobs[-1], UNKNOWN, self.silence or f"{schedulers.of_run(run).title} has forgotten it")
+
+
+def comment(run: RunDir, entry: QueueEntry) -> str:
+    """Returns the comment of a Slurm job, in which a supervisor that cannot write its log says why; else empty."""
+    with contextlib.suppress(HpctrainError):
+        if schedulers.engine_of(run) == "slurm" and (origin := client.origin(entry.id)):
+            return origin.comment
+    return ""
 
 
 def ask(runs: Sequence[RunDir]) -> Answer:

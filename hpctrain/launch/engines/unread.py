@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from hpctrain.config.sections import LaunchConfig
 from hpctrain.launch.engines.batch_systems import SYSTEMS
-from hpctrain.launch.engines.slurm.profile import OF_SITE
 from hpctrain.system.output import say
 
 BATCH = ("slurm", *SYSTEMS)
@@ -35,10 +33,8 @@ READERS = {
 
 
 def tell(launch: LaunchConfig, engine: str) -> None:
-    """Tells the user which keys, or variables of sbatch, are set that the engine does not read."""
-    known = OF_SITE if engine == "slurm" else os.environ
-    variables = [name for name in os.environ if name.startswith("SBATCH_") and name not in known]
-    if found := [*unread(launch, engine), *variables]:
+    """Tells the user which keys are set that the engine does not read."""
+    if found := list(unread(launch, engine)):
         name = {"slurm": "Slurm", "hosts": "launch.hosts"}.get(engine, f"launch.engine: {engine}")
         say(f"{', '.join(found)}: ignored with {name}")
 

@@ -485,10 +485,12 @@ def test_failures_of_an_earlier_command_use_up_no_tries(tmp_path: Path) -> None:
     for job in ("7", None, "8", "9"):
         number = Attempts(run).begin(Attempt(job=job))
         Attempts(run).end(number, failed_with(Code.EXCEPTION, "no", ""), [])
-    parts: Any = (None, run, 4, None, None)
+    make: Any = WatchedAttempt
 
     def counted(first: int, *jobs: str) -> list[int]:
-        return [each.number for each in WatchedAttempt(*parts, Limits(jobs=jobs), first=first).attempts_so_far()]
+        return [
+            each.number for each in make(None, run, 4, None, None, Limits(jobs=jobs), first=first).attempts_so_far()
+        ]
 
     assert counted(4) == [4], "a command that is given again"
     assert counted(3) == [3, 4], "started again in place"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpctrain.config.loading import absolute_task, load
 from hpctrain.config.sections import Config, LaunchConfig
-from hpctrain.errors import HpctrainError, RunFailed, UserError
+from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines.jobs import (
     JOB,
     LOGS,
@@ -38,6 +38,7 @@ from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import ALIVE, QueueEntry
 from hpctrain.run.view import RunView
+from hpctrain.system.output import say
 from hpctrain.system.quantities import ranges
 
 
@@ -50,6 +51,8 @@ class Slurm(Scheduler):
 
     def plan(self, config: Config, run: RunDir, options: SubmitOptions) -> Plan:
         """Returns a plan with an sbatch script."""
+        if ignored := [name for name in os.environ if name.startswith("SBATCH_") and name not in profile.OF_SITE]:
+            say(f"{', '.join(ignored)}: ignored, set launch.slurm instead")
         if options.portable:
             return Plan(config, run, portable(config), options=options)
         return plan(config, run, options)
@@ -79,14 +82,6 @@ class Slurm(Scheduler):
         found = {entry.id: entry for entry in client.queue(list(arrays), timeout_s)}
         forgotten = [each[-1] for each in jobs if each and not any(job in found for job in each)]
         return found | {entry.id: entry for entry in client.accounted(forgotten, timeout_s)}
-
-    def said(self, run: RunDir, job: str) -> str:
-        """See ``Scheduler``; a supervisor that cannot write its log sets the job's comment."""
-        found = super().said(run, job)
-        with contextlib.suppress(HpctrainError):
-            origin = None if found else client.origin(job)
-            return origin.comment if origin else found
-        return found
 
     def unrecorded(self, run: RunDir, timeout_s: float = client.TIMEOUT_S) -> Sequence[str]:
         """See ``unrecorded``."""
@@ -182,7 +177,7 @@ def own_bin() -> Path:
 
 
 def submit(
-    planned: Plan, cwd: str | None = None, always: Sequence[str] = (), undo: Callable[[], None] = lambda: None
+    planned: Plan, cwd: str | None = None, always: Sequence[str] = (), undo: Callable[[], object] = tuple
 ) -> list[str]:
     """Submits a written plan; returns the job IDs. Warns about jobs that cannot be recorded in the run folder.
 

@@ -92,7 +92,7 @@ def test_variables_that_are_ignored_are_named(
     assert main(["submit", "--dry-run", "r.yaml"]) == 0
     said = capsys.readouterr()
     assert "#SBATCH --account=p1" in said.out
-    assert "SBATCH_TIMELIMIT: ignored with Slurm" in said.err and "SBATCH_ACCOUNT" not in said.err
+    assert "SBATCH_TIMELIMIT: ignored, set launch.slurm instead" in said.err and "SBATCH_ACCOUNT" not in said.err
 
 
 def test_a_job_that_sbatch_took_too_late_is_recorded_and_not_submitted_again(
