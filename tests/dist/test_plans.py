@@ -22,8 +22,11 @@ from tests.support.mpi import mpirun
 PROGRAM = Path(__file__).parent / "programs" / "pipeline_training.py"
 ROOT = Path(__file__).parents[2]
 UPDATES, FEW = 50, 4
-ON_4 = "tp2 tp4 pp2 pp4 tp2-pp2 zero tp2-zero fsdp fsdp-tp2 tp2-horovod pp2-horovod"
-ON_2 = "tp2 pp2 zero fsdp"
+ON_4 = (
+    "tp2 tp4 pp2 pp4 tp2-pp2 zero tp2-zero fsdp fsdp-tp2 tp2-horovod pp2-horovod "
+    "dp-nccl zero-nccl tp2-nccl pp2-nccl tp2-zero-nccl"
+)
+ON_2 = "tp2 pp2 zero fsdp dp-nccl zero-nccl"
 """The program's plans that run on two ranks."""
 EVERY = [*((plan, 4) for plan in ON_4.split()), *((plan, 2) for plan in ON_2.split())]
 TRIED = EVERY if os.environ.get("HPCTRAIN_UPDATES") == "all" else [("tp2", 2)]

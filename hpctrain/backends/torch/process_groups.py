@@ -150,6 +150,11 @@ def each_has_a_gpu(world: World, device: torch.device) -> bool:
     return all(world.everyone.allgather(mine, WHAT))
 
 
+def by_group(kind: str, world: World, device: torch.device) -> bool:
+    """Whether gradients go through a process group, for this ``reduce.kind``. Collective."""
+    return kind == "nccl" or (kind == "auto" and each_has_a_gpu(world, device))
+
+
 def gpus_of(group: Group, device: torch.device) -> list[str]:
     """The GPU of each rank. Collective."""
     return group.allgather(gpu_for_nccl(device), WHAT)
@@ -247,6 +252,13 @@ class Peers:
     def broadcast(self, values: Tensor, rank: int, what: str) -> Callable[[], None]:
         """The same for values of this rank of the group, which all ranks get."""
         return self._started(lambda: self.ranks.broadcast(values, rank), what)
+
+    def gather(self, values: Tensor, what: str) -> Tensor:
+        """The contiguous values of all ranks along a new first axis; on a GPU its stream waits for them."""
+        everything = values.new_empty((self.group.size, *values.shape))
+        if values.numel():
+            self._started(lambda: self.ranks._allgather_base(everything.view(-1), values.view(-1)), what)()
+        return everything
 
     def _started(self, begin: Callable[[], dist.Work], what: str) -> Callable[[], None]:
         with self.explained(what):

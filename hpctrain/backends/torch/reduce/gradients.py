@@ -10,6 +10,8 @@ import torch
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from hpctrain.backends.torch.process_groups import Peers
+from hpctrain.backends.torch.reduce.rows import GroupRows
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce.layout import Layout
@@ -180,18 +182,21 @@ class SparseGradients:
 
     Args:
         parameters: tables with two axes, all on one device.
-        group: the ranks; None for one process.
+        over: process group of the ranks, or the ranks if rows go through host memory; None for one process.
         dtype: dtype of sums over ranks.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], group: Group | None = None, dtype: torch.dtype = torch.float32
+        self, parameters: Sequence[Parameter], over: Peers | Group | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
         self.parameters = parameters
         self.dtype = dtype
         shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in parameters]
-        host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        self.rows = RowExchange(group, shapes, host_dtype) if group is not None and parameters else None
+        self.rows: GroupRows | RowExchange | None = None
+        if isinstance(over, Peers):
+            self.rows = GroupRows(over, shapes, dtype)
+        elif over is not None and parameters:
+            self.rows = RowExchange(over, shapes, torch.empty(0, dtype=dtype).numpy().dtype)
         checks = torch.sparse.check_sparse_tensor_invariants
         if parameters and not checks.is_enabled():
             checks.disable()  # the default, but explicit: otherwise PyTorch's own optimizers warn
@@ -209,6 +214,10 @@ class SparseGradients:
                     parameter.grad = _sparse(parameter, *_rows_of(parameter))
             return
         found = [_rows_of(parameter) for parameter in self.parameters]
+        if isinstance(self.rows, GroupRows):
+            for parameter, (indices, values) in zip(self.parameters, self.rows.sum(found), strict=True):
+                parameter.grad = _sparse(parameter, indices, values)
+            return
         host = [Rows(indices.cpu().numpy(), values.to("cpu", self.dtype).numpy()) for indices, values in found]
         for parameter, rows in zip(self.parameters, self.rows.sum(host), strict=True):
             parameter.grad = _sparse(parameter, torch.from_numpy(rows.indices), torch.from_numpy(rows.values))
@@ -233,7 +242,7 @@ def _rows_of(parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, values) of this rank's gradient, with unique rows."""
     gradient = parameter.grad
     if gradient is None:
-        return torch.empty(0, dtype=torch.int64), parameter.new_empty((0, parameter.shape[1]))
+        return parameter.new_empty(0, dtype=torch.int64), parameter.new_empty((0, parameter.shape[1]))
     if not gradient.is_sparse:
         return torch.arange(len(gradient), device=gradient.device), gradient.detach()
     gradient = gradient.coalesce()

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.process_groups import each_has_a_gpu, peers_of, word_of
+from hpctrain.backends.torch.process_groups import Peers, each_has_a_gpu, peers_of, word_of
 from hpctrain.backends.torch.reduce import allreduce, messages
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
 from hpctrain.comm.group import Group
@@ -342,13 +342,16 @@ class TorchReducers:
         layout = plan([one.numel() for _, one in parameters], most, SLOTS, ends)
         residue = residue_of(candidate, layout, config.compress_after_steps)
         sum_: allreduce.TensorAllreduce
+        over: Peers | Group = group
         if candidate.kind == "mpi":
             candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
         else:
-            by_horovod = candidate.kind == "horovod"
-            sender: messages.Sender = (
-                messages.horovod_sender(group, device) if by_horovod else messages.GroupSender(peers_of(group, device))
-            )
+            sender: messages.Sender
+            if candidate.kind == "horovod":
+                sender = messages.horovod_sender(group, device)
+            else:
+                sender = messages.GroupSender(peers_of(group, device))
+                over = peers_of(group, device) if rows_of else group
             half = messages.HALVES.get(candidate.compression)
             sum_ = messages.MessageAllreduce(sender, layout, dtype, device, half)
 
@@ -357,7 +360,7 @@ class TorchReducers:
             sum_.start(layout.buckets[number].begin, min(layout.buckets[number].end, end))
 
         gradients = FlatGradients(parameters, sum_.flat, layout, ready, config.sparse)
-        tables = SparseGradients(rows_of, group, dtype)
+        tables = SparseGradients(rows_of, over, dtype)
         arrive = sum_.arrive if isinstance(sum_, allreduce.HostTensorAllreduce) and not (rows_of or own_ids) else None
         own_dense, own_rows = divided([pair for pair in wanted if id(pair[1]) in own_ids], sparse_ids)
         alone = NoReducer(own_dense, SparseGradients(own_rows), config.sparse) if own_ids else None
@@ -433,21 +436,26 @@ def read(numbers: Sequence[Number]) -> list[float]:
     return [next(found) if isinstance(one, torch.Tensor) else one for one in numbers]
 
 
-def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str) -> None:
+def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str, peers: Peers | None = None) -> None:
     """Overwrites tensors with those of the group's rank 0. Collective.
 
     Args:
         group: the ranks, such as ``world.data``.
         tensors: on any device, of the same shapes and dtypes on every rank.
         what: completes "waited for the other ranks to ..." in an error.
+        peers: process group of the same ranks, which sends them from device to device; None: through host memory.
     """
     if group.comm is None:
         return
     for tensor in tensors:
-        host = tensor.detach().to("cpu", copy=True).contiguous()
-        group.broadcast_array(host.view(-1).view(torch.uint8).numpy(), what)
+        device = "cpu" if peers is None else tensor.device
+        copy = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        if peers is None:
+            group.broadcast_array(copy.view(-1).view(torch.uint8).numpy(), what)
+        elif copy.numel():
+            peers.broadcast(copy.view(-1).view(torch.uint8), 0, what)()
         with torch.no_grad():
-            tensor.copy_(host)
+            tensor.copy_(copy)
 
 
 def common_kind(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtype, torch.device]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpctrain.backends.torch.process_groups import each_has_a_gpu, peers_of, word_of
+from hpctrain.backends.torch.process_groups import by_group, peers_of, word_of
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, view_like
 from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, bucket_sizes, common_kind
 from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, StagedSharded, TensorSharded
@@ -231,7 +231,7 @@ class ShardedReducers:
 
     def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
         device = common_kind(self.sharded.pairs)[1]
-        if config.kind == "nccl" or (config.kind == "auto" and each_has_a_gpu(world, device)):
+        if by_group(config.kind, world, device):
             return [Candidate(word_of(device), "sharded")]
         return [Candidate("mpi", "sharded")]
 

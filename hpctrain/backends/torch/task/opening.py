@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 
 import torch
 from torch.nn import Module, Parameter
@@ -14,7 +15,7 @@ from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind
 from hpctrain.backends.torch.framework import TorchEvaluator, TorchFramework
 from hpctrain.backends.torch.metrics import TorchMetricMeter, of_torchmetrics
-from hpctrain.backends.torch.process_groups import sum_exactly
+from hpctrain.backends.torch.process_groups import Peers, by_group, peers_of, sum_exactly
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
 from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
@@ -83,13 +84,17 @@ def open_torch(
     opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
     move(opening.model, device, compute.memory_format)
     strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.load().planned(opening)) is not None]
-    make_equal(opening.model, world.everyone)
-    doubled = other_names(opening.model)
-    prepared = Prepared()
-    for strategy in strategies:
-        prepared = strategy(prepared)
-    assert prepared.updates is not None, "of the last strategy, if not of one before"
-    framework = assembled(opening, prepared, prepared.updates, choice, doubled)
+    with ExitStack() as stack:
+        peers: Peers | None = None
+        if world.data.size == world.size > 1 and by_group(config.reduce.kind, world, device):
+            peers = stack.enter_context(closing(peers_of(world.data, device)))  # which reducers go on to share
+        make_equal(opening.model, world.everyone, peers)
+        doubled = other_names(opening.model)
+        prepared = Prepared()
+        for strategy in strategies:
+            prepared = strategy(prepared)
+        assert prepared.updates is not None, "of the last strategy, if not of one before"
+        framework = assembled(opening, prepared, prepared.updates, choice, doubled)
     framework.reseed(0)
     return framework
 
@@ -157,15 +162,15 @@ def look_at(
     )
 
 
-def make_equal(model: torch.nn.Module, everyone: Group) -> None:
-    """Broadcasts rank 0's weights. Raises UserError if the ranks' models differ. Collective."""
+def make_equal(model: torch.nn.Module, everyone: Group, peers: Peers | None = None) -> None:
+    """Broadcasts rank 0's weights, by ``peers`` if given. Raises UserError if the ranks' models differ. Collective."""
     tensors = {name: tensor for name, tensor, _ in module_tensors(model)}
     described = [
         (name, tuple(tensor.shape), str(tensor.dtype) + (" without values" if tensor.is_meta else ""))
         for name, tensor in tensors.items()
     ]
     require_same_model(everyone, described, "tensors")
-    broadcast(everyone, [one for one in tensors.values() if not one.is_meta], "receive the model")
+    broadcast(everyone, [one for one in tensors.values() if not one.is_meta], "receive the model", peers)
 
 
 def assembled(
