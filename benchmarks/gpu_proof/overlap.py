@@ -125,7 +125,7 @@ class Noting(BaseHook):
                 self.sent.append(time.perf_counter())
                 return plain(peers, values, what)
 
-            Peers.sum = noted  # type: ignore[method-assign]
+            Peers.sum = noted  # type: ignore[method-assign, assignment]
 
 
 def beside(setting: Setting) -> Figures:
@@ -161,7 +161,7 @@ def theirs(setting: Setting, clocked: Clocked, ddp: bool) -> None:
         tasks.bare_loop(task, given, None, call, clocked.mark)
         return
     peers = peers_of(world.everyone, device)
-    group = dist.ProcessGroup(world.rank, world.size)
+    group = dist.ProcessGroup(world.rank, world.size)  # type: ignore[call-arg]
     backend = dist.ProcessGroup.BackendType.NCCL if setting.on_gpu else dist.ProcessGroup.BackendType.GLOO
     group._register_backend(device, backend, peers.ranks)
     group._set_default_backend(backend)

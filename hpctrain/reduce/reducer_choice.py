@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -136,15 +136,22 @@ class ChosenReducer(Generic[R]):
             self.used = None
 
 
-PASSES = 3
-MOST_RUNS = 8
-BUDGET_S = 10.0
+LEAST_TURNS, MOST_TURNS = 3, 6
+"""Turns of all candidates after the first one; more than the least only while turns contradict each other."""
+LEAST_RUNS, MOST_RUNS = 3, 8
+"""Runs of a candidate in a turn, besides the first one, which is a warm-up."""
+ENOUGH = 10
+"""Fewest runs of a candidate after which no more turns are needed."""
+BUDGET_S = 12.0
 HOPELESS = 1.6
 """Candidates slower than the fastest by this factor get only one turn, so that the others get more runs."""
 QUICK_S = 2.0
-"""If all turns together take less than this, no candidate is dropped: a hiccup can distort runs of milliseconds."""
+"""If three turns together take less than this, no candidate is dropped: a hiccup can distort runs of milliseconds."""
 ADVANTAGE = 0.02
 """Fraction by which a later candidate must be faster to be preferred to an earlier one."""
+
+Runs = Mapping[str, Sequence[float]]
+"""Seconds of runs by candidate, on the slowest rank. Equal indices are runs of the same turn."""
 
 
 def choose(
@@ -154,27 +161,38 @@ def choose(
     group: Group,
     now: Callable[[], float] = time.perf_counter,
 ) -> Choice:
-    """Measures the candidates in turn and returns the same choice on every rank: the least median on the slowest rank.
+    """Measures the candidates in turn and returns the same choice on every rank: the one that no other clearly beats.
 
-    Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if those are slower.
+    On a node that other jobs use, speed changes from turn to turn. So runs are compared with runs of the same turn, by
+    the median of their differences; turns go forth and back; and there are more of them while they contradict each
+    other. Collective over the group. Takes at most fifteen seconds, or two steps of each candidate if those are slower.
     """
-    kept: dict[str, list[float]] = {}
-    left, runs = list(among), 1
-    for turn in range(PASSES if len(among) > 1 else 0):
-        times = {candidate.name: rehearse(open_reducer(candidate), step, 1 + runs, now) for candidate in left}
-        for name, seconds in times.items():
-            kept.setdefault(name, []).extend(seconds[1:])  # the first run is a warm-up
-        if turn == 0:
-            # The better of both runs, as the first one may include compilation.
-            least = slowest_rank(group, {name: min(seconds) for name, seconds in times.items()})
-            if (PASSES - 1) * (1 + MOST_RUNS) * sum(least.values()) > QUICK_S:
-                left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
-            turn_s = max(sum(least[candidate.name] for candidate in left), 1e-6)
-            runs = min(MOST_RUNS, int(BUDGET_S / (PASSES - 1) / turn_s) - 1)
-            if runs < 1 or len(left) == 1:
-                break
-    medians = slowest_rank(group, {name: statistics.median(seconds) for name, seconds in kept.items()})
-    return Choice(fastest(left, medians), medians)
+
+    def turn(candidates: Sequence[Candidate], runs: int) -> Runs:
+        times = {one.name: rehearse(open_reducer(one), step, 1 + runs, now) for one in candidates}
+        return slowest_rank(group, times)
+
+    if len(among) == 1:
+        return Choice(among[0], {})
+    first = turn(among, 1)
+    # The better of both runs, as the first one may include compilation.
+    least = {name: min(seconds) for name, seconds in first.items()}
+    left = list(among)
+    if LEAST_TURNS * (1 + MOST_RUNS) * sum(least.values()) > QUICK_S:
+        left = [candidate for candidate in among if least[candidate.name] < HOPELESS * min(least.values())]
+    turns: list[Runs] = [{name: seconds[1:] for name, seconds in first.items()}]
+    turn_s = max(sum(least[candidate.name] for candidate in left), 1e-6)
+    runs = max(LEAST_RUNS, min(MOST_RUNS, int(BUDGET_S / MOST_TURNS / turn_s) - 1))
+    for number in range(min(MOST_TURNS, int(BUDGET_S / (turn_s * (1 + runs)))) if len(left) > 1 else 0):
+        found = turn(left[:: -1 if number % 2 else 1], runs)
+        turns.append({name: seconds[1:] for name, seconds in found.items()})
+        everything = joined(turns)
+        enough = number + 1 >= LEAST_TURNS and (number + 1) * runs >= ENOUGH
+        agreed = enough and not contradict(fastest(left, everything), turns[1:])
+        if agreed or sum(map(sum, everything.values())) > BUDGET_S:
+            break
+    everything = joined(turns)
+    return Choice(fastest(left, everything), {name: statistics.median(runs) for name, runs in everything.items()})
 
 
 def rehearse(reducer: R, step: Callable[[R], object], runs: int, now: Callable[[], float]) -> list[float]:
@@ -188,16 +206,36 @@ def rehearse(reducer: R, step: Callable[[R], object], runs: int, now: Callable[[
     return times
 
 
-def slowest_rank(group: Group, seconds: dict[str, float]) -> dict[str, float]:
-    """Maximum over ranks of each time. Collective."""
+def slowest_rank(group: Group, seconds: Runs) -> Runs:
+    """Maximum over ranks of each run. Collective."""
     everywhere = group.allgather(seconds, "compare reducers")
-    return {name: max(rank[name] for rank in everywhere) for name in seconds}
+    return {
+        name: [max(of_ranks) for of_ranks in zip(*(rank[name] for rank in everywhere), strict=True)] for name in seconds
+    }
 
 
-def fastest(among: Sequence[Candidate], seconds: dict[str, float]) -> Candidate:
+def joined(turns: Sequence[Runs]) -> Runs:
+    """The runs of all turns."""
+    return {name: [run for turn in turns for run in turn.get(name, ())] for name in turns[0]}
+
+
+def lead(one: Candidate, other: Candidate, runs: Runs) -> float:
+    """By which fraction of the other's time a candidate is faster, by the median difference of paired runs."""
+    ours, theirs = runs[one.name], runs[other.name]
+    return statistics.median(b - a for a, b in zip(ours, theirs, strict=True)) / statistics.median(theirs)
+
+
+def contradict(best: Candidate, turns: Sequence[Runs]) -> bool:
+    """Whether another candidate is clearly slower than the best one in one turn, and clearly faster in another."""
+    others = [Candidate.parse(name) for name in turns[0] if name != best.name]
+    leads = [[lead(best, other, turn) for turn in turns] for other in others]
+    return any(min(each) < -ADVANTAGE and max(each) > ADVANTAGE for each in leads)
+
+
+def fastest(among: Sequence[Candidate], runs: Runs) -> Candidate:
     """The first candidate that no later one clearly beats."""
     best = among[0]
     for candidate in among[1:]:
-        if seconds[candidate.name] < seconds[best.name] * (1 - ADVANTAGE):
+        if lead(candidate, best, runs) > ADVANTAGE:
             best = candidate
     return best

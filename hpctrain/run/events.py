@@ -78,6 +78,7 @@ class RunStarted(Event, name="run_started"):
     reducer: str | None = None
     reducer_variant: str | None = None
     gradient_bytes: int | None = None
+    through_host_s: float | None = None
     flops_per_sample: float | None = None
     peak_flops_per_s: float | None = None
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)

@@ -85,7 +85,10 @@ def describe(event: Event) -> str:
     if isinstance(event, RunStarted):
         stages = f"stages of {' + '.join(map(str, event.layers))} layers, " if event.layers else ""
         steps = f"{event.total_steps or 0} steps" + (f", from step {event.step}" if event.step else "")
-        return f"{_who(event)}: {event.framework}, reducer {event.reducer}, {stages}{steps}"
+        host = (
+            f" through host memory (about {number(event.through_host_s)} s per update)" if event.through_host_s else ""
+        )
+        return f"{_who(event)}: {event.framework}, reducer {event.reducer}{host}, {stages}{steps}"
     if isinstance(event, Train):
         of = f"/{event.total_steps}" if event.total_steps else ""
         rate = f"{number(event.samples_per_s)} samples/s"

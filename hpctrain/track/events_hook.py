@@ -135,6 +135,7 @@ class EventsHook(BaseHook):
             reducer=variant.partition("-")[0],
             reducer_variant=variant,
             gradient_bytes=training.framework.facts.gradient_bytes,
+            through_host_s=training.framework.facts.through_host_s or None,
             flops_per_sample=flops.per_sample if flops else None,
             peak_flops_per_s=flops.peak_per_s if flops else None,
             versions=versions(),

@@ -81,6 +81,8 @@ class Facts:
     """Version and variables of NCCL, if the model is on a GPU that uses it."""
     advice: Sequence[str] = ()
     """Sentences on what this run leaves unused of its device."""
+    through_host_s: float = 0.0
+    """Estimated seconds per update in which gradients of GPUs go through host memory; 0 if they do not."""
     gives_back: bool = False
     """Whether memory freed by a step may go back to the kernel rather than to a framework's allocator."""
 

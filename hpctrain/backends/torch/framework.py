@@ -13,6 +13,7 @@ from hpctrain.backends.local_training import ALL, covered
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.torch.metrics import to_host
 from hpctrain.backends.torch.process_groups import settings_of
+from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
 from hpctrain.backends.torch.state.source import Averages, TorchState
 from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
 from hpctrain.backends.torch.strategies.strategy import Prepared
@@ -65,11 +66,15 @@ class TorchFramework(FrameworkOfParts):
         assert updates is not None, "the last strategy has made some"
         tables = {id(one) for reducers in updates.reducers.values() for one in reducers.sparse}
         apart = tables | self.parts.partition.complete
+        gradient_bytes = sum(4 * one.numel() for one in source.averages.parameters if id(one) not in apart)
+        reducer = exchanges.used.name if exchanges.used else None
+        on_host = self.device.type != "cpu" and reducer is not None and reducer.startswith("mpi")
         return Facts(
             name="torch",
             leaves=source.holdings.leaves,
-            gradient_bytes=sum(4 * one.numel() for one in source.averages.parameters if id(one) not in apart),
-            reducer_name=exchanges.used.name if exchanges.used else None,
+            gradient_bytes=gradient_bytes,
+            reducer_name=reducer,
+            through_host_s=gradient_bytes * HOST_S_PER_BYTE if on_host else 0.0,
             flops=self.flops,
             num_layers=self.prepared.num_layers,
             other_names=source.other_names,

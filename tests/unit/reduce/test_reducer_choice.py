@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,8 +85,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_a_later_candidate_must_be_clearly_faster() -> None:
     a, b = Candidate("mpi", "flat"), Candidate("horovod", "flat")
-    assert fastest([a, b], {a.name: 1.0, b.name: 0.99}) == a
-    assert fastest([a, b], {a.name: 1.0, b.name: 0.9}) == b
+    assert fastest([a, b], {a.name: [1.0], b.name: [0.99]}) == a
+    assert fastest([a, b], {a.name: [1.0], b.name: [0.9]}) == b
 
 
 class Stage:
@@ -129,6 +130,35 @@ def test_a_hiccup_in_the_first_turn_of_quick_steps_does_not_cost_the_fastest_its
     choice = choose(among, stage.open, Stage.run, Group("data"), stage.now)
     assert choice.candidate == among[0]
     assert choice.seconds == pytest.approx({"mpi-node": 0.003, "horovod-flat": 0.005})
+
+
+def test_a_neighbour_that_comes_and_goes_does_not_hide_the_fastest() -> None:
+    """Another job slows the node by half for some seconds; the median of each candidate alone errs 17 times in 200."""
+    wrong = 0
+    for seed in range(200):
+        luck = np.random.default_rng(seed)
+        stage, load, until = Stage({"mpi-node": 0.060, "horovod-overlap": 0.074, "horovod-flat": 0.073}), 0.0, 0.0
+
+        def extra(seconds: float, luck: Any = luck, stage: Stage = stage) -> float:
+            nonlocal load, until
+            if stage.time >= until:
+                load = 0.5 if luck.random() < 0.5 else 0.0
+                until = stage.time + luck.exponential(3)
+            return seconds * (load + float(luck.exponential(0.03)))
+
+        stage.extra = extra
+        among = [Candidate.parse(name) for name in stage.seconds]
+        wrong += choose(among, stage.open, Stage.run, Group("data"), stage.now).candidate != among[0]
+    assert wrong <= 3
+
+
+def test_turns_that_contradict_each_other_are_followed_by_more() -> None:
+    among = [Candidate("mpi", "node"), Candidate("horovod", "flat")]
+    calm, noisy = (Stage({"mpi-node": 0.010, "horovod-flat": 0.011}) for _ in range(2))
+    noisy.extra = lambda seconds: 0.005 * (noisy.open_name == "mpi-node" and 31 <= noisy.runs < 40)  # one turn
+    for stage in (calm, noisy):
+        assert choose(among, stage.open, Stage.run, Group("data"), stage.now).candidate == among[0]
+    assert calm.runs == 2 * (2 + 3 * 9) and noisy.runs == 2 * (2 + 6 * 9)
 
 
 @pytest.mark.parametrize("seed", range(20))
