@@ -1,5 +1,5 @@
 """Data parallelism by NCCL (on a CPU by gloo): how often the host waits for the device, whether buckets leave during
-backward, and memory and step time beside DistributedDataParallel and a bare loop. Ranks share the GPU, so times show
+backward, and memory and step time compared with DistributedDataParallel and a bare loop. Ranks share the GPU, so times show
 overhead and not the speed of links."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Noting(BaseHook):
             Peers.sum = noted  # type: ignore[method-assign, assignment]
 
 
-def beside(setting: Setting) -> Figures:
+def speed(setting: Setting) -> Figures:
     """Peak memory and step time of hpctrain, DDP with bucket views, and a bare loop that exchanges nothing."""
     found: Figures = {}
     for contender in ("hpctrain", "ddp", "bare"):
