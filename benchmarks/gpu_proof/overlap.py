@@ -1,6 +1,8 @@
 """Data parallelism by NCCL (on a CPU by gloo): how often the host waits for the device, whether buckets leave during
-backward, and memory and step time compared with DistributedDataParallel and a bare loop. Ranks share the GPU, so times show
-overhead and not the speed of links."""
+backward, and memory and step time compared with DistributedDataParallel and a bare loop.
+
+Ranks share the GPU, so times show overhead and not the speed of links.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def open_torch(
     with ExitStack() as stack:
         peers: Peers | None = None
         if world.data.size == world.size > 1 and by_group(config.reduce.kind, world, device):
-            peers = stack.enter_context(closing(peers_of(world.data, device)))  # which reducers go on to share
+            peers = stack.enter_context(closing(peers_of(world.data, device)))  # which reducers then share
         make_equal(opening.model, world.everyone, peers)
         doubled = other_names(opening.model)
         prepared = Prepared()
