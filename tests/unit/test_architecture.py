@@ -69,7 +69,7 @@ TOKENS: dict[str, int] = {
     "track": 6535,
     "rank": 17605,
     "registry": 1497,
-    "launch": 55537,
+    "launch": 55570,
     "report": 12359,
     "watch": 4658,
     "doctor": 4323,

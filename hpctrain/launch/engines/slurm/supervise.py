@@ -108,11 +108,11 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     publish(final, config, run_dir, job)
     leave_out.note_culprit(config, run_dir)
     if who is Who.REQUEUE and final.action is Action.REQUEUE:
-        await_end(parent)
+        await_end(parent, received)
         return final.exit_code
     if who is Who.REQUEUE:  # the run must not continue, but Slurm has put its job back into the queue
         requeue.take_out([job.id])
-    return follow(final, config, run_dir, job, parent)
+    return follow(final, config, run_dir, job, parent, received)
 
 
 def by_person(number: int, job: Job) -> bool:
@@ -209,7 +209,9 @@ def make_launch(
     return Launch(words, env, job.ranks, bool(config.task), prepared.hosts, *heard)
 
 
-def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, parent: int) -> int:
+def follow(
+    verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, parent: int, received: Sequence[int] = ()
+) -> int:
     """Requeues the job if the verdict says so and the site allows it, else ends its chain; returns the exit code."""
     if verdict.action is not Action.REQUEUE:
         requeue.end_chain(run_dir, job)
@@ -233,7 +235,7 @@ def follow(verdict: RunVerdict, config: Config, run_dir: RunDir, job: Job, paren
         return verdict.exit_code
     say("requeued" if restarts else "submitted again, as a new job")
     if restarts:
-        await_end(parent)
+        await_end(parent, received)
     return verdict.exit_code
 
 
@@ -266,13 +268,15 @@ def of_job(run_dir: RunDir, job: Job) -> tuple[int | None, RunVerdict | None]:
     )
 
 
-def await_end(parent: int) -> None:
+def await_end(parent: int, received: Sequence[int] = ()) -> None:
     """Waits for Slurm to end this process after a requeue: if it exited first, the job would count as ended.
 
-    ``parent`` is Slurm's daemon for the batch script; if it has died, nothing will end this process.
+    Args:
+        parent: Slurm's daemon for the batch script; if it has died, nothing will end this process.
+        received: signals received so far, and from now on; with SIGTERM, Slurm ends the job.
     """
     end = time.monotonic() + LEAVE_S
-    while os.getppid() == parent and time.monotonic() < end:
+    while signal.SIGTERM not in received and os.getppid() == parent and time.monotonic() < end:
         time.sleep(LOOK_S)
 
 

@@ -423,6 +423,12 @@ def test_a_command_of_slurm_that_the_job_s_own_end_killed_is_asked_again(
         client.requeue("7")
 
 
+def test_a_supervisor_that_slurm_ends_does_not_wait_to_be_killed() -> None:
+    began = time.monotonic()
+    await_end(os.getppid(), [signal.SIGUSR1, signal.SIGTERM])
+    assert time.monotonic() - began < LEAVE_S / 2
+
+
 def test_a_supervisor_whose_daemon_has_died_does_not_wait_to_be_ended() -> None:
     began = time.monotonic()
     await_end(parent=-1)
