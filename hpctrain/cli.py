@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("HOME", os.path.expanduser("~"))  # systemd and env -i leave it out; mpirun needs it
     try:
+        require_process()
         return dispatch(words)
     except HpctrainError as error:
         say(str(error))
@@ -92,6 +93,16 @@ def say(text: str) -> None:
     from hpctrain.system import output
 
     output.say(text)
+
+
+def require_process() -> None:
+    """Raises UserError if the process lacks what every command needs: standard output and a working folder."""
+    if sys.stdout is None:  # its number would go to the next file that is opened
+        raise UserError("standard output is closed", "send it to a file, or to /dev/null")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working folder has been deleted", "change to another one with cd") from None
 
 
 def dispatch(words: Sequence[str]) -> int:

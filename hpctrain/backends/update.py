@@ -15,7 +15,7 @@ from hpctrain.comm.group import Group
 from hpctrain.config.sections import TrainConfig
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.reduce.layout import ExchangeResult
-from hpctrain.train.framework import NonFiniteLoss, Sums
+from hpctrain.train.framework import GRADIENT, NonFiniteLoss, Sums
 from hpctrain.train.state import ArrayTensor, Placement
 
 NAME = "scaler/scale"
@@ -62,8 +62,15 @@ class LossScale:
             self.state[:] = arrays[self.name]
 
 
+LOSS_OR_GRADIENT = "the loss or its gradient"
+"""What is not finite if both were computed at once."""
+
+
 class NotFinite(Exception):
-    """The loss or a gradient is not finite, and the loss scale is not the reason."""
+    """The loss, or else a gradient, is not finite, and the loss scale is not the reason."""
+
+    def __init__(self, of_loss: bool = True) -> None:
+        self.of_loss = of_loss
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class UpdateRule:
             return Decision(clip_factor(norm, self.clip_norm) / divisor, norm)
         if self.loss_scale and self.loss_scale.overflowed():
             return Decision(None, None)
-        raise NotFinite
+        raise NotFinite(not math.isfinite(result.loss))
 
 
 def rule_of(train: TrainConfig, optimizer: str = "") -> UpdateRule:
@@ -124,8 +131,10 @@ def clip_factor(norm: float | None, limit: float | None) -> float:
     return limit / norm if limit is not None and norm is not None and norm > limit else 1.0
 
 
-def ranks_at_fault(group: Group, own_finite: bool, what: str = "the loss") -> NonFiniteLoss:
+def ranks_at_fault(error: NotFinite, group: Group, own_finite: bool, what: str = "the loss") -> NonFiniteLoss:
     """The error that says on which ranks the loss or gradient is not finite, and which loss it is. Collective."""
+    if not error.of_loss:  # equal on all ranks, and only the sum of the gradients is left
+        return NonFiniteLoss([], GRADIENT)
     everywhere = group.allgather(own_finite, "find the rank whose loss is not finite")
     return NonFiniteLoss([rank for rank, finite in enumerate(everywhere) if not finite], what)
 

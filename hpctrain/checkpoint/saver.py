@@ -30,6 +30,7 @@ from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.shares import place_in, share_of
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
+from hpctrain.train.framework import SPOILED_FIX
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, Tiling
 
 LEAST_SPARE_BYTES = 64 << 10
@@ -88,12 +89,7 @@ class SaveResult:
         if self.code is Code.IN_USE:
             raise Replaced(what)
         if self.code is Code.NAN:
-            raise NoRequeue(
-                what,
-                "a gradient was not finite though its loss was: look for roots, logarithms and divisions near 0; "
-                "train.clip_norm finds such a gradient before it reaches the weights",
-                Code.NAN,
-            )
+            raise NoRequeue(what, SPOILED_FIX, Code.NAN)
         if self.error:
             raise RunFailed(what, "free space or look for I/O errors; older checkpoints are untouched", self.code)
         return self.path

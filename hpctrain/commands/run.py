@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     if parser.get_default("command") == "run":
         default = "by default launch.ranks_per_node, else the tasks of a Slurm job, else 1"
-        parser.add_argument("-n", "--ranks", type=int, default=None, help=f"ranks to start; {default}")
+        parser.add_argument("-n", "--ranks", type=rank_count, default=None, help=f"ranks to start; {default}")
         parser.add_argument("--fresh", action="store_true", help="put existing checkpoints aside and start over")
         parser.add_argument("--doctor", action="store_true", help="test MPI between the ranks instead of training")
         parser.set_defaults(program=())
@@ -124,6 +124,13 @@ def start(
     if config.launch.hosts:
         return hosts.run(config, asked, rank_words, verbose, fresh), number
     return local.run(config, ranks, rank_words, verbose, fresh), ["-n", str(ranks)]
+
+
+def rank_count(word: str) -> int:
+    """Converts the word after -n. Raises UserError for mpirun's spelling."""
+    if word == "p":
+        raise UserError("run has no -np", "write -n, as in hpctrain run -n 2 run.yaml")
+    return int(word)
 
 
 def with_program(args: argparse.Namespace, run_file: str | None) -> list[str]:

@@ -27,6 +27,14 @@ Sums = dict[str, tuple[float, float]]
 """(sum, weight) by name: add both up over batches and ranks, then divide."""
 
 
+GRADIENT = "the gradient"
+SPOILED_FIX = (
+    "look for roots, logarithms and divisions near 0, whose gradients are not finite though their values are, or lower "
+    "the learning rate; train.clip_norm finds such a gradient before it reaches the weights"
+)
+"""The fix if weights or the gradient are not finite."""
+
+
 class NonFiniteLoss(Exception):
     """The loss or the averaged gradient is not finite; raised by every rank at the same step."""
 

@@ -10,10 +10,12 @@ from hpctrain.data.pipeline import Batch, BatchSource
 from hpctrain.errors import Code, NoRequeue
 from hpctrain.train.clock import Phase
 from hpctrain.train.evaluation import evaluate
-from hpctrain.train.framework import HostBatch, NonFiniteLoss, StepResult
+from hpctrain.train.framework import GRADIENT, SPOILED_FIX, HostBatch, NonFiniteLoss, StepResult
 from hpctrain.train.hooks import Hook, StopReason, Training, first_reason
 from hpctrain.train.metrics import Evaluation
 from hpctrain.train.schedule import sound_factors
+from hpctrain.train.state import all_finite
+from hpctrain.train.stateful import value_of
 
 
 @dataclass(frozen=True)
@@ -105,19 +107,37 @@ class Trainer(Training):
 
     def explain_non_finite(self, error: NonFiniteLoss, batch: Batch) -> NoRequeue:
         """Names the step, ranks and samples; no requeue, since a deterministic run would fail there again."""
-        group = self.world.data
+        group, step = self.world.data, self.state.step
         samples = batch.sample_ids.tolist() if group.rank in error.ranks else None
+        everywhere = group.allgather((self.spoiled(), samples), "say which batch gave a loss that is not finite")
+        if spoiled := next((name for name, _ in everywhere if name), None):
+            since = (
+                f"the gradient of step {step} was not finite, or its update overflowed" if step else "from the start"
+            )
+            return NoRequeue(f"{spoiled} was not finite before step {step + 1}: {since}", SPOILED_FIX, Code.NAN)
+        place = f"at step {step + 1}, epoch {batch.epoch}, batch {batch.index}"
+        if error.what == GRADIENT:
+            return NoRequeue(f"{GRADIENT} is not finite {place}, though the loss is", SPOILED_FIX, Code.NAN)
         culprits = [
             f"rank {self.world.rank_of(rank)}, samples {shorten(ids)}"
-            for rank, ids in enumerate(group.allgather(samples, "say which batch gave a loss that is not finite"))
+            for rank, (_, ids) in enumerate(everywhere)
             if ids is not None
         ]
         return NoRequeue(
-            f"{error.what} is not finite at step {self.state.step + 1}, epoch {batch.epoch}, batch {batch.index} "
-            f"({'; '.join(culprits) or 'only the sum over the ranks overflows'})",
+            f"{error.what} is not finite {place} ({'; '.join(culprits) or 'only the sum over the ranks overflows'})",
             "look at these samples; else lower the learning rate, lengthen the warm-up, or set train.clip_norm",
             Code.NAN,
         )
+
+    def spoiled(self) -> str | None:
+        """Name of a weight on this rank that is not finite."""
+        for tensor in self.framework.state():
+            if tensor.is_trained:
+                values = value_of(tensor)
+                self.framework.host.synchronize()
+                if not all_finite(values, tensor.dtype):
+                    return tensor.name
+        return None
 
 
 def shorten(ids: Sequence[int], most: int = 8) -> str:

@@ -154,3 +154,12 @@ class ArrayTensor:
 
     def copy_into(self, out: NDArray[Any], begin: Sequence[int] = ()) -> None:
         np.copyto(out, self.array[part_of(begin, out.shape)], casting="no")
+
+
+def all_finite(values: NDArray[Any], dtype: str) -> bool:
+    """Whether all values of an array of this logical dtype are finite."""
+    if dtype == "bfloat16":
+        return not np.any(values & 0x7F80 == 0x7F80)  # all exponent bits are set in infinity and NaN
+    with np.errstate(all="ignore"):  # a sum runs at memory speed and propagates NaN and infinity
+        total = np.add.reduce(values, axis=None, dtype=np.float32 if dtype == "float16" else None)
+    return bool(np.isfinite(total)) or bool(np.isfinite(values).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -46,3 +47,24 @@ def test_a_run_of_somebody_else_is_one_sentence(
     monkeypatch.setattr(cli, "dispatch", refused)
     assert cli.main(["status", "/runs/ann"]) == 64
     assert capsys.readouterr().err.startswith("hpctrain: /runs/ann/run.json: Permission denied\n  fix: ")
+
+
+def test_a_closed_output_and_a_deleted_folder_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Both ended with a traceback, in the middle of a start."""
+    with monkeypatch.context() as closed:
+        closed.setattr("sys.stdout", None)
+        assert cli.main(["status"]) == 64
+    assert capsys.readouterr().err.startswith("hpctrain: standard output is closed\n  fix: ")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["status"]) == 64
+    assert capsys.readouterr().err.startswith("hpctrain: the working folder has been deleted\n  fix: ")
+
+
+def test_the_spelling_of_mpirun_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "-np", "2", "run.yaml"]) == 64
+    assert "write -n, as in hpctrain run -n 2" in capsys.readouterr().err

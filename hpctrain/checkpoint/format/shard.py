@@ -27,6 +27,7 @@ from hpctrain.checkpoint.format.files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MOST_TILES, TensorPiece
 from hpctrain.checkpoint.format.paced_write import write_paced
 from hpctrain.system.shared_memory import unnamed_file
+from hpctrain.train.state import all_finite
 
 ALIGNMENT_BYTES = 64
 """A cache line, so that arrays can be used in place in the image."""
@@ -168,12 +169,3 @@ def gaps(extents: Sequence[tuple[int, int]], num_bytes: int) -> list[tuple[int, 
 def view_of(buffer: NDArray[np.uint8], piece: TensorPiece, offset: int) -> NDArray[Any]:
     """A piece's values as an array over its bytes in a buffer."""
     return np.ndarray(piece.shape, ITEM_TYPES[piece.tensor.dtype], buffer, offset)
-
-
-def all_finite(values: NDArray[Any], dtype: str) -> bool:
-    """Whether all values of an array of this logical dtype are finite."""
-    if dtype == "bfloat16":
-        return not np.any(values & 0x7F80 == 0x7F80)  # all exponent bits are set in infinity and NaN
-    with np.errstate(all="ignore"):  # a sum runs at memory speed and propagates NaN and infinity
-        total = np.add.reduce(values, axis=None, dtype=np.float32 if dtype == "float16" else None)
-    return bool(np.isfinite(total)) or bool(np.isfinite(values).all())

@@ -21,7 +21,7 @@ from hpctrain.train.hooks import BaseHook, Hook, StopReason
 from hpctrain.train.loop import Trainer
 from hpctrain.train.metrics import Meter
 from hpctrain.train.schedule import duration_of, global_batch
-from hpctrain.train.state import StateTensor, TrainState
+from hpctrain.train.state import ArrayTensor, StateTensor, TrainState
 from hpctrain.train.tree import HostLeaves
 from hpctrain.train.watchers import EarlyStop, Plateau, improves
 
@@ -205,6 +205,45 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_samples() -> None:
     step = next(index for index in range(10) if position.batch_indices(0, index)[0] == 7)
     assert f"step {step + 1}, epoch 0, batch {step} (rank 0, samples 7)" in caught.value.what
     assert caught.value.exit_code == ExitCode.DO_NOT_REQUEUE
+
+
+class Spoiling(LeastSquares):
+    """Its weights are not finite after an update, or its gradient is not, as ``clip_norm`` finds."""
+
+    def __init__(self, after: int, what: str) -> None:
+        super().__init__()
+        self.after, self.what, self.updates = after, what, 0
+
+    def state(self) -> Sequence[StateTensor]:
+        return [ArrayTensor("model/weights", self.weights, is_trained=True)]
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
+        self.updates += 1
+        if self.updates > self.after and self.what == "the gradient":
+            raise NonFiniteLoss([], self.what)
+        found = super().step(micro_batches, global_samples)
+        if self.updates == self.after and not self.what:
+            self.weights[1] = np.nan
+        return found
+
+
+@pytest.mark.parametrize(
+    ("after", "what", "said"),
+    [
+        (2, "", r"model/weights was not finite before step 3: the gradient of step 2 was not finite"),
+        (1, "", r"model/weights was not finite before step 2: the gradient of step 1 was not finite"),
+        (0, "", r"model/weights was not finite before step 1: from the start"),
+        (2, "the gradient", r"the gradient is not finite at step 3, epoch 0, batch 2, though the loss is"),
+    ],
+)
+def test_samples_are_not_blamed_for_a_gradient(after: int, what: str, said: str) -> None:
+    trainer = make(TrainConfig(epochs=1, global_batch=2), [])
+    trainer.framework = Spoiling(after, what)
+    if not after:
+        trainer.framework.weights[0] = np.nan
+    with pytest.raises(NoRequeue, match=f"(?s){said}.*roots, logarithms.*train.clip_norm") as caught:
+        trainer.fit()
+    assert "samples" not in str(caught.value)
 
 
 def test_early_stop_after_patience_evaluations_without_improvement() -> None:

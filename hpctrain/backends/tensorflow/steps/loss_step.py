@@ -18,7 +18,7 @@ from hpctrain.backends.tensorflow.reducer import Reducer
 from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, Update, float64, on_device
 from hpctrain.backends.tensorflow.steps.step_context import StepContext
 from hpctrain.backends.tensorflow.task.dry_call import try_training
-from hpctrain.backends.update import NotFinite, UpdateResult, UpdateRule, ranks_at_fault
+from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.layout import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.train.clock import Phase, StepClock
@@ -194,7 +194,7 @@ class LossProgram:
                 raise self.batch_norms.problem from error
             if isinstance(error, NotFinite) or not self.judge.finite.numpy():
                 own = [np.isfinite(np.asarray(piece)).all() for piece in self._gradients(batches, global_samples)]
-                raise ranks_at_fault(self.context.world.data, bool(all(own))) from error
+                raise ranks_at_fault(NotFinite(), self.context.world.data, bool(all(own)), LOSS_OR_GRADIENT) from error
             raise
         self.clock.mark(Phase.OPTIMIZER)
         loss, weight = self.judge.own

@@ -25,7 +25,7 @@ from hpctrain.backends.tensorflow.steps.step_context import StepContext
 from hpctrain.backends.tensorflow.task import overrides
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.tensorflow.task.holdings import optimizers_in
-from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
+from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.layout import SQUARE
@@ -226,7 +226,7 @@ class TrainStepProgram:
             except tf.errors.OpError as error:
                 if self.meeting.own_finite is None:
                     raise
-                raise ranks_at_fault(self.group, self.meeting.own_finite) from error
+                raise ranks_at_fault(NotFinite(), self.group, self.meeting.own_finite, LOSS_OR_GRADIENT) from error
         self.clock.mark(Phase.OPTIMIZER)
         sums = {name: (value * samples, float(samples)) for name, value in logs.items()}
         return UpdateResult(sums.get("loss") or next(iter(sums.values()), (0.0, 0.0)), None, sums)

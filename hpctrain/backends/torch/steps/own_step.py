@@ -84,9 +84,9 @@ class Live:
         try:
             with self.guard:
                 decision = trained.update(self.exchanges.of[name], totals, self.clock)
-        except NotFinite:
+        except NotFinite as error:
             finite, what = math.isfinite(own[0]), f"the loss of {name}" if name else "the loss"
-            raise ranks_at_fault(self.setting.group, finite, what) from None
+            raise ranks_at_fault(error, self.setting.group, finite, what) from None
         if decision.norm is not None:
             self.norms[f"grad_norm_{name}" if name else "grad_norm"] = decision.norm
         if self.setting.compute.low_precision is not None:

@@ -139,8 +139,8 @@ class UpdateStep:
             parts.partition.require_whole_gradients(reducer.summed(), parts.world.everyone)
         try:
             decision = parts.trained[ONLY].update(reducer, totals, clock)
-        except NotFinite:
-            raise ranks_at_fault(parts.world.data, math.isfinite(loss[0])) from None
+        except NotFinite as error:
+            raise ranks_at_fault(error, parts.world.data, math.isfinite(loss[0])) from None
         clock.mark(Phase.OPTIMIZER)
         return UpdateResult(loss, decision.norm)
 
