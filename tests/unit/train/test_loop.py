@@ -238,7 +238,7 @@ class Spoiling(LeastSquares):
 )
 def test_samples_are_not_blamed_for_a_gradient(after: int, what: str, said: str) -> None:
     trainer = make(TrainConfig(epochs=1, global_batch=2), [])
-    trainer.framework = Spoiling(after, what)
+    trainer.framework = Spoiling(after, what)  # type: ignore[assignment]
     if not after:
         trainer.framework.weights[0] = np.nan
     with pytest.raises(NoRequeue, match=f"(?s){said}.*roots, logarithms.*train.clip_norm") as caught:
