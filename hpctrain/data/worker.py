@@ -27,6 +27,7 @@ from hpctrain.data.dataset import ArrayDataset, Dataset, from_arrays, ragged_row
 from hpctrain.data.formats.records import RecordDataset
 from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.formats.table_dataset import TableDataset
+from hpctrain.data.object_reference import Describer, Rebuilder, Unsuited
 from hpctrain.data.order import Drawn
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.errors import GENERAL, Code, HpctrainError, UserError, code_of
@@ -76,8 +77,18 @@ def refer_to_dataset(dataset: Dataset, memory: AnonymousMemory) -> Reference:
         }
     files = [part for part in parts if isinstance(part, Hdf5Dataset)]
     if len(files) < len(parts):
-        kind = type(getattr(dataset, "source", dataset)).__name__  # the torch Dataset's class, not the wrapper's
-        raise _refusal(f"the data is an object of {kind}, and no function is known that makes it")
+        source = getattr(dataset, "source", dataset)  # the torch Dataset, not the wrapper
+        describer = Describer(functools.partial(refer_to_function, what="a part of the data"))
+        try:
+            described = describer.describe(source)
+        except Unsuited as error:
+            raise _refusal(f"the data is an object of {type(source).__name__}, and {error}") from error
+        return {
+            "object": described,
+            "parts": memory.put(describer.arrays),
+            "fields": list(dataset.fields),
+            "ragged": any(field.is_ragged for field in dataset.fields.values()),
+        }
     paths = [str(file.path) for file in files]
     first = files[0]
     fields, cache = list(dataset.fields), first.cache.limit_bytes
@@ -93,6 +104,9 @@ def reopen(reference: Mapping[str, Any], memory: AnonymousMemory) -> Dataset:
     """
     if "arrays" in reference:
         return from_arrays(unflattened(memory.views(reference["arrays"])))
+    if "object" in reference:
+        source = Rebuilder(memory.views(reference["parts"]), import_function).rebuild(reference["object"])
+        return open_dataset(source, reference["fields"], ragged=reference["ragged"])
     how = reference["fields"], reference.get("cache", CACHE_BYTES), reference.get("outside", ())
     if "files" in reference:
         decode = reference.get("decode")

@@ -58,7 +58,7 @@ TOKENS: dict[str, int] = {
     "config": 9987,
     "comm": 3640,
     "run": 25347,
-    "data": 46682,
+    "data": 48081,
     "reduce": 15216,
     "train": 14121,
     "parallel": 4457,

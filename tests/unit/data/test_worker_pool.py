@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from itertools import islice
 from pathlib import Path
 
@@ -247,9 +248,20 @@ def test_a_transform_that_a_worker_could_not_make_is_refused(transform, why: str
     assert "functools.partial" in caught.value.fix
 
 
+def test_an_object_is_made_again_in_each_worker() -> None:
+    alone, helped = (take(2, workers, None, dataset=Squares(LENGTH)) for workers in (0, 1))
+    for one, other in zip(alone, helped, strict=True):
+        assert [piece["x"].tolist() for piece in one.micro_batches] == [
+            piece["x"].tolist() for piece in other.micro_batches
+        ]
+
+
 def test_data_that_a_worker_could_not_open_is_refused() -> None:
-    with pytest.raises(UserError, match="cannot be sent to worker processes: the data is an object of Squares"):
-        take(1, 1, dataset=Squares(LENGTH))
+    squares = Squares(LENGTH)
+    squares.lock = threading.Lock()  # type: ignore[attr-defined]
+    what = "cannot be sent to worker processes: the data is an object of Squares, and its lock is _thread.lock"
+    with pytest.raises(UserError, match=what):
+        take(1, 1, None, dataset=squares)
 
 
 def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
