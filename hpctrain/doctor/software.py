@@ -90,7 +90,8 @@ def _framework(topic: str, package: str, code: str, install: str) -> Check:
     built = f", {facts['platform']}" if facts.get("platform") else ""
     keras = f", Keras {facts['keras']}, backend {facts['backend']}" if "keras" in facts else ""
     gpus = f"{len(facts['gpus'])} GPU" + ("s" if len(facts["gpus"]) != 1 else "")
-    return Check(topic, f"{facts['version']}{built}{keras}, sees {gpus}")
+    shared = "; gradients of ranks that share one go through host memory, 0.2 s per GB" if facts["gpus"] else ""
+    return Check(topic, f"{facts['version']}{built}{keras}, sees {gpus}{shared}")
 
 
 def horovod() -> Iterator[Check]:
@@ -132,7 +133,8 @@ def horovod_for(framework: str, built: str, seen: Probe) -> Check:
     if not seen.facts["mpi"]:
         return problem(topic, "built without MPI", rebuild)
     if trains_on_gpu and not seen.facts["for_gpus"]:
-        return problem(topic, "built for CPUs, but models train on a GPU here", f"{rebuild}, or set reduce.kind: mpi")
+        fix = f"{rebuild}, if you want reduce.kind: horovod"
+        return note(topic, "built for CPUs: on GPUs gradients are summed by the NCCL of PyTorch", fix)
     nccl = seen.facts["nccl"]
     value = f"loads, same MPI library as mpi4py{f', NCCL {nccl}' if nccl else ', no NCCL (CPUs only)'}"
     if not fits:

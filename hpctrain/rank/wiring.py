@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.backends.local_training import LocalFramework, inner_world
 from hpctrain.checkpoint.hook import checkpoint_hook
@@ -76,7 +76,8 @@ def make_local_framework(
     """
     inner = inner_world(world, config.sync)
     compression = "none" if config.reduce.compression == "auto" else config.reduce.compression
-    apart = ReducerChoice(dataclasses.replace(config.reduce, kind="mpi", compression=compression), inner)
+    kind: Literal["mpi", "nccl"] = "nccl" if config.reduce.kind == "nccl" else "mpi"
+    apart = ReducerChoice(dataclasses.replace(config.reduce, kind=kind, compression=compression), inner)
     first = ReducerChoice(config.reduce, world, reducer.name, reducer.record) if config.sync.after_steps else apart
     index = world.node if config.sync.within == "node" else world.rank
     own = dataclasses.replace(

@@ -23,6 +23,7 @@ SYNC: dict[str, dict[str, Any]] = {
     "mean": LOCAL,
     "paced": {**LOCAL, "by_speed": True},
     "node": {**LOCAL, "every_steps": 50, "within": "node"},
+    "node_nccl": {**LOCAL, "every_steps": 50, "within": "node"},
     "warm": {**LOCAL, "every_steps": 50, "after_steps": 8},
     "apart": {**LOCAL, "every_steps": 8},
     "accumulated": LOCAL,
@@ -80,7 +81,7 @@ def main() -> None:
             run_dir=f"{folder}/{name}",
             train=TrainConfig(steps=8, global_batch=16, **TRAIN.get(name, {})),
             sync=SyncConfig(**sync),
-            reduce=ReduceConfig(kind="mpi"),
+            reduce=ReduceConfig(kind="nccl" if (name, framework) == ("node_nccl", "torch") else "mpi"),
             monitor=MonitorConfig(enabled=False),
             checkpoint=CheckpointConfig(interval="none"),
         )

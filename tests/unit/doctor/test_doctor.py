@@ -61,14 +61,15 @@ def test_a_build_for_gpus_is_renewed_as_one(nccl, fix):
     assert found.fix.endswith(fix)
 
 
-@pytest.mark.parametrize(("for_gpus", "status"), [(False, Status.PROBLEM), (True, Status.OK)])
-def test_horovod_for_cpus_is_a_problem_where_torch_trains_on_a_gpu(monkeypatch, for_gpus, status):
+@pytest.mark.parametrize(("for_gpus", "status"), [(False, Status.NOTE), (True, Status.OK)])
+def test_horovod_for_cpus_is_noted_where_torch_trains_on_a_gpu(monkeypatch, for_gpus, status):
     monkeypatch.setattr(software, "version_of", lambda *packages: "2.0")
     facts = {"mpi": True, "nccl": 0, "for_gpus": for_gpus, "trains_on_gpu": True, "maps": ONE_MAP}
     found = software.horovod_for("torch", "2.0", Probe(facts))
     assert found.status is status
-    if status is Status.PROBLEM:
-        assert found.fix == "run: hpctrain install-horovod --gpu --force, or set reduce.kind: mpi"
+    if status is Status.NOTE:
+        assert "NCCL of PyTorch" in found.value
+        assert found.fix == "run: hpctrain install-horovod --gpu --force, if you want reduce.kind: horovod"
 
 
 @pytest.mark.parametrize("for_gpus", [False, True])
