@@ -179,7 +179,6 @@ def prove_core(wheel: Path, place: Place) -> None:
                 raise Failed(f"render {name}.yaml prints no script")
     place.hpctrain("submit", "--dry-run", "torch_table.yaml", "--launch.slurm.time", "00:10:00")
     place.hpctrain("render", "torch_table.yaml", "--launch.slurm.profile", "example-gpu-infiniband")
-    place.hpctrain("completion", "bash")
 
 
 def prove_torch(wheel: Path, place: Place) -> None:

@@ -57,7 +57,6 @@ COMMANDS = {
     "doctor": Command("hpctrain.commands.doctor", "check what is installed, what is wrong, and how to fix it"),
     "keys": Command("hpctrain.commands.keys", "list the keys of a run file, or those with a word"),
     "init": Command("hpctrain.commands.init", "write a task and a run file to start from"),
-    "completion": Command("hpctrain.commands.completion", "print a completion script for bash, zsh or fish"),
     "install-horovod": Command("hpctrain.commands.install_horovod", "build Horovod for what is installed here"),
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.horovod_wheel import build, patch, toolchain
 from hpctrain.system import foreign_text, python
+from hpctrain.system.files import take_lock
 
 _SMOKE_TEST = "import horovod.{0} as hvd; assert hvd.mpi_built()"
 
@@ -146,11 +146,10 @@ def _check_it_loads(framework: str, mpi: toolchain.Mpi) -> None:
 def _locked(path: Path, say: build.Say) -> Iterator[None]:
     """Lets simultaneous set-ups build one after the other; the kernel frees the lock of a process that died."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(file.fileno()):
             say("Another process builds the same wheel; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            while not take_lock(file.fileno()):
+                time.sleep(1)
         yield
 
 

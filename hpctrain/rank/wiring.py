@@ -19,7 +19,6 @@ from hpctrain.monitor.session import MonitorHook
 from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
 from hpctrain.rank.batches import DataPosition, make_data, make_validation_sets
 from hpctrain.rank.kept_choices import KeptReducer
-from hpctrain.rank.kept_memory import KeptMemory
 from hpctrain.rank.problem import Problem, rate_features
 from hpctrain.rank.recovery_note import RecoveryNote
 from hpctrain.rank.stop_requests import StopRequests
@@ -136,7 +135,6 @@ def make_hooks(
     yield StopRequests(session.signals, run_dir, writer.append)
     if config.reduce.verify_every_steps is not None:
         yield VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables")
-    yield KeptMemory(session.warn)
     watch = watching(config.train.early_stop, config.schedule)
     what = config.track.profile
     profile = [] if what.first_step is None else [Profile(what, profiler_of(problem.task), session.warn)]

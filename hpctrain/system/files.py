@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,20 @@ FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """Modes before the umask; nothing is made writable by everyone."""
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def take_lock(descriptor: int) -> bool:
+    """Takes the exclusive lock of an open file or folder; whether no other process holds it.
+
+    The kernel frees it when the descriptor is closed. True also on a file system without locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class Diverted(OSError):

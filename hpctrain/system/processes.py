@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from hpctrain.system import cgroups
+from hpctrain.system.files import take_lock
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -170,7 +171,8 @@ def _held(folder: Path) -> Iterator[None]:
     """Holds a folder's lock. Raises OSError if another process holds it, or it is not a folder."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take_lock(opened):
+            raise BlockingIOError(f"another process holds {folder}")
         yield
     finally:
         os.close(opened)

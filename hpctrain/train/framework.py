@@ -91,8 +91,6 @@ class Facts:
     """Sentences on what this run leaves unused of its device."""
     through_host_s: float = 0.0
     """Estimated seconds per update in which gradients of GPUs go through host memory; 0 if they do not."""
-    gives_back: bool = False
-    """Whether memory freed by a step may go back to the kernel rather than to a framework's allocator."""
 
 
 class HostMemory(Protocol):

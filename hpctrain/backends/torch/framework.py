@@ -81,7 +81,6 @@ class TorchFramework(FrameworkOfParts):
             meta_init=source.meta_init,
             undeclared=tuple(source.holdings.undeclared),
             advice=self.advice,
-            gives_back=self.device.type == "cpu",
             nccl=settings_of(self.device),
         )
 

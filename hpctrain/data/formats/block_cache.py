@@ -4,7 +4,6 @@ and later runs find them again."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hpctrain.errors import UserError
-from hpctrain.system.files import make_private
+from hpctrain.system.files import make_private, take_lock
 
 MAPPED_BYTES = 2**20
 """Size attributed to a memory-mapped block, to limit their number, because each holds a file descriptor."""
@@ -134,12 +133,6 @@ def alone(path: Path) -> Iterator[None]:
     """Hold an exclusive lock while the body runs; after LONGEST_WAIT_S the body runs without it."""
     with path.open("w") as file:
         end = time.monotonic() + LONGEST_WAIT_S
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:
-                break  # the file system does not support locks
+        while not take_lock(file.fileno()) and time.monotonic() < end:
+            time.sleep(0.02)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -159,34 +158,6 @@ class LibraryArray:
     def read(self, box: Box) -> NDArray[Any]:
         values: NDArray[Any] = self.dataset[slices(box)]
         return values
-
-
-class SplitArray:
-    """An array whose bytes are stored consecutively in several external files."""
-
-    layout = "external"
-    chunk_samples = 1
-
-    def __init__(self, parts: Sequence[MappedBytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.parts = parts
-        self.shape = shape
-        self.dtype = dtype
-
-    def read(self, box: Box) -> NDArray[Any]:
-        rows, *others = box
-        sample_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        first, last = rows[0] * sample_bytes, (rows[-1] + 1) * sample_bytes
-        content = bytearray()
-        position = 0
-        for part in self.parts:
-            length = part.end - part.begin
-            begin, end = max(first - position, 0), min(last - position, length)
-            if begin < end:
-                part.check()
-                content += part.mapping[part.begin + begin : part.begin + end]
-            position += length
-        whole = np.frombuffer(content, self.dtype).reshape(rows[-1] - rows[0] + 1, *self.shape[1:])
-        return whole[slices((range(0, len(whole), rows.step), *others))]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from hpctrain.data.formats.hdf5_arrays import (
     LibraryArray,
     MappedArray,
     MappedBytes,
-    SplitArray,
     VirtualArray,
     aligned,
     beyond,
@@ -159,9 +158,10 @@ def resolve_external(files: LinkedFiles, dataset: h5py.Dataset, what: str) -> Ar
                 )
             parts.append(MappedBytes(path, files.map(path), offset, end))
             missing -= end - offset
-    if len(parts) == 1:
-        return MappedArray(parts[0], dataset.shape, dataset.dtype)
-    return SplitArray(parts, dataset.shape, dataset.dtype)
+    if len(parts) != 1:
+        fix = "copy it into the file: h5repack -l CONTI"
+        raise UserError(f"{files.path}: {what} is in {len(parts)} external files, not in one", fix)
+    return MappedArray(parts[0], dataset.shape, dataset.dtype)
 
 
 def resolve_virtual(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:

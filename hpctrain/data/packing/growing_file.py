@@ -7,7 +7,6 @@ It is in a temporary folder next to its final path, with a ``layout`` file that 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 
 from hpctrain.errors import UserError
 from hpctrain.system import safe_read
-from hpctrain.system.files import FILE_MODE, make_private, remove_folder, sync, write_atomically
+from hpctrain.system.files import FILE_MODE, make_private, remove_folder, sync, take_lock, write_atomically
 
 MARK_S = 5.0
 """Minimum time between two marks of a process, since each mark syncs the file."""
@@ -130,13 +129,8 @@ def marked(folder: Path) -> set[int]:
 def alone(folder: Path, path: Path) -> Iterator[None]:
     """Hold the folder's lock; raises UserError if another process holds it."""
     with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            fix = "wait until it has ended, or choose another name"
-            raise UserError(f"another process packs {path}", fix) from error
-        except OSError:  # the file system does not support locks
-            pass
+        if not take_lock(lock.fileno()):
+            raise UserError(f"another process packs {path}", "wait until it has ended, or choose another name")
         yield
 
 
