@@ -157,8 +157,8 @@ class LocalFramework(FrameworkOfParts):
             self.pace.end_round()
         return result
 
-    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
-        self.framework.dry_call(batch, validation)
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
+        self.framework.dry_call(batch, validation, pair)
 
     def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
         self._outer_weights()

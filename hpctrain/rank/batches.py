@@ -15,7 +15,7 @@ from hpctrain.data.samples import make_batch
 from hpctrain.data.stream import Stream, StreamingData, StreamOrder
 from hpctrain.errors import UserError
 from hpctrain.rank.problem import Problem, examples_of
-from hpctrain.train.framework import StepResult
+from hpctrain.train.framework import StepResult, samples_of
 from hpctrain.train.hooks import BaseHook, Training
 
 Place: TypeAlias = Callable[[Samples], Samples]
@@ -33,6 +33,17 @@ def first_batch(problem: Problem, world: World, most: int | None = None) -> Samp
     mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
     mine = mine[part_of(len(mine), 0, min(problem.loading.micro_batches, max(len(mine), 1)))][:most]
     return make_batch(examples_of(problem.train), recipe, first_draw(mine))
+
+
+def first_pair(problem: Problem, batch: Samples) -> Samples | None:
+    """Returns two samples if the first micro-batch has only one, which does not show how a loss averages."""
+    if not isinstance(problem.order, Order) or not batch or samples_of(batch) > 1:
+        return None
+    ids = problem.order.batch_indices(0, 0)[:2]
+    try:
+        return make_batch(examples_of(problem.train), problem.loading.recipe, first_draw(ids))
+    except Exception:  # of a collate for single samples
+        return None
 
 
 def first_validation(problem: Problem) -> list[Samples]:

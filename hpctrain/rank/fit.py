@@ -12,7 +12,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.monitor.session import start as start_monitor
 from hpctrain.parallel.pipeline import BY_PARAMETERS
 from hpctrain.rank import wiring
-from hpctrain.rank.batches import first_batch, first_validation, make_data
+from hpctrain.rank.batches import first_batch, first_pair, first_validation, make_data
 from hpctrain.rank.kept_choices import kept_reducer, note_data, note_nccl, stage_choice
 from hpctrain.rank.model_input import described
 from hpctrain.rank.problem import make_problem, require_same_data
@@ -95,7 +95,7 @@ def train(
             batch = first_batch(problem, session.world)
             validation = first_validation(problem)
             for one, _ in even_batches([batch] if batch else [], framework.sync_group):
-                framework.dry_call(one, validation)
+                framework.dry_call(one, validation, first_pair(problem, batch))
         if session.world.rank == 0 and batch:
             foreign_text.show(described(problem.task, problem.loading.recipe.names, batch))
             for sentence in framework.facts.advice:

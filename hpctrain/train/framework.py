@@ -130,11 +130,12 @@ class Step(Protocol):
         Raises NonFiniteLoss, on every rank, unless loss scaling skips the step.
         """
 
-    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         """Tries forward pass, loss and metrics on a batch, and leaves all state as it was. Needs no other rank, unless
         there is a ``sync_group``.
 
-        Evaluation is tried on a batch of each ``validation`` set, or on the same batch if there is none.
+        A ``pair`` of samples shows how the loss averages, if the batch has only one. Evaluation is tried on a batch of
+        each ``validation`` set, or on the same batch if there is none.
 
         Raises UserError naming the task's field at fault, and the user's line.
         """

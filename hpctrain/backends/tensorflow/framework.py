@@ -16,7 +16,7 @@ from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.tensorflow.state.source import KerasState
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
 from hpctrain.backends.tensorflow.steps.passes import Passes, TensorFlowMemory, on_device
-from hpctrain.backends.tensorflow.task.dry_call import try_evaluation
+from hpctrain.backends.tensorflow.task.dry_call import try_evaluation, try_mean
 from hpctrain.backends.update import UpdateResult
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
@@ -85,10 +85,12 @@ class KerasFramework(FrameworkOfParts):
     def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> UpdateResult:
         return self.program.run(micro_batches, global_samples)
 
-    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         with self.source.unchanged():
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
+            if pair is not None and self.task.loss is not None:
+                try_mean(self.task, self.evaluator.passes, on_device(copied(pair)))
 
     def weights(self, at: slice = ALL) -> NDArray[Any]:
         """See backends.local_training.Apart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
 from hpctrain.backends.torch.state.source import Averages, TorchState
 from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
 from hpctrain.backends.torch.strategies.strategy import Prepared
-from hpctrain.backends.torch.task.checks import judges, try_metrics
+from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.mean_check import require_mean
 from hpctrain.train.evaluation import try_meters
 from hpctrain.train.flops import Flops
 from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, StepResult, Sums, copied, samples_of
@@ -95,12 +97,14 @@ class TorchFramework(FrameworkOfParts):
             )
         return self.program.run(micro_batches, global_samples)
 
-    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = ()) -> None:
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
         parts = self.parts
         with parts.unchanged(), parts.compute.autocast(), parts.batch_norms.trial(), self.prepared.uncompiled():
             parts.modes.train()
             self.flops = self.program.dry_call(batch)
             self.evaluator.try_on(validation or [batch])
+            if pair is not None and self.task.loss is not None and not self.evaluator.passes.meets:
+                self.evaluator.try_mean(pair)
             self.source.require_same_layout()
 
     def weights(self, at: slice = ALL) -> NDArray[Any]:
@@ -174,6 +178,13 @@ class TorchEvaluator:
             with self._evaluating(), self.parts.partition.passing():
                 try_metrics(task, self.passes.called, compute.tensors(copied(batch)))
             try_meters(self, copied(batch))
+
+    def try_mean(self, batch: HostBatch) -> None:
+        """Raises UserError if the loss of these samples is not a mean; calls the model, see ``require_mean``."""
+        task, inputs = self.parts.task, self.parts.compute.tensors(copied(batch))
+        again = functools.partial(task.forward, self.passes.called)
+        with self._evaluating():
+            require_mean(TORCH, "loss", task.loss, None, inputs, again)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

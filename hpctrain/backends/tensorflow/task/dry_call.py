@@ -37,6 +37,11 @@ def try_training(task: KerasTask, passes: Passes, batch: Tensors) -> None:
         raise trained_weight("loss", "tf.stop_gradient(weight)")
 
 
+def try_mean(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+    """Raises UserError if the loss of these samples is not a mean; calls the model, see ``require_mean``."""
+    require_mean(KERAS, "loss", task.loss, None, batch, functools.partial(passes.outputs, training=False))
+
+
 def try_evaluation(task: KerasTask, passes: Passes, batch: Tensors) -> None:
     """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
     metrics = {f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}

@@ -150,6 +150,20 @@ def test_a_loss_of_the_model_itself_is_tried_by_calling_the_model() -> None:
     own_loss(functional.cross_entropy, noise=1.0)  # random, so unknown
 
 
+def test_a_micro_batch_of_one_sample_is_tried_as_a_pair() -> None:
+    """With one sample, a mean over its tokens looks like a mean over samples: the usual way to train large models."""
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        return (batch["mask"] * (outputs[:, :1] - batch["w"][:, None]) ** 2).sum() / batch["mask"].sum()
+
+    framework = make_framework(alone(), loss=loss)
+    one, pair = ({name: array[:samples] for name, array in batch().items()} for samples in (1, 2))
+    framework.dry_call(one)
+    with pytest.raises(UserError, match=r"loss is not a mean .* for 1 samples"):
+        framework.dry_call(one, (), pair)
+    make_framework(alone(), loss=MEANS["mean"]).dry_call(one, (), pair)
+
+
 def test_rows_of_another_axis_are_not_taken_for_samples() -> None:
     """As many time steps as samples: [time, samples, features]."""
 
