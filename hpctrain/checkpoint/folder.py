@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,16 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.files import listed, make_durable_folder, open_regular, write_durably
-from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Manifest, shard_file
+from hpctrain.checkpoint.format.layout import (
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    Manifest,
+    UnreadableCheckpoint,
+    shard_file,
+)
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.patience import patiently
-from hpctrain.errors import Code, RunFailed
+from hpctrain.errors import Code, RunFailed, UserError
 from hpctrain.run.folder import PARTIAL, name_of_step, step_named
 from hpctrain.system.files import sync
 
@@ -59,6 +65,14 @@ class CheckpointFolder:
         """
         found = map(step_named, patiently(lambda: listed(self.path)))
         return sorted(step for step in found if step is not None)
+
+    def best(self) -> int | None:
+        """The newest checkpoint that was the best when it was saved; None if there is none."""
+        for step in reversed(self.steps()):
+            with suppress(DamagedCheckpoint, UnreadableCheckpoint, UserError):
+                if self.manifest(step).meta.get("best"):
+                    return step
+        return None
 
     def folder(self, step: int) -> Path:
         """The folder of a step's checkpoint, which need not exist yet."""

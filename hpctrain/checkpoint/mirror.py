@@ -13,11 +13,12 @@ from tempfile import mkdtemp
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, Manifest
 from hpctrain.checkpoint.objects import ObjectFolder
 from hpctrain.checkpoint.remote import FOLDER, Listing, look
-from hpctrain.checkpoint.store import CheckpointStore
+from hpctrain.checkpoint.store import CheckpointStore, no_best
 from hpctrain.config.sections import require_store
 from hpctrain.errors import UserError
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import step_named
+from hpctrain.run.resolve_run import BEST
 
 
 class Mirror(CheckpointStore):
@@ -56,13 +57,18 @@ class Mirror(CheckpointStore):
             self.objects.fetch(name, self.folder(step) / name.partition("/")[2])
 
 
-def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | None]:
+def locate(text: str, step: int | str | None = None) -> tuple[CheckpointStore, int | None]:
     """Resolve a path or URL that a user gives to a store and, if it names one, a step; see ``resolve_run.checkpoints``.
+
+    The best checkpoint is the step ``best``, or ``<path>/best``.
 
     Raises:
         UserError: the folder does not exist, or has no checkpoint, or none of this step.
     """
     store: CheckpointStore
+    place, _, last = text.rstrip("/").rpartition("/")
+    if last == BEST and not Path(text).exists():
+        text, step = place, BEST
     if "://" in text:
         require_store(text, "the URL")
         place, _, last = text.rstrip("/").rpartition("/")
@@ -71,10 +77,14 @@ def locate(text: str, step: int | None = None) -> tuple[CheckpointStore, int | N
     else:
         path, named = resolve_run.checkpoints(text)
         store = CheckpointStore(path)
+    if step == BEST:
+        step = store.best()
+        if step is None:
+            raise no_best(text)
     step = step if named is None else named
     steps = store.steps()
     if not steps:
         raise UserError(f"{text} has no checkpoint", "give a run folder, its checkpoints folder, or one checkpoint")
     if step is not None and step not in steps:
         raise UserError(f"{text} has no checkpoint of step {step}", f"choose one of {', '.join(map(str, steps))}")
-    return store, step
+    return store, None if step is None else int(step)

@@ -24,6 +24,7 @@ from hpctrain.checkpoint.resume_compat import differences, model_changes, refuse
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
+from hpctrain.run.resolve_run import BEST
 from hpctrain.train.framework import StateSource
 from hpctrain.train.state import TrainState
 from hpctrain.train.stateful import HOOKS, STATE, Kept, make_equal
@@ -110,7 +111,7 @@ class CheckpointStore(CheckpointFolder):
         """
         return load_newest(self.candidates(step), self.group, self.peers)
 
-    def load_into(self, use: Use, step: int | None = None) -> Loaded:
+    def load_into(self, use: Use, step: int | str | None = None) -> Loaded:
         """Load a checkpoint into memory that the caller already has. Collective over the store's group.
 
         Args:
@@ -135,21 +136,30 @@ class CheckpointStore(CheckpointFolder):
         with self.whole(step), opened(self.path, step) as loaded:
             yield loaded
 
-    def candidates(self, step: int | None) -> list[Path]:
-        """Checkpoint folders to try, in order. Collective. Raises UserError if there are none."""
+    def candidates(self, step: int | str | None) -> list[Path]:
+        """Folders to try, in order; ``step`` may be ``best``. Collective. Raises UserError if there are none."""
         steps: list[int] = self.group.broadcast(self.steps() if self.group.rank == 0 else None, "list the checkpoints")
         if not steps:
             raise UserError(f"{self.path} has no checkpoint", "train first, or check the path")
+        if step == BEST:
+            step = self.group.broadcast(self.best() if self.group.rank == 0 else None, "find the best checkpoint")
+            if step is None:
+                raise no_best(str(self.path))
         if step is not None and step not in steps:
             fix = f"choose one of {', '.join(map(str, steps))}"
             raise UserError(f"{self.path} has no checkpoint of step {step}", fix)
-        return [self.folder(each) for each in ([step] if step is not None else steps[::-1])]
+        return [self.folder(each) for each in ([int(step)] if step is not None else steps[::-1])]
 
     def close(self) -> None:
         """Release staging memory and the thread of ``save``; the store stays usable."""
         if self.saver:
             self.saver.close()
         self.saver = None
+
+
+def no_best(where: str) -> UserError:
+    """The error that no checkpoint is marked best."""
+    return UserError(f"{where} has no best checkpoint", "set checkpoint.best_metric in the run, or give a step")
 
 
 def open_saver(
@@ -270,7 +280,7 @@ def compare_model(
 def load_weights(
     framework: StateSource,
     store: CheckpointStore,
-    step: int | None = None,
+    step: int | str | None = None,
     state: Sequence[Kept] = (),
     stages: Group | None = None,
     accepted: Sequence[str] = (),
@@ -282,7 +292,7 @@ def load_weights(
     Args:
         framework: the model, or a pipeline stage of it.
         store: the checkpoints.
-        step: which one.
+        step: which one; ``best`` for the best.
         state: objects of the task.
         stages: ranks of the pipeline stages.
         accepted: see ``resume_compat.model_changes``.

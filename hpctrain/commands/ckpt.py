@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ExitCode, UserError
+from hpctrain.run.resolve_run import step
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import size
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in (ls, verify, inspect, export):
         action.add_argument("path", help=PATH_HELP)
     for action in (verify, inspect, export):
-        action.add_argument("--step", type=int, help="checkpoint of this step; by default the newest (verify: all)")
+        action.add_argument("--step", type=step, help="a step or best; by default the newest (verify: all)")
     inspect.add_argument("--name", default="", help="only tensors below this name, such as model")
     diff.add_argument("first", help=PATH_HELP)
     diff.add_argument("second", help="likewise")
@@ -227,7 +228,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     replace_whole(output, lambda path: export_keras(task.model, arrays, path))
 
 
-def opened(path: str, step: int | None = None) -> AbstractContextManager[Loaded]:
+def opened(path: str, step: int | str | None = None) -> AbstractContextManager[Loaded]:
     """Opens the checkpoint that the user names; if the newest is damaged, no older one takes its place."""
     from hpctrain.checkpoint.mirror import locate
 

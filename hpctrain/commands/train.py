@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.config.loading import add_run_file, dump, load
+from hpctrain.run.resolve_run import step
 from hpctrain.system import foreign_text
 from hpctrain.system.output import say
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--fresh", action="store_true", help="put existing checkpoints aside and start over")
         parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)  # for doctor: up to the first step
         return
-    parser.add_argument("--step", type=int, help="checkpoint to use; by default the newest intact one")
+    parser.add_argument("--step", type=step, help="checkpoint to use, a step or best; by default the newest intact one")
     if parser.get_default("command") == "evaluate":
         parser.add_argument("--json", action="store_true", help="print JSON")
     else:

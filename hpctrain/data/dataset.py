@@ -156,7 +156,7 @@ def plain(values: Any, what: str) -> NDArray[Any]:
         raise UserError(
             f"{what} is a masked array: {shown}", "fill them: array.filled(0), and give the mask as a separate array"
         )
-    return np.asarray(values)
+    return np.asarray(values.detach() if hasattr(values, "detach") else values)  # torch refuses if it has a gradient
 
 
 def as_rows(values: Any, what: str = "an array") -> NDArray[Any]:
@@ -212,6 +212,9 @@ def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: 
     if dtype.kind not in "biufc":
         fix = "store numbers (encode text and objects first), or name only the arrays to use"
         raise UserError(f"{where}: {name!r} has dtype {dtype}, which is not a number", fix)
+    if dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        fix = "convert it: array.astype(np.float64), or np.complex128"
+        raise UserError(f"{where}: {name!r} has dtype {dtype}, wider than any that models compute in", fix)
     return Field(tuple(shape[1:]), dtype.newbyteorder("="))
 
 

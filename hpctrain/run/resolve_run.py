@@ -95,6 +95,15 @@ def elements_of(array: RunDir) -> list[RunDir]:
     return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name))]
 
 
+BEST = "best"
+"""In place of a step: the newest checkpoint with the best value of ``checkpoint.best_metric``."""
+
+
+def step(text: str) -> int | str:
+    """A step as a user gives it: a number or ``best``. Raises ValueError."""
+    return BEST if text == BEST else int(text)
+
+
 def checkpoints(target: str) -> tuple[Path, int | None]:
     """Returns a folder of checkpoints, and the step if a single checkpoint is named.
 

@@ -43,7 +43,7 @@ def run(program: str, ranks: int, *arguments: str) -> Any:
 @functools.cache
 def results(ranks: int) -> dict[str, Any]:
     """Results of all scenarios on this number of ranks, run once."""
-    more = {1: ("evaluated", "judged"), 2: ELSEWHERE, 4: ("judged",)}[ranks]
+    more = {1: ("evaluated", "judged", "spectral"), 2: (*ELSEWHERE, "spectral"), 4: ("judged",)}[ranks]
     found: dict[str, Any] = run(
         "torch_training.py", ranks, *REDUCERS, *OPTIONS, "joined", "tables", "tables-gloo", *more
     )
@@ -100,6 +100,13 @@ def test_two_ranks_sum_to_the_bits_of_shared_memory_by_each_exact_reducer() -> N
 def test_accumulation_clipping_and_weights_are_exact(ranks: int, option: str) -> None:
     found = results(ranks)[option]
     require_same_training(found["losses"], by_hand(option.partition("-")[0].replace("accumulate", "mean")))
+    require_equal_ranks(found)
+
+
+@pytest.mark.parametrize("plan", ["mpi-overlap", "horovod-flat", "gloo-overlap", "optimizer", "gradients"])
+def test_complex_parameters_train_as_on_one_rank(plan: str) -> None:
+    found, wanted = results(2)["spectral"][plan], results(1)["spectral"][plan]
+    require_same_training(found["losses"], wanted["losses"], rtol=1e-12)  # fp64, another order of sums
     require_equal_ranks(found)
 
 

@@ -15,6 +15,7 @@ from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.torch.metrics import to_host
 from hpctrain.backends.torch.process_groups import settings_of
 from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
+from hpctrain.backends.torch.reduce.gradients import as_real
 from hpctrain.backends.torch.state.source import Averages, TorchState
 from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
 from hpctrain.backends.torch.strategies.strategy import Prepared
@@ -68,7 +69,7 @@ class TorchFramework(FrameworkOfParts):
         assert updates is not None, "the last strategy has made some"
         tables = {id(one) for reducers in updates.reducers.values() for one in reducers.sparse}
         apart = tables | self.parts.partition.complete
-        gradient_bytes = sum(4 * one.numel() for one in source.averages.parameters if id(one) not in apart)
+        gradient_bytes = sum(4 * as_real(one).numel() for one in source.averages.parameters if id(one) not in apart)
         reducer = exchanges.used.name if exchanges.used else None
         on_host = self.device.type != "cpu" and reducer is not None and reducer.startswith("mpi")
         return Facts(
@@ -109,7 +110,7 @@ class TorchFramework(FrameworkOfParts):
 
     def weights(self, at: slice = ALL) -> NDArray[Any]:
         """See backends.local_training.Apart."""
-        trained = [one.detach() for one in self.source.averages.parameters]
+        trained = [as_real(one.detach()) for one in self.source.averages.parameters]
         covers = covered([one.numel() for one in trained], at)
         parts = [trained[index].reshape(-1)[part] for index, part, _ in covers]
         flat: NDArray[Any] = torch.cat(parts).cpu().numpy()
@@ -117,7 +118,7 @@ class TorchFramework(FrameworkOfParts):
 
     def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
         """See backends.local_training.Apart."""
-        trained = [one.detach() for one in self.source.averages.parameters]
+        trained = [as_real(one.detach()) for one in self.source.averages.parameters]
         for index, part, place in covered([one.numel() for one in trained], at):
             values = trained[index].reshape(-1)
             values[part] = torch.from_numpy(flat[place])

@@ -401,9 +401,32 @@ def compiled(world: World) -> dict[str, Any]:
     return found
 
 
+class Spectral(torch.nn.Module):
+    """A layer with complex weights between real ones, as in a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(12, 8).double(), torch.nn.Linear(8, 3).double()
+        self.weight = torch.nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.down(torch.fft.irfft(torch.fft.rfft(self.up(values.double())) * self.weight, n=8))
+        return outputs
+
+
+def spectral(world: World) -> dict[str, Any]:
+    """Losses of a model with complex parameters, by how its gradients are summed."""
+    plans: dict[str, dict[str, Any]] = {
+        **{way: {"way": way} for way in ("mpi-overlap", "horovod-flat", GLOO)},
+        **{shard: {"parallel": ParallelConfig(shard=shard)} for shard in ("optimizer", "gradients")},
+    }
+    return {name: trained(world, 12, model=Spectral, clip_norm=0.5, **settings) for name, settings in plans.items()}
+
+
 WAYS = ("mpi-node", "mpi-flat", "mpi-overlap", "horovod-flat", "horovod-overlap", "gloo-flat", GLOO)
 
 SCENARIOS: dict[str, Callable[[World], dict[str, Any]]] = {
+    "spectral": spectral,
     "auto": trained,
     "mpi": lambda world: trained(world, reduce={"kind": "mpi"}),
     "horovod": lambda world: trained(world, reduce={"kind": "horovod"}),

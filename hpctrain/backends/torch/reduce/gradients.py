@@ -161,9 +161,16 @@ def densify(name: str, gradient: torch.Tensor, sparse: Sparse) -> torch.Tensor:
     return gradient.to_dense()
 
 
+def as_real(values: torch.Tensor) -> torch.Tensor:
+    """The real numbers of a tensor; of a complex one, its real and imaginary parts, which can be summed as they are."""
+    return torch.view_as_real(values.detach()) if values.is_complex() else values
+
+
 def view_like(parameter: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:
     """A view with the parameter's shape and, if it is dense, its strides, since fused optimizers need equal strides."""
-    part = flat[offset : offset + parameter.numel()]
+    part = flat[offset : offset + as_real(parameter).numel()]
+    if parameter.is_complex():
+        part = torch.view_as_complex(part.view(-1, 2))
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():  # dense, in any memory order
         return part.as_strided(parameter.size(), parameter.stride())
     return part.view(parameter.size())

@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.process_groups import Peers, each_has_a_gpu, peers_of, word_of
 from hpctrain.backends.torch.reduce import allreduce, messages
-from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, densify
+from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, as_real, densify
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig
@@ -217,7 +217,7 @@ class FlatReducer(ByFlatGradients, WithNorm):
         self.sum = sum_
         boundary = flat_gradients.layout.gradients
         self.values = sum_.flat[:boundary]
-        self.converts = any(parameter.dtype != sum_.flat.dtype for parameter in flat_gradients.parameters)
+        self.converts = any(one.dtype.to_real() != sum_.flat.dtype for one in flat_gradients.parameters)
         self.slots = sum_.flat[boundary:]
         self.others = [one for one in (tables, own) if one is not None]
         self.parts = flat_gradients.parts(PARTS)
@@ -339,7 +339,7 @@ class TorchReducers:
             return NoReducer(parameters, SparseGradients(rows_of), config.sparse, self.needs_norm)
         dtype, device = common_kind(wanted)
         most, ends = bucket_sizes(config, candidate, dtype, device)
-        layout = plan([one.numel() for _, one in parameters], most, SLOTS, ends)
+        layout = plan([as_real(one).numel() for _, one in parameters], most, SLOTS, ends)
         residue = residue_of(candidate, layout, config.compress_after_steps)
         sum_: allreduce.TensorAllreduce
         over: Peers | Group = group
@@ -469,8 +469,5 @@ def common_kind(parameters: Sequence[tuple[str, Parameter]]) -> tuple[torch.dtyp
         raise UserError(
             f"the model is spread over {len(devices)} devices", "put all parameters of a rank on one device"
         )
-    odd = [name for name, parameter in parameters if not parameter.dtype.is_floating_point]
-    if odd:
-        raise UserError(f"parameter {odd[0]} is not of a real floating-point type", "use real-valued parameters")
-    wide = any(parameter.dtype == torch.float64 for _, parameter in parameters)
+    wide = any(parameter.dtype.to_real() == torch.float64 for _, parameter in parameters)
     return torch.float64 if wide else torch.float32, devices.pop()

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import by_group, peers_of, word_of
-from hpctrain.backends.torch.reduce.gradients import FlatGradients, view_like
+from hpctrain.backends.torch.reduce.gradients import FlatGradients, as_real, view_like
 from hpctrain.backends.torch.reduce.reducer import ByFlatGradients, Number, bucket_sizes, common_kind
 from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, StagedSharded, TensorSharded
 from hpctrain.backends.torch.state.optimizer import Slots
@@ -76,7 +76,7 @@ def shard(pairs: Pairs, traits: ParameterTraits, group: Group) -> Sharded:
 
 def shared_out(pairs: Pairs, traits: ParameterTraits, ranks: int) -> tuple[Layout, Shares]:
     """The layout of parameters in the flat buffer, and each rank's share of it; see ``shard``."""
-    layout = plan([parameter.numel() for _, parameter in pairs], None, SLOTS)
+    layout = plan([as_real(parameter).numel() for _, parameter in pairs], None, SLOTS)
     weighed = [
         ShardedParameter(
             rows=len(parameter) if id(parameter) in traits.by_rows and has_rows(parameter) else 1,

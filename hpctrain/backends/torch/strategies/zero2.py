@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpctrain.backends.torch.reduce.gradients import densify
+from hpctrain.backends.torch.reduce.gradients import as_real, densify
 from hpctrain.backends.torch.reduce.reducer import Number, common_kind, fill_slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits
@@ -41,8 +41,8 @@ MORE = 0
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor as a flat view, in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    """All real numbers of a dense tensor as a flat view, in memory order."""
+    return as_real(tensor.as_strided((tensor.numel(),), (1,))).view(-1)
 
 
 class SlicedReducer(OwnGradients):

@@ -37,6 +37,10 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
                 f"parameter {name} has no shape yet, since its layer is a lazy one",
                 "pass an example batch through the model before the task returns it",
             )
+    for name, one in (*model.named_parameters(), *model.named_buffers()):
+        if problem := unlike_memory(one):
+            fix = "make it a separate dense tensor: .to_dense() or .clone(), outside torch.inference_mode()"
+            raise UserError(f"{name} of the model {problem}, which can neither be saved nor loaded", fix)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         what = "no parameter of the task's model requires a gradient: nothing would be trained"
         raise UserError(what, "leave requires_grad on for what is to be trained")
@@ -55,6 +59,16 @@ def require_trainable(model: torch.nn.Module, optimizers: Sequence[torch.optim.O
             "LBFGS evaluates the loss several times per update, but a step over several ranks only once",
             "use an optimizer whose step needs no closure, such as AdamW",
         )
+
+
+def unlike_memory(tensor: Tensor) -> str:
+    """Why values cannot be copied to and from a tensor in place; empty if they can."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return "is a nested tensor" if tensor.is_nested else f"has the layout {tensor.layout}"
+    if tensor.is_inference():
+        return "was made in torch.inference_mode()"
+    repeats = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return "is expanded, so several elements share memory" if repeats else ""
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -249,3 +249,34 @@ def test_ranks_begin_with_equal_weights_though_state_dict_hides_them() -> None:
     model = with_a_hook()
     opening.make_equal(model, Everyone())  # type: ignore[arg-type]
     assert not any(parameter.any() for parameter in model.parameters())
+
+
+def in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+UNLIKE_MEMORY = {
+    "the layout torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "the layout torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "is expanded": lambda: torch.ones(1).expand(4),
+    "torch.inference_mode": in_inference_mode,
+    "is a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE_MEMORY)
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_cannot_be_filled_in_place_is_refused_in_a_sentence(what: str, kind: str) -> None:
+    def model() -> nn.Module:
+        made = plain_model()
+        value = UNLIKE_MEMORY[what]()
+        if kind == "buffer":
+            made.register_buffer("odd", value)
+        else:
+            made.odd = nn.Parameter(value, requires_grad=False)
+        return made
+
+    with pytest.raises(UserError, match=f"odd of the model .*{what}"):
+        make_framework(alone(), model)
