@@ -314,7 +314,8 @@ class WatchedAttempt:
             spent = time.monotonic() - now  # thousands of small files on a shared file system are slow to read
             self.next_look = now + max(WORDS_EVERY_S, spent / LOOKING)
         if now >= self.stop_deadline:
-            what = "the ranks did not stop in time, after the request or their checkpoint's last growth"
+            grace = f"{self.limits.stop_grace_s:.0f} s"
+            what = f"the ranks did not stop within {grace} of the request or of saving more, or before the time limit"
             fix = "raise launch.stop_grace_s; before a time limit, launch.slurm.signal_s"
             self.end(now, failed_with(Code.STOP, what, fix))
             self.stop_deadline = float("inf")

@@ -35,6 +35,8 @@ class TimeLimit:
     """Unix seconds, as ``end``; infinite if unknown."""
     end: float = math.inf
     next_look: float = 0.0
+    seen: int = 0
+    """Number of signals for which Slurm was asked."""
 
     @property
     def lead_s(self) -> float:
@@ -55,6 +57,8 @@ class TimeLimit:
 
         Slurm may send SIGUSR1 a minute early, and after the limit was lowered at once: not in the limit's first half.
         """
+        if len(received) > self.seen:  # the limit may be another one by now
+            self.seen, self.next_look = len(received), 0.0
         left_s = self.left_s()
         is_early = (self.end - self.begin) / 2 < left_s <= self.signal_s + EARLY_S
         number = next((number for number in received if number != signal.SIGUSR1 or not is_early), 0)

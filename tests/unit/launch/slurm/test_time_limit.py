@@ -23,6 +23,12 @@ def limit(whole_s: float, left_s: float, signal_s: float = 120.0, took_s: float 
     return TimeLimit("7", signal_s, took_s, now + left_s - whole_s, now + left_s, next_look=now + 3600)
 
 
+@pytest.fixture(autouse=True)
+def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm does not answer."""
+    monkeypatch.setattr(client, "job_fields", lambda job: {})
+
+
 @pytest.mark.parametrize(
     ("whole_s", "left_s", "received", "due"),
     [
@@ -63,6 +69,15 @@ def test_slurm_is_asked_again_as_the_limit_may_change(monkeypatch: pytest.Monkey
     assert found.due([]) == 0 and len(answers) == 1
     found.next_look = 0.0
     assert found.due([]) == SIGUSR1
+
+
+def test_a_signal_is_a_reason_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, lowered = limit(1200, 1190), limit(120, 110)
+    times = {"StartTime": lowered.begin, "EndTime": lowered.end}
+    fields = {name: time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(when)) for name, when in times.items()}
+    asked: list[str] = []
+    monkeypatch.setattr(client, "job_fields", lambda job: asked.append(job) or fields)
+    assert found.due([SIGUSR1]) == 0 and found.due([SIGUSR1]) == 0 and asked == ["7"]
 
 
 def test_a_limit_without_room_for_a_step_is_refused_before_any_rank_starts() -> None:
