@@ -207,7 +207,7 @@ def in_dtype(array: NDArray[Any], field: Field) -> NDArray[Any]:
 def check_field(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Field:
     """The field of an array of this shape, sample axis included; raises UserError if it cannot be trained on."""
     if not shape:
-        fix = "store one value per sample, or name only the arrays to use"
+        fix = "store one value per sample, or name only the arrays to use; of a sparse matrix give .toarray()"
         raise UserError(f"{where}: {name!r} is a single value, without a sample axis", fix)
     if dtype.kind not in "biufc":
         fix = "store numbers (encode text and objects first), or name only the arrays to use"

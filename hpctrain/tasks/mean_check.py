@@ -122,12 +122,13 @@ def uneven(field: str, whole: Score, first: Score, rest: Score) -> UserError:
             f"{of(whole):.6g} for all {whole.samples}"
         )
 
+    meant = MEANT if field == "loss" else "or write it as an hpctrain.Metric, whose state is merged over ranks"
     if not whole.weighted:
         mean = (first.total + rest.total) / whole.samples
         return UserError(
             f"{field} is not a mean over the samples, which ranks and micro-batches could average: it is "
             f"{values(lambda one: one.total / one.samples)}, and not {mean:.6g}",
-            f"return (sum, weight), two scalars that add up, such as ((each * mask).sum(), mask.sum()); {MEANT}",
+            f"return (sum, weight), two scalars that add up, such as ((each * mask).sum(), mask.sum()); {meant}",
         )
     if not add_up("weight", whole, first, rest):
         return UserError(
@@ -136,5 +137,5 @@ def uneven(field: str, whole: Score, first: Score, rest: Score) -> UserError:
         )
     return UserError(
         f"{field} returned (sum, weight) with a sum that does not add up over samples: {values(lambda one: one.total)}",
-        f"return the sum, not the mean, and add a penalty times the weight; {MEANT}",
+        f"return the sum, not the mean, and add a penalty times the weight; {meant}",
     )

@@ -36,7 +36,10 @@ ADVICE = {
         "hpctrain calls backward itself, and evaluates without gradients: put what needs some there into "
         "with torch.enable_grad():"
     ),
-    r"must have the same dtype": (
+    r"Complex(Float|Double)": (
+        "Complex arrays need complex weights (dtype=torch.complex64), or give real and imaginary parts as two channels"
+    ),
+    r"must have the same dtype(?!.*Complex)": (
         "Arrays for a model are float32 (array.astype(np.float32)), as are its weights: leave .half() and .double() out"
     ),
     r"Found dtype \w+ but expected": "Targets are of the type of the outputs: array.astype(np.float32)",

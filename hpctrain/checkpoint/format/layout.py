@@ -202,7 +202,10 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
         if parents:
             problem = f"is below {min(parents)}, which is a tensor itself"
         if problem:
-            raise UserError(f"tensor {tensor.name!r} {problem}", "rename or convert it before it is saved")
+            raise UserError(
+                f"tensor {tensor.name!r} {problem}",
+                "rename or convert it, or leave it out: register_buffer(..., persistent=False)",
+            )
 
 
 def name_problem(name: str) -> str | None:

@@ -97,7 +97,8 @@ def open_dataset(
     raise UserError(
         f"data of type {type(source).__name__} cannot be opened",
         "give paths, a dict of NumPy arrays, a torch Dataset, a tf.data.Dataset, an hpctrain.Dataset, or a "
-        "function that returns one",
+        "function that returns one; a generator runs only once: make arrays of it, or give hpctrain.open_stream an "
+        "object whose __iter__ starts it",
     )
 
 
