@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 ONE_OF_A_KIND = {"train-fp16", "exchange-device-4", "plan-grid-4", "plan-parameters-2"}
 """Other rows of their kinds call the same functions; test_plans.py shows that plans are exact on CPUs."""
-TRIED = [name for name in ROWS if name in ONE_OF_A_KIND or not name.startswith(("train-", "exchange-", "plan-"))]
+TRIED = [
+    name
+    for name in ROWS
+    if name in ONE_OF_A_KIND or not (name.startswith(("train-", "exchange-", "plan-")) or name.endswith("-eager"))
+]
 
 
 @pytest.mark.alone

@@ -69,7 +69,7 @@ TOKENS: dict[str, int] = {
     "track": 6535,
     "rank": 17373,
     "registry": 1497,
-    "launch": 55602,
+    "launch": 55656,
     "report": 12359,
     "watch": 4658,
     "doctor": 4336,

@@ -129,6 +129,10 @@ def _devices(first: Reports, expected: Expected) -> list[Fault]:
         if len(visible) < expected.gpus_per_node and not (private and visible):
             what = f"{host} shows {len(visible)} of {expected.gpus_per_node} GPUs"
             problems.append(Fault(what, f"exclude the host (--exclude {host}); hpctrain doctor on it says more", host))
+        elif len(ranks) > 1 and not problems and any(len(report["devices"]) < len(ranks) for report in ranks):
+            what = f"ranks on {host} see only their own GPUs, so NCCL may not copy between them directly"
+            fix = "request GPUs per node (launch.slurm.gpu_request: gres) and without --gpu-bind: ranks take their own"
+            problems.append(Fault(what, fix, host, fatal=False))
     return problems
 
 
