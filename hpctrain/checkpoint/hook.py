@@ -141,6 +141,11 @@ class CheckpointHook(BaseHook):
             passed_over = [*(one for one in lost if one.step > loaded.step), *loaded.rejected]
             rejected = tuple(events.Rejected(one.step, one.reason) for one in passed_over)
             self._report(events.Resumed(step=loaded.step, path=path, tier=tier, ranks=loaded.ranks, rejected=rejected))
+            before, now = (each.get("code") for each in (loaded.meta["identity"], self.identity))
+            if before and now and before != now:
+                self._say(
+                    ["the task's file has changed since this checkpoint was saved: the run continues with the new"]
+                )
             if accepted := differences(loaded.meta["identity"], self.identity):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
             self._say(compare_model(training.framework, loaded, training.world.pipeline, self.config.accept))

@@ -26,6 +26,7 @@ from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
+from hpctrain.tasks.loading import code_of
 from hpctrain.track.events_hook import EventsHook
 from hpctrain.track.sink import Sink
 from hpctrain.track.sinks import make_sinks
@@ -142,6 +143,7 @@ def make_hooks(
     if config.checkpoint.enabled:
         batch, fingerprint = problem.order.global_batch, problem.fingerprint()
         identity = identity_of(dataclasses.asdict(config), batch, fingerprint, problem.sources())
+        identity["code"] = code_of(config.task)
         state = kept_state(problem.task.state)
         given = (config.checkpoint, identity, world, run_dir, writer.append, stateful, fresh, state)
         yield checkpoint_hook(*given)

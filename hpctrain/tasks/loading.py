@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -18,6 +19,16 @@ from hpctrain.comm.world import World
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
 from hpctrain.tasks.user_errors import no_such_field, own_line, words
+
+
+def code_of(reference: str) -> str | None:
+    """SHA-256, in hexadecimal, of a task's file; None if it cannot be read."""
+    where = reference.rpartition(":")[0]
+    file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    except OSError:
+        return None
 
 
 def load_task(reference: str, arguments: Mapping[str, Any], world: World, seed: Callable[[], None]) -> Task:
