@@ -1,4 +1,4 @@
-"""The programs of docs/data.md do what the page says."""
+"""The programs of docs/data.md and docs/streams.md do what the pages say."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from hpctrain.data.stream import StreamingData, StreamOrder, open_stream
 from hpctrain.errors import UserError
 from hpctrain.rank.problem import make_problem
 
-PAGE = Path(__file__).parents[3] / "docs" / "data.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+DOCS = Path(__file__).parents[3] / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("data.md", "streams.md"))
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def program(containing: str) -> str:

@@ -96,7 +96,7 @@ def text(shown: View, width: int = 100, height: int = 40) -> str:
         ([attempt()], running(), replace(HERE, lives=False), None, Word.UNKNOWN, True),
         ([attempt()], running(), Life(False, False, "process 7 on n1"), None, Word.UNKNOWN, False),
         ([attempt()], running(), Life(False, False, "process 7 on n1"), job("RUNNING"), Word.UNKNOWN, False),
-        ([attempt()], running(), Life(False, False, "process 7 on n1"), job("SUSPENDED"), Word.RUNNING, False),
+        ([attempt()], running(), Life(False, False, "process 7 on n1"), job("SUSPENDED"), Word.PENDING, False),
         ([attempt()], running(), None, None, Word.UNKNOWN, True),
         ([attempt(job_id="12")], running(), None, job("TIMEOUT"), Word.FAILED, True),
         ([attempt(job_id="12")], running(), None, job("COMPLETED"), Word.UNKNOWN, True),

@@ -16,7 +16,7 @@ from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.segments import Segment, Segments
 from hpctrain.data.formats.table_dataset import open_table_dataset
 from hpctrain.data.formats.tables import Part, Table
-from hpctrain.errors import UserError
+from hpctrain.errors import RunFailed
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
 
@@ -72,7 +72,7 @@ def test_memory_does_if_the_folder_of_the_cache_is_gone(ragged: bool, cache: Pat
     shutil.rmtree(cache)
     assert is_right(dataset.read(np.arange(6)), range(6))
     store.failure = OSError("the store is away")
-    with pytest.raises(UserError, match=r"part 0 cannot be read, or is damaged: the store is away"):
+    with pytest.raises(RunFailed, match=r"part 0 does not answer: the store is away"):
         dataset.read(np.arange(2))
 
 
