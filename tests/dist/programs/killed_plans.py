@@ -52,6 +52,8 @@ TORCH_PLANS: dict[str, Plan] = {
     "int8": {"reduce": INT8, "train": NARROW},
     "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
     "zero1": {"parallel": {"shard": "optimizer"}, "train": AVERAGED},
+    "nccl": {"reduce": {"kind": "nccl", "bucket_bytes": 1024}, "train": AVERAGED},
+    "zero1-nccl": {"parallel": {"shard": "optimizer"}, "reduce": {"kind": "nccl"}, "train": AVERAGED},
     "local-node": {"sync": {**LOCAL, "overlap": True, "within": "node"}, "train": NARROW},
     "int8-average": {"reduce": {**INT8, "compress_after_steps": 4}, "train": {"ema_decay": 0.5, "precision": "bf16"}},
     "local": {"sync": LOCAL, "train": {**NARROW, "precision": "bf16"}},
