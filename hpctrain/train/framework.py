@@ -39,7 +39,7 @@ class NonFiniteLoss(Exception):
     """The loss or the averaged gradient is not finite; raised by every rank at the same step."""
 
     def __init__(self, ranks: Sequence[int], what: str = "the loss") -> None:
-        super().__init__(f"{what} or its gradient is not finite on ranks {list(ranks)}")
+        super().__init__(f"{what} is not finite on ranks {list(ranks)}")
         self.what = what
         """What is not finite, for messages."""
         self.ranks = list(ranks)
