@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 import torch
 
-from hpctrain import TorchTask, World
-from hpctrain.train.hooks import Hook
+from hpctrain import BaseHook, TorchTask, World
+from hpctrain.train.hooks import Hook, Training
 
 SAMPLES = 32
 
@@ -40,7 +40,7 @@ def task(
         loss=loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         train=data or samples(),
-        hooks=held(gate, at) if gate else [],
+        hooks=[misbehave, *(held(gate, at) if gate else [])],
     )
 
 
@@ -56,17 +56,23 @@ def samples() -> dict[str, np.ndarray]:
     return {"x": x, "y": x.sum(1)}
 
 
-class Misbehaviour:
-    """Counts calls of the loss, one per update, and misbehaves at one of them."""
+class Misbehaviour(BaseHook):
+    """Counts calls of the loss in training, one per update, and misbehaves at one of them."""
 
     def __init__(self, mode: str, at: int, step_s: float) -> None:
         self.mode = mode
         self.at = at
         self.step_s = step_s
         self.calls = 0
+        self.trains = False
+
+    def before_fit(self, training: Training) -> None:
+        self.calls, self.trains = 0, True
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        if self.calls > 1 and not self.trains:
+            return loss
         time.sleep(self.step_s)
         if self.mode == "slow" and self.calls >= self.at:
             time.sleep(self.step_s)
