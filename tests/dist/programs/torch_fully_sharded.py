@@ -303,9 +303,9 @@ def lost(world: World, folder: Path) -> dict[str, Any]:
         "send": lambda exchange: (exchange.post(torch.ones(4_000_000), 1, 0), exchange.settle("take something")),
         "ended": lambda exchange: exchange.sum(torch.ones(3), torch.float32, "add up something"),
     }
-    pair = world.everyone.part("pair", world.rank < 2)
     said = {}
     for name, wait in waits.items():
+        pair = world.everyone.part(f"pair {name}", world.rank < 2)  # what gave up once is of no more use
         if pair is not None:
             patience_s = 60.0 if name == "ended" else 0.5
             exchange = over_torch(pair, torch.device("cpu"), Waiting(NO_CLOCK), patience_s)
