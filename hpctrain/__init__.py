@@ -16,7 +16,7 @@ if (
     # yet. While the package is looked for, argv holds -m and what follows the package's name.
     del sys.path[0]
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _homes: dict[str, tuple[str, str]] = {}
 

@@ -1,8 +1,8 @@
 -- Linted (luac -p, and run against stand-ins of Lmod's functions by the tests), not loaded by Lmod: a module file.
--- Make the environment first, in the root of a checkout:  VENV=/apps/hpctrain/0.3.0 env/setup.sh
--- then copy this file to modulefiles/hpctrain/0.3.0.lua. Load the MPI that the environment was made with before it:
+-- Make the environment first, in the root of a checkout:  VENV=/apps/hpctrain/0.4.0 env/setup.sh
+-- then copy this file to modulefiles/hpctrain/0.4.0.lua. Load the MPI that the environment was made with before it:
 -- replace the depends_on line by your site's modules.
-local version = "0.3.0"
+local version = "0.4.0"
 local root = pathJoin("/apps/hpctrain", version)
 
 help([[Train PyTorch and Keras models on HPC clusters in batch.

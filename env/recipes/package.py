@@ -15,11 +15,11 @@ class PyHpctrain(PythonPackage):
     """Train PyTorch and Keras models on HPC clusters in batch: MPI ranks, Horovod, HDF5, Slurm."""
 
     manual_download = True
-    url = f"file://{os.getcwd()}/hpctrain-0.3.0.tar.gz"
+    url = f"file://{os.getcwd()}/hpctrain-0.4.0.tar.gz"
 
     license("Apache-2.0")
 
-    version("0.3.0")
+    version("0.4.0")
 
     variant("torch", default=True, description="PyTorch models")
     variant("mpi", default=True, description="Several ranks")
