@@ -59,12 +59,14 @@ def meanings() -> list[str]:
 
 
 def reference() -> str:
-    """All keys as a Markdown table."""
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    """All keys as Markdown tables, one for each section of the run file."""
+    tables: dict[str, list[str]] = {}
     for (name, key), meaning in zip(keys().items(), meanings(), strict=True):
         default = "required" if key.default is None else f"`{key.default}`"
-        lines.append(f"| `{name}` | {in_words(key.kind)} | {default} | {meaning} |")
-    return "\n".join(lines) + "\n"
+        section = name.partition(".")[0] if "." in name else "The run"
+        tables.setdefault(section, []).append(f"| `{name}` | {in_words(key.kind)} | {default} | {meaning} |\n")
+    head = "| key | type | default | meaning |\n|---|---|---|---|\n"
+    return "\n".join(f"## {section}\n\n{head}{''.join(rows)}" for section, rows in tables.items())
 
 
 def help_text(words: Sequence[str] = (), width: int = 100) -> str:
