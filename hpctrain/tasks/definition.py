@@ -24,6 +24,7 @@ class PerBatch:
     """
 
     function: Callable[[Any, Any], Score]
+    """function(outputs, batch), the loss or metric."""
 
     def __call__(self, outputs: Any, batch: Any) -> Score:
         """Calls the function."""

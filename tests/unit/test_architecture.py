@@ -55,7 +55,7 @@ ROOMS: dict[str, str] = {
 TOKENS: dict[str, int] = {
     "errors": 779,
     "system": 10984,
-    "config": 9987,
+    "config": 10030,
     "comm": 3640,
     "run": 25373,
     "data": 47824,
