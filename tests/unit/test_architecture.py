@@ -63,7 +63,7 @@ TOKENS: dict[str, int] = {
     "train": 14124,
     "parallel": 4457,
     "tasks": 7603,
-    "backends": 109216,
+    "backends": 109759,
     "checkpoint": 48487,
     "monitor": 29149,
     "track": 6535,

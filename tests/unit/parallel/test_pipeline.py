@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -315,6 +316,77 @@ def test_functions_say_by_what_they_hold_which_parameters_are_theirs() -> None:
 
     assert [len(layer.held) for layer in layers_of(model, chain)] == [2, 2, 2]
     assert [list(own) for own in of(model, chain, 3).ranges] == [[0], [1], [2]]
+
+
+class Language(nn.Module):
+    """A model as many are written: parts in a dict, and steps between them as methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = {"words": nn.Embedding(5, 3), "places": nn.Embedding(4, 3), "block": nn.Linear(3, 3)}
+        self.body = nn.ModuleDict(parts)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.heads = [self.head]
+        self.scale = nn.Parameter(torch.ones(3))
+        self.times = 2.0
+
+    @property
+    def words(self) -> Any:
+        return self.body.words
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) + self.body.places(torch.arange(ids.shape[1])) * self.times
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def classes(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[0](self.scaled(x)) if self.training else self.classes(x)
+
+    def by_name(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, "head")(x)  # noqa: B009
+
+    def nested(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(lambda one: self.head(one) + 1)(one) for one in x])
+
+    def all_of_them(self, x: torch.Tensor) -> torch.Tensor:
+        return x * sum(one.sum() for one in self.parameters())
+
+    def keeps(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x
+        return x
+
+    @torch.no_grad()
+    def wrapped(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_methods_of_the_model_use_what_they_read_of_it() -> None:
+    """Also by another method or a property; and each stage computes with what it has kept."""
+    model: Any = Language()
+    ids = torch.tensor([[1, 2, 3]])
+    wanted = model.classes(model.body.block(model.embed(ids)))
+    layers = layers_of(model, lambda m: [m.embed, m.body.block, m.classes])
+    names = {id(one): name for name, one in model.named_parameters()}
+    assert [{names[one] for one in layer.held} for layer in layers] == [
+        {"body.words.weight", "body.places.weight"},
+        {"body.block.weight", "body.block.bias"},
+        {"head.weight", "scale"},
+    ]
+    found: Any = ids
+    for stage in range(3):
+        own = copy.deepcopy(model)
+        stages = of(own, lambda m: [m.embed, m.body.block, m.classes], 3)
+        keep_stage(own, stages, stage, [])
+        (layer,) = stages.of(stage)
+        found = layer.call(found)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("method", ["by_name", "nested", "all_of_them", "keeps", "wrapped", "forward"])
+def test_methods_that_may_use_anything_of_the_model_are_refused(method: str) -> None:
+    with pytest.raises(UserError, match=r"^layer 1 of layers= .* uses the whole model"):
+        layers_of(Language(), lambda m: [m.body.block, getattr(m, method)])
 
 
 def test_what_stages_may_have_together() -> None:

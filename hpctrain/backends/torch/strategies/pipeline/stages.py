@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.torch.state.tensors import saved_buffers
 from hpctrain.backends.torch.strategies.parameter_traits import replace_parameters
+from hpctrain.backends.torch.strategies.pipeline.layer_parts import used_by
 from hpctrain.errors import UserError, kind_of
 from hpctrain.parallel.pipeline import balanced
-from hpctrain.train.reach import reached
 
 FIELD = "layers= of the task"
 
@@ -125,23 +125,6 @@ def stages_given(calls: Any) -> Sequence[Sequence[Any]] | None:
         f"{FIELD} does not return a list of layers",
         "write layers=lambda model: [model.embed, *model.blocks], or return a list of layers for each stage",
     )
-
-
-def used_by(call: Any, model: Module, what: str) -> Iterator[Tensor]:
-    """Yields parameters and buffers that a layer uses: those of a module, or of what a function holds.
-
-    Raises UserError if it uses the whole model.
-    """
-    for _, value in reached(call, lambda one: isinstance(one, (Module, Tensor))):
-        if value is model:
-            raise UserError(
-                f"{what} uses the whole model, so the parameters it needs are not known",
-                "give modules of the model, or functools.partial(function, module) of a function that gets them",
-            )
-        if isinstance(value, Module):
-            yield from (*value.parameters(), *value.buffers())
-        elif isinstance(value, Tensor):
-            yield value
 
 
 def staged(
