@@ -63,7 +63,7 @@ TOKENS: dict[str, int] = {
     "train": 14124,
     "parallel": 4457,
     "tasks": 7603,
-    "backends": 109759,
+    "backends": 110154,
     "checkpoint": 48487,
     "monitor": 29149,
     "track": 6535,

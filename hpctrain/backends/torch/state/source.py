@@ -78,6 +78,8 @@ class TorchState:
     """Seed of the run."""
     layout: tensors.Layout
     """That of the model before its first pass."""
+    shared: tensors.Memory
+    """The model's buffers that shared memory with plain attributes then."""
 
     def state(self) -> list[StateTensor]:
         scaler = [tensor for scale in self._scales() for tensor in scale.tensors()]
@@ -134,6 +136,7 @@ class TorchState:
     def require_same_layout(self) -> None:
         """Raises UserError if a pass or a hook has changed which parameters and buffers the model has."""
         tensors.require_same_layout(self.layout, tensors.layout_of(self.parts.model, self.parts.partition))
+        tensors.require_same_memory(self.shared, self.parts.model)
 
     def model_tensors(self) -> list[tensors.TorchTensor]:
         """Parameters and saved buffers. Raises UserError if these are no longer those of the task."""

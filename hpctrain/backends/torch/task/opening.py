@@ -19,7 +19,7 @@ from hpctrain.backends.torch.process_groups import Peers, by_group, peers_of, su
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
 from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
-from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names
+from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
 from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, StepProgram, UpdateStep
 from hpctrain.backends.torch.steps.updates import ExchangesToChoose, Trained
@@ -234,6 +234,7 @@ def assembled(
         meta_init=opening.meta_init,
         seed=opening.config.seed,
         layout=layout_of(model, partition),
+        shared=shared_buffers(model),
     )
     return TorchFramework(parts, program, evaluator, source, prepared, advice_on(train, model, compute.device))
 
