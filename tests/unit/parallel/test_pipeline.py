@@ -228,6 +228,12 @@ def test_what_is_refused_by_name(model: nn.Module, chain: Any, said: str) -> Non
         of(model, chain)
 
 
+def test_tied_ends_are_told_what_to_do_instead() -> None:
+    with pytest.raises(UserError) as found:
+        of(tied(), lambda m: [m.one, m.other])
+    assert "untie" in found.value.fix and "parallel.shard: parameters" in found.value.fix
+
+
 def three() -> nn.Module:
     return two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3))
 

@@ -174,8 +174,8 @@ def staged(
         if len(found) > 1:
             raise UserError(
                 f"{name} is used by layers in stages {found[0]} and {found[1]} of the pipeline",
-                "give each layer separate weights, choose a parallel.pipeline that leaves these layers in one stage, "
-                "or split the layers by parallel.tensor",
+                "untie the layers (give each its own weights), choose a parallel.pipeline that leaves them in "
+                "one stage, or use parallel.shard: parameters or parallel.tensor in place of parallel.pipeline",
             )
     return Stages(layers, ranges)
 
