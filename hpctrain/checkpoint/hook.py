@@ -148,7 +148,7 @@ class CheckpointHook(BaseHook):
                 )
             if accepted := differences(loaded.meta["identity"], self.identity):
                 self._say([f"not the run that was saved, as accepted: {in_words(accepted)}"])
-            self._say(compare_model(training.framework, loaded, training.world.pipeline, self.config.accept))
+            self._say(compare_model(training.framework, loaded, training.world.everyone, self.config.accept))
             self._say(restore(self.objects, loaded, leaves, self.store.peers, self.config.accept))
         elif self.config.init_from:
             source = WeightSource(self.config.init_from, self.config.init_rename, self.config.init_missing)

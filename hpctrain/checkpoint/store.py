@@ -264,17 +264,20 @@ def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
 
 
 def compare_model(
-    framework: StateSource, loaded: Loaded, stages: Group | None = None, accepted: Sequence[str] = ()
+    framework: StateSource, loaded: Loaded, everyone: Group | None = None, accepted: Sequence[str] = ()
 ) -> list[str]:
-    """Compare the names of a model's tensors with a checkpoint's, after loading. Collective over ``stages``.
+    """Compare the names of a model's tensors with a checkpoint's, after loading. Collective over ``everyone``.
 
-    Returns sentences on what was accepted; raises UserError. See ``resume_compat.model_changes``.
+    A rank has none of other stages' tensors, nor of tables whose rows are all on other ranks. Returns sentences on what
+    was accepted; raises UserError. See ``resume_compat.model_changes``.
     """
-    own = [tensor.name for tensor in framework.state() if tensor.name.startswith(MODEL)]
-    everywhere = (stages or Group("alone")).allgather(own, "list the tensors of the model")
-    now = {name.removeprefix(MODEL) for each in everywhere for name in each}
+    own = {tensor.name.removeprefix(MODEL) for tensor in framework.state() if tensor.name.startswith(MODEL)}
     saved = {name.removeprefix(MODEL) for name in loaded.dtypes if name.startswith(MODEL)}
-    return model_changes(saved, now, str(loaded.path), accepted)
+    differ = [sorted(saved - own), sorted(own - saved)]  # for most plans no names at all
+    everywhere = (everyone or Group("alone")).allgather(differ, "compare the tensors of the model")
+    lacking = set.intersection(*(set(lacks) for lacks, _ in everywhere))
+    new = {name for _, more in everywhere for name in more}
+    return model_changes(saved, (saved - lacking) | new, str(loaded.path), accepted)
 
 
 def load_weights(
@@ -282,7 +285,7 @@ def load_weights(
     store: CheckpointStore,
     step: int | str | None = None,
     state: Sequence[Kept] = (),
-    stages: Group | None = None,
+    everyone: Group | None = None,
     accepted: Sequence[str] = (),
 ) -> Loaded:
     """Load a checkpoint, by default the newest sound one, to evaluate or predict. Collective; changes no files.
@@ -294,7 +297,7 @@ def load_weights(
         store: the checkpoints.
         step: which one; ``best`` for the best.
         state: objects of the task.
-        stages: ranks of the pipeline stages.
+        everyone: all ranks.
         accepted: see ``resume_compat.model_changes``.
 
     Raises:
@@ -302,6 +305,6 @@ def load_weights(
         DamagedCheckpoint: it is damaged.
     """
     loaded = store.load_into(lambda loaded: load_framework(framework, loaded), step)
-    compare_model(framework, loaded, stages, accepted)
+    compare_model(framework, loaded, everyone, accepted)
     restore(state, loaded, framework.facts.leaves, store.peers, accepted=["state"])
     return loaded

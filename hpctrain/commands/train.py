@@ -144,5 +144,5 @@ def load_trained(args: argparse.Namespace, session: Session) -> Iterator[tuple[C
     framework = wiring.make_framework(config, session.world, problem.task, IntervalClock())
     with closing(framework):
         kept, accepted = kept_state(problem.task.state), config.checkpoint.accept
-        loaded = load_weights(framework, store, args.step, kept, session.world.pipeline, accepted)
+        loaded = load_weights(framework, store, args.step, kept, session.world.everyone, accepted)
         yield config, framework, problem, loaded.step

@@ -64,7 +64,7 @@ TOKENS: dict[str, int] = {
     "parallel": 4457,
     "tasks": 7603,
     "backends": 110154,
-    "checkpoint": 48487,
+    "checkpoint": 48532,
     "monitor": 29149,
     "track": 6535,
     "rank": 17392,
