@@ -23,7 +23,7 @@ from hpctrain.run import logs as run_logs
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import UNKNOWN, Word
-from hpctrain.run.view import RunView
+from hpctrain.run.view import RunView, run_config
 from hpctrain.system import foreign_text
 from hpctrain.system.foreign_text import answer
 from hpctrain.system.quantities import positive
@@ -208,12 +208,15 @@ def stop(args: argparse.Namespace) -> int:
             has = schedulers.of_run(run)
             waiting, others = has.end([(run, waiting)])
             text += others
+        is_command = bool((run_config(run.run_yaml).get("launch") or {}).get("command"))
         if waiting:
             saves = "whose ranks save first if they run" if has.ends_gently else "which has nothing to save"
+            saves = "which hpctrain cannot save" if has.ends_gently and is_command else saves
             text.append(f"{run.path}: cancelled job {', '.join(waiting)}, {saves}")
         if holder is not None:
             who = f"job {', '.join(running)}" if running else "the run"
-            text.append(f"{run.path}: asked {who} to save a checkpoint and stop{silence}")
+            what = "stop; what it has not saved itself is lost" if is_command else "save a checkpoint and stop"
+            text.append(f"{run.path}: asked {who} to {what}{silence}")
         said.append({"run": str(run.path), "asked": running, "cancelled": waiting})
     answer(args.json, said, text or ["no job runs or waits"])
     return ExitCode.DONE

@@ -349,7 +349,7 @@ class WatchedAttempt:
         self.stop = Stop(request.by, by_person, request.code)
         self.stop_deadline = now + self.grace_s()
         again = "; again to end at once" if request.signal is signal.SIGINT else ""
-        how = "after the current step, with a checkpoint" if self.launch.saves else "the command"
+        how = "after the current step, with a checkpoint" if self.launch.saves else "the command, which must save"
         say(f"{request.by}: stopping {how}{again}")
 
     def grace_s(self) -> float:

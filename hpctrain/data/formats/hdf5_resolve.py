@@ -64,6 +64,11 @@ def resolve(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) 
 
 def resolve_new(files: LinkedFiles, dataset: h5py.Dataset, what: str, known: Known) -> Array:
     """Resolve a dataset by its storage layout."""
+    if isinstance(dataset.id.get_type(), h5py.h5t.TypeTimeID):
+        raise UserError(
+            f"{files.path}: {what} is of HDF5's type H5T_TIME, which neither h5py nor NumPy can read",
+            "write it as integers, such as int64 seconds since 1970, or name only the arrays to use",
+        )
     # Do not read even the shape before this: for some virtual datasets the library opens the sources to get it.
     properties = dataset.id.get_create_plist()
     if properties.get_layout() == h5py.h5d.VIRTUAL:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from hpctrain.config.kubernetes_pod import check_pod
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config, KubernetesConfig
 from hpctrain.errors import ExitCode, UserError
@@ -134,6 +135,7 @@ def check(config: Config) -> None:
         raise UserError(what, f"leave {SPARE_S:g} s between them: pods end after their ranks have saved")
     if wrong := [key for key in given.pod if key in OURS]:
         raise UserError(f"launch.kubernetes.pod has {wrong[0]}, which hpctrain writes", "leave it out")
+    check_pod(given)
     if config.launch.modules or config.launch.setup:
         raise UserError("launch.modules and launch.setup are not for pods", "put what they load into the image")
 

@@ -179,11 +179,27 @@ def test_the_key_is_in_the_secret_alone() -> None:
         ("memory", "lots"),
         ("memory", "512ki"),
         ("pod", {"containers": []}),
+        ("shared_memory", "33Gi"),
+        ("shared_memory", "34.4G"),
+        *(("pod", {name: None}) for name in ("nodeSelecter", "node_selector", "toleration", "priorityClass")),
     ],
 )
 def test_wrong_values_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"launch\.kubernetes\.{key} "):
         made(run(dataclasses.replace(FULL, **{key: value})))  # type: ignore[arg-type]
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest_and_fields_of_a_later_kubernetes_pass() -> None:
+    with pytest.raises(UserError) as caught:
+        made(run(dataclasses.replace(FULL, pod={"nodeSelecter": {"pool": "gpu"}})))
+    assert caught.value.fix == "did you mean nodeSelector?"
+    pod = made(run(dataclasses.replace(FULL, pod={"evictionResponders": []})))[2]["spec"]["template"]["spec"]
+    assert "evictionResponders" in pod
+
+
+@pytest.mark.parametrize("shared", ["32Gi", "34.3G", "32768Mi", "34359738368"])
+def test_shared_memory_up_to_the_pods_memory_is_rendered(shared: str) -> None:
+    assert made(run(dataclasses.replace(FULL, shared_memory=shared)))
 
 
 def test_what_is_not_for_pods_is_refused() -> None:

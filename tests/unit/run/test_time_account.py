@@ -80,6 +80,28 @@ def test_an_attempt_that_died_with_its_supervisor_ends_with_its_newest_event() -
     assert (account.wall_s, account.waiting_s) == (115, 85)
 
 
+@pytest.mark.parametrize("at", [-3600, 3600])
+def test_a_clock_that_is_set_back_makes_no_goodput_above_one_and_no_negative_times(at: int) -> None:
+    """An interval is 10 steps, of which 5 s count; the clock is set back before the second, or before it all."""
+    made = progress(
+        event("run_started", 0, at=4000),
+        *(trained(step, at=4000 + step) for step in (10, 20)),
+        *(trained(step, attempt=2, at=4000 + at + step) for step in (30, 40, 50)),
+        recovered(30, 2, at=4000 + at + 25, seconds=-3500.0, repeated=0),
+    )
+    first, second = Attempt(1, 3990.0, 4021.0, verdict=KILLED), Attempt(2, 4022.0 + at, 4060.0 + at, verdict=DONE)
+    account = made.sums.account((first, second))
+    assert account.was_set_back == (at < 0) == ("the clock was set back" in account.text)
+    assert 0 < (account.goodput or 0) <= 1
+    assert min(account.wall_s, account.failures_s, account.waiting_s) >= 0
+
+
+def test_steps_that_took_longer_than_the_clock_says_are_the_least_of_the_wall_time() -> None:
+    made = progress(*(trained(step, at=100) for step in range(10, 70, 10)))
+    account = made.sums.account((Attempt(1, 95.0, 97.0, verdict=DONE),))
+    assert (account.wall_s, account.goodput, account.was_set_back) == (30, 1.0, True)
+
+
 def test_without_attempts_the_events_are_the_run_and_without_steps_nothing_is_said() -> None:
     account = progress(event("run_started", 0, at=5), trained(10, at=15)).sums.account(())
     assert (account.wall_s, account.goodput, account.text) == (10, 0.5, "50% of 10.0 s")

@@ -145,6 +145,14 @@ def test_the_view_of_a_running_run() -> None:
     ]
 
 
+def test_a_suspended_job_is_shown_as_status_shows_it_and_counts_nothing_down() -> None:
+    made = view(job=job("SUSPENDED", left="0:30"))
+    assert made.state == run_status.of_run(typed(attempt()), running(), HERE, job("SUSPENDED"), NOW)
+    shown = text(made)
+    assert "pending" in shown and "job 12 waits (SUSPENDED)" in shown
+    assert "ends in" not in shown and "time limit" not in shown
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 12)])
 def test_a_thousand_ranks_fit_the_screen_the_slowest_first(width: int, height: int) -> None:
     made = view(live=maker(LiveWindow)(live(1024)), attempts=typed({**attempt(), "ranks": 1024}))

@@ -78,7 +78,7 @@ class TorchState:
     """Seed of the run."""
     layout: tensors.Layout
     """That of the model before its first pass."""
-    shared: tensors.Memory
+    shared: Mapping[str, torch.Tensor]
     """The model's buffers that shared memory with plain attributes then."""
 
     def state(self) -> list[StateTensor]:

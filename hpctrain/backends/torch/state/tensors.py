@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +117,6 @@ ADDED_KEYS = "+"
 """Name of what is added to ``state_dict``, in place of a module's among extra state."""
 Layout = dict[str, int | str]
 """Identities of parameters, and types and shapes of buffers, by name."""
-Memory = list[tuple[str, int, torch.Tensor]]
-"""Names of attributes and buffers, their storage's address, and the tensors, which keep that address theirs."""
 
 
 def layout_of(model: Module, own: Partition) -> Layout:
@@ -127,41 +125,27 @@ def layout_of(model: Module, own: Partition) -> Layout:
     return parameters | {plain_name(name): f"{one.dtype}{list(one.shape)}" for name, one in saved_buffers(model)}
 
 
-def memory_of(named: Iterable[tuple[str, Any]]) -> Memory:
-    """The plain tensors that have memory, among values with names."""
-    tensors = [(plain_name(name), one) for name, one in named if type(one) is torch.Tensor]
-    dense = [pair for pair in tensors if pair[1].layout is torch.strided and not pair[1].is_nested]
-    places = [(name, one.untyped_storage().data_ptr(), one) for name, one in dense]
-    return [each for each in places if each[1]]
+def memory_of(value: Any) -> int:
+    """Address of the storage of a plain dense tensor; 0 for other values."""
+    is_dense = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
+    return value.untyped_storage().data_ptr() if is_dense else 0
 
 
-def attributes_of(model: Module) -> Memory:
-    """Tensors in plain attributes of a model's modules, and in lists, tuples and mappings there."""
-    return memory_of(
-        (f"{path}.{name}" if path else name, value)
-        for path, module in model.named_modules()
-        for name, held in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules")
-        for value in (held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else (held,))
-    )
-
-
-def shared_buffers(model: Module) -> Memory:
+def shared_buffers(model: Module) -> dict[str, torch.Tensor]:
     """Saved buffers that share memory with plain attributes, so that what is loaded into one changes the other."""
-    places = {place for _, place, _ in attributes_of(model)}
-    return [each for each in memory_of(saved_buffers(model)) if each[1] in places]
+    held = [value for module in model.modules() for value in vars(module).values()]
+    places = {memory_of(one) for each in held for one in (each if isinstance(each, (list, tuple)) else [each])} - {0}
+    return {name: buffer for name, buffer in saved_buffers(model) if memory_of(buffer) in places}
 
 
-def require_same_memory(before: Memory, model: Module) -> None:
-    """Raises UserError if a buffer that shared memory with an attribute has other memory now, unlike when resumed."""
-    now = {name: place for name, place, _ in memory_of(saved_buffers(model))} if before else {}
-    for name, place, _ in before:
-        other = next((other for other, at, _ in attributes_of(model) if at == place), None)
-        if other is not None and now.get(name, place) != place:
+def require_same_memory(shared: Mapping[str, torch.Tensor], model: Module) -> None:
+    """Raises UserError if such a buffer has other memory now: in a resumed run it would still share it."""
+    for name, buffer in saved_buffers(model) if shared else ():
+        if name in shared and memory_of(buffer) != memory_of(shared[name]):
             raise UserError(
-                f"{name} of the model shares memory with its attribute {other} until a pass replaces it: a resumed run "
-                "would load it into both",
-                "register a copy of the tensor, with clone(), or change the buffer in place",
+                f"{plain_name(name)} of the model shares memory with a plain attribute until a pass replaces it: a "
+                "resumed run would load it into both",
+                "register a copy of the tensor (clone()), or change the buffer in place",
             )
 
 

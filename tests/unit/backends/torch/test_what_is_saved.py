@@ -222,10 +222,10 @@ class Sharing(Wrapper):
 def test_a_replaced_buffer_over_the_memory_of_an_attribute_is_refused(how: str) -> None:
     """A resumed run loaded it into both: 0.6301 instead of 3.119, with exit code 0."""
     framework = make_framework(alone(), lambda: Sharing(how))
-    with pytest.raises(UserError, match="radius of the model shares memory with its attribute first"):
+    with pytest.raises(UserError, match="radius of the model shares memory with a plain attribute"):
         framework.dry_call(next(global_batches(1)))
     train(framework, 1)
-    with pytest.raises(UserError, match="radius of the model shares memory with its attribute first"):
+    with pytest.raises(UserError, match="radius of the model shares memory with a plain attribute"):
         framework.state()
 
 

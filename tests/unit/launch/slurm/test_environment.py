@@ -162,6 +162,17 @@ def test_a_run_is_asked_to_stop_without_a_controller(slurm: Path, capsys: pytest
     assert "asked the run to save a checkpoint and stop" in said and "Unable to contact slurm controller" in said
 
 
+def test_who_stops_a_program_hears_that_hpctrain_cannot_save_it(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(slurm / "runs" / "r")
+    run.create()
+    run.run_yaml.write_text(RUN_FILE)
+    LiveLock(run, myself()).acquire()
+    assert main(["stop", "runs/r"]) == 0
+    assert "asked the run to stop; what it has not saved itself is lost" in capsys.readouterr().out
+
+
 def test_a_program_is_submitted_without_a_run_file(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "--dry-run", "--launch.nodes", "2", "--", "python", "ddp.py", "--epochs", "3"]) == 0
     script = capsys.readouterr().out
