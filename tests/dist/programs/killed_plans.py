@@ -66,11 +66,7 @@ KERAS_PLANS: dict[str, Plan] = {
     "int8": {"reduce": {**INT8, "compress_after_steps": 4}, "train": AVERAGED},
     "local-overlap": {"sync": {**LOCAL, "overlap": True, "after_steps": 3}, "train": NARROW},
     "local": {"sync": LOCAL, "train": NARROW},
-    "zero1": {
-        "parallel": {"shard": "optimizer"},
-        "train": {**AVERAGED, "precision": "fp16"},
-        "task": {"dtype": "mixed_float16"},
-    },
+    "fp16": {"train": {**AVERAGED, "precision": "fp16"}, "task": {"dtype": "mixed_float16"}},
 }
 UNITED = ("local-overlap",)
 """Plans of ranks that train independently and exchange gradients in the end."""
