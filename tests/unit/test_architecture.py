@@ -69,7 +69,7 @@ TOKENS: dict[str, int] = {
     "track": 6535,
     "rank": 17392,
     "registry": 1497,
-    "launch": 55668,
+    "launch": 55701,
     "report": 12359,
     "watch": 4658,
     "doctor": 4336,

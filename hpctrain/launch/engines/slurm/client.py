@@ -59,12 +59,18 @@ NO_STEP = re.compile(r"srun: error: Unable to (confirm allocation|create step|al
 DISABLED = re.compile(r"operation is presently disabled", re.IGNORECASE)
 """Matches scontrol's message when the job or the site does not requeue."""
 
+UNCONFIGURED = re.compile(r"establish a configuration source|failed to fetch config", re.IGNORECASE)
+"""Matches what Slurm's commands say where they are installed and no Slurm is configured."""
 UNKNOWN_JOB = re.compile(r"invalid job id", re.IGNORECASE)
 
 INPUT = re.compile(r"(SLURM|SQUEUE|SCANCEL|SBATCH|SRUN|SALLOC|SACCT|SINFO|SCONTROL|PMIX)_")
 """Matches variables that Slurm's commands take for options, and those that describe the job of this process."""
 WHERE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Those that say which Slurm to ask, and who asks."""
+
+
+class Unconfigured(RunFailed):
+    """This machine belongs to no Slurm, although it has the commands."""
 
 
 class NoSuchJob(RunFailed):
@@ -124,7 +130,13 @@ def run(words: Sequence[str], timeout_s: float = TIMEOUT_S, **variables: str) ->
         raise Unanswered(f"{words[0]} did not answer within {timeout_s:.0f} s", fix) from error
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        kinds = {UNHEARD: Unheard, UNANSWERED: Unanswered, UNKNOWN_JOB: NoSuchJob, DISABLED: Disabled}
+        kinds = {
+            UNCONFIGURED: Unconfigured,
+            UNHEARD: Unheard,
+            UNANSWERED: Unanswered,
+            UNKNOWN_JOB: NoSuchJob,
+            DISABLED: Disabled,
+        }
         other = Unanswered if done.returncode < 0 else RunFailed  # Slurm signals all processes of a job that it ends
         failed = next((kind for pattern, kind in kinds.items() if pattern.search(message)), other)
         raise failed(f"{words[0]} refused: {message}", _advice(message))

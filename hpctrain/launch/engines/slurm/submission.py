@@ -85,7 +85,10 @@ class Slurm(Scheduler):
 
     def unrecorded(self, run: RunDir, timeout_s: float = client.TIMEOUT_S) -> Sequence[str]:
         """See ``unrecorded``."""
-        return unrecorded(run, timeout_s) if shutil.which("squeue") else ()
+        try:
+            return unrecorded(run, timeout_s) if shutil.which("squeue") else ()
+        except client.Unconfigured:
+            return ()
 
     def end(self, jobs: Sequence[tuple[RunDir, Sequence[str]]]) -> tuple[list[str], list[str]]:
         """Ends jobs with scancel."""
