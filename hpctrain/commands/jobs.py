@@ -190,9 +190,7 @@ def stop(args: argparse.Namespace) -> int:
     said, text = [], []
     for run in runs_of(args.target):
         holder = live_lock.at_work(run)
-        if (
-            holder is not None
-        ):  # first, as it needs no scheduler; possibly in an allocation that is not a job of the run
+        if holder is not None:  # needs no scheduler, and may be in an allocation that is not a job of the run
             request_stop(run)
         try:
             entries = [] if holder is not None and holder.job is None else schedulers.alive(run)

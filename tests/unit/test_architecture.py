@@ -75,7 +75,7 @@ TOKENS: dict[str, int] = {
     "doctor": 4336,
     "horovod_wheel": 4125,
     "bench": 13124,
-    "commands": 17415,
+    "commands": 17413,
     "cli": 1030,
     "__main__": 159,
     "__init__": 236,

@@ -76,7 +76,7 @@ def test_a_live_job_is_followed_and_ended(folder: Path, capsys: pytest.CaptureFi
     assert main(["submit", "run.yaml"]) == 64 and "is RUNNING already" in capsys.readouterr().err
     assert main(["logs", "run.yaml"]) == 0 and "pod 0 says" in capsys.readouterr().out
     assert main(["stop", "run.yaml"]) == 0
-    assert f"cancelled job {job}, whose ranks save first if they run" in capsys.readouterr().out
+    assert f"cancelled job {job}, which hpctrain cannot save" in capsys.readouterr().out
     name = job.rpartition("/")[2]
     wanted = f"--namespace=team job/{name} service/{name} secret/{name}"
     assert (folder / "asked").read_text().splitlines()[-1].endswith(wanted)
