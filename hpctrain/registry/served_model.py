@@ -17,7 +17,7 @@ class ServedModel(mlflow.pyfunc.PythonModel):
 
     framework: Any
     fields: Any
-    names: Any
+    """The task's fields, what the model gets first."""
 
     def load_context(self, context: Any) -> None:
         """Builds the model from the run file and loads the saved weights."""
@@ -37,9 +37,9 @@ class ServedModel(mlflow.pyfunc.PythonModel):
             model_input: arrays by field name with a leading sample axis, or a single array for the first field.
             params: not used.
         """
-        given = model_input if isinstance(model_input, dict) else {self.names[0]: model_input}
+        given = model_input if isinstance(model_input, dict) else {next(iter(self.fields)): model_input}
         batch = {name: np.ascontiguousarray(values, dtype=self.fields[name].dtype) for name, values in given.items()}
-        return dict(self.framework.predict({name: batch[name] for name in (*self.names, *batch) if name in batch}))
+        return dict(self.framework.predict({name: batch[name] for name in self.fields if name in batch}))
 
 
 set_model(ServedModel())

@@ -68,7 +68,7 @@ TOKENS: dict[str, int] = {
     "monitor": 29149,
     "track": 6535,
     "rank": 17392,
-    "registry": 1497,
+    "registry": 1491,
     "launch": 55701,
     "report": 12359,
     "watch": 4658,
