@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpctrain.backends.local_training import NOTHING, LocalFramework, inner_world
-from hpctrain.backends.torch.bench import problem
+from hpctrain.backends.torch.torch_bench_models import problem
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.sections import Config, ReduceConfig, SyncConfig, TrainConfig
 from hpctrain.reduce.reducer_choice import ReducerChoice

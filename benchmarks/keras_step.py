@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from hpctrain.backends.tensorflow import bench
-from hpctrain.backends.tensorflow.bench import Problem, batch_of, cross_entropy, seeded
+from hpctrain.backends.tensorflow import keras_bench_models
+from hpctrain.backends.tensorflow.keras_bench_models import Problem, batch_of, cross_entropy, seeded
 from hpctrain.comm.world import World
 
 ROWS = 500_000
@@ -64,7 +64,7 @@ def tables() -> keras.Model:
 
 
 MODELS: dict[str, tuple[Callable[[], keras.Model], tuple[int, ...]]] = {
-    **bench.MODELS,
+    **keras_bench_models.MODELS,
     "lstm": (lstm, (32, 32, 64)),
     "small": (small, (64, 32)),
     "wide": (wide, (64, 256)),

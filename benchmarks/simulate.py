@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.program import start
 from hpctrain.bench.ranks import existing_folder
-from hpctrain.checkpoint.folder import CheckpointFolder
+from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format.layout import TensorSpec, rows_of, shard_file
 from hpctrain.checkpoint.format.shard_index import framed, piece_text, shard_text
 from hpctrain.config.sections import MonitorConfig
@@ -38,7 +38,7 @@ from hpctrain.monitor.window import CAUSES, Window
 from hpctrain.report.plots import heat_maps
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord, WordReader, padded
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.train.clock import Phase
 

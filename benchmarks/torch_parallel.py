@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.parallel import HEADS, MODELS, THEIRS, Row
 from examples.gpt import Block, Gpt
 from hpctrain.backends.torch.process_groups import DefaultGroup
-from hpctrain.backends.torch.strategies.region import cross_entropy
+from hpctrain.backends.torch.strategies.tp_group import cross_entropy
 from hpctrain.backends.torch.task.opening import open_torch
 from hpctrain.bench.ranks import timed, write_rows
 from hpctrain.comm.world import World, alone, connect, in_grid

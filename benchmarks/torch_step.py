@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.backends.torch import bench
-from hpctrain.backends.torch.bench import Problem, cross_entropy, seeded
+from hpctrain.backends.torch import torch_bench_models
 from hpctrain.backends.torch.process_groups import ends_calmly
 from hpctrain.backends.torch.state.optimizer import Together
 from hpctrain.backends.torch.state.tensors import digest
+from hpctrain.backends.torch.torch_bench_models import Problem, cross_entropy, seeded
 from hpctrain.comm.world import World
 from hpctrain.tasks.definition import vocabulary
 
@@ -59,9 +59,9 @@ def optimizer_of(name: str, model: nn.Module, dense: bool) -> torch.optim.Optimi
 
 def problem(name: str, world: World, dense: bool = False) -> Problem:
     """Makes a model of the package, or one with another optimizer or a large table."""
-    if name in bench.MODELS:
-        return bench.problem(name, world)
-    model, inputs, targets = seeded(bench.mlp if name == "mlp-adam" else tables, world)
+    if name in torch_bench_models.MODELS:
+        return torch_bench_models.problem(name, world)
+    model, inputs, targets = seeded(torch_bench_models.mlp if name == "mlp-adam" else tables, world)
     cut = {"table": vocabulary} if isinstance(model, Tables) else {}
     return Problem(model, optimizer_of(name, model, dense), inputs, targets, cut)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.torch_step import Plain, others, problem
-from hpctrain.backends.torch.bench import Problem, cross_entropy
+from hpctrain.backends.torch.torch_bench_models import Problem, cross_entropy
 from hpctrain.bench.ranks import Contender, take_turns
 from hpctrain.bench.step import Contenders
 from hpctrain.comm.world import connect

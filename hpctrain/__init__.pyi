@@ -1,14 +1,14 @@
 """The public names, once: hpctrain/__init__.py finds each here when it is first used, and type checkers read it."""
 
-from hpctrain.backends.tensorflow.reducer import Pieces as _KerasGradients
-from hpctrain.backends.tensorflow.reducer import Reducer as _KerasReducer
-from hpctrain.backends.tensorflow.reducer import broadcast as _keras_broadcast
-from hpctrain.backends.tensorflow.reducer import measured_reducer as _keras_reducer
+from hpctrain.backends.tensorflow.keras_reducer import Pieces as _KerasGradients
+from hpctrain.backends.tensorflow.keras_reducer import Reducer as _KerasReducer
+from hpctrain.backends.tensorflow.keras_reducer import broadcast as _keras_broadcast
+from hpctrain.backends.tensorflow.keras_reducer import measured_reducer as _keras_reducer
 from hpctrain.backends.torch.reduce.reducer import Reducer as _TorchReducer
 from hpctrain.backends.torch.reduce.reducer import broadcast as _torch_broadcast
 from hpctrain.backends.torch.reduce.reducer import measured_reducer as _torch_reducer
 from hpctrain.backends.torch.steps.step_context import StepContext as StepContext
-from hpctrain.backends.torch.strategies.region import cross_entropy as cross_entropy
+from hpctrain.backends.torch.strategies.tp_group import cross_entropy as cross_entropy
 from hpctrain.backends.torch.task.carried import CarriedState as CarriedState
 from hpctrain.checkpoint.policy import Retention as Retention
 from hpctrain.checkpoint.reading import Loaded as Loaded
@@ -27,8 +27,8 @@ from hpctrain.data.dataset import Dataset as Dataset
 from hpctrain.data.dataset import Field as Field
 from hpctrain.data.formats.sources import open_dataset as open_dataset
 from hpctrain.data.order import Epoch as Epoch
-from hpctrain.data.packing.source import from_dataset as from_dataset
-from hpctrain.data.packing.source import packed_notes as packed_notes
+from hpctrain.data.packing.pack_source import from_dataset as from_dataset
+from hpctrain.data.packing.pack_source import packed_notes as packed_notes
 from hpctrain.data.packing.write import write_hdf5 as write_hdf5
 from hpctrain.data.padding import pad as pad
 from hpctrain.data.samplers import CurriculumSampler as CurriculumSampler
@@ -44,15 +44,15 @@ from hpctrain.errors import UserError as UserError
 from hpctrain.launch.engines import ray_cluster as _ray
 from hpctrain.launch.engines import spark_cluster as _spark
 from hpctrain.launch.engines.fitting import RunResult as RunResult
-from hpctrain.monitor.clock import RingClock as _MonitorClock
-from hpctrain.monitor.session import MonitorSession as MonitorSession
-from hpctrain.monitor.session import start as _start_monitor
+from hpctrain.monitor.rank_monitor import MonitorSession as MonitorSession
+from hpctrain.monitor.rank_monitor import start as _start_monitor
+from hpctrain.monitor.ring_clock import RingClock as _MonitorClock
 from hpctrain.rank.fit import fit as fit
 from hpctrain.rank.heartbeat import heartbeat as heartbeat
 from hpctrain.run.events import Event as Event
 from hpctrain.run.figures import Curve as Curve
 from hpctrain.run.figures import Matrix as Matrix
-from hpctrain.run.view import RunView as RunView
+from hpctrain.run.run_view import RunView as RunView
 from hpctrain.tasks.definition import ColwiseParallel as ColwiseParallel
 from hpctrain.tasks.definition import KerasTask as KerasTask
 from hpctrain.tasks.definition import PerBatch as PerBatch

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.world import connect
 from hpctrain.monitor import shared
-from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import Layout, Slot, SlotReader
 from hpctrain.monitor.window import WORK
 from hpctrain.train.clock import Phase

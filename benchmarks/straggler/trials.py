@@ -18,7 +18,7 @@ from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
 from hpctrain.monitor.chief.finding import Kind, State
 from hpctrain.monitor.chief.judge import Judge
-from hpctrain.monitor.chief.statistics import COMPUTE
+from hpctrain.monitor.chief.slowness import COMPUTE
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import CAUSES, Window

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.config.sections import TrainConfig
+from hpctrain.reduce.flat_layout import ExchangeResult
 from hpctrain.reduce.int8_sum import Residue
-from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.train.framework import GRADIENT, NonFiniteLoss, Sums
 from hpctrain.train.state import ArrayTensor, Placement
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.bench.ranks import existing_folder
-from hpctrain.checkpoint.format.files import BLOCK_BYTES, crc32, created, write_at
+from hpctrain.checkpoint.format.durable_files import BLOCK_BYTES, crc32, created, write_at
 from hpctrain.checkpoint.format.paced_write import threads
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.checkpoint.store import CheckpointStore, open_saver

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hpctrain.bench.ranks import existing_folder
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
-from hpctrain.data.packing.source import from_dataset
+from hpctrain.data.packing.pack_source import from_dataset
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.data.pipeline import TrainingData
 from hpctrain.errors import ExitCode

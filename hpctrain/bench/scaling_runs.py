@@ -24,7 +24,7 @@ from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.run.events import RunFinished, RunStarted, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import Outcome
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text, python
 from hpctrain.system.files import write_atomically
 

@@ -179,10 +179,10 @@ class Contenders:
 def our_contenders(args: argparse.Namespace, world: World) -> Contenders:
     """Contenders of ``torch`` or ``tensorflow``, with OMP_NUM_THREADS threads."""
     if args.framework == "torch":
-        from hpctrain.backends.torch.bench import problem
+        from hpctrain.backends.torch.torch_bench_models import problem
 
         return Contenders(problem, world, args.compression)
-    from hpctrain.backends.tensorflow.bench import problem as keras_problem
+    from hpctrain.backends.tensorflow.keras_bench_models import problem as keras_problem
     from hpctrain.backends.tensorflow.runtime import choose_gpu, set_environment
 
     set_environment(threads=None)

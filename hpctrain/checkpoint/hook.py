@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain.checkpoint import reading
 from hpctrain.checkpoint.export import MODEL
-from hpctrain.checkpoint.format.files import crc32
+from hpctrain.checkpoint.format.durable_files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource, listed

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.export import AVERAGE, MODEL
-from hpctrain.checkpoint.format.files import is_absent, reading
+from hpctrain.checkpoint.format.durable_files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json
 from hpctrain.checkpoint.initial_match import Match, WeightSource, listed, of_stages, renamed, require_meant
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.mirror import locate
-from hpctrain.checkpoint.patience import patiently
+from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.group import Group

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.files import crc32
+from hpctrain.checkpoint.format.durable_files import crc32
 from hpctrain.checkpoint.format.layout import TensorSpec, check_tensors
 from hpctrain.checkpoint.reading import Loaded
 from hpctrain.checkpoint.resume_compat import is_accepted

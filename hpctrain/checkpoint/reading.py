@@ -18,7 +18,7 @@ from hpctrain.checkpoint.format.boxes import Box, everything
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, Manifest, Shard, StoredPiece, TensorSpec
 from hpctrain.checkpoint.format.shard import view_of
 from hpctrain.checkpoint.format.shard_reading import ShardFiles, check_rest, check_shard, read_shard
-from hpctrain.checkpoint.patience import FINAL, patiently, read_among
+from hpctrain.checkpoint.read_retry import FINAL, patiently, read_among
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run.folder import name_of_step, step_named

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.files import make_durable_folder
+from hpctrain.checkpoint.format.durable_files import make_durable_folder
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, UnreadableCheckpoint
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 from hpctrain.checkpoint.objects import ObjectFolder
-from hpctrain.checkpoint.patience import read_among
 from hpctrain.checkpoint.policy import Retention
+from hpctrain.checkpoint.read_retry import read_among
 from hpctrain.checkpoint.reading import step_of
 from hpctrain.comm.group import Group
 from hpctrain.config.sections import StoreTierConfig

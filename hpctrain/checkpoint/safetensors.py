@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.files import reading
+from hpctrain.checkpoint.format.durable_files import reading
 from hpctrain.checkpoint.format.shard_reading import Checks, OpenPiece, RecentBlocks
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
-from hpctrain.checkpoint.patience import patiently
+from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
 

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpctrain.checkpoint.folder import CheckpointFolder
+from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format.boxes import Coordinates
 from hpctrain.checkpoint.format.layout import named_apart, shard_file
 from hpctrain.checkpoint.format.paced_write import Dropped
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, skeleton
 from hpctrain.checkpoint.policy import Retention
-from hpctrain.checkpoint.shares import place_in, share_of
+from hpctrain.checkpoint.writer_shares import place_in, share_of
 from hpctrain.comm.group import Group
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
 from hpctrain.train.framework import SPOILED_FIX

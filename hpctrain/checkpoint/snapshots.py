@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.files import write_at
+from hpctrain.checkpoint.format.durable_files import write_at
 from hpctrain.checkpoint.format.paced_write import BLOCK_BYTES, Dropped
 from hpctrain.checkpoint.format.shard import ShardImage, Skeleton
 from hpctrain.checkpoint.store import CheckpointStore

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder, no_fence
 from hpctrain.checkpoint.export import MODEL
-from hpctrain.checkpoint.folder import CheckpointFolder, no_fence
-from hpctrain.checkpoint.format.files import REFUSED, judged
+from hpctrain.checkpoint.format.durable_files import REFUSED, judged
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.object_state import restore
-from hpctrain.checkpoint.patience import patiently
 from hpctrain.checkpoint.policy import KEEP_ALL, Retention
+from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened, step_of
 from hpctrain.checkpoint.resume_compat import differences, model_changes, refuse_changes
 from hpctrain.checkpoint.saver import Saver, array_tensors

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.folder import index_of
+from hpctrain.checkpoint.checkpoint_folder import index_of
 from hpctrain.checkpoint.format import manifest as manifest_file
-from hpctrain.checkpoint.format.files import created, open_regular, read_at, write_at, write_durably
+from hpctrain.checkpoint.format.durable_files import created, open_regular, read_at, write_at, write_durably
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, DamagedCheckpoint, shard_file
 from hpctrain.checkpoint.snapshots import HEAD_FILE, shards_here
 from hpctrain.comm.group import Group

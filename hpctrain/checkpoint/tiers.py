@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.partner import Partner, open_partner
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
 from hpctrain.checkpoint.reading import NotUsed, step_of
+from hpctrain.checkpoint.replica import Partner, open_partner
 from hpctrain.checkpoint.saver import Saver, SaveResult
 from hpctrain.checkpoint.snapshots import ATTEMPT, PREFIX, MemoryStore, SnapshotStore, adopt, claim, sweep
 from hpctrain.checkpoint.store import open_saver

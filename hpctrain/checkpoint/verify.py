@@ -20,7 +20,7 @@ import h5py
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format import manifest as manifest_file
 from hpctrain.checkpoint.format.shard_reading import check_shard
-from hpctrain.checkpoint.patience import patiently
+from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.data.formats.hdf5_files import own_dataset
 from hpctrain.errors import UserError

@@ -195,7 +195,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_input
     from hpctrain.system.files import replace_whole
     from hpctrain.tasks.definition import KerasTask
-    from hpctrain.tasks.loading import load_task
+    from hpctrain.tasks.load_task import load_task
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
     if dataclasses.replace(selection, averaged=None, lora_alpha=None) != Selection():

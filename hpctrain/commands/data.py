@@ -20,8 +20,8 @@ from hpctrain.system.quantities import positive, size
 if TYPE_CHECKING:
     import numpy as np
 
-    from hpctrain.data.packing.growing_file import Ranks
-    from hpctrain.data.packing.source import Source
+    from hpctrain.data.packing.pack_source import Source
+    from hpctrain.data.packing.resumable_file import Ranks
 
 MOST_CHARACTERS = 80
 """Maximum length of a note that ``info`` shows."""
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def run_pack(args: argparse.Namespace) -> int:
     """Makes a file, with the other ranks if a launcher has started some."""
     from hpctrain.comm.world import LAUNCHED
-    from hpctrain.data.packing.growing_file import ALONE
+    from hpctrain.data.packing.resumable_file import ALONE
 
     if not any(os.environ.get(name) for name in LAUNCHED):
         return pack(args, ALONE)
@@ -125,8 +125,8 @@ def run_pack(args: argparse.Namespace) -> int:
 
 def pack(args: argparse.Namespace, ranks: Ranks) -> int:
     """Packs a file. Ranks divide tables among them; other kinds are packed by rank 0. Collective."""
-    from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S
     from hpctrain.data.packing.read import TABLES, kind_of
+    from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S
     from hpctrain.data.packing.write import write_hdf5
 
     there = [one for one in (args.output, *args.sources) if os.path.exists(one)]
@@ -162,8 +162,8 @@ def show_packed(args: argparse.Namespace, source: Source, dtypes: Mapping[str, n
 @contextlib.contextmanager
 def opened_source(args: argparse.Namespace, ranks: Ranks) -> Iterator[Source]:
     """Opens the data to pack."""
+    from hpctrain.data.packing.pack_source import parse_fields
     from hpctrain.data.packing.read import kind_of, open_source
-    from hpctrain.data.packing.source import parse_fields
     from hpctrain.data.packing.text import TextForm, files_of, open_tokenizer, text_source
     from hpctrain.data.packing.write import prepare
 

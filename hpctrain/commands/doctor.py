@@ -17,7 +17,7 @@ from hpctrain.system.quantities import positive
 
 if TYPE_CHECKING:
     from hpctrain.config.sections import Config
-    from hpctrain.doctor.probe import Check
+    from hpctrain.doctor.check import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Checks this machine; returns 64 if there is a problem."""
     from hpctrain.doctor import machine, slurm, software
-    from hpctrain.doctor.probe import Status
+    from hpctrain.doctor.check import Status
 
     folder = Path("runs").absolute()
     config: Config | None = None
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def trial(config: Config) -> Check:
     """Checks whether the task works on one batch."""
-    from hpctrain.doctor.probe import Check, problem
+    from hpctrain.doctor.check import Check, problem
     from hpctrain.rank.trial import try_task
 
     try:
@@ -64,8 +64,8 @@ def trial(config: Config) -> Check:
 
 def trial_on_ranks(ranks: int, words: Sequence[str]) -> Check:
     """Checks whether that many ranks of this machine come as far as their first step."""
-    from hpctrain.doctor.probe import Check, problem
-    from hpctrain.doctor.ranks import started
+    from hpctrain.doctor.check import Check, problem
+    from hpctrain.doctor.mpi_ranks import started
 
     topic = f"{ranks} ranks"
     try:
@@ -83,8 +83,8 @@ def trial_on_ranks(ranks: int, words: Sequence[str]) -> Check:
 
 def on_ranks(ranks: int, as_json: bool) -> int:
     """Checks MPI between ranks of this machine: ``hpctrain run -n 2 --doctor``."""
-    from hpctrain.doctor import ranks as between
-    from hpctrain.doctor.probe import problem
+    from hpctrain.doctor import mpi_ranks as between
+    from hpctrain.doctor.check import problem
 
     try:
         found = between.findings(ranks)
@@ -95,7 +95,7 @@ def on_ranks(ranks: int, as_json: bool) -> int:
 
 def show(found: Sequence[Check], as_json: bool) -> int:
     """Prints findings; returns the exit code."""
-    from hpctrain.doctor.probe import Status
+    from hpctrain.doctor.check import Status
 
     problems = sum(finding.status is Status.PROBLEM for finding in found)
     if as_json:

@@ -15,7 +15,7 @@ from hpctrain.commands.run import PROGRAM, with_program
 from hpctrain.config.sections import Config
 from hpctrain.errors import ExitCode, HpctrainError, RunFailed, UserError
 from hpctrain.launch import sweep
-from hpctrain.launch.engines import scheduler, schedulers, unread
+from hpctrain.launch.engines import scheduler, schedulers, unread_keys
 from hpctrain.launch.engines import status as run_status
 from hpctrain.launch.engines.jobs import Plan, SubmitOptions, submissions
 from hpctrain.run import bad_nodes, live_lock, resolve_run, stop_request
@@ -23,7 +23,7 @@ from hpctrain.run import logs as run_logs
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import UNKNOWN, Word
-from hpctrain.run.view import RunView, run_config
+from hpctrain.run.run_view import RunView, run_config
 from hpctrain.system import foreign_text
 from hpctrain.system.foreign_text import answer
 from hpctrain.system.quantities import positive
@@ -84,7 +84,7 @@ def render(args: argparse.Namespace) -> int:
     config, folder = resolve_run.configured(args.target, args.overrides)
     options = SubmitOptions(portable=True) if args.portable else SubmitOptions(elements_of(args), args.at_once)
     has = schedulers.of(config)
-    unread.tell(config.launch, has.name)
+    unread_keys.tell(config.launch, has.name)
     planned = has.plan(config, folder, options)
     script = planned.secret or planned.script
     answer(args.json, {"script": script}, [script.rstrip("\n")])
@@ -118,7 +118,7 @@ def send(
 ) -> int:
     """Submits a run, or shows what would be submitted."""
     has = schedulers.of(config)
-    unread.tell(config.launch, has.name)
+    unread_keys.tell(config.launch, has.name)
     planned = has.plan(config, folder, options)
     if refuses_finished:
         refuse_finished(planned)

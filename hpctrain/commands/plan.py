@@ -17,8 +17,8 @@ from hpctrain.run.grid import Grid
 from hpctrain.system import foreign_text, quantities
 
 if TYPE_CHECKING:
+    from hpctrain.backends.torch.strategies.memory_estimate import Footprint, MemoryEstimate, ParallelLayout
     from hpctrain.config.sections import Config, LaunchConfig
-    from hpctrain.parallel.memory_estimate import Footprint, MemoryEstimate, ParallelLayout
     from hpctrain.run.figures import Plans
 
 PIPELINED = "pipeline"
@@ -125,9 +125,9 @@ def num_bytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plans; raises UserError if that of the run file is impossible or does not fit the memory."""
+    from hpctrain.backends.torch.strategies.memory_estimate import ParallelLayout, cheapest, footprints
     from hpctrain.comm.world import undivided
     from hpctrain.config.loading import load
-    from hpctrain.parallel.memory_estimate import ParallelLayout, cheapest, footprints
     from hpctrain.rank.trial import program_bytes
 
     if not 1 <= args.ranks <= MOST_RANKS:

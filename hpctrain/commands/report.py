@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.run import resolve_run
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.files import replace_whole
 

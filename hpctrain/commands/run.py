@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Serves one run on this node."""
-    from hpctrain.launch.runners import node, ticket
+    from hpctrain.launch.runners import runner, ticket
 
     given = ticket.of_environment(os.environ)
     if given is None and args.ticket is None:
         raise UserError("node: no ticket given", f"name the file of launch.ticket, or set {ticket.KEY}")
-    node.run(lambda: given or ticket.read(args.ticket), args.wait)
+    runner.run(lambda: given or ticket.read(args.ticket), args.wait)
     return ExitCode.DONE
 
 
@@ -102,7 +102,7 @@ def start(
     Raises:
         UserError: fewer than one rank is asked for, or what the engines raise.
     """
-    from hpctrain.launch.engines import batch_systems, hosts, local, ray_cluster, runners, spark_cluster, unread
+    from hpctrain.launch.engines import batch_systems, hosts, local, ray_cluster, runners, spark_cluster, unread_keys
     from hpctrain.launch.engines.slurm import job
     from hpctrain.launch.nested_launcher import refuse_launcher
 
@@ -110,7 +110,7 @@ def start(
         raise UserError(f"-n {asked}", "start 1 rank or more")
     number = [] if asked is None else ["-n", str(asked)]
     if engine := config.launch.engine or ("hosts" if config.launch.hosts else None):
-        unread.tell(config.launch, engine)
+        unread_keys.tell(config.launch, engine)
     on_nodes = {"runners": None, "ray": ray_cluster.invited, "spark": spark_cluster.invited}
     if config.launch.engine in on_nodes:
         return runners.run(config, asked, rank_words, verbose, fresh, on_nodes[config.launch.engine]), number

@@ -12,9 +12,9 @@ from hpctrain.errors import ExitCode, UserError
 from hpctrain.launch.sweep import Point, combinations, points_of
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import RunDir
+from hpctrain.run.run_view import RunView
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.verdict import Action
-from hpctrain.run.view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.files import write_atomically
 from hpctrain.system.output import say

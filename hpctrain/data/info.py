@@ -16,8 +16,8 @@ from hpctrain.data.formats.hdf5 import Hdf5Dataset
 from hpctrain.data.formats.records import RecordDataset
 from hpctrain.data.formats.sources import CACHE_BYTES, CalledDataset, ConcatDataset, open_dataset
 from hpctrain.data.formats.table_dataset import TableDataset, TableRows
+from hpctrain.data.packing.pack_source import packed_notes
 from hpctrain.data.packing.read import KINDS, decode_for
-from hpctrain.data.packing.source import packed_notes
 
 BATCH = 256
 

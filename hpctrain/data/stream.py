@@ -165,7 +165,7 @@ def opened(source: Any, fields: tuple[str, ...] | list[str] | None, decode: Call
     if "torch.DataLoader" in bases_of(source):
         raise UserError(f"{kind} gives batches, not samples", "give its .dataset: hpctrain batches and prefetches")
     if has_skip(source):
-        adapter = importlib.import_module("hpctrain.backends.tensorflow.task.dataset")
+        adapter = importlib.import_module("hpctrain.backends.tensorflow.task.tf_dataset")
         pipeline = adapter.in_order(source)
         names = names or adapter.names_of(pipeline.element_spec)
 

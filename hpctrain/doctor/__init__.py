@@ -1,5 +1,5 @@
 """Checks the installation and suggests fixes. Works without any framework and without MPI.
 
-``machine``, ``ranks``, ``slurm`` and ``software`` each check one area and return findings, which ``probe`` defines.
-``probe`` and ``ranks`` run their checks in separate processes.
+``machine``, ``mpi_ranks``, ``slurm`` and ``software`` each check one area and return findings, which ``check`` defines.
+``check`` and ``mpi_ranks`` run their checks in separate processes.
 """

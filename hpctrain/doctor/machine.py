@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from hpctrain.doctor.probe import Check, note, problem
+from hpctrain.doctor.check import Check, note, problem
 from hpctrain.errors import HpctrainError
 from hpctrain.system.cgroups import cpu_quota, usable_cores
 from hpctrain.system.files import create_exclusively

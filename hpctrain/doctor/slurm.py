@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from hpctrain.doctor.probe import Check, note, problem
+from hpctrain.doctor.check import Check, note, problem
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines.slurm import client
 from hpctrain.run import resolve_run

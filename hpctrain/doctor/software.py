@@ -17,8 +17,8 @@ from pathlib import Path
 import hpctrain
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, TrackConfig
-from hpctrain.doctor import probe
-from hpctrain.doctor.probe import Check, Probe, note, problem
+from hpctrain.doctor import check
+from hpctrain.doctor.check import Check, Probe, note, problem
 from hpctrain.errors import HpctrainError, MissingExtra, UserError
 from hpctrain.launch.mpi_library import find_mpirun
 from hpctrain.launch.mpi_library import probe as probe_mpi
@@ -57,7 +57,7 @@ def mpi() -> Iterator[Check]:
         yield Check("mpirun", find_mpirun(library))
     except HpctrainError as error:
         yield problem("mpirun", error.what, error.fix)
-    seen = probe.probe(probe.MPI)
+    seen = check.probe(check.MPI)
     if seen.error:
         yield problem("MPI start", seen.error, "start hpctrain doctor inside a job: login nodes may lack the network")
     elif seen.facts["threads"] != "multiple":
@@ -69,12 +69,12 @@ def mpi() -> Iterator[Check]:
 
 def torch() -> Iterator[Check]:
     """Checks PyTorch."""
-    yield _framework("PyTorch", "torch", probe.TORCH, 'pip install "hpctrain[torch]"')
+    yield _framework("PyTorch", "torch", check.TORCH, 'pip install "hpctrain[torch]"')
 
 
 def tensorflow() -> Iterator[Check]:
     """Checks TensorFlow and Keras."""
-    finding = _framework("TensorFlow", "tensorflow", probe.TENSORFLOW, 'pip install "hpctrain[tensorflow]"')
+    finding = _framework("TensorFlow", "tensorflow", check.TENSORFLOW, 'pip install "hpctrain[tensorflow]"')
     if "backend" in finding.value and "backend tensorflow" not in finding.value:
         finding = problem("TensorFlow", finding.value, "set KERAS_BACKEND=tensorflow")
     yield finding
@@ -83,7 +83,7 @@ def tensorflow() -> Iterator[Check]:
 def _framework(topic: str, package: str, code: str, install: str) -> Check:
     if not is_installed(package):
         return note(topic, "not installed", install)
-    seen = probe.probe(code)
+    seen = check.probe(code)
     if seen.error:
         return problem(topic, f"cannot be imported: {seen.error}", f"reinstall it: {install}")
     facts = seen.facts
@@ -107,7 +107,7 @@ def horovod() -> Iterator[Check]:
     for framework in filter(is_installed, ("torch", "tensorflow")):
         topic = f"Horovod {framework}"
         if framework in built:
-            seen = probe.probe(probe.HOROVOD.format(framework=framework))
+            seen = check.probe(check.HOROVOD.format(framework=framework))
             for_gpus = for_gpus or seen.facts.get("for_gpus", False)
             yield horovod_for(framework, built[framework], seen)
         elif framework == "tensorflow" and for_gpus:
@@ -156,7 +156,7 @@ def built_for() -> dict[str, str]:
 
 def hdf5() -> Iterator[Check]:
     """Checks h5py and its library."""
-    seen = probe.probe(probe.HDF5)
+    seen = check.probe(check.HDF5)
     if seen.error:
         yield problem("HDF5", f"h5py cannot be imported: {seen.error}", "pip install --force-reinstall h5py")
     else:

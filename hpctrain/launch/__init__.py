@@ -4,5 +4,5 @@
 Slurm and elsewhere; ``forks`` forks the ranks on this machine from one process; ``mpi_library`` finds mpirun, and runs
 hpctrain programs on ranks outside any run; ``sweep`` expands one run file into many runs; ``nested_launcher`` refuses
 programs that start ranks themselves. ``postmortem`` and
-``launcher_messages`` find out why ranks died; ``patience`` retries services that are down. No MPI, no framework.
+``launcher_messages`` find out why ranks died; ``outage_retry`` retries services that are down. No MPI, no framework.
 """

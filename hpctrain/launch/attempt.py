@@ -18,7 +18,7 @@ from typing import Any
 from hpctrain.errors import Code, HpctrainError, Replaced, RunFailed
 from hpctrain.launch import launcher_messages
 from hpctrain.launch.launcher_messages import Passing
-from hpctrain.launch.patience import PAUSES_S, read_patiently
+from hpctrain.launch.outage_retry import PAUSES_S, read_patiently
 from hpctrain.launch.postmortem import all_ended_well, complete, facts_of, lost, lost_node, missing_ranks, settled
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempt, Attempts
@@ -26,11 +26,11 @@ from hpctrain.run.decision import decide
 from hpctrain.run.events import CUT_OFF, Hang, decode
 from hpctrain.run.first_cause import Death, Fact, Found, Standing
 from hpctrain.run.folder import RunDir, bytes_in_flight
-from hpctrain.run.growing_file import Tail
 from hpctrain.run.last_words import GOOD_ENDINGS, Ending, LastWord, WordReader, collect, pieces
 from hpctrain.run.live_lock import LiveLock
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
 from hpctrain.run.stop_request import StopRequest, request_stop, requested_stop
+from hpctrain.run.tail import Tail
 from hpctrain.run.verdict import RunVerdict, Stop, failed_with, replaced
 from hpctrain.system import processes
 from hpctrain.system.files import open_log

@@ -9,16 +9,16 @@ from contextlib import suppress
 from hpctrain.config.sections import Config
 from hpctrain.errors import GENERAL, Code, ExitCode, HpctrainError, Replaced, code_of
 from hpctrain.launch.attempt import Launch, Limits, WatchedAttempt
-from hpctrain.launch.patience import Stopped, read_patiently
+from hpctrain.launch.outage_retry import Stopped, read_patiently
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.decision import starts_again
 from hpctrain.run.events import Resumed, SnapshotSaved
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import LastWord
 from hpctrain.run.live_lock import LiveLock, myself
+from hpctrain.run.run_view import RunView
 from hpctrain.run.stop_request import requested_stop
 from hpctrain.run.verdict import Action, RunVerdict, replaced
-from hpctrain.run.view import RunView
 from hpctrain.system.output import say
 from hpctrain.system.signals import StopSignals
 

@@ -16,7 +16,7 @@ from hpctrain.errors import UserError
 from hpctrain.run import resolve_run
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import Word
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system.output import say
 
 NO_AXIS = "launch.slurm."

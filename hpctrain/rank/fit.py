@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS
 from hpctrain.config.loading import dump
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
-from hpctrain.monitor.session import start as start_monitor
-from hpctrain.parallel.pipeline import BY_PARAMETERS
+from hpctrain.monitor.rank_monitor import start as start_monitor
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_pair, first_validation, make_data
 from hpctrain.rank.kept_choices import kept_reducer, note_data, note_nccl, stage_choice

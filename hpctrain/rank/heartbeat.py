@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.config.loading import load
-from hpctrain.monitor.session import start
+from hpctrain.monitor.rank_monitor import start
 from hpctrain.rank.folder_group import Place, folder_world
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import PLACE, WATCHED_DIR, current_attempt

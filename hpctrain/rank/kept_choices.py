@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice
 from hpctrain.comm.world import World
 from hpctrain.data.dataset import Samples
 from hpctrain.data.stream import Stream
 from hpctrain.errors import RunFailed
-from hpctrain.parallel.pipeline import StageChoice
 from hpctrain.rank.batches import first_batch
 from hpctrain.rank.problem import Problem
 from hpctrain.rank.session import Session

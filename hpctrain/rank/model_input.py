@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain.data.dataset import Samples, is_ordered
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import Task, first_field, in_order
-from hpctrain.train.reach import reached
+from hpctrain.train.walk_objects import reached
 
 
 def takes_first(task: Task) -> bool:

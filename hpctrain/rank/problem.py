@@ -29,7 +29,7 @@ from hpctrain.errors import UserError, kind_of
 from hpctrain.rank.model_input import input_first, takes_first
 from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
-from hpctrain.tasks.loading import load_task, require_callables, require_fields, require_function, require_shares
+from hpctrain.tasks.load_task import load_task, require_callables, require_fields, require_function, require_shares
 from hpctrain.train.hooks import Hook, rate_hook
 from hpctrain.train.schedule import global_batch, validation_batch
 from hpctrain.train.seeds import seed_python
@@ -181,7 +181,7 @@ def with_optimizer(task: Task, asked: OptimizerConfig) -> Task:
     if isinstance(task, TorchTask):
         from hpctrain.backends.torch.task.by_name import make_optimizer
     else:
-        from hpctrain.backends.tensorflow.task.compiled import make_optimizer
+        from hpctrain.backends.tensorflow.task.keras_compiled import make_optimizer
 
         own = getattr(task.model, "optimizer", None) if own is None else own  # compile() makes one
     if own is not None or isinstance(task.model, Mapping):
@@ -201,7 +201,7 @@ def with_its_loss(task: Task, fields: Sequence[str]) -> Task:
     """
     require_hooks(task)
     if isinstance(task, KerasTask):
-        from hpctrain.backends.tensorflow.task.compiled import adopted
+        from hpctrain.backends.tensorflow.task.keras_compiled import adopted
         from hpctrain.backends.tensorflow.task.overrides import trains_itself
 
         task = adopted(task, fields)

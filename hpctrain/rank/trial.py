@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource
 from hpctrain.comm.group import TIMEOUT_S, Group
@@ -23,7 +24,6 @@ from hpctrain.comm.world import World, alone
 from hpctrain.config.combinations import Feature, clash
 from hpctrain.config.sections import SHARDS, Config, ParallelConfig
 from hpctrain.errors import UserError, foreign_errors
-from hpctrain.parallel.memory_estimate import MemoryEstimate
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation, make_data
 from hpctrain.rank.model_input import described
@@ -36,7 +36,7 @@ from hpctrain.train.evaluation import even_batches
 from hpctrain.train.framework import Framework
 
 if TYPE_CHECKING:
-    from hpctrain.backends.torch.framework import TorchFramework
+    from hpctrain.backends.torch.torch_framework import TorchFramework
 
 MOST_SAMPLES = 32
 """Maximum samples in the batch, since this one process would otherwise hold the batch of all ranks."""
@@ -124,7 +124,7 @@ class Imagined(Group):
 
 def program_bytes() -> int:
     """Returns this process's resident memory in bytes, with PyTorch imported; call it before there is a model."""
-    import hpctrain.backends.torch.framework  # noqa: F401  its memory belongs to the program, not to the model
+    import hpctrain.backends.torch.torch_framework  # noqa: F401  its memory belongs to the program, not to the model
 
     return int(psutil.Process().memory_info().rss)
 
@@ -151,7 +151,7 @@ def made(config: Config, tensor: int, pipeline: int = 1) -> Iterator[Model]:
     )
     world = dataclasses.replace(alone(), tensor=Imagined("tensor", tensor))
     with foreign_errors(in_short):
-        from hpctrain.backends.torch.framework import TorchFramework
+        from hpctrain.backends.torch.torch_framework import TorchFramework
 
         problem = make_problem(config, alone())
         if not isinstance(problem.task, TorchTask):
@@ -182,7 +182,7 @@ def estimate(
     """
     from hpctrain.backends.torch.strategies.estimated import Estimated, measured
     from hpctrain.backends.torch.strategies.listed import STRATEGIES
-    from hpctrain.backends.torch.strategies.pipeline import strategy as of_stages
+    from hpctrain.backends.torch.strategies.pipeline import pipeline_strategy as of_stages
 
     with made(config, tensor) as model:
         state, whole = measured(model.framework, first_batch(model.problem, model.world, ESTIMATED_SAMPLES), ranks)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.backends.local_training import LocalFramework, inner_world
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS, StageChoice
 from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.checkpoint.resume_compat import identity_of
 from hpctrain.comm.world import World
@@ -14,9 +15,8 @@ from hpctrain.config.combinations import Feature, refuse
 from hpctrain.config.sections import LARGEST_SEED, Config
 from hpctrain.data.pipeline import BatchSource
 from hpctrain.errors import UserError
-from hpctrain.monitor.clock import RingClock
-from hpctrain.monitor.session import MonitorHook
-from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
+from hpctrain.monitor.rank_monitor import MonitorHook
+from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.rank.batches import DataPosition, make_data, make_validation_sets
 from hpctrain.rank.kept_choices import KeptReducer
 from hpctrain.rank.problem import Problem, rate_features
@@ -26,7 +26,7 @@ from hpctrain.reduce.reducer_choice import ReducerChoice
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.folder import RunDir
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask
-from hpctrain.tasks.loading import code_of
+from hpctrain.tasks.load_task import code_of
 from hpctrain.track.events_hook import EventsHook
 from hpctrain.track.sink import Sink
 from hpctrain.track.sinks import make_sinks
@@ -42,9 +42,9 @@ from hpctrain.train.stateful import kept_state
 from hpctrain.train.watchers import Profile, Profiler, VerifyWeights, unreported, watching
 
 if TYPE_CHECKING:
-    from hpctrain.backends.tensorflow.framework import KerasFramework
-    from hpctrain.backends.torch.framework import TorchFramework
-    from hpctrain.monitor.session import MonitorSession
+    from hpctrain.backends.tensorflow.keras_framework import KerasFramework
+    from hpctrain.backends.torch.torch_framework import TorchFramework
+    from hpctrain.monitor.rank_monitor import MonitorSession
     from hpctrain.rank.session import Session
 
 
@@ -107,7 +107,7 @@ def open_framework(
 
             follow_device(clock, framework.device)
         return framework
-    from hpctrain.backends.tensorflow.task.opening import open_keras
+    from hpctrain.backends.tensorflow.task.keras_opening import open_keras
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
     return open_keras(task, world, settings, clock, choice)
@@ -160,7 +160,7 @@ def scheduler_hooks(task: Task) -> list[RateHook]:
     """Returns the hook that steps a task's TorchScheduler, if it has one."""
     if not isinstance(task.schedule, TorchScheduler):
         return []
-    from hpctrain.backends.torch.state.scheduler import SchedulerHook
+    from hpctrain.backends.torch.state.lr_scheduler import SchedulerHook
 
     return [SchedulerHook(task.schedule, task.optimizer)]
 
@@ -171,7 +171,7 @@ def profiler_of(task: Task) -> Profiler:
         from hpctrain.backends.torch.performance import TorchProfiler
 
         return TorchProfiler()
-    from hpctrain.backends.tensorflow.performance import KerasProfiler
+    from hpctrain.backends.tensorflow.keras_performance import KerasProfiler
 
     return KerasProfiler()
 
@@ -180,7 +180,7 @@ def reported(task: Task) -> list[str]:
     """Returns the names of the metrics that evaluations report; empty if only an evaluation can show them."""
     if isinstance(task, TorchTask):
         return ["loss", *task.metrics]
-    from hpctrain.backends.tensorflow.task.compiled import reported as reported_by_keras
+    from hpctrain.backends.tensorflow.task.keras_compiled import reported as reported_by_keras
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
     return reported_by_keras(task)

@@ -10,8 +10,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.flat_layout import SLOTS, Layout
 from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
-from hpctrain.reduce.layout import SLOTS, Layout
 from hpctrain.reduce.mpi_allreduce import FlatAllreduce, HostAllreduce, duplicate
 from hpctrain.reduce.ring_allreduce import RingAllreduce
 from hpctrain.reduce.shm_allreduce import open_shm_allreduce, open_shm_pieces, open_shm_small, share_arrays, with_square

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.layout import Layout
+from hpctrain.reduce.flat_layout import Layout
 from hpctrain.reduce.mpi_allreduce import duplicate
 
 BLOCK = 128

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.layout import slices
+from hpctrain.reduce.flat_layout import slices
 from hpctrain.reduce.mpi_allreduce import FlatAllreduce
 
 if TYPE_CHECKING:

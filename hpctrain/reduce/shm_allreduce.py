@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hpctrain.comm.group import Group
+from hpctrain.reduce.flat_layout import SQUARE, Layout, slices
 from hpctrain.reduce.int8_sum import Int8Sum, Residue
-from hpctrain.reduce.layout import SQUARE, Layout, slices
 from hpctrain.reduce.mpi_allreduce import add_everywhere
 from hpctrain.reduce.ring_allreduce import Ring
 from hpctrain.system import shared_memory

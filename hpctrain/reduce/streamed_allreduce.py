@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.reduce.layout import slices
+from hpctrain.reduce.flat_layout import slices
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
 from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, add_pairwise
 

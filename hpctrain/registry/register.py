@@ -31,7 +31,7 @@ from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
 from hpctrain.run.history import RunHistory
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.track.follower import position
 from hpctrain.track.mlflow import QUIET, experiment_of, tracking_uri
 

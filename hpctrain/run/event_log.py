@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hpctrain.run.events import Decoder, Event, decode, encode, resolve
 from hpctrain.run.folder import RunDir
-from hpctrain.run.growing_file import Tail
 from hpctrain.run.progress import Progress
+from hpctrain.run.tail import Tail
 from hpctrain.system import safe_read
 from hpctrain.system.files import append_bytes
 

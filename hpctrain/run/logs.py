@@ -13,7 +13,7 @@ from pathlib import Path
 from hpctrain.errors import UserError
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.growing_file import read_at
+from hpctrain.run.tail import read_at
 from hpctrain.system import foreign_text, safe_read
 
 PART_BYTES = 32 << 20

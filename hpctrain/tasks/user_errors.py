@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UserError, foreign_errors
-from hpctrain.train.reach import INSTALLED
+from hpctrain.train.walk_objects import INSTALLED
 
 PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))

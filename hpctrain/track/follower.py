@@ -19,7 +19,7 @@ from typing import Any
 
 from hpctrain.run.events import Event
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text, python, safe_read
 from hpctrain.system.files import open_log, write_atomically
 from hpctrain.system.json_shape import fits, is_count

@@ -22,7 +22,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.launch.engines import status
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.watch.screen import ASCII, UNICODE, Glyphs, draw
 from hpctrain.watch.view import View, make
 

@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
-from hpctrain.monitor.clock import RingClock
-from hpctrain.monitor.session import start
+from hpctrain.monitor.rank_monitor import start
+from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.train.clock import IntervalClock, Phase
 
 STEP_S = 0.02

@@ -64,7 +64,7 @@ def test_reducers_of_one_program_share_horovod(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from hpctrain.comm.world import connect\n"
-        "from hpctrain.reduce.layout import plan\n"
+        "from hpctrain.reduce.flat_layout import plan\n"
         "from hpctrain.backends.torch.reduce.messages import MessageAllreduce, horovod_sender\n"
         "group = connect().data\n"
         "def opened(half=False):\n"

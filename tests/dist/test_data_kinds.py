@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.data.dataset import from_arrays
-from hpctrain.data.packing.source import from_dataset
+from hpctrain.data.packing.pack_source import from_dataset
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.system.object_store import opened
 from tests.support.command import events, last_words

@@ -16,7 +16,7 @@ from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import KINDS
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import read as read_words
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system.processes import own_session
 from tests.dist.conftest import Ended
 from tests.support.command import (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain.report.plots import heat_maps
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 
 PROGRAM = Path(__file__).parent / "programs" / "monitored_loop.py"
 

@@ -14,7 +14,7 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.report.explain import explain
 from hpctrain.run.events import RunStarted
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from tests.support.mpi import mpirun
 
 PROGRAM = Path(__file__).parent / "programs" / "tensor_monitor.py"

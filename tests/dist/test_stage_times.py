@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from hpctrain.run.events import RunStarted
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from tests.support.mpi import mpirun
 from tests.tasks import uneven_stages
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from tests.support.command import hpctrain
 
 TASK = """

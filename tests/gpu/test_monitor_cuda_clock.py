@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.train.clock import Neighbours, Phase
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import yaml
 from hpctrain.run import last_words
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from tests.slurm.cluster import Cluster, until
 from tests.support.mpi import LAUNCH_S, PATIENCE_S
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.folder import CheckpointFolder
+from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, TensorPiece, TensorSpec, named_apart, shard_file
 from hpctrain.checkpoint.format.shard import ShardImage, skeleton

@@ -16,7 +16,7 @@ import psutil
 
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import read as read_words
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from tests.support.mpi import LAUNCH_S, PATIENCE_S, Result, rank_environment, run_in_group
 from tests.support.warm_ranks import STAND_IN, variables
 

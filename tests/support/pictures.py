@@ -22,7 +22,7 @@ from hpctrain.report import drawing
 from hpctrain.report.charts import heat_chart
 from hpctrain.report.drawing import Chart
 from hpctrain.report.plots import heat_maps
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.watch import terminal
 from hpctrain.watch.terminal import Source
 from tests.support import tutorial

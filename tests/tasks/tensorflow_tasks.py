@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras import layers, ops
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.framework import KerasFramework
+from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.backends.tensorflow.runtime import begin_task
-from hpctrain.backends.tensorflow.task.opening import open_keras
+from hpctrain.backends.tensorflow.task.keras_opening import open_keras
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data.order import part_of

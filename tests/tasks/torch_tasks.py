@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.backends.torch.state.optimizer import joined
 from hpctrain.backends.torch.task.opening import open_torch
+from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import World
 from hpctrain.config.sections import Config, ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data.order import part_of

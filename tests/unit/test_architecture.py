@@ -30,13 +30,12 @@ ROOMS: dict[str, str] = {
     "data": "errors system config",
     "reduce": "errors system config comm",
     "train": "errors config comm run data",
-    "parallel": "comm reduce train",
     "tasks": "errors system comm train",
-    "backends": "errors system config comm run data reduce parallel train tasks monitor",
+    "backends": "errors system config comm run data reduce train tasks monitor",
     "checkpoint": "errors system config comm run data train tasks backends",
     "monitor": "errors system config comm run train",
     "track": "errors system config run train",
-    "rank": "errors system config comm run data reduce train parallel tasks backends checkpoint monitor track",
+    "rank": "errors system config comm run data reduce train tasks backends checkpoint monitor track",
     "registry": "errors config run data checkpoint track rank report",
     "launch": "errors system config comm run checkpoint",
     "report": "errors run system",
@@ -44,7 +43,7 @@ ROOMS: dict[str, str] = {
     "doctor": "errors system config comm run reduce track launch",
     "horovod_wheel": "errors system",
     "bench": "errors system config comm run data reduce train backends checkpoint launch report",
-    "commands": "errors system config comm run data train parallel tasks backends checkpoint track rank registry "
+    "commands": "errors system config comm run data train tasks backends checkpoint track rank registry "
     "launch report watch doctor horovod_wheel",
     "cli": "errors system",
     "__main__": "system cli",
@@ -61,13 +60,12 @@ TOKENS: dict[str, int] = {
     "data": 47850,
     "reduce": 15216,
     "train": 14124,
-    "parallel": 4457,
     "tasks": 7603,
-    "backends": 110002,
+    "backends": 114551,
     "checkpoint": 48532,
     "monitor": 29149,
     "track": 6535,
-    "rank": 17392,
+    "rank": 17414,
     "registry": 1491,
     "launch": 55701,
     "report": 12359,
@@ -75,7 +73,7 @@ TOKENS: dict[str, int] = {
     "doctor": 4336,
     "horovod_wheel": 4125,
     "bench": 13124,
-    "commands": 17413,
+    "commands": 17421,
     "cli": 1030,
     "__main__": 159,
     "__init__": 236,
@@ -305,9 +303,9 @@ def test_our_own_python_processes_have_one_way_to_start() -> None:
     assert not wrong
 
 
-PROTOCOLS = {"doctor/ranks.py"}
+PROTOCOLS = {"doctor/mpi_ranks.py"}
 """Programs that print what another process of ours reads."""
-OWN_OUTPUT = {"launch/attempt.py", "monitor/session.py"}
+OWN_OUTPUT = {"launch/attempt.py", "monitor/rank_monitor.py"}
 """Those that pass on, as they come, what the launcher and the monitor's agent of the very run say."""
 
 

@@ -20,7 +20,7 @@ LIGHT = [
     "hpctrain.train.loop",
     "hpctrain.train.metrics",
     "hpctrain.rank.session",
-    "hpctrain.run.view",
+    "hpctrain.run.run_view",
     "hpctrain.backends.update",
     "hpctrain.backends.tensorflow.runtime",
 ]

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reducer import Callback, Pieces, exchanged_dtype, notify
+from hpctrain.backends.tensorflow.keras_reducer import Callback, Pieces, exchanged_dtype, notify
 from hpctrain.comm.group import Group
 from hpctrain.reduce.row_exchange import RowExchange, Rows
 from hpctrain.train.framework import StepSettings

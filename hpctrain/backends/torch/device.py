@@ -21,7 +21,7 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
-from hpctrain.monitor.clock import RingClock
+from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE
 from hpctrain.monitor.window import ENDED, REST, WORK
 from hpctrain.train.clock import Phase

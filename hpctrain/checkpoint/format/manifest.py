@@ -17,7 +17,7 @@ from typing import Any
 
 from hpctrain.checkpoint.format import layout, shard_index
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
-from hpctrain.checkpoint.format.files import reading
+from hpctrain.checkpoint.format.durable_files import reading
 from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
 from hpctrain.errors import UserError
 

@@ -15,7 +15,7 @@ from threading import Condition
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.files import created, write_at
+from hpctrain.checkpoint.format.durable_files import created, write_at
 from hpctrain.errors import HpctrainError
 
 THREADS = 2

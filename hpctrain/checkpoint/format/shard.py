@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
-from hpctrain.checkpoint.format.files import crc32
+from hpctrain.checkpoint.format.durable_files import crc32
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, MOST_TILES, TensorPiece
 from hpctrain.checkpoint.format.paced_write import write_paced
 from hpctrain.system.shared_memory import unnamed_file

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.files import read_at
+from hpctrain.checkpoint.format.durable_files import read_at
 from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json
 from hpctrain.train.saved_arrays import lies_in
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box, boxes_between, position, run_axis, span
-from hpctrain.checkpoint.format.files import BLOCK_BYTES, crc32, judged, open_regular, read_at, reading
+from hpctrain.checkpoint.format.durable_files import BLOCK_BYTES, crc32, judged, open_regular, read_at, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, DamagedCheckpoint, Shard, StoredPiece
 from hpctrain.checkpoint.format.shard import blocks_of, gaps
 

@@ -37,7 +37,7 @@ CACHE_BYTES = 256 * 2**20
 ADAPTERS = {
     "torch": "hpctrain.backends.torch.task.data_loader",
     "datasets": "hpctrain.backends.torch.task.data_loader",
-    "tensorflow": "hpctrain.backends.tensorflow.task.dataset",
+    "tensorflow": "hpctrain.backends.tensorflow.task.tf_dataset",
 }
 """Modules that adapt the datasets of frameworks and of Hugging Face. Backends are above this package, so they are
 imported by name on use."""

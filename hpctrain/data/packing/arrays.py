@@ -16,7 +16,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Samples, check_field, check_lengths, choose
-from hpctrain.data.packing.source import Source, block_samples
+from hpctrain.data.packing.pack_source import Source, block_samples
 from hpctrain.errors import UserError
 
 Opener = Callable[[], contextlib.AbstractContextManager[IO[bytes]]]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
-from hpctrain.data.packing.source import Source, block_samples
+from hpctrain.data.packing.pack_source import Source, block_samples
 from hpctrain.errors import UserError, requires
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}

@@ -9,8 +9,8 @@ from typing import Literal
 from hpctrain.config.values import refuse_credentials
 from hpctrain.data.formats.hdf5_files import look_at
 from hpctrain.data.formats.tables import open_table
-from hpctrain.data.packing.growing_file import ALONE, Ranks
-from hpctrain.data.packing.source import Columns, Source, from_dataset, join, only_names
+from hpctrain.data.packing.pack_source import Columns, Source, from_dataset, join, only_names
+from hpctrain.data.packing.resumable_file import ALONE, Ranks
 from hpctrain.data.packing.text import SUFFIXES
 from hpctrain.errors import UserError
 

@@ -17,8 +17,8 @@ import numpy as np
 from hpctrain.data.dataset import Samples, check_field
 from hpctrain.data.formats.away import patient
 from hpctrain.data.formats.tables import Part, Table, filtered, not_utf8, reading, shortened, values
-from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S, Ranks
-from hpctrain.data.packing.source import Columns, Piece, Source, assign, gather
+from hpctrain.data.packing.pack_source import Columns, Piece, Source, assign, gather
+from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks
 from hpctrain.errors import UserError
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.dataset import Field, Samples
 from hpctrain.data.formats.hdf5_files import look_at
-from hpctrain.data.packing.source import Source, block_samples
+from hpctrain.data.packing.pack_source import Source, block_samples
 from hpctrain.errors import UserError, file_errors, requires
 
 LINES = (".jsonl", ".ndjson")

@@ -17,8 +17,8 @@ import numpy as np
 
 from hpctrain.data.casting import fit
 from hpctrain.data.dataset import Field, Samples
-from hpctrain.data.packing.growing_file import ALONE, PATIENCE_S, Ranks, growing
-from hpctrain.data.packing.source import NOTES, Piece, Source
+from hpctrain.data.packing.pack_source import NOTES, Piece, Source
+from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks, growing
 from hpctrain.errors import UserError, file_errors
 from hpctrain.system.files import replacement
 

@@ -22,8 +22,8 @@ from hpctrain.launch.runners import ticket
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import Eval
 from hpctrain.run.folder import RunDir
+from hpctrain.run.run_view import RunView
 from hpctrain.run.verdict import RunVerdict
-from hpctrain.run.view import RunView
 from hpctrain.system import python
 from hpctrain.system.cgroups import THREAD_VARIABLES
 from hpctrain.system.files import write_atomically

@@ -21,7 +21,7 @@ from hpctrain.launch.attempt import Launch
 from hpctrain.launch.engines import run_encoded
 from hpctrain.launch.engines.local import rank_command, rank_environment, supervised
 from hpctrain.launch.mpi_library import Flavour, MpiRun, find_mpirun, launcher_environment, probe
-from hpctrain.launch.patience import read_patiently
+from hpctrain.launch.outage_retry import read_patiently
 from hpctrain.launch.postmortem import unreachable
 from hpctrain.launch.supervisor import choose
 from hpctrain.run import last_words

@@ -15,7 +15,7 @@ from pathlib import Path
 from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.launch.engines import hosts
-from hpctrain.launch.runners import ask, desk, node, ticket
+from hpctrain.launch.runners import ask, desk, runner, ticket
 from hpctrain.run.verdict import RunVerdict
 from hpctrain.system import python
 from hpctrain.system.output import say
@@ -59,7 +59,7 @@ def run(
     def shown(_: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
         with contextlib.ExitStack() as stack:
             if given is None and path is not None:
-                made.write(Path(path), node.lives)
+                made.write(Path(path), runner.lives)
                 stack.callback(made.remove, Path(path))
             yield str
 

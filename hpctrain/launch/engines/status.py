@@ -19,7 +19,7 @@ from hpctrain.run.logs import said_last
 from hpctrain.run.progress import Progress
 from hpctrain.run.resolve_run import elements_of
 from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, State, Word
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import duration, number
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpctrain.errors import HpctrainError
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system import python
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -24,7 +24,7 @@ FORKS = "HPCTRAIN_FORKS"
 """Environment variable: 0 disables forking, so each rank imports everything itself."""
 COMMON = ("hpctrain.commands.train", "hpctrain.rank.fit", "hpctrain.rank.session", "mpi4py")
 """Modules that every rank imports. mpi4py.MPI is left out, because importing it initializes MPI."""
-TORCH, KERAS = "hpctrain.backends.torch.task.opening", "hpctrain.backends.tensorflow.task.opening"
+TORCH, KERAS = "hpctrain.backends.torch.task.opening", "hpctrain.backends.tensorflow.task.keras_opening"
 BACKENDS = {"torch": TORCH, "TorchTask": TORCH, "tensorflow": KERAS, "keras": KERAS, "KerasTask": KERAS}
 """Backend module, by a name that a task's file imports or the framework that an earlier attempt recorded."""
 

@@ -2,5 +2,5 @@
 
 ``chief`` receives the nodes' reports. ``stragglers`` reports slow ranks: ``judge`` turns windows into findings
 (``finding``), and ``sentence`` puts them into words. ``standstill`` reports ranks that have died or hang; ``hang``
-decides which. The other modules are parts of the judge: ``statistics``, ``peers`` and ``baseline``.
+decides which. The other modules are parts of the judge: ``slowness``, ``peers`` and ``baseline``.
 """

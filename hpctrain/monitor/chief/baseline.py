@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.monitor.chief import statistics
+from hpctrain.monitor.chief import slowness
 from hpctrain.monitor.chief.peers import Peers
 from hpctrain.monitor.window import CAUSES, Window
 
@@ -49,8 +49,8 @@ class Baseline:
         self.seen += 1
         if self.seen <= WARM_UP:
             return
-        transfer = statistics.transfer_seconds(window.wait)
-        step = statistics.step_seconds(window.busy, window.wait) / window.steps
+        transfer = slowness.transfer_seconds(window.wait)
+        step = slowness.step_seconds(window.busy, window.wait) / window.steps
         self.learned.append((medians, window.typical, float(np.median(window.work)), transfer, step))
         if len(self.learned) < LEARNED:
             return
@@ -109,8 +109,8 @@ class Pauses:
     def add(self, window: Window, busy: Array) -> None:
         """Adds a window; ``busy`` holds its busy times corrected for work."""
         counts, seconds = np.zeros(self.ranks, dtype=np.int64), np.zeros(self.ranks, dtype=np.float32)
-        counts[window.ranks], seconds[window.ranks] = statistics.pauses(busy)
-        self.windows.append((counts, seconds, statistics.step_seconds(window.busy, window.wait)))
+        counts[window.ranks], seconds[window.ranks] = slowness.pauses(busy)
+        self.windows.append((counts, seconds, slowness.step_seconds(window.busy, window.wait)))
         self.bursts *= 1 - 1 / RECENT
         self.bursts[window.ranks] += window.mean - window.typical
 
@@ -132,7 +132,7 @@ class Pauses:
         for windows in (RECENT, REMEMBERED):
             counts, cost = self.sums(windows)
             for rank in np.flatnonzero(cost >= least_cost).tolist():
-                chance = statistics.chance_of_so_many(int(counts[rank]), int(counts.sum()), self.ranks)
+                chance = slowness.chance_of_so_many(int(counts[rank]), int(counts.sum()), self.ranks)
                 if chance * self.ranks < luck:
                     found.add(rank)
         return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.monitor.chief import statistics
+from hpctrain.monitor.chief import slowness
 from hpctrain.monitor.chief.baseline import RECENT, Baseline, Pauses
 from hpctrain.monitor.chief.finding import Finding, Kind, State, Suspicion
 from hpctrain.monitor.chief.peers import Peers, heaviest
@@ -106,7 +106,7 @@ class Judge:
         if silent.any():
             return self.abstain(window, silent)
         verdicts = self.condition(Kind.ABSTAIN, window, False, True)
-        busy = window.busy - statistics.work_explains(window.busy, window.work)
+        busy = window.busy - slowness.work_explains(window.busy, window.work)
         self.measures = now = self.measure(window, busy)
         self.pauses.add(window, busy)
         own = self.baseline.growth(window, now.medians)
@@ -125,7 +125,7 @@ class Judge:
         excess = np.minimum(raw, self.peers.excess(medians, ranks, past))
         z = self.peers.robust_z(medians, busy, ranks, past)
         slow = (excess >= self.rule.slow) & (z >= self.rule.z)
-        return Measures(window, medians, excess, statistics.cost_of_each(window.busy, window.wait), slow)
+        return Measures(window, medians, excess, slowness.cost_of_each(window.busy, window.wait), slow)
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Judge:
             not are_many,
             ranks=tuple(window.ranks[slow].tolist()),
             slowdown=float(np.median(levelled[slow]) / np.median(levelled[~slow]) - 1) if are_many else 0.0,
-            cost=statistics.cost_of_group(window.busy, window.wait, slow) if are_many else 0.0,
+            cost=slowness.cost_of_group(window.busy, window.wait, slow) if are_many else 0.0,
         )
         return verdicts + self.accuse(now, np.zeros_like(slow) if are_many else slow)
 
@@ -167,7 +167,7 @@ class Judge:
         Up to half of the ranks show as a gap between two groups; more than half, only against their own baseline.
         """
         size = len(medians)
-        upper = statistics.upper_group(medians, self.rule.slow)
+        upper = slowness.upper_group(medians, self.rule.slow)
         if self.rule.many * size < upper.sum() <= 0.5 * size:
             return upper
         if own is not None:
@@ -224,9 +224,9 @@ class Judge:
             window=window.index,
             ranks=tuple(ranks.tolist()),
             hosts=tuple(dict.fromkeys(self.hosts[rank] for rank in ranks.tolist())),
-            cause=statistics.cause_of(extra, normal) if extra.any() else "",
+            cause=slowness.cause_of(extra, normal) if extra.any() else "",
             slowdown=float(now.excess[places].mean()),
-            cost=statistics.cost_of_group(window.busy, window.wait, together),
+            cost=slowness.cost_of_group(window.busy, window.wait, together),
             note="together with the other slow ranks" if together.sum() > len(ranks) else "",
         )
 
@@ -238,7 +238,7 @@ class Judge:
                 usual[group] = past[window.ranks[group]]
             elif len(group) > 1:
                 columns = window.typical[group].T
-                usual[group] = np.stack([statistics.median_of_others(column) for column in columns], axis=1)
+                usual[group] = np.stack([slowness.median_of_others(column) for column in columns], axis=1)
         return np.asarray(window.typical[places] - usual[places])
 
     def uneven(self, now: Measures) -> list[Finding]:
@@ -254,7 +254,7 @@ class Judge:
             bool(since_start[worst] >= 0.1 and now.excess[worst] >= 0.1),
             bool(now.excess[worst] < self.rule.calm),
             ranks=(int(now.window.ranks[worst]),),
-            cause=statistics.cause_of(now.window.typical[worst] - normal, normal),
+            cause=slowness.cause_of(now.window.typical[worst] - normal, normal),
             slowdown=float(now.excess[worst]),
             cost=float(now.cost[worst]),
         )
@@ -288,7 +288,7 @@ class Judge:
                 rank in owners and goes_on and not bool(self.accused.confirmed[rank]),
                 not goes_on,
                 ranks=(rank,),
-                cause=statistics.cause_of(self.pauses.bursts[rank], normal),
+                cause=slowness.cause_of(self.pauses.bursts[rank], normal),
                 slowdown=float(cost[rank]),
                 cost=float(cost[rank]),
             )
@@ -299,7 +299,7 @@ class Judge:
             window,
             lost >= self.rule.rotating and not owners and int((counts > 0).sum()) > 1,
             lost < 0.5 * self.rule.rotating or bool(owners),
-            cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else statistics.cause_of(everyone, normal),
+            cause="gc" if everyone[GC] >= 0.5 * everyone[:GC].sum() > 0 else slowness.cause_of(everyone, normal),
             cost=lost,
         )
 
@@ -310,8 +310,8 @@ class Judge:
         window = now.window
         raw = self.peers.excess(np.median(window.busy, axis=1), window.ranks, self.baseline.busy)
         loaded = (raw >= self.rule.slow) & (now.excess < self.rule.calm)
-        lost = statistics.uneven_cost(window.busy, window.wait)
-        left = statistics.uneven_cost(busy, window.wait)
+        lost = slowness.uneven_cost(window.busy, window.wait)
+        left = slowness.uneven_cost(busy, window.wait)
         varying = lost >= self.rule.imbalance and left <= 0.5 * lost
         return self.condition(
             Kind.IMBALANCE,
@@ -327,7 +327,7 @@ class Judge:
         grid, window = self.peers.grid, now.window
         if grid.is_plain:
             return []
-        steps = statistics.step_seconds(window.busy, window.wait) / window.steps
+        steps = slowness.step_seconds(window.busy, window.wait) / window.steps
         load = heaviest(self.peers.levels(now.medians, window.ranks, ~blamed), grid, steps)
         if load is None:
             return self.condition(Kind.PLAN, window, False, True)
@@ -339,7 +339,7 @@ class Judge:
             load.cost >= self.rule.uneven_plan,
             load.cost < 0.5 * self.rule.uneven_plan,
             ranks=tuple(window.ranks[those].tolist()),
-            cause=statistics.cause_of(np.median(window.typical[those], axis=0) - normal, normal),
+            cause=slowness.cause_of(np.median(window.typical[those], axis=0) - normal, normal),
             slowdown=load.excess,
             cost=load.cost,
             load=load,
@@ -361,14 +361,14 @@ class Judge:
             slowdown=growth - 1,
             cost=1 - 1 / max(growth, 1.0),
         )
-        was, is_now, step = self.baseline.transfer, statistics.transfer_seconds(window.wait), self.baseline.step
+        was, is_now, step = self.baseline.transfer, slowness.transfer_seconds(window.wait), self.baseline.step
         slower = is_now - was >= self.rule.slow * step and is_now >= 1.5 * was
         return verdicts + self.condition(
             Kind.NETWORK,
             window,
             slower and growth < 1 + self.rule.slow,
             is_now - was < self.rule.calm * step,
-            cause=statistics.NETWORK,
+            cause=slowness.NETWORK,
             slowdown=is_now / max(was, 1e-9) - 1,
             cost=(is_now - was) / (step + is_now - was),
         )

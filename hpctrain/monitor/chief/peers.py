@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.monitor.chief import statistics
+from hpctrain.monitor.chief import slowness
 from hpctrain.run.grid import Grid
 
 Array = NDArray[np.floating]
@@ -92,7 +92,7 @@ class Peers:
         if (scale := self.scale(ranks, past)) is not None:
             for group in self.groups(ranks):
                 if len(group) > 1:
-                    found[group] = statistics.excess_of_each(values[group] / scale[group])
+                    found[group] = slowness.excess_of_each(values[group] / scale[group])
         return found
 
     def robust_z(self, medians: Array, busy: Array, ranks: Ranks, past: Array | None) -> Array:
@@ -103,7 +103,7 @@ class Peers:
                 if len(group) > 1:
                     own = scale[group]
                     between = len(group) > self.most_few
-                    found[group] = statistics.robust_z(medians[group] / own, busy[group] / own[:, None], between)
+                    found[group] = slowness.robust_z(medians[group] / own, busy[group] / own[:, None], between)
         return found
 
     def levelled(self, medians: Array, ranks: Ranks, past: Array | None) -> Array:

@@ -18,7 +18,7 @@ from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.finding import Finding, Kind, NodeCommand, State, Watched
 from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.peers import Move, evening
-from hpctrain.monitor.chief.statistics import COMPUTE
+from hpctrain.monitor.chief.slowness import COMPUTE
 from hpctrain.monitor.framing import Message
 from hpctrain.run import bad_nodes
 from hpctrain.run.events import Straggler

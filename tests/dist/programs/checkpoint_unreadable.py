@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpctrain.checkpoint import patience
+from hpctrain.checkpoint import read_retry
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.comm.world import connect
 from hpctrain.errors import HpctrainError
@@ -17,7 +17,7 @@ from tests.support.faults import FileServer
 if __name__ == "__main__":
     folder, rank, where = sys.argv[1:]
     world = connect()
-    patience.PAUSES_S = (0.01, 0.01)
+    read_retry.PAUSES_S = (0.01, 0.01)
     if rank in ("all", str(world.rank)):
         FileServer(errno.EIO, where, "open", times=math.inf).install(pytest.MonkeyPatch())
     try:

@@ -21,9 +21,9 @@ from hpctrain.comm.world import World, connect
 from hpctrain.errors import RunFailed
 from hpctrain.reduce import shm_allreduce, streamed_allreduce
 from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.flat_layout import SQUARE, Layout, plan
 from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce, open_streamed_allreduce
 from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
-from hpctrain.reduce.layout import SQUARE, Layout, plan
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, FlatAllreduce, HostAllreduce
 from hpctrain.reduce.ring_allreduce import ADDRESS, PATTERN, RingAllreduce
 from hpctrain.reduce.row_exchange import RowExchange, Rows

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.weights import build_weights
-from hpctrain.backends.tensorflow.steps.own_step import TrainStepProgram
-from hpctrain.backends.tensorflow.task.compiled import adopted
+from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
+from hpctrain.backends.tensorflow.task.keras_compiled import adopted
 from hpctrain.comm.world import World, connect
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask

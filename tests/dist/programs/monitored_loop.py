@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from hpctrain.comm.world import connect
 from hpctrain.config.sections import MonitorConfig
-from hpctrain.monitor.session import start
+from hpctrain.monitor.rank_monitor import start
 
 USUAL = {"data": 0.001, "forward": 0.004, "backward": 0.006, "optimizer": 0.001, "callbacks": 0.001, "checkpoint": 0.0}
 

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reducer import KerasReducers, Pieces
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducers, Pieces
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import connect
 from hpctrain.reduce.candidates import EVERY_CANDIDATE, Candidate
-from hpctrain.reduce.layout import LOSS, SQUARE, WEIGHT
+from hpctrain.reduce.flat_layout import LOSS, SQUARE, WEIGHT
 
 SHAPES = [(300, 301), (7,), (33, 3), (), (33, 3), (129, 128), (7,), (5, 2, 3), (33, 3)]
 """Two large shapes, several small equal ones, and single small ones."""

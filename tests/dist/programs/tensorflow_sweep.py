@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hpctrain.backends.tensorflow.runtime import begin_task
 from hpctrain.backends.tensorflow.state.weights import build_weights, lacks_weights
-from hpctrain.backends.tensorflow.task.opening import open_keras
+from hpctrain.backends.tensorflow.task.keras_opening import open_keras
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import Config, ReduceConfig, TrainConfig
 from hpctrain.reduce.reducer_choice import ReducerChoice

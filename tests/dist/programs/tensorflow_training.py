@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hpctrain import Selected
-from hpctrain.backends.tensorflow.framework import KerasFramework
+from hpctrain.backends.tensorflow.keras_framework import KerasFramework
 from hpctrain.comm.world import World, connect
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.framework import NonFiniteLoss

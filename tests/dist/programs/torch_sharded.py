@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpctrain.backends.torch.strategies import sharded_exchange
+from hpctrain.backends.torch.strategies.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
 from hpctrain.comm.world import World, alone, connect, from_communicator
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError
-from hpctrain.parallel import sharded_exchange
-from hpctrain.parallel.sharded_exchange import MpiSharded, ShardedExchange, open_sharded_exchange
-from hpctrain.reduce.layout import SLOTS, SQUARE
+from hpctrain.reduce.flat_layout import SLOTS, SQUARE
 from hpctrain.system import shared_memory
 from hpctrain.train.stateful import value_of
 from tests.support.attempts import attempt, furthest

@@ -15,7 +15,7 @@ import torch
 from torchmetrics.classification import BinaryAUROC, MulticlassConfusionMatrix, MulticlassF1Score
 
 from hpctrain import Selected
-from hpctrain.backends.torch.framework import TorchFramework
+from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import World, alone, connect
 from hpctrain.config.sections import ParallelConfig
 from hpctrain.errors import UserError

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hpctrain.backends.update import INITIAL, Decision, LossScale, NotFinite, UpdateResult, UpdateRule
-from hpctrain.reduce.layout import ExchangeResult
+from hpctrain.reduce.flat_layout import ExchangeResult
 
 MEAN = ExchangeResult(loss=0.5, divisor=1.0)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import safetensors
-from hpctrain.checkpoint.folder import CheckpointFolder
+from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder
 from hpctrain.checkpoint.format import shard as shard_module
 from hpctrain.checkpoint.format import shard_index, shard_reading
 from hpctrain.checkpoint.format.boxes import Box, everything

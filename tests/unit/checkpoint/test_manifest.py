@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from hpctrain.checkpoint.format import manifest as module
 from hpctrain.checkpoint.format import shard_index
 from hpctrain.checkpoint.format.boxes import Box
-from hpctrain.checkpoint.format.layout import DamagedCheckpoint, Manifest, Shard, StoredPiece, TensorPiece, TensorSpec
+from hpctrain.checkpoint.format.layout import (
+    DamagedCheckpoint,
+    Manifest,
+    Shard,
+    StoredPiece,
+    TensorPiece,
+    TensorSpec,
+)
 from hpctrain.errors import UserError
 
 WEIGHT = TensorSpec("model/weight", (4, 200, 2), "float32")

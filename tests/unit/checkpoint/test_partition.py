@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import layout as module
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
-from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, named_apart, partition, rows_of, tiles, whole
+from hpctrain.checkpoint.format.layout import (
+    TensorPiece,
+    TensorSpec,
+    named_apart,
+    partition,
+    rows_of,
+    tiles,
+    whole,
+)
 from tests.support import tilings
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=20)

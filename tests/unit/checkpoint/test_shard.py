@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.folder import index_of
+from hpctrain.checkpoint.checkpoint_folder import index_of
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.layout import (
     ITEM_TYPES,

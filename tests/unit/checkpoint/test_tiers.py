@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint import partner, survivors
 from hpctrain.checkpoint import policy as policy_module
+from hpctrain.checkpoint import replica, survivors
 from hpctrain.checkpoint import saver as saver_module
 from hpctrain.checkpoint import snapshots as snapshots_module
 from hpctrain.checkpoint.snapshots import PREFIX, STAGING, SnapshotStore, shards_here
@@ -384,7 +384,7 @@ def test_with_copies_a_lost_node_costs_no_snapshot_and_two_lost_at_once_are_said
     assert reasons == {"memory: 1 of its 3 shards are not on the nodes of this attempt"}
     assert "checkpoint.tiers.memory has no copies: the ranks are on one node" in capsys.readouterr().out
     assert list((tmp_path / "n4").iterdir()) == []
-    copying = [thread for thread in threading.enumerate() if thread.name == partner.THREAD]
+    copying = [thread for thread in threading.enumerate() if thread.name == replica.THREAD]
     for thread in copying:
         thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in copying)
@@ -399,17 +399,17 @@ def test_a_partner_without_room_is_said_and_a_stranger_gets_nothing(
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    class Watched(partner.Partner):
+    class Watched(replica.Partner):
         def start(self) -> None:
             listening.append(self.listener)
             super().start()
 
     def stranger() -> None:
         with socket.create_connection(listening[0].getsockname()) as stream, pytest.raises(ConnectionError):
-            partner.shake_hands(stream, b"guessed", calls=True)
+            replica.shake_hands(stream, b"guessed", calls=True)
 
-    monkeypatch.setattr(partner, "Partner", Watched)
-    monkeypatch.setattr(partner, "write_at", no_room)
+    monkeypatch.setattr(replica, "Partner", Watched)
+    monkeypatch.setattr(replica, "write_at", no_room)
     nodes.attempt(lambda: Interrupt(3, stranger))
     said = capsys.readouterr().out
     assert said.count("checkpoint.tiers.memory is not used any more: ") == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint import initial, patience
+from hpctrain.checkpoint import initial, read_retry
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.hook import best_steps
 from hpctrain.checkpoint.safetensors import encode
@@ -42,7 +42,7 @@ class Weights:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointStore]:
     """Checkpoints of steps 1 and 2, and no long waits."""
-    monkeypatch.setattr(patience, "PAUSES_S", (0.001, 0.001))
+    monkeypatch.setattr(read_retry, "PAUSES_S", (0.001, 0.001))
     store = CheckpointStore(tmp_path / "checkpoints")
     for step in (1, 2):
         meta = {"identity": IDENTITY, "state": TrainState(step=step).to_json(), "best": step == 2}
@@ -85,7 +85,7 @@ def test_an_error_that_stays_stops_the_run_and_moves_nothing(
 
 
 def test_the_waits_outlast_a_failover_of_a_file_server() -> None:
-    assert 60 <= sum(patience.PAUSES_S) <= 90
+    assert 60 <= sum(read_retry.PAUSES_S) <= 90
 
 
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
@@ -135,7 +135,7 @@ def test_no_memory_for_a_checkpoint_does_not_make_it_a_damaged_one(store: Checkp
 
 
 def test_damage_is_put_aside_without_a_second_attempt(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PAUSES_S", (600.0,))
+    monkeypatch.setattr(read_retry, "PAUSES_S", (600.0,))
     path = store.folder(2) / SHARD
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     loaded = resume(store, Weights(), TrainState(), IDENTITY)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_initial_weights_wait_for_a_file_server_and_not_for_a_wrong_name(
     FileServer(errno.EIO, path.name, "open", times=math.inf).install(monkeypatch)
     with pytest.raises(UnreadableCheckpoint, match="Input/output error"):
         initial.with_weights(str(path), in_memory, ALONE)
-    monkeypatch.setattr(patience, "PAUSES_S", (600.0,))
+    monkeypatch.setattr(read_retry, "PAUSES_S", (600.0,))
     for wrong in ("other.safetensors", "none/other.safetensors"):
         with pytest.raises(UserError, match="does not exist"):
             initial.with_weights(str(tmp_path / wrong), in_memory, ALONE)

@@ -9,7 +9,7 @@ import pytest
 import hpctrain
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.order import Order
-from hpctrain.data.packing.source import from_dataset
+from hpctrain.data.packing.pack_source import from_dataset
 from hpctrain.data.pipeline import Batch, TrainingData, ValidationData
 from hpctrain.data.samples import Recipe
 from hpctrain.errors import UserError

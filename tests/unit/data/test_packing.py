@@ -18,8 +18,8 @@ from hpctrain.cli import main
 from hpctrain.data.dataset import Field
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.formats.tables import open_table
-from hpctrain.data.packing import source as source_module
-from hpctrain.data.packing.source import Source, from_dataset, packed_notes
+from hpctrain.data.packing import pack_source as source_module
+from hpctrain.data.packing.pack_source import Source, from_dataset, packed_notes
 from hpctrain.data.packing.table import from_table
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.errors import UserError
@@ -418,7 +418,7 @@ class TestWriting:
 import os, signal
 import numpy as np
 from hpctrain.data.dataset import Field
-from hpctrain.data.packing.source import Source
+from hpctrain.data.packing.pack_source import Source
 from hpctrain.data.packing.write import write_hdf5
 
 def blocks():

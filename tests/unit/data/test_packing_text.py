@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from hpctrain import UserError, open_dataset, packed_notes
 from hpctrain.cli import main
-from hpctrain.data.packing import source, text
-from hpctrain.data.packing.source import Source
+from hpctrain.data.packing import pack_source, text
+from hpctrain.data.packing.pack_source import Source
 from hpctrain.data.packing.text import Bytes, TextForm, Tokenizer, files_of, open_tokenizer, text_source
 
 END = 256
@@ -113,7 +113,7 @@ def test_nothing_is_lost_wherever_pieces_end(texts: list[str], context: int, pie
     wanted = [token for each in texts for token in (*each.encode().removeprefix(b"\xef\xbb\xbf"), END)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "PIECE_BYTES", piece)
-        patch.setattr(source, "BLOCK_BYTES", 4 * (context + 1))
+        patch.setattr(pack_source, "BLOCK_BYTES", 4 * (context + 1))
         if len(wanted) <= context:
             with pytest.raises(UserError, match=f"the text has {len(wanted)} tokens, and a sample"):
                 of(files, Bytes(), context)
@@ -151,7 +151,7 @@ def test_a_long_text_is_cut_at_the_ends_of_lines(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "PIECE_BYTES", 2**16)
-    monkeypatch.setattr(source, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(pack_source, "BLOCK_BYTES", 2**16)
     Path("a.txt").write_bytes(b"forty-two\n" * 400_000)
     tracemalloc.start()
     pack("a.txt", "-o", "tokens.h5", "--context", 512, "--json")

@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.commands import doctor
 from hpctrain.commands.doctor import show
-from hpctrain.doctor import machine, probe, ranks, slurm, software
-from hpctrain.doctor.probe import Check, Probe, Status, note, problem
+from hpctrain.doctor import check, machine, mpi_ranks, slurm, software
+from hpctrain.doctor.check import Check, Probe, Status, note, problem
 from hpctrain.launch.mpi_library import ProgramResult
 
 ONE_MAP = "7f00-7f01 r-xp 00000000 08:01 1 /opt/mpi/lib/libmpi.so.40.40\n"
@@ -78,7 +78,7 @@ def test_no_fix_for_tensorflow_puts_a_build_for_cpus_in_the_place_of_one_for_gpu
     monkeypatch.setattr(software, "is_installed", lambda package: True)
     monkeypatch.setattr(software, "built_for", lambda: {"torch": "2.0"})
     monkeypatch.setattr(software.importlib.metadata, "version", lambda package: "2.0")
-    monkeypatch.setattr(probe, "probe", lambda code: Probe(facts))
+    monkeypatch.setattr(check, "probe", lambda code: Probe(facts))
     found = {finding.topic: finding for finding in software.horovod()}["Horovod tensorflow"]
     assert (found.status, found.fix != "") == ((Status.OK, False) if for_gpus else (Status.NOTE, True))
 
@@ -86,15 +86,15 @@ def test_no_fix_for_tensorflow_puts_a_build_for_cpus_in_the_place_of_one_for_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_horovod_tells_what_it_was_built_for(framework):
-    facts = probe.probe(probe.HOROVOD.format(framework=framework)).facts
+    facts = check.probe(check.HOROVOD.format(framework=framework)).facts
     assert isinstance(facts["for_gpus"], bool)
     assert facts["trains_on_gpu"] in (False, framework == "torch")
 
 
 def test_a_probe_that_dies_is_no_end_of_the_doctor():
-    assert probe.probe("facts['x'] = 1").facts == {"x": 1}
-    assert probe.probe("raise ImportError('libfoo.so not found')").error == "ImportError: libfoo.so not found"
-    assert probe.probe("import os; os.abort()").error == "ended with code -6"
+    assert check.probe("facts['x'] = 1").facts == {"x": 1}
+    assert check.probe("raise ImportError('libfoo.so not found')").error == "ImportError: libfoo.so not found"
+    assert check.probe("import os; os.abort()").error == "ended with code -6"
 
 
 def test_a_framework_that_is_not_there_is_a_note_with_the_command_to_install_it():
@@ -148,16 +148,16 @@ FAST = {
 
 
 def test_transports_are_read_from_what_open_mpi_says():
-    assert ranks.transport(OPEN_MPI_SUMMARY, "x") == "sm within a node, tcp between nodes"
-    assert ranks.transport("", "MPICH 5") == "not known from MPICH 5"
+    assert mpi_ranks.transport(OPEN_MPI_SUMMARY, "x") == "sm within a node, tcp between nodes"
+    assert mpi_ranks.transport("", "MPICH 5") == "not known from MPICH 5"
 
 
 def test_measurements_are_judged():
-    assert {finding.status for finding in ranks.judge(FAST, "sm within a node")} == {Status.OK}
+    assert {finding.status for finding in mpi_ranks.judge(FAST, "sm within a node")} == {Status.OK}
     facts = {**FAST, "latency_us": 500.0, "threads": False}
-    slow = {finding.topic: finding.status for finding in ranks.judge(facts, "x")}
+    slow = {finding.topic: finding.status for finding in mpi_ranks.judge(facts, "x")}
     assert (slow["latency"], slow["MPI threads"]) == (Status.NOTE, Status.PROBLEM)
-    assert next(ranks.judge(FAST, "tcp within a node")).status is Status.PROBLEM
+    assert next(mpi_ranks.judge(FAST, "tcp within a node")).status is Status.PROBLEM
 
 
 SLURM_CONFIG = """Configuration data as of 2026-11-21T02:00:00
@@ -223,10 +223,10 @@ def test_ranks_are_started_with_the_options_of_the_run_file(monkeypatch, code, s
     words = []
 
     def started(given, ranks):
-        words.extend([ranks, *given])
+        words.extend([mpi_ranks, *given])
         return ProgramResult(code, "", said)
 
-    monkeypatch.setattr("hpctrain.doctor.ranks.started", started)
+    monkeypatch.setattr("hpctrain.doctor.mpi_ranks.started", started)
     found = doctor.trial_on_ranks(2, ["run.yaml", "--data.workers", "1"])
     assert words == [2, "hpctrain", "train", "run.yaml", "--data.workers", "1", "--trial"]
     assert (found.topic, found.status) == ("2 ranks", status)

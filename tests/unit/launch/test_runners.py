@@ -24,7 +24,7 @@ import pytest
 
 from hpctrain.errors import ExitCode, RunFailed, UserError
 from hpctrain.launch.runners import ask, desk, ticket
-from hpctrain.launch.runners import node as run_node
+from hpctrain.launch.runners import runner as run_node
 from hpctrain.launch.runners.desk import Desk
 from hpctrain.launch.runners.link import NOBODY, NONCE_BYTES, calling_context, listening_context
 from hpctrain.launch.runners.ticket import Ticket

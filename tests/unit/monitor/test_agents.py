@@ -24,15 +24,15 @@ import pytest
 
 from hpctrain.comm.world import alone
 from hpctrain.config.sections import MonitorConfig
-from hpctrain.monitor import session, shared
+from hpctrain.monitor import rank_monitor, shared
 from hpctrain.monitor.chief.finding import NodeCommand
-from hpctrain.monitor.clock import RingClock
 from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, listen
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Inputs
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
+from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, Layout, Slot, SlotReader
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import noted_deaths
@@ -82,7 +82,7 @@ class Node:
             watching=watching,
         )
         keep = [handle, watching] + ([listener.fileno()] if listener else [])
-        self.agent: subprocess.Popen[bytes] = session.spawn(plan, keep, RunDir(folder))
+        self.agent: subprocess.Popen[bytes] = rank_monitor.spawn(plan, keep, RunDir(folder))
         os.close(handle)
         os.close(watching)
 
@@ -197,14 +197,14 @@ def test_a_folder_that_cannot_be_written_costs_the_monitor_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").touch()
-    with session.start(alone(), tmp_path / "run") as monitor:
+    with rank_monitor.start(alone(), tmp_path / "run") as monitor:
         assert monitor.agent is None
         monitor.clock.end_step()
     assert "not watching this run" in capsys.readouterr().err
 
 
 def test_nothing_of_the_monitor_outlives_a_run_in_a_process_that_goes_on(tmp_path: Path) -> None:
-    with session.start(alone(), tmp_path) as monitor:
+    with rank_monitor.start(alone(), tmp_path) as monitor:
         assert monitor.agent is not None
         started = wait_for("process that notes deaths", psutil.Process(monitor.agent.pid).children)
         assert len(started) == 1
@@ -224,7 +224,7 @@ def test_a_rank_with_thousands_of_open_files_awaits_its_agent(tmp_path: Path) ->
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         while stack.enter_context(Path(os.devnull).open()).fileno() <= 1024:
             pass
-        monitor = stack.enter_context(session.start(alone(), tmp_path))
+        monitor = stack.enter_context(rank_monitor.start(alone(), tmp_path))
         assert monitor.watching > 1024
         monitor.await_agent()
 
@@ -339,7 +339,7 @@ def test_no_death_escapes_an_agent_that_says_that_it_watches(
     slot.head[PID], slot.head[STARTED] = rank.pid, processes.birth(rank.pid)
     watched, watching = os.pipe()
     plan = AgentPlan(NodePlan(1, (5,), 16, 1.0), handle, layout, secrets.token_hex(32), (), 0, None, None, watching)
-    agent = session.spawn(plan, [handle, watching], RunDir(tmp_path))
+    agent = rank_monitor.spawn(plan, [handle, watching], RunDir(tmp_path))
     os.close(watching)
     assert select.select([watched], [], [], 60)[0], "the agent watches"
     if agent_dies:

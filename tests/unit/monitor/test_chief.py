@@ -23,7 +23,7 @@ from hpctrain.run import bad_nodes
 from hpctrain.run.bad_nodes import BadNode
 from hpctrain.run.events import CUT_OFF
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.train.clock import Phase
 
 HOSTS = ["n0", "n0", "n1", "n1", "n2", "n2", "n3", "n3"]

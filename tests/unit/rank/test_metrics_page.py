@@ -13,7 +13,7 @@ from hpctrain.rank.fit import fit
 from hpctrain.report.explain import explain
 from hpctrain.report.page import make_sections, render
 from hpctrain.run.events import Eval
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from tests.tasks import interrupted_metric
 
 pytestmark = [pytest.mark.usefixtures("environment_of_a_run"), pytest.mark.slow]

@@ -174,7 +174,7 @@ def test_what_cannot_be_is_said(schedule: str, section: ScheduleConfig, message:
 
 
 def test_state_of_another_scheduler_is_refused(tmp_path: Path) -> None:
-    from hpctrain.backends.torch.state.scheduler import SchedulerHook
+    from hpctrain.backends.torch.state.lr_scheduler import SchedulerHook
 
     def hook(scheduler: Any) -> SchedulerHook:
         return SchedulerHook(TorchScheduler(scheduler), torch.optim.SGD([torch.zeros(1)], lr=1.0))

@@ -17,8 +17,8 @@ from hpctrain.rank.stop_requests import SetUpWatch
 from hpctrain.report.explain import explain
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.folder import RunDir
+from hpctrain.run.run_view import RunView
 from hpctrain.run.stop_request import StopRequest, request_stop
-from hpctrain.run.view import RunView
 from tests.support.command import wait_for
 from tests.support.mpi import PATIENCE_S
 

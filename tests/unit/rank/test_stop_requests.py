@@ -16,8 +16,8 @@ from hpctrain.rank.stop_requests import StopRequests
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import StopRequested
 from hpctrain.run.folder import RunDir
+from hpctrain.run.run_view import RunView
 from hpctrain.run.stop_request import StopRequest, request_stop
-from hpctrain.run.view import RunView
 from hpctrain.system.signals import InterruptibleStopSignals, StopSignals
 from hpctrain.train.hooks import StopReason
 from hpctrain.train.state import TrainState

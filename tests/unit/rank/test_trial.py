@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.backends.torch.framework import sum_and_weight
+from hpctrain.backends.torch.torch_framework import sum_and_weight
 from hpctrain.comm.world import alone
 from hpctrain.commands.doctor import trial
 from hpctrain.config.sections import CheckpointConfig, Config, ReduceConfig, TrainConfig
-from hpctrain.doctor.probe import Status
+from hpctrain.doctor.check import Status
 from hpctrain.doctor.software import of_run_file
 from hpctrain.errors import UserError
 from hpctrain.rank import wiring

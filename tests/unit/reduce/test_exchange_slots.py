@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hpctrain.reduce.layout import LOSS, SLOTS, WEIGHT, WEIGHTED, read_slots
+from hpctrain.reduce.flat_layout import LOSS, SLOTS, WEIGHT, WEIGHTED, read_slots
 
 
 def slots(loss: float, weight: float = 0.0, weighted: float = 0.0) -> list[float]:

@@ -11,7 +11,7 @@ from hpctrain.registry.register import model_card
 from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Train
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 
 
 @pytest.fixture

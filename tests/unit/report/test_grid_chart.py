@@ -13,7 +13,7 @@ from hpctrain.report.explain import explain
 from hpctrain.report.summary import summarize
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 
 
 def test_ranks_stand_by_data_index_and_part_and_slow_ones_are_strong() -> None:

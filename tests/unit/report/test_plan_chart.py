@@ -13,7 +13,7 @@ from hpctrain.report import drawing, page
 from hpctrain.report.charts import plan_chart
 from hpctrain.run.figures import Planned, Plans, read_plans, write_plans
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 
 MIB, GIB = 2**20, 2**30
 

@@ -29,8 +29,8 @@ from hpctrain.run.history import KEPT_EVENTS, RunHistory
 from hpctrain.run.last_words import AttemptWords, Ending, ErrorWord, LastWord
 from hpctrain.run.progress import Progress
 from hpctrain.run.run_status import RunSnapshot
+from hpctrain.run.run_view import RunView, run_config
 from hpctrain.run.verdict import Action, RunVerdict
-from hpctrain.run.view import RunView, run_config
 from hpctrain.system.json_shape import flat
 
 BEGIN = 1_700_000_000.0

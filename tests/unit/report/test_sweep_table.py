@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.report.compare import sweep_table
 from hpctrain.run.history import RunHistory
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 
 
 def run(folder: Path, lr: float, **metrics: float) -> RunHistory:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hpctrain.report import page
 from hpctrain.report.explain import explain
 from hpctrain.run.figures import MOST_PICTURE_BYTES, MOST_PICTURES, PNG, read_pictures
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 
 
 def test_the_last_pictures_are_shown_and_nothing_else(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.tasks.loading import code_of
+from hpctrain.tasks.load_task import code_of
 
 
 def test_the_code_of_a_task_is_that_of_its_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hpctrain.run.event_log import EventWriter
 from hpctrain.run.events import Eval, Event, RunStarted, decode, encode
 from hpctrain.run.figures import Curve, Figures
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.track.events_hook import EventsHook
 from hpctrain.track.follower import follow, main, position
 from hpctrain.track.mlflow import MlflowFollower

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.config.sections import TrackConfig
 from hpctrain.doctor import software
-from hpctrain.doctor.probe import Status
+from hpctrain.doctor.check import Status
 from hpctrain.errors import MissingExtra
 from hpctrain.run.folder import RunDir
 from hpctrain.track import sinks

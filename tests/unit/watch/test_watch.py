@@ -16,14 +16,14 @@ from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.run.progress import Progress
 from hpctrain.run.run_status import Life, LiveWindow, QueueEntry, RunSnapshot, Word
+from hpctrain.run.run_view import RunView
 from hpctrain.run.verdict import failed_with
-from hpctrain.run.view import RunView
 from hpctrain.system.json_shape import maker
 from hpctrain.watch.screen import ASCII, clean, draw, sparkline
 from hpctrain.watch.terminal import Source
 from hpctrain.watch.view import View, make
-from tests.unit.run.test_growing_file import bytes_read_by_this_process
 from tests.unit.run.test_progress import add, event, progress, trained
+from tests.unit.run.test_tail import bytes_read_by_this_process
 
 NOW = 1000.0
 HERE = Life(lives=True, sure=True, name="process 7 on n1")

@@ -1,1 +1,1 @@
-"""Model state: named ``tensors``, collected by ``source``; ``weights`` builds late weights and exports them."""
+"""Model state: named ``keras_tensors``, all of it in ``keras_state``; ``weights`` builds late weights, exports them."""

@@ -11,11 +11,11 @@ import keras
 from numpy.typing import NDArray
 
 from hpctrain.backends.named_state import load_tensors
-from hpctrain.backends.tensorflow.framework import KerasFramework
-from hpctrain.backends.tensorflow.state.tensors import model_tensors
-from hpctrain.backends.tensorflow.steps.own_step import build_by_own_step
+from hpctrain.backends.tensorflow.keras_framework import KerasFramework
+from hpctrain.backends.tensorflow.state.keras_tensors import model_tensors
+from hpctrain.backends.tensorflow.steps.keras_own_step import build_by_own_step
 from hpctrain.backends.tensorflow.steps.passes import InMode, Tensors, score_of
-from hpctrain.backends.tensorflow.task.compiled import CompiledLoss
+from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
 from hpctrain.backends.tensorflow.task.overrides import trains_itself
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import HpctrainError

@@ -1,1 +1,1 @@
-"""Step programs: ``loss_step`` for a model with a loss, ``own_step`` for a custom ``train_step``; traced ``passes``."""
+"""Step programs: ``loss_step`` for models with a loss, ``keras_own_step`` for a custom ``train_step``; ``passes``."""

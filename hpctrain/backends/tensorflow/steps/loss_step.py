@@ -13,13 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
-from hpctrain.backends.tensorflow.performance import training_flops
-from hpctrain.backends.tensorflow.reducer import Reducer
+from hpctrain.backends.tensorflow.keras_performance import training_flops
+from hpctrain.backends.tensorflow.keras_reducer import Reducer
+from hpctrain.backends.tensorflow.steps.keras_step_context import StepContext
 from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, Update, float64, on_device
-from hpctrain.backends.tensorflow.steps.step_context import StepContext
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
-from hpctrain.reduce.layout import SLOTS, SQUARE, WEIGHT, read_slots
+from hpctrain.reduce.flat_layout import SLOTS, SQUARE, WEIGHT, read_slots
 from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.flops import Flops

@@ -15,13 +15,13 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hpctrain.backends.tensorflow import sparse_sums
-from hpctrain.backends.tensorflow.task.compiled import CompiledLoss
+from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
+from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import SyncBatchNorm
 from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, tested
-from hpctrain.backends.tensorflow.task.sync_batchnorm import SyncBatchNorm
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
-from hpctrain.reduce.layout import LOSS, WEIGHT, WEIGHTED
+from hpctrain.reduce.flat_layout import LOSS, WEIGHT, WEIGHTED
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.user_errors import words
 from hpctrain.train.framework import HostBatch

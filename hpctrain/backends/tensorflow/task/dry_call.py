@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hpctrain.backends.tensorflow.steps.passes import BatchScore, Passes, Tensors, loss_of_nothing, score_of
-from hpctrain.backends.tensorflow.task.compiled import CompiledLoss
+from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, Framework, require_mean

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from hpctrain.backends.torch import accelerator
 from hpctrain.comm.group import Group
 from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.flat_layout import Layout
 from hpctrain.reduce.host_allreduce import open_host_allreduce
 from hpctrain.reduce.int8_sum import Residue
-from hpctrain.reduce.layout import Layout
 from hpctrain.reduce.mpi_allreduce import HostAllreduce
 from hpctrain.reduce.streamed_allreduce import StreamedAllreduce
 

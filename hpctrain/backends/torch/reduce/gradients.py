@@ -14,7 +14,7 @@ from hpctrain.backends.torch.process_groups import Peers
 from hpctrain.backends.torch.reduce.rows import GroupRows
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
-from hpctrain.reduce.layout import Layout
+from hpctrain.reduce.flat_layout import Layout
 from hpctrain.reduce.row_exchange import RowExchange, Rows
 
 Sparse = Literal["auto", "densify", "refuse"]

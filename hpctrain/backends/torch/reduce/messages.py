@@ -16,8 +16,8 @@ from hpctrain.backends.torch.process_groups import Peers
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.flat_layout import Layout
 from hpctrain.reduce.horovod_setup import Lease
-from hpctrain.reduce.layout import Layout
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Dtypes of messages by ``reduce.compression``."""

@@ -18,8 +18,7 @@ from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around
-from hpctrain.reduce.int8_sum import Residue, residue_of
-from hpctrain.reduce.layout import (
+from hpctrain.reduce.flat_layout import (
     BUCKET_BYTES,
     END_BYTES,
     GPU_BUCKET_BYTES,
@@ -31,6 +30,7 @@ from hpctrain.reduce.layout import (
     plan,
     read_slots,
 )
+from hpctrain.reduce.int8_sum import Residue, residue_of
 from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
 from hpctrain.reduce.ring_allreduce import PIECE_BYTES
 

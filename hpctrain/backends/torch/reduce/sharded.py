@@ -14,8 +14,8 @@ from torch import Tensor
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.process_groups import Peers
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
-from hpctrain.parallel.sharded_exchange import ShardedExchange
-from hpctrain.reduce.layout import SQUARE, Layout
+from hpctrain.backends.torch.strategies.sharded_exchange import ShardedExchange
+from hpctrain.reduce.flat_layout import SQUARE, Layout
 
 SUM, SEND = "add up slices of gradients", "update their parameters"
 """Each completes "waited for the other ranks to ..." in errors."""

@@ -1,4 +1,4 @@
-"""Model state: named ``tensors`` for weights and random states, and the ``source`` of all state, including the EMA.
+"""Model state: named ``tensors`` for weights and random states; ``torch_state`` has all state, the EMA included.
 
-``optimizer`` names optimizer state, and ``scheduler`` steps PyTorch's learning-rate schedulers.
+``optimizer`` names optimizer state, and ``lr_scheduler`` steps PyTorch's learning-rate schedulers.
 """

@@ -19,7 +19,7 @@ from hpctrain.backends.torch.reduce.reducer import Number
 from hpctrain.backends.torch.steps.step_context import Setting, StepContext
 from hpctrain.backends.torch.steps.update_step import Parts
 from hpctrain.backends.torch.steps.updates import Exchanges, Passes
-from hpctrain.backends.torch.strategies.region import HALVES, mapped
+from hpctrain.backends.torch.strategies.tp_group import HALVES, mapped
 from hpctrain.backends.update import NotFinite, ranks_at_fault
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import Feature, refusal

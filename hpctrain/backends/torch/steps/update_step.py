@@ -22,7 +22,7 @@ from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.backends.update import NotFinite, UpdateResult, ranks_at_fault
 from hpctrain.comm.world import World
-from hpctrain.reduce.layout import ExchangeResult
+from hpctrain.reduce.flat_layout import ExchangeResult
 from hpctrain.reduce.reducer_choice import ChosenReducer
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import NO_CLOCK, Phase, StepClock

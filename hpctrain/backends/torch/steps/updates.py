@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, Number, Reducer
 from hpctrain.backends.torch.strategies.partition import Partition
-from hpctrain.backends.torch.strategies.region import HALVES
+from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import has_hooks, require_scalar
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule
 from hpctrain.comm.group import Group
@@ -24,8 +24,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.sections import ReduceConfig, TrainConfig
 from hpctrain.errors import RunFailed, UserError
 from hpctrain.reduce.candidates import Candidate
+from hpctrain.reduce.flat_layout import ExchangeResult
 from hpctrain.reduce.int8_sum import Residue
-from hpctrain.reduce.layout import ExchangeResult
 from hpctrain.reduce.reducer_choice import Reducers
 from hpctrain.tasks.user_errors import advice_on, advised, own_line, words
 from hpctrain.train.clock import Phase, StepClock

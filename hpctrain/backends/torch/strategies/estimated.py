@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hpctrain.backends.torch.framework import TorchFramework
-from hpctrain.backends.torch.metrics import of_torchmetrics
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, TensorSize, of_state
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, traits_of, unsuited
 from hpctrain.backends.torch.task.checks import model_features
 from hpctrain.backends.torch.task.shares import Share, shares_of
+from hpctrain.backends.torch.torch_framework import TorchFramework
+from hpctrain.backends.torch.torch_metrics import of_torchmetrics
 from hpctrain.config.combinations import Feature, Uses, refuse, used
-from hpctrain.parallel.memory_estimate import MemoryEstimate, TensorSize, of_state
 from hpctrain.train.framework import HostBatch, samples_of
 
 

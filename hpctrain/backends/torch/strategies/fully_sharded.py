@@ -27,6 +27,7 @@ from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
 from hpctrain.backends.torch.state.optimizer import Part, Slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import (
     OwnRows,
     ParameterTraits,
@@ -35,6 +36,7 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
     replace_parameters,
 )
 from hpctrain.backends.torch.strategies.partition import CUT, Partition, Slices
+from hpctrain.backends.torch.strategies.row_shares import RowRange, part_of_rows
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
 from hpctrain.backends.torch.task.checks import try_sharded
 from hpctrain.backends.torch.task.shares import ONLY, Share
@@ -43,10 +45,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
-from hpctrain.parallel.memory_estimate import MemoryEstimate
-from hpctrain.parallel.sharded import RowRange, part_of_rows
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.layout import SLOTS, ExchangeResult, read_slots
+from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult, read_slots
 
 LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
 """Containers, which are not called themselves, unless a subclass defines forward."""

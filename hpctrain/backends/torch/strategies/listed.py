@@ -36,12 +36,12 @@ class Listed:
 STRATEGIES = (
     # cut layers
     Listed("strategies.tensor", Feature.TENSOR, (*MEETS, Trait.DIVIDES, Trait.ADDS_DENSE)),
-    Listed("strategies.tables", Feature.SHARD_TABLES, (*MEETS, *DIVIDES_UPDATES, Trait.HIDES_PARTS)),
+    Listed("strategies.sharded_tables", Feature.SHARD_TABLES, (*MEETS, *DIVIDES_UPDATES, Trait.HIDES_PARTS)),
     Listed("task.compiled"),
     Listed("task.recompute"),
     # assign layers
     Listed(
-        "strategies.pipeline.strategy",
+        "strategies.pipeline.pipeline_strategy",
         Feature.PIPELINE,
         (*MEETS, *DIVIDES_UPDATES, Trait.ADDS_DENSE, Trait.HIDES_PARTS),
     ),

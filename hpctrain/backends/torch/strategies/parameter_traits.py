@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
 from hpctrain.backends.torch.state.optimizer import Part, Together
-from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.backends.torch.strategies.row_shares import RowRange
+from hpctrain.backends.torch.task.task_state import Holdings
 from hpctrain.errors import UserError
-from hpctrain.parallel.sharded import RowRange
 
 ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),

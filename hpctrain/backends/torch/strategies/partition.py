@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
-from hpctrain.backends.torch.strategies.region import Region
+from hpctrain.backends.torch.strategies.tp_group import Region
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.state import Cut

@@ -26,14 +26,14 @@ from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.exchange import Exchange, OpenExchange
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
-from hpctrain.backends.torch.strategies.region import Region
-from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice
+from hpctrain.backends.torch.strategies.tp_group import Region
 from hpctrain.backends.torch.task.shares import Share, shares_of, sparse_parameters
+from hpctrain.backends.torch.task.task_state import Holdings
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
-from hpctrain.parallel.pipeline import StageChoice
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Neighbours, StepClock, Waiting
 from hpctrain.train.framework import StepSettings

@@ -16,7 +16,8 @@ from torch.nn.functional import linear
 
 from hpctrain.backends.torch.strategies.parameter_traits import require_elementwise
 from hpctrain.backends.torch.strategies.partition import Partition, Slices
-from hpctrain.backends.torch.strategies.region import (
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.backends.torch.strategies.tp_group import (
     CutLogits,
     Region,
     gathered,
@@ -24,7 +25,6 @@ from hpctrain.backends.torch.strategies.region import (
     summed_backward,
     summed_forward,
 )
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import LayerCut

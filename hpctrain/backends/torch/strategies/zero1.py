@@ -23,6 +23,7 @@ from hpctrain.backends.torch.reduce.sharded import GroupSharded, HostSharded, St
 from hpctrain.backends.torch.state.optimizer import Slots
 from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import (
     OwnRows,
     ParameterTraits,
@@ -31,16 +32,15 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
     replace_parameters,
 )
 from hpctrain.backends.torch.strategies.partition import Slices
+from hpctrain.backends.torch.strategies.row_shares import RowRange, ShardedParameter, Shares, share_out
+from hpctrain.backends.torch.strategies.sharded_exchange import open_sharded_exchange
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature
 from hpctrain.config.sections import ReduceConfig
-from hpctrain.parallel.memory_estimate import MemoryEstimate
-from hpctrain.parallel.sharded import RowRange, ShardedParameter, Shares, share_out
-from hpctrain.parallel.sharded_exchange import open_sharded_exchange
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.layout import SLOTS, SQUARE, ExchangeResult, Layout, plan, read_slots
+from hpctrain.reduce.flat_layout import SLOTS, SQUARE, ExchangeResult, Layout, plan, read_slots
 
 Pairs: TypeAlias = Sequence[tuple[str, Parameter]]
 

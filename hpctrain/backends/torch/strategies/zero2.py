@@ -20,7 +20,10 @@ from torch.optim import Optimizer
 from hpctrain.backends.torch.reduce.gradients import as_real, densify
 from hpctrain.backends.torch.reduce.reducer import Number, common_kind, fill_slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits
+from hpctrain.backends.torch.strategies.row_shares import Window, windows_of
+from hpctrain.backends.torch.strategies.sharded_exchange import Windows, open_windows
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, needs_norm
 from hpctrain.backends.torch.strategies.zero1 import OwnGradients, Sharded, largest_share, shard_optimizers
 from hpctrain.comm.group import Group
@@ -28,11 +31,8 @@ from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
-from hpctrain.parallel.memory_estimate import MemoryEstimate
-from hpctrain.parallel.sharded import Window, windows_of
-from hpctrain.parallel.sharded_exchange import Windows, open_windows
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.layout import BUCKET_BYTES, SLOTS, WEIGHTED, ExchangeResult, read_slots
+from hpctrain.reduce.flat_layout import BUCKET_BYTES, SLOTS, WEIGHTED, ExchangeResult, read_slots
 from hpctrain.reduce.shm_allreduce import chunks
 from hpctrain.train.clock import Neighbours, Waiting
 

@@ -13,13 +13,11 @@ from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind
-from hpctrain.backends.torch.framework import TorchEvaluator, TorchFramework
-from hpctrain.backends.torch.metrics import TorchMetricMeter, of_torchmetrics
 from hpctrain.backends.torch.process_groups import Peers, by_group, peers_of, sum_exactly
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
-from hpctrain.backends.torch.state.source import Averages, TorchState, passes_leave
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
+from hpctrain.backends.torch.state.torch_state import Averages, TorchState, passes_leave
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
 from hpctrain.backends.torch.steps.update_step import LossPasses, Modes, Parts, StepProgram, UpdateStep
 from hpctrain.backends.torch.steps.updates import ExchangesToChoose, Trained
@@ -27,21 +25,23 @@ from hpctrain.backends.torch.strategies.exchange import OpenExchange, exchange_f
 from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import unsuited
 from hpctrain.backends.torch.strategies.pipeline.pipelined import pipeline_features
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS, StageChoice
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
 from hpctrain.backends.torch.strategies.tensor import tilings
 from hpctrain.backends.torch.task.carried import carried_by
 from hpctrain.backends.torch.task.checks import model_features, require_trainable
 from hpctrain.backends.torch.task.gradient_hooks import require_linear_hooks
-from hpctrain.backends.torch.task.holdings import Holdings, require_restorable
 from hpctrain.backends.torch.task.shares import whole_model
 from hpctrain.backends.torch.task.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
+from hpctrain.backends.torch.task.task_state import Holdings, require_restorable
+from hpctrain.backends.torch.torch_framework import TorchEvaluator, TorchFramework
+from hpctrain.backends.torch.torch_metrics import TorchMetricMeter, of_torchmetrics
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
-from hpctrain.parallel.pipeline import BY_PARAMETERS, StageChoice
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import TorchTask, kept_objects
 from hpctrain.tasks.meters import TorchMetric, meters_of

@@ -12,9 +12,9 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.backends.torch.strategies.region import Outside, Region
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CONTAINERS
+from hpctrain.backends.torch.strategies.tp_group import Outside, Region
 from hpctrain.errors import UserError
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
-from hpctrain.launch.patience import patiently
+from hpctrain.launch.outage_retry import patiently
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import QueueEntry
 from hpctrain.system import foreign_text

@@ -12,7 +12,7 @@ from hpctrain.launch.engines.jobs import SCRIPT, Submitted, note, submissions, w
 from hpctrain.launch.engines.slurm import client, leave_out
 from hpctrain.launch.engines.slurm.job import Job, Who, who_ends
 from hpctrain.launch.engines.slurm.submission import apart, is_element, plan, send
-from hpctrain.launch.patience import patiently, read_patiently
+from hpctrain.launch.outage_retry import patiently, read_patiently
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
 from hpctrain.system.output import say

@@ -37,7 +37,7 @@ from hpctrain.launch.nested_launcher import refuse_launcher
 from hpctrain.run.events import CheckpointSaved, Train
 from hpctrain.run.folder import RunDir
 from hpctrain.run.run_status import ALIVE, QueueEntry
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system.output import say
 from hpctrain.system.quantities import ranges
 

@@ -20,7 +20,7 @@ from hpctrain.launch.engines.slurm.directives import ranks_per_node
 from hpctrain.launch.engines.slurm.job import Job, Who, current, who_ends
 from hpctrain.launch.engines.slurm.submission import settle, signal_s
 from hpctrain.launch.engines.slurm.time_limit import TimeLimit, start_s
-from hpctrain.launch.patience import Stopped
+from hpctrain.launch.outage_retry import Stopped
 from hpctrain.launch.supervisor import report, supervise
 from hpctrain.run import live_lock
 from hpctrain.run.attempts import Attempts

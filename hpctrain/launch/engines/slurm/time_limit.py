@@ -15,7 +15,7 @@ from hpctrain.launch.engines.slurm.render import EARLY_S
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import RunStarted
 from hpctrain.run.folder import RunDir
-from hpctrain.run.view import RunView
+from hpctrain.run.run_view import RunView
 from hpctrain.system.quantities import duration
 
 LOOK_S = 30.0

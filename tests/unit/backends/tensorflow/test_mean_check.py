@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from keras import ops
 
-from hpctrain.backends.tensorflow.task.compiled import as_loss
+from hpctrain.backends.tensorflow.task.keras_compiled import as_loss
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask, PerBatch
 from tests.tasks.keras_own_steps import framework_of
-from tests.unit.backends.tensorflow.test_compiled import class_of, data, one_output
+from tests.unit.backends.tensorflow.test_keras_compiled import class_of, data, one_output
 
 IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=2)
 

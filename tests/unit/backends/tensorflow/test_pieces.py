@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.reducer import STACKED, HostReducer, NoReducer, Pieces, grouped
-from hpctrain.reduce.layout import LOSS, SLOTS, SQUARE, WEIGHT
+from hpctrain.backends.tensorflow.keras_reducer import STACKED, HostReducer, NoReducer, Pieces, grouped
+from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE, WEIGHT
 from hpctrain.reduce.shm_allreduce import add_pairwise, sum_pairwise
 
 SHAPES = [(4, 3), (3,), (200, 100), (4, 3), (), (3,), (4, 3)]

@@ -137,7 +137,7 @@ def test_another_backend_of_keras_is_refused() -> None:
     ended = run(
         "with without_chatter():\n    import tensorflow, keras\n"
         "from types import SimpleNamespace as N\n"
-        "from hpctrain.backends.tensorflow.task.opening import require_trainable\n"
+        "from hpctrain.backends.tensorflow.task.keras_opening import require_trainable\n"
         "require_trainable(N())\n",
         KERAS_BACKEND="torch",
     )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain import UserError, columns, cross_entropy
-from hpctrain.backends.torch.strategies.region import CutLogits, Region
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut
+from hpctrain.backends.torch.strategies.tp_group import CutLogits, Region
 from hpctrain.comm.group import Group
 from tests.support.thread_groups import in_threads
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpctrain import vocabulary
-from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut
+from hpctrain.backends.torch.strategies.tp_group import Region
 from hpctrain.comm.group import TIMEOUT_S, Group
 from tests.support.thread_groups import in_threads
 

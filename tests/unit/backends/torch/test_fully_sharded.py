@@ -12,9 +12,9 @@ from hpctrain.backends.torch.process_groups import word_of
 from hpctrain.backends.torch.strategies import fully_sharded
 from hpctrain.backends.torch.strategies.fully_sharded import layers_of
 from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.backends.torch.strategies.row_shares import part_of_rows
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
-from hpctrain.parallel.sharded import part_of_rows
 from tests.tasks.tensor_tasks import Gpt
 
 

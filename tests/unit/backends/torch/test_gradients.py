@@ -9,7 +9,7 @@ from torch import nn
 from hpctrain.backends.torch.reduce.gradients import FlatGradients
 from hpctrain.backends.torch.reduce.reducer import FlatReducer, NoReducer
 from hpctrain.errors import UserError
-from hpctrain.reduce.layout import SLOTS, plan
+from hpctrain.reduce.flat_layout import SLOTS, plan
 
 
 class Recorder:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice
 from hpctrain.backends.torch.strategies.pipeline.stages import Stages, layers_of, staged
-from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.backends.torch.task.task_state import Holdings
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
-from hpctrain.parallel.pipeline import StageChoice
 from hpctrain.tasks.definition import TorchTask
 from tests.tasks import pipeline_tasks
 

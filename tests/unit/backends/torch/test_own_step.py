@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.backends.torch.steps.own_step import Dry, StepContext
+from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import alone
 from hpctrain.config.combinations import refuse
 from hpctrain.config.sections import Config, DataConfig, TrainConfig

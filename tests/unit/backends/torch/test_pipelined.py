@@ -17,10 +17,10 @@ from hpctrain.backends.torch.reduce.reducer import NoReducer
 from hpctrain.backends.torch.state.tensors import TorchTensor
 from hpctrain.backends.torch.steps.updates import Passes
 from hpctrain.backends.torch.strategies.partition import uncut
+from hpctrain.backends.torch.strategies.pipeline.pipeline_strategy import stages_of
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
 from hpctrain.backends.torch.strategies.pipeline.stages import layers_of, staged
-from hpctrain.backends.torch.strategies.pipeline.strategy import stages_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
 from hpctrain.errors import UserError

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.backends.torch.strategies.partition import uncut
-from hpctrain.backends.torch.strategies.region import Region
+from hpctrain.backends.torch.strategies.tp_group import Region
 from hpctrain.backends.torch.task.recompute import recompute
+from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from tests.tasks.torch_tasks import make_framework, train

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from hpctrain.backends.torch.device import gpu_for_nccl
-from hpctrain.backends.torch.framework import TorchFramework
 from hpctrain.backends.torch.reduce.messages import unfit
 from hpctrain.backends.torch.state.tensors import TorchTensor, digest
+from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.backends.update import GROWTH_STEPS, INITIAL, LossScale
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from hpctrain import UserError, columns, rows, vocabulary
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.strategies.partition import Partition
-from hpctrain.backends.torch.strategies.region import Region
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut, slices_of, tilings
+from hpctrain.backends.torch.strategies.tp_group import Region
 from hpctrain.comm.group import Group
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, TrainConfig, WrongValue

@@ -13,7 +13,7 @@ from sklearn import metrics as sklearn
 from torchmetrics import classification
 
 from hpctrain import Curve, Matrix
-from hpctrain.backends.torch.metrics import TorchMetricMeter
+from hpctrain.backends.torch.torch_metrics import TorchMetricMeter
 from hpctrain.tasks.meters import entries_of
 from hpctrain.train.metrics import Arrays, Seen, flattened
 

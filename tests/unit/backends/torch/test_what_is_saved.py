@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from hpctrain.backends.torch.framework import TorchFramework
+from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.checkpoint.store import CheckpointStore, compare_model, open_saver
 from hpctrain.cli import main
 from hpctrain.comm.world import alone

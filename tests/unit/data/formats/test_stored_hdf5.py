@@ -19,7 +19,7 @@ from hpctrain.data.dataset import Dataset
 from hpctrain.data.formats import stored_hdf5
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.info import sources_of
-from hpctrain.data.packing.source import packed_notes
+from hpctrain.data.packing.pack_source import packed_notes
 from hpctrain.errors import UserError
 from hpctrain.system import object_store as object_store_module
 from hpctrain.system.object_store import opened

@@ -10,8 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from hpctrain.data.formats.sources import open_dataset
+from hpctrain.data.packing.pack_source import parse_fields
 from hpctrain.data.packing.read import open_source
-from hpctrain.data.packing.source import parse_fields
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.errors import UserError
 

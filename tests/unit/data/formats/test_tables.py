@@ -19,7 +19,7 @@ from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.formats.tables import filesystem_of, open_table
 from hpctrain.data.info import sources_of
 from hpctrain.data.order import Order
-from hpctrain.data.packing.source import packed_notes
+from hpctrain.data.packing.pack_source import packed_notes
 from hpctrain.data.packing.table import from_table
 from hpctrain.data.packing.write import write_hdf5
 from hpctrain.data.pipeline import TrainingData

@@ -14,7 +14,7 @@ import pytest
 from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import Code, ExitCode, RunFailed
 from hpctrain.launch import attempt as attempts
-from hpctrain.launch import patience
+from hpctrain.launch import outage_retry
 from hpctrain.launch.attempt import Launch, Limits
 from hpctrain.launch.engines.jobs import submissions
 from hpctrain.launch.engines.slurm import client, requeue
@@ -45,7 +45,7 @@ def program(folder: Path, name: str, lines: str) -> None:
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of programs that stand for Slurm's."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(patience, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(outage_retry, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(attempts, "PAUSES_S", (0.0, 0.0))
     return tmp_path
 
@@ -125,7 +125,7 @@ def test_a_stop_request_ends_the_wait_for_the_controller(programs: Path, monkeyp
 def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "PAUSES_S", (100.0,))
+    monkeypatch.setattr(outage_retry, "PAUSES_S", (100.0,))
     run = RunDir(programs / "run")
     run.create()
     program(programs, "srun", away(programs, 99, AWAY, "").replace("exit 1", f"echo Ada > {run.stop_file}; exit 1"))
@@ -146,7 +146,7 @@ def test_a_stop_request_ends_the_wait_of_what_comes_before_the_ranks(
 def test_a_stop_request_ends_the_wait_for_the_requeue(
     programs: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    monkeypatch.setattr(patience, "PAUSES_S", (100.0,))
+    monkeypatch.setattr(outage_retry, "PAUSES_S", (100.0,))
     run = ended(programs)
     lines = f"*requeue*) echo x >> {programs}/calls; touch {run.stop_file}; echo '{said}' >&2; exit 1;;"
     program(programs, "scontrol", f"case $* in {lines} esac")

@@ -16,7 +16,7 @@ import pytest
 from hpctrain.commands import jobs as slurm_commands
 from hpctrain.config.sections import Config, LaunchConfig, MonitorConfig, SlurmConfig
 from hpctrain.errors import Code, ExitCode, NoRequeue, RunFailed, UserError
-from hpctrain.launch import patience
+from hpctrain.launch import outage_retry
 from hpctrain.launch.engines.jobs import Plan, SubmitOptions, Submitted, record, submissions
 from hpctrain.launch.engines.slurm import allocation, client, requeue
 from hpctrain.launch.engines.slurm.allocation import skip_steps, unclean
@@ -456,7 +456,7 @@ def test_a_controller_that_restarts_is_asked_again(
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(client, "job_fields", lambda job: {})
-    monkeypatch.setattr(patience, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(outage_retry, "PAUSES_S", (0.0, 0.0))
     if calls == 3:
         assert requeue.requeue(with_cap(9), run_after([AGAIN]), JOB)
     else:
@@ -502,7 +502,7 @@ def test_a_controller_under_load_is_asked_again(
     asked = tmp_path / "asked"
     once = f"*) [ -e {asked} ] && exit; touch {asked}; echo 'Socket timed out on send/recv' >&2; exit 1;; esac"
     slurm_says(tmp_path, monkeypatch, scontrol=BUSY + once)
-    monkeypatch.setattr(patience, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(outage_retry, "PAUSES_S", (0.0,))
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB)
 
 
@@ -517,7 +517,7 @@ def test_what_an_unanswered_question_did_is_not_asked_for_again(
 
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING", "Restarts": str(1 + len(asked))})
     monkeypatch.setattr(client, "requeue", silent)
-    monkeypatch.setattr(patience, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(outage_retry, "PAUSES_S", (0.0,))
     assert requeue.requeue(with_cap(3), run_after([AGAIN]), JOB) and len(asked) == 1
 
 

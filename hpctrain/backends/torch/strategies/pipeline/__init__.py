@@ -1,4 +1,5 @@
-"""Pipeline parallelism: ``strategy`` is the strategy, ``stages`` divides a model, ``stage`` sends between stages.
+"""Pipeline parallelism: ``pipeline_strategy`` is the strategy, ``stages`` divides a model.
 
-``pipelined`` runs the passes of an update. ``layer_times`` times layers, so that stages can be balanced.
+``stage`` sends between stages, ``pipelined`` runs the passes of an update in the order of ``stage_schedule``, which
+also assigns layers to stages. ``layer_times`` times layers, so that stages can be balanced.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.errors import UserError
-from hpctrain.train.reach import reached
+from hpctrain.train.walk_objects import reached
 
 READS = ("LOAD_ATTR", "LOAD_METHOD")
 """Instructions that read an attribute of the value that the one before has loaded."""

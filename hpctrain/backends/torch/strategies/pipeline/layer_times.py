@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpctrain.backends.torch.device import Compute
-from hpctrain.backends.torch.state.source import passes_leave
+from hpctrain.backends.torch.state.torch_state import passes_leave
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.pipelined import only_value
 from hpctrain.backends.torch.strategies.pipeline.stage import Entered, described, rebuilt
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice, agreed_times
 from hpctrain.backends.torch.strategies.pipeline.stages import Layer, Stages, as_before, staged
 from hpctrain.backends.torch.task.checks import try_loss
-from hpctrain.backends.torch.task.holdings import Holdings
+from hpctrain.backends.torch.task.task_state import Holdings
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
-from hpctrain.parallel.pipeline import StageChoice, agreed_times
 from hpctrain.tasks.definition import TorchTask, kept_objects
 from hpctrain.train.framework import HostBatch, copied, samples_of
 

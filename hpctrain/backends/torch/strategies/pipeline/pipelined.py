@@ -21,21 +21,21 @@ from hpctrain.backends.torch.state.tensors import TorchTensor
 from hpctrain.backends.torch.steps.updates import Passes
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.stage import ACTIVATION, OUTPUT, Received, Stage
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import one_forward_one_backward
 from hpctrain.backends.torch.strategies.pipeline.stages import Layer, is_chain
-from hpctrain.backends.torch.strategies.region import Region
+from hpctrain.backends.torch.strategies.tp_group import Region
 from hpctrain.backends.torch.task.checks import try_loss
-from hpctrain.backends.torch.task.holdings import Holdings, attributes
+from hpctrain.backends.torch.task.task_state import Holdings, attributes
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError
-from hpctrain.parallel.pipeline import one_forward_one_backward
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock
 from hpctrain.train.framework import HostBatch, samples_of
-from hpctrain.train.reach import reached
 from hpctrain.train.seeds import host_random_state, restore_host_random_state, seed_python
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor
 from hpctrain.train.stateful import PerRank
+from hpctrain.train.walk_objects import reached
 
 PASS_ON = "pass activations on"
 """Completes "waited for the other ranks to ..." in errors."""

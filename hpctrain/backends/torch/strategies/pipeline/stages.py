@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from hpctrain.backends.torch.state.tensors import saved_buffers
 from hpctrain.backends.torch.strategies.parameter_traits import replace_parameters
 from hpctrain.backends.torch.strategies.pipeline.layer_parts import used_by
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import balanced
 from hpctrain.errors import UserError, kind_of
-from hpctrain.parallel.pipeline import balanced
 
 FIELD = "layers= of the task"
 

@@ -1,0 +1,367 @@
+"""Sums TensorFlow gradients over ranks as a few packed tensors: by MPI through host memory, or by Horovod."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hpctrain.comm.group import Group
+from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refuse
+from hpctrain.config.sections import ReduceConfig
+from hpctrain.reduce import horovod_setup
+from hpctrain.reduce.candidates import Candidate, candidates, look_around
+from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE, plan
+from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce
+from hpctrain.reduce.int8_sum import Residue, residue_of
+from hpctrain.reduce.reducer_choice import Choice, ReducerChoice
+from hpctrain.reduce.streamed_allreduce import CODECS
+
+JOINED_BYTES = 65536
+"""Total gradient size up to which all gradients form one piece: each further piece costs about 10 us in Python."""
+Callback = Callable[[], None] | None
+"""A callback on the host, or None."""
+
+
+class Reducer(Protocol):
+    """Sums pieces over the ranks. Every rank makes the same calls in the same order."""
+
+    name: str
+    """The candidate's name, such as mpi-node."""
+    lends: bool
+    """Whether ``borrow`` avoids the copy."""
+    meets: bool
+    """Whether there are other ranks."""
+
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        """Sums the pieces over the ranks; works inside and outside of TensorFlow functions.
+
+        Args:
+            pieces: from ``Pieces.pack``, with the same shapes on every rank. The last one is never compressed.
+            before: called when the pieces are complete.
+            after: called when the sums are complete.
+
+        Returns:
+            Sums with the same shapes and dtypes. The last one also holds the squared norm of the others.
+        """
+
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        """``sum`` without a copy, if the reducer lends: the results are in memory that the next call overwrites.
+
+        The caller must keep all sums alive to its end, since TensorFlow may reuse the memory of a tensor with no other
+        references, and assign none to a variable, which would share the memory.
+        """
+
+    def close(self) -> None:
+        """Releases memory and communicators and ends threads."""
+
+
+class NoReducer:
+    """For one rank, whose gradients are the sum."""
+
+    name = "none"
+    lends = meets = False
+
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        return with_square(notifying(after, notifying(before, pieces)))
+
+    borrow = sum
+
+    def close(self) -> None:
+        """See Reducer."""
+
+
+class HostReducer:
+    """Sums pieces by MPI in host memory, which TensorFlow on CPUs uses without copies."""
+
+    meets = True
+
+    def __init__(self, name: str, host: PieceAllreduce, joined: bool, residue: Residue | None = None) -> None:
+        """``joined``: pass all gradients to ``host`` as one piece, which is best if they are small or on a GPU."""
+        self.name = name
+        self.residue = residue
+        self.host = host
+        self.lends = not joined
+        self.close = host.close
+
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        return [tf.raw_ops.DeepCopy(x=total) for total in self.borrow(pieces, before, after)]
+
+    def borrow(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        if self.lends:
+            return self._call(pieces, before, after)
+        *gradients, slots = pieces
+        together, total = self._call([join(gradients), slots], before, after)
+        return [*split(together, gradients), total]
+
+    def _call(self, pieces: Sequence[tf.Tensor], before: Callback, after: Callback) -> list[tf.Tensor]:
+        def exchanged(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+            notify(before)
+            sums = self.host.sum(*arrays)
+            notify(after)
+            return sums
+
+        sums = tf.numpy_function(exchanged, pieces, [self.host.dtype] * len(pieces))
+        for total, piece in zip(sums, pieces, strict=True):
+            total.set_shape(piece.shape)
+        return [tf.cast(total, piece.dtype) for total, piece in zip(sums, pieces, strict=True)]
+
+
+class HorovodReducer:
+    """One Horovod allreduce over all pieces, so that its dynamic fusion cannot change the order of summation."""
+
+    lends, meets = False, True
+
+    def __init__(self, name: str, lease: horovod_setup.Lease, compress: bool) -> None:
+        self.name = name
+        self.lease = lease
+        self.horovod = lease.module
+        self.compress = compress
+
+    def sum(self, pieces: Sequence[tf.Tensor], before: Callback = None, after: Callback = None) -> list[tf.Tensor]:
+        return notifying(after, with_square(self._sum(notifying(before, pieces))))
+
+    borrow = sum
+
+    def _sum(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if not self.compress:
+            return split(self._allreduce(join(pieces), "gradients"), pieces)
+        *gradients, slots = pieces
+        half = self._allreduce(tf.cast(join(gradients), tf.float16), "gradients_fp16")
+        return [*split(tf.cast(half, slots.dtype), gradients), self._allreduce(slots, "totals")]
+
+    def _allreduce(self, values: tf.Tensor, name: str) -> tf.Tensor:
+        return self.horovod.allreduce(values, op=self.horovod.Sum, name=f"hpctrain_{name}_{self.lease.number}")
+
+    def close(self) -> None:
+        """Ends its use of Horovod."""
+        self.lease.end()
+
+
+def notify(callback: Callback) -> None:
+    """Calls the callback, if there is one."""
+    if callback is not None:
+        callback()
+
+
+def python_called(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
+    """Calls a Python function that returns a scalar from within a TensorFlow function."""
+    given = tf.numpy_function(function, inputs, dtype)
+    given.set_shape(())
+    return given
+
+
+def notifying(callback: Callback, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the pieces; a callback on the host runs when they are complete."""
+    if callback is None:
+        return list(pieces)
+
+    def call(_: NDArray[Any]) -> np.bool_:
+        callback()
+        return np.True_
+
+    with tf.control_dependencies(pieces):
+        called = python_called(call, [pieces[-1]], tf.bool)  # passing a value waits for the device
+    with tf.control_dependencies([called]):
+        return [tf.identity(piece) for piece in pieces]
+
+
+def with_square(pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Adds the squared norm of the other pieces to the last one."""
+    *gradients, slots = pieces
+    square = 2.0 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients] or [tf.zeros((), slots.dtype)])
+    return [*gradients, slots + square * tf.one_hot(SQUARE, SLOTS, dtype=slots.dtype)]
+
+
+class FastFloat16:
+    """compression.Float16 with TensorFlow's vectorised casts: bitwise equal to NumPy's and many times faster."""
+
+    def encode(self, values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        np.copyto(out.view(np.float16), np.asarray(tf.cast(tf.convert_to_tensor(values), tf.float16)))
+
+    def decode(self, packed: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        np.copyto(out, np.asarray(tf.cast(tf.convert_to_tensor(packed.view(np.float16)), tf.float32)))
+
+
+@dataclass(frozen=True)
+class KerasReducers:
+    """Reducers of one model's gradients; see reducer_choice.Reducers.
+
+    Gradients are exchanged after the backward pass, never during it, so that the monitor sees when a rank has finished
+    its own work.
+    """
+
+    pieces: Pieces
+    exact_updates: int = 0
+    """See reduce.compress_after_steps."""
+
+    def possible(self, config: ReduceConfig, world: World) -> list[Candidate]:
+        refuse({Feature.KERAS: True, **config.features()})
+        gpu = bool(tf.config.list_logical_devices("GPU"))
+        around = look_around(config, world, gpu, lambda: horovod_setup.available("tensorflow"))
+        return candidates(replace(config, overlap="off"), around)
+
+    def open(self, candidate: Candidate, group: Group) -> Reducer:
+        """Opens the reducer of a candidate. Collective over the group.
+
+        Raises:
+            UserError: Horovod is missing or incompatible; see horovod_setup.
+        """
+        if candidate.kind == "none" or group.size == 1:
+            return NoReducer()
+        on_gpu = bool(tf.config.list_logical_devices("GPU"))
+        if candidate.kind == "horovod":
+            horovod = horovod_setup.load("tensorflow")
+            lease = horovod_setup.start(horovod, group, on_gpu)
+            return HorovodReducer(candidate.name, lease, candidate.compression == "fp16")
+        pieces = self.pieces
+        layout, shapes = pieces.layout, pieces.shapes
+        length = sum(layout.sizes)
+        joined = on_gpu or length * pieces.dtype.size <= JOINED_BYTES
+        if joined:
+            layout, shapes = plan([length], None, SLOTS), [(length,)]
+        codecs = {**CODECS, "fp16": FastFloat16()}
+        residue = residue_of(candidate, layout, self.exact_updates)
+        candidate, host = open_piece_allreduce(
+            candidate, group, layout, shapes, pieces.dtype.as_numpy_dtype, codecs, residue
+        )
+        return HostReducer(candidate.name, host, joined, residue)
+
+
+def measured_reducer(
+    config: ReduceConfig,
+    world: World,
+    pieces: Pieces,
+    rehearse: Callable[[Reducer], object],
+    chosen: str | None = None,
+    announce: Callable[[Choice], object] | None = None,
+) -> Reducer:
+    """Opens the configured reducer or, for ``auto``, the fastest one here. Collective.
+
+    Args:
+        config: the run file's section.
+        world: the ranks.
+        pieces: pieces of the gradients.
+        rehearse: runs forward, backward and ``sum`` once with a given reducer, leaving the model unchanged.
+        chosen: name of an earlier choice, which is kept without measuring.
+        announce: called with the measurements, if there was a choice.
+
+    Raises:
+        UserError: the configured kind cannot be used here, for example because Horovod is not installed.
+    """
+    return ReducerChoice(config, world, chosen, announce).reducer(
+        KerasReducers(pieces, config.compress_after_steps), rehearse
+    )
+
+
+def broadcast(group: Group, variables: Iterable[tf.Variable], what: str) -> None:
+    """Overwrites variables with those of the group's rank 0. Collective.
+
+    Args:
+        group: the ranks, such as ``world.data``.
+        variables: the variables, with the same shapes and dtypes on every rank.
+        what: completes "waited for the other ranks to ..." in an error.
+    """
+    if group.comm is None:
+        return
+    for variable in variables:
+        host = np.array(variable.read_value())
+        group.broadcast_array(host, what)
+        variable.assign(host)
+
+
+STACKED = 16384
+"""Elements below which gradients of one shape are stacked: copying these costs as much as one more tensor."""
+
+
+class Pieces:
+    """Packs gradients into pieces: large ones stay single tensors, small ones of the same shape are stacked.
+
+    The last piece holds extra scalars (slots), such as the loss. Packing and unpacking take few TensorFlow operations.
+
+    Args:
+        variables: the trained variables, in the order in which gradients are given and returned.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable]) -> None:
+        shapes = [tuple(variable.shape) for variable in variables]
+        self.dtype = exchanged_dtype(variables)
+        """Dtype in which gradients are exchanged."""
+        self.groups = grouped(shapes)
+        """Indices of the variables of each piece."""
+        self.variable_shapes = shapes
+        self.shapes = [
+            shapes[group[0]] if len(group) == 1 else (len(group), *shapes[group[0]]) for group in self.groups
+        ]
+        """Shapes of all pieces but the last."""
+        self.layout = plan([math.prod(shape) for shape in self.shapes], None, SLOTS)
+        """Layout of the pieces in one flat buffer, for sums that need one."""
+
+    def pack(self, gradients: Sequence[Any], loss: Any) -> list[tf.Tensor]:
+        """Packs gradients and the loss into pieces to be summed over the ranks.
+
+        Args:
+            gradients: dense gradients in the order of the variables, each with its variable's shape.
+            loss: scalar; this rank's part of the mean loss over all ranks' samples.
+        """
+        return self.pack_with(gradients, {LOSS: loss})
+
+    def mean_loss(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the loss in summed pieces, a scalar."""
+        return pieces[-1][LOSS]
+
+    def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
+        """Packs gradients, with scalars by slot number; other slots are zero."""
+        known = [tf.cast(gradient, self.dtype) for gradient in gradients]
+        for gradient, shape in zip(known, self.variable_shapes, strict=True):
+            gradient.set_shape(shape)  # unknown to TensorFlow for Dense over three axes, for example
+        packed = [
+            known[group[0]] if len(group) == 1 else tf.stack([known[index] for index in group]) for group in self.groups
+        ]
+        return [*packed, tf.stack([tf.cast(slots.get(slot, 0.0), self.dtype) for slot in range(SLOTS)])]
+
+    def unpack(self, pieces: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Unpacks the gradients, in the order of the variables.
+
+        Args:
+            pieces: pieces from ``pack``, summed over the ranks; the last one may be left out.
+        """
+        found: dict[int, tf.Tensor] = {}
+        for group, piece in zip(self.groups, pieces, strict=False):
+            found.update(zip(group, [piece] if len(group) == 1 else tf.unstack(piece), strict=True))
+        return [found[index] for index in range(len(self.variable_shapes))]
+
+    def zeros(self) -> list[tf.Tensor]:
+        """Pieces of a rank whose part of the batch is empty."""
+        return [tf.zeros(shape, self.dtype) for shape in [*self.shapes, (SLOTS,)]]
+
+
+def exchanged_dtype(variables: Sequence[keras.Variable]) -> tf.DType:
+    """Dtype in which the gradients of these variables are summed."""
+    return tf.float64 if any(variable.dtype == "float64" for variable in variables) else tf.float32
+
+
+def grouped(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Groups the indices of small arrays of the same shape; large arrays are alone. Ordered by each group's first."""
+    groups: dict[Any, list[int]] = {}
+    for index, shape in enumerate(shapes):
+        groups.setdefault(shape if math.prod(shape) < STACKED else index, []).append(index)
+    return [tuple(group) for group in groups.values()]
+
+
+def join(pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Concatenates all pieces into one flat tensor."""
+    return tf.concat([tf.reshape(piece, (-1,)) for piece in pieces] or [tf.zeros((0,))], 0)
+
+
+def split(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The inverse of ``join``."""
+    parts = tf.split(flat, [math.prod(piece.shape) for piece in like]) if like else []
+    return [tf.reshape(part, piece.shape) for part, piece in zip(parts, like, strict=True)]

@@ -1,0 +1,158 @@
+"""Opens a KerasTask as a framework: checks its features, names its variables and makes the ranks' models equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hpctrain.backends.joint_statistics import BatchNorms
+from hpctrain.backends.named_state import require_same_model
+from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework, KerasMeter, StepProgram
+from hpctrain.backends.tensorflow.keras_reducer import HostReducer, KerasReducers, broadcast
+from hpctrain.backends.tensorflow.runtime import POLICIES, require_own_gpu
+from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
+from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Rates, own_learning_rate
+from hpctrain.backends.tensorflow.state.keras_tensors import require_different_names
+from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
+from hpctrain.backends.tensorflow.steps.keras_step_context import StepContext
+from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
+from hpctrain.backends.tensorflow.steps.passes import Applying, Passes, Update
+from hpctrain.backends.tensorflow.task.keras_compiled import holders
+from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import SyncBatchNorm, joint_layers
+from hpctrain.backends.tensorflow.task.keras_task_state import Holdings, KerasLeaves, optimizers_in
+from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
+from hpctrain.backends.update import rule_of
+from hpctrain.comm.world import World
+from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.errors import UserError
+from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
+from hpctrain.tasks.definition import KerasTask, kept_objects
+from hpctrain.tasks.meters import KerasMetric, meters_of
+from hpctrain.train.clock import StepClock
+from hpctrain.train.framework import StepSettings
+from hpctrain.train.hooks import rate_hook
+from hpctrain.train.stateful import Kept
+
+
+def open_keras(
+    task: KerasTask, world: World, config: StepSettings, clock: StepClock, choice: ReducerChoice
+) -> KerasFramework:
+    """Opens a framework whose model and optimizer are equal on all ranks; random state is per rank. Collective.
+
+    Args:
+        task: the task, whose model has been built.
+        world: the ranks.
+        config: settings of an update.
+        clock: records the time of each phase.
+        choice: chooses the reducer.
+
+    Raises:
+        UserError: Keras runs on another backend, TensorFlow was initialized before this rank chose its GPU, the ranks'
+            models differ, or the configured reducer cannot be used.
+    """
+    require_trainable(task)
+    if config.train.matmul is not None:
+        tf.config.experimental.enable_tensor_float_32_execution(config.train.matmul == "tf32")
+    layers = joint_layers(task.model, config.train.sync_batchnorm)
+    refuse(config.features() | model_features(task, POLICIES[config.train.precision], layers))
+    joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
+    require_own_gpu(world.local_size)
+    context = StepContext(task, world, config, clock, choice)
+    packing = packing_of(context)
+    noise = tf.random.get_global_generator()
+    objects = kept_objects(task)
+    apart = [one.value for one in objects]
+    held = Holdings(task.optimizer, holders(task), task.model, [noise.state], apart)
+    named = Named(task.model, held, noise, joint.variables if joint else ())
+    tensors = named.tensors()
+    require_different_names(tensors)
+    described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+    require_same_model(world.everyone, described, "variables")
+    broadcast(world.everyone, [tensor.variable for tensor in tensors], "receive the model")
+    framework = assembled(context, packing, named, joint, objects)
+    framework.reseed(0)
+    return framework
+
+
+def packing_of(context: StepContext) -> Gradients:
+    """How gradients are packed; builds the optimizer of a model without its own ``train_step``."""
+    task, data, variables = context.task, context.world.data, context.variables
+    if trains_itself(task.model):
+        return Gradients(variables, [], data)
+    task.optimizer.build(variables)
+    sparse = sparse_variables(variables, task.model, task.optimizer, context.config, data.size)
+    return Gradients(variables, sparse, data)
+
+
+def assembled(
+    context: StepContext, packing: Gradients, named: Named, joint: SyncBatchNorm | None, objects: Sequence[Kept]
+) -> KerasFramework:
+    """Assembles the framework of a model that is equal on all ranks. Collective."""
+    task, config, group = context.task, context.config, context.world.data
+    train, batch_norms = config.train, joint or BatchNorms()
+    averaged = context.variables if train.ema_decay is not None else []
+    averages = [tf.Variable(tf.cast(variable.value, tf.float32)) for variable in averaged]
+    rule, leaves, rates = rule_of(train), KerasLeaves(), Rates(task)
+    reducers = KerasReducers(packing.pieces, config.reduce.compress_after_steps)
+    reducer = None if trains_itself(task.model) else context.choice.known(reducers)
+    residue = reducer.residue if isinstance(reducer, HostReducer) else None
+    residues = {"": residue} if residue is not None else {}
+    scale, seed = rule.loss_scale, config.seed
+    source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, seed, residues)
+    passes = Passes(task, packing, config.reduce.sparse, train.compile, averages, joint)
+    is_tried = trains_itself(task.model) and evaluates_itself(task.model)
+    evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)
+    program: StepProgram
+    applying = Applying(train, averages)
+    if trains_itself(task.model):
+        program = TrainStepProgram(context, passes, applying, source.unchanged)
+    else:
+        update = Update(task.optimizer, context.variables, packing, applying)
+        chosen = ChosenReducer(reducers, context.choice, source.unchanged, reducer)
+        program = LossProgram(context, passes, chosen, update, rule, batch_norms)
+    return KerasFramework(task, program, evaluator, source)
+
+
+def require_trainable(task: KerasTask) -> None:
+    """Raises UserError if a model cannot be trained."""
+    if keras.backend.backend() != "tensorflow":
+        raise UserError(
+            f"Keras runs on {keras.backend.backend()}, but Keras tasks train on TensorFlow",
+            "set KERAS_BACKEND=tensorflow in the environment of the run, or leave it out",
+        )
+    if not trains_itself(task.model) and not task.model.built:
+        raise UserError("the Keras model has no weights yet", "begin it with keras.Input(shape), or call it on a batch")
+    if not task.model.trainable_variables:
+        raise UserError("the Keras model has no weight to train", "leave some layers trainable")
+
+
+def model_features(task: KerasTask, policy: str, layers: Sequence[keras.layers.Layer]) -> dict[Feature, Any]:
+    """Features that a task's model and optimizer use.
+
+    Args:
+        task: the task, completed from its model.
+        policy: dtype policy of layers that compute in the run's precision.
+        layers: layers that normalise over all ranks.
+    """
+    model, trains, tests = task.model, trains_itself(task.model), evaluates_itself(task.model)
+    optimizers = list(optimizers_in(task.optimizer).values())
+    policies = {layer.dtype_policy.name for layer in model._flatten_layers()}
+    scaled = [isinstance(one, keras.optimizers.LossScaleOptimizer) for one in (task.optimizer, *optimizers)]
+    given = {
+        Feature.FP32_MODEL: policy not in policies,
+        Feature.JOINT_LAYERS: next((layer.path for layer in layers), None),
+        Feature.KERAS: True,
+        Feature.KERAS_SCHEDULE: any(own_learning_rate(one) is None for one in optimizers),
+        Feature.LOSS_SCALE: any(scaled if trains else scaled[:1]),
+        Feature.METRICS: bool(task.metrics),
+        Feature.NO_EVAL_LOSS: task.loss is None and not tests,
+        Feature.RATE_HOOK: rate_hook(task.hooks),
+        Feature.TASK_SCHEDULE: task.schedule is not None,
+        Feature.TEST_STEP: tests,
+        Feature.TRAIN_STEP: trains and type(model).__name__,
+        Feature.VALIDATION: task.validation is not None,
+    }
+    return used(given)

@@ -1,0 +1,175 @@
+"""Estimates a model's memory per rank from a framework's state, and finds the parallel layouts that fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import bubble
+from hpctrain.train.state import Cut, Placement, StateTensor
+
+
+@dataclass(frozen=True)
+class TensorSize:
+    """Name, size and placement of a train.state.StateTensor, which need not exist any more."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placement: Placement
+    cut: Cut | None
+    is_trained: bool
+
+    @classmethod
+    def of(cls, tensor: StateTensor) -> TensorSize:
+        """The sizes of a tensor."""
+        return cls(tensor.name, tensor.shape, tensor.dtype, tensor.placement, tensor.cut, tensor.is_trained)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of a model on the first rank of a tensor group, for one size of the group."""
+
+    parameters: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer: int
+    """Optimizer state after an update."""
+    averages: int
+    """Moving averages of the parameters (``train.ema_decay``)."""
+    activations: float
+    """What a forward pass keeps for the backward pass, per sample."""
+    checkpoint: int
+    """The whole state of the run, on disk."""
+    stages: Mapping[int, MemoryEstimate] = field(default_factory=dict)
+    """Estimate for the largest stage, by number of stages."""
+    shards: Mapping[str, MemoryEstimate] = field(default_factory=dict)
+    """Estimate for the rank with the most, by possible value of ``parallel.shard``."""
+
+    def scaled(self, **shares: float) -> MemoryEstimate:
+        """A copy with the named parts multiplied by these factors, rounded up."""
+        return replace(self, **{name: math.ceil(getattr(self, name) * share) for name, share in shares.items()})
+
+
+def of_state(state: Iterable[TensorSize], activations: float, ranks: int) -> MemoryEstimate:
+    """Adds up a framework's state by kind."""
+    held = dict.fromkeys(("model", "optimizer", "ema"), 0)
+    whole: dict[str, int] = {}
+    gradients = 0
+    for tensor in state:
+        own = num_bytes(tensor, tensor.shape)
+        kind = tensor.name.partition("/")[0]
+        held[kind] = held.get(kind, 0) + own
+        if kind == "model" and tensor.is_trained:
+            gradients += max(own, 4 * math.prod(tensor.shape))
+        saved = num_bytes(tensor, tensor.cut.shape) if tensor.cut else own
+        whole[tensor.name] = saved * (ranks if tensor.placement is Placement.RANK else 1)
+    return MemoryEstimate(held["model"], gradients, held["optimizer"], held["ema"], activations, sum(whole.values()))
+
+
+def num_bytes(tensor: TensorSize, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of this dtype with the given shape."""
+    return math.prod(shape) * (2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize)
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How the ranks of a run are organised."""
+
+    tensor: int
+    """``parallel.tensor``."""
+    data: int
+    """Ranks that see different samples."""
+    shard: str
+    """``parallel.shard``."""
+    pipeline: int = 1
+    """``parallel.pipeline``."""
+
+    @property
+    def keys(self) -> str:
+        """The layout as it is written in a run file."""
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline}
+        given = [f"{key}: {size}" for key, size in sizes.items() if size > 1]
+        given += [f"shard: {self.shard}"] if self.shard != "none" else []
+        return f"parallel: {{{', '.join(given)}}}"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of the rank that needs most, in bytes."""
+
+    plan: ParallelLayout
+    program: int
+    """The process without a model: Python, PyTorch, MPI."""
+    parameters: int
+    gradients: int
+    optimizer: int
+    averages: int
+    activations: int
+    staging: int
+    """Host copy of a checkpoint on its way to disk: the part that this rank writes."""
+    checkpoint: int
+    """Size on disk, of all ranks together."""
+    bubble: float = 0.0
+    """Fraction of a step that each stage spends waiting, if all passes take the same time."""
+
+    @property
+    def total(self) -> int:
+        """Total memory of the rank."""
+        state = self.parameters + self.gradients + self.optimizer + self.averages
+        return self.program + state + self.activations + self.staging
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields and the total, JSON-able."""
+        return {**asdict(self), "total": self.total}
+
+
+def footprints(
+    estimates: Mapping[int, MemoryEstimate],
+    ranks: int,
+    samples: Mapping[int, int],
+    program: int,
+    micro_batches: int = 1,
+) -> list[Footprint]:
+    """Footprints of all plans, least intrusive first: whole models before split ones, replicated state before sharded.
+
+    Args:
+        estimates: by tensor group size; impossible sizes are left out.
+        ranks: number of ranks in the run.
+        samples: samples in a rank's largest micro-batch, by the number of ranks per model.
+        program: bytes of a process without a model.
+        micro_batches: micro-batches per update (``train.accumulate``).
+    """
+    of_plans = [
+        (pipeline, tensor, shard, model)
+        for tensor, whole in estimates.items()
+        for pipeline, shard, model in (
+            (1, "none", whole),
+            *((1, shard, model) for shard, model in whole.shards.items()),
+            *((pipeline, "none", model) for pipeline, model in whole.stages.items()),
+        )
+    ]
+    return [
+        Footprint(
+            ParallelLayout(tensor, ranks // (tensor * pipeline), shard, pipeline),
+            program,
+            model.parameters,
+            model.gradients,
+            model.optimizer,
+            model.averages,
+            round(model.activations * samples[tensor * pipeline]),
+            -(-model.checkpoint // ranks),
+            model.checkpoint,
+            bubble(pipeline, micro_batches),
+        )
+        for pipeline, tensor, shard, model in sorted(of_plans, key=lambda one: one[:2])
+    ]
+
+
+def cheapest(found: Sequence[Footprint], limit: int) -> Footprint | None:
+    """The first footprint that fits into a rank's memory."""
+    return next((one for one in found if one.total <= limit), None)

@@ -1,0 +1,94 @@
+"""``parallel.pipeline``: each rank of a pipeline group has consecutive layers, and passes micro-batches to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+from torch.nn import Module
+
+from hpctrain.backends.named_state import parameter_of, plain_name
+from hpctrain.backends.torch.strategies.estimated import Estimated
+from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, of_state
+from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
+from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
+from hpctrain.backends.torch.strategies.pipeline.stage import Stage
+from hpctrain.backends.torch.strategies.pipeline.stages import FIELD, Stages, keep_stage, layers_of, staged
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
+from hpctrain.config.combinations import Feature
+from hpctrain.errors import UserError, foreign_errors
+from hpctrain.tasks.definition import TorchTask
+from hpctrain.tasks.user_errors import own_line, words
+from hpctrain.train.clock import Neighbours, Waiting
+
+
+def planned(opening: Opening) -> Strategy | None:
+    """The strategy, if the run has a pipeline. Raises UserError if the model or its optimizers cannot be divided."""
+    if Feature.PIPELINE in opening.features:
+        opening.traits  # noqa: B018  raises if an optimizer may couple parameters
+    stages = stages_of(opening.task, opening.model, opening.config.parallel.pipeline)
+    if stages is None or opening.world.pipeline.size == 1:
+        return None
+    return functools.partial(divide, opening, stages)
+
+
+def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
+    """Divides a model into stages; None if there is only one. Raises UserError if that is impossible."""
+    if stages == 1:
+        return None
+
+    def explained(error: Exception) -> UserError:
+        text = f"{type(error).__name__}: {words(error)}{own_line(error)}"
+        return UserError(f"{FIELD} fails: {text}", "it gets the model of the task, and returns its layers")
+
+    with foreign_errors(explained):
+        layers = layers_of(model, task.layers)
+    return staged(model, layers, stages)
+
+
+def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
+    """Leaves this rank the layers of its stage."""
+    world, partition = opening.world, prepared.partition
+    task, model, compute = opening.task, opening.model, opening.compute
+    whole = Whole(task, model, opening.holdings, partition, compute)
+    stages = whole.chosen(stages, opening.stage_choice, world)
+    exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
+    elsewhere = keep_stage(model, stages, world.pipeline.rank, opening.optimizers)
+    names = frozenset(plain_name(name) for name, _ in model.named_parameters())
+    own = stages.of(world.pipeline.rank)
+    stage = Stage(world.pipeline, compute.device, opening.clock, exchange)
+    pipelined = Pipelined(task, own, stage, compute, partition, world, names, elsewhere)
+    waiting = Waiting(opening.clock, Neighbours.PIPELINE)
+
+    def total_norm(norm: float) -> float:
+        with waiting:
+            squares = world.pipeline.gather(np.array([norm * norm]), "add up the squares of the gradients")
+        return math.sqrt(float(squares.sum()))
+
+    return dataclasses.replace(
+        prepared,
+        passes=pipelined,
+        num_layers=len(own),
+        total_norm=total_norm,
+        placed=pipelined.placed,
+        close=exchange.close,
+    )
+
+
+def estimate(model: Estimated) -> MemoryEstimate:
+    """See estimated.Estimate. Estimates the stage with the largest state. The first stage keeps activations of one
+    micro-batch per stage; all layers are assumed to keep equally much."""
+    framework, whole = model.framework, model.whole
+    stages = stages_of(framework.task, framework.model, model.pipeline)
+    assert stages is not None, "there are several"
+    activations = whole.activations * min(model.pipeline, model.micro_batches) / model.pipeline
+    all_names = framework.source.optimizer_state.names
+    found = []
+    for stage in range(model.pipeline):
+        held = frozenset[int]().union(*(layer.held for layer in stages.of(stage)))
+        names = {all_names[one] for one in held & all_names.keys()}
+        own = of_state([one for one in model.state if parameter_of(one.name) in names], activations, 1)
+        found.append(dataclasses.replace(own, checkpoint=whole.checkpoint))
+    return max(found, key=lambda one: one.parameters + one.gradients + one.optimizer + one.averages)

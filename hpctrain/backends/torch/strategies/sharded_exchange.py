@@ -1,0 +1,244 @@
+"""Sends gradients to the rank that updates, and parameters back to all: reduce-scatter and allgather of a flat host
+buffer, either whole (``ShmSharded``, ``MpiSharded``) or through small windows (``ShmWindows``, ``MpiWindows``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from hpctrain.comm.group import Group
+from hpctrain.reduce.flat_layout import SQUARE
+from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, duplicate
+from hpctrain.reduce.shm_allreduce import ADD, ARRIVE, SharedArrays, add_pairwise, chunks, share_on_node
+from hpctrain.train.clock import Waiting
+
+SLICES, UPDATE = "add up slices of gradients", "update their parameters"
+"""Each completes "waited for the other ranks to ..." in errors."""
+
+
+class ShmSharded:
+    """Exchange between the ranks of one node through shared memory. Every rank makes the same calls in the same order.
+
+    A rank reads and writes its own range in the buffers of all ranks: first their gradients, then its updated
+    parameters. No barrier follows a sum or a read: what is written next is not read before the next barrier.
+    """
+
+    def __init__(self, shared: SharedArrays, length: int, gradients: int, ranges: Sequence[slice]) -> None:
+        """
+        Args:
+            shared: an array per rank, one element longer than the buffer.
+            length: elements of the buffer.
+            gradients: elements before the slots.
+            ranges: range of the gradients for each rank.
+        """
+        self.shared, self.node = shared, shared.node
+        self.buffers = [array[:length] for array in shared.arrays]
+        self.squares = [array[length:] for array in shared.arrays]
+        """Squared norm of each rank's range. Not in the slots, which change while others may still read this."""
+        self.buffer = self.buffers[self.node.rank]
+        """This rank's gradients, slots at the end; after ``scatter`` its range holds sums."""
+        self.leaving = [buffer for rank, buffer in enumerate(self.buffers) if rank != self.node.rank]
+        """Laid out as the gradients. This rank writes its range of the parameters to each of them before ``gather``,
+        after which ``buffer`` has those of the other ranks."""
+        self.mine = ranges[self.node.rank]
+        self.gradients = gradients
+        self.slots = self.buffer[gradients:].copy()
+        """The sums of the slots, after ``scatter``."""
+
+    def scatter(self, needs_norm: bool) -> None:
+        """Sums gradients over all ranks, each rank its own range, and the slots.
+
+        If the norm is needed, SQUARE is set to the squared norm of the whole sum. If it is not, call ``gather`` before
+        writing this rank's gradients again: until then, other ranks may read them.
+        """
+        self.node.meet(ARRIVE)
+        own = self.buffer
+        total = own if self.node.rank < 2 else self.buffers[0]  # the first two terms are read before the sum is written
+        squared = 0.0
+        for begin, end in chunks(self.mine.start, self.mine.stop):
+            add_pairwise([buffer[begin:end] for buffer in self.buffers], total[begin:end])
+            if total is not own:
+                own[begin:end] = total[begin:end]
+            if needs_norm:
+                squared += float(np.dot(own[begin:end], own[begin:end]))  # while it is in the core's cache
+        slots = [buffer[self.gradients :].copy() for buffer in self.buffers]
+        add_pairwise(slots, slots[0])
+        self.squares[self.node.rank][0] = squared
+        if needs_norm:
+            self.node.meet(ADD)
+            slots[0][SQUARE] = math.fsum(float(square[0]) for square in self.squares)
+        self.slots = slots[0]
+
+    def gather(self) -> None:
+        """Returns when ``buffer`` holds the parameters of all other ranks, in their ranges."""
+        self.node.meet(UPDATE)
+
+    def close(self) -> None:
+        """Releases communicators."""
+        self.shared.free()
+
+
+class MpiSharded:
+    """The same exchange between any ranks, by MPI messages."""
+
+    def __init__(self, group: Group, length: int, gradients: int, dtype: DTypeLike, ranges: Sequence[slice]) -> None:
+        self.comm = duplicate(group)
+        self.buffer = np.zeros(length, dtype)
+        self.values, self.slots = self.buffer[:gradients], self.buffer[gradients:]
+        self.leaving = [self.values]
+        self.ranges = ranges
+        self.counts = [part.stop - part.start for part in ranges]
+        self.own = self.values[ranges[group.rank]]
+        self.sums = np.empty_like(self.own)
+
+    def scatter(self, needs_norm: bool) -> None:
+        from mpi4py import MPI
+
+        if len(self.values) <= LARGEST_MESSAGE:
+            self.comm.Reduce_scatter(self.values, self.sums, self.counts)
+        else:
+            for owner, begin, end in self._messages():
+                place = self.sums[begin - self.ranges[owner].start :][: end - begin]
+                self.comm.Reduce(self.values[begin:end], place if owner == self.comm.rank else None, root=owner)
+        self.own[:] = self.sums
+        if needs_norm:
+            self.slots[SQUARE] = np.dot(self.own, self.own)
+        self.comm.Allreduce(MPI.IN_PLACE, self.slots)
+
+    def gather(self) -> None:
+        from mpi4py import MPI
+
+        if len(self.values) <= LARGEST_MESSAGE:
+            self.comm.Allgatherv(MPI.IN_PLACE, [self.values, self.counts])
+        else:
+            for owner, begin, end in self._messages():
+                self.comm.Bcast(self.values[begin:end], root=owner)
+
+    def close(self) -> None:
+        self.comm.Free()
+
+    def _messages(self) -> list[tuple[int, int, int]]:
+        """Splits ranges into (owner, begin, end) of messages that MPI can count."""
+        return [
+            (owner, begin, min(begin + LARGEST_MESSAGE, part.stop))
+            for owner, part in enumerate(self.ranges)
+            for begin in range(part.start, part.stop, LARGEST_MESSAGE)
+        ]
+
+
+ShardedExchange: TypeAlias = ShmSharded | MpiSharded
+
+
+def open_sharded_exchange(
+    group: Group, length: int, gradients: int, dtype: DTypeLike, ranges: Sequence[slice]
+) -> ShardedExchange:
+    """Opens an exchange: through shared memory if all ranks are on one node, else by MPI. Collective.
+
+    Args:
+        group: the ranks.
+        length: elements of the buffer, including the extra slots of layout.py at its end.
+        gradients: elements before the slots.
+        dtype: dtype of the buffer.
+        ranges: range of the gradients for each rank.
+    """
+    shared = share_on_node(group, length + 1, dtype)
+    if shared:
+        return ShmSharded(shared, length, gradients, ranges)
+    return MpiSharded(group, length, gradients, dtype, ranges)
+
+
+class ShmWindows:
+    """Windows of all ranks of one node, in shared memory. Every rank makes the same calls in the same order.
+
+    Each rank has two, used in turn: a rank that fills one has passed a barrier since the others read it.
+    """
+
+    def __init__(self, shared: SharedArrays, size: int, waiting: Waiting) -> None:
+        self.shared, self.node, self.waiting = shared, shared.node, waiting
+        self.turns = [[array[:size] for array in shared.arrays], [array[size:] for array in shared.arrays]]
+
+    @property
+    def own(self) -> NDArray[Any]:
+        """This rank's window, to be filled before each call."""
+        return self.turns[0][self.node.rank]
+
+    def _met(self, what: str) -> list[NDArray[Any]]:
+        with self.waiting:
+            self.node.meet(what)
+        self.turns.reverse()
+        return self.turns[1]
+
+    def add(self, parts: Sequence[slice], total: NDArray[Any], adds: bool) -> None:
+        """Sums the windows of all ranks, each rank its own part. Collective.
+
+        Args:
+            parts: part of each rank, consecutive from the window's first element.
+            total: receives the sum of this rank's part.
+            adds: whether to add the sum to what is there.
+        """
+        windows, first = self._met(SLICES), parts[self.node.rank].start
+        for begin, end in chunks(first, parts[self.node.rank].stop):
+            terms, out = [window[begin:end] for window in windows], total[begin - first : end - first]
+            add_pairwise(terms, terms[0] if adds else out)
+            if adds:
+                np.add(out, terms[0], out=out)
+
+    def others(self, lengths: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yields (rank, window) of all other ranks; read each before asking for the next one. Collective.
+
+        Args:
+            lengths: number of elements that each rank has filled.
+        """
+        windows = self._met(UPDATE)
+        yield from ((rank, window) for rank, window in enumerate(windows) if rank != self.node.rank)
+
+    def close(self) -> None:
+        """Releases communicators."""
+        self.shared.free()
+
+
+class MpiWindows:
+    """The same exchange between any ranks, by MPI."""
+
+    def __init__(self, group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> None:
+        self.comm, self.waiting = duplicate(group), waiting
+        self.own, self.received = np.zeros(size, dtype), np.zeros(size, dtype)
+
+    def add(self, parts: Sequence[slice], total: NDArray[Any], adds: bool) -> None:
+        counts = [part.stop - part.start for part in parts]
+        found = self.received[: counts[self.comm.rank]] if adds else total
+        with self.waiting:
+            self.comm.Reduce_scatter(self.own[: sum(counts)], found, counts)
+        if adds:
+            np.add(total, found, out=total)
+
+    def others(self, lengths: Sequence[int]) -> Iterator[tuple[int, NDArray[Any]]]:
+        for rank, length in enumerate(lengths):
+            window = self.own if rank == self.comm.rank else self.received
+            with self.waiting:
+                self.comm.Bcast(window[:length], root=rank)
+            if rank != self.comm.rank:
+                yield rank, window
+
+    def close(self) -> None:
+        self.comm.Free()
+
+
+Windows: TypeAlias = ShmWindows | MpiWindows
+
+
+def open_windows(group: Group, size: int, dtype: DTypeLike, waiting: Waiting) -> Windows:
+    """Opens windows: in shared memory if all ranks are on one node, else sent by MPI. Collective.
+
+    Args:
+        group: the ranks.
+        size: elements of a window.
+        dtype: dtype of the elements.
+        waiting: records waits for other ranks.
+    """
+    shared = share_on_node(group, 2 * size, dtype)
+    return ShmWindows(shared, size, waiting) if shared else MpiWindows(group, size, dtype, waiting)

@@ -1,0 +1,212 @@
+"""The framework of a PyTorch task: a step program, an evaluator and the state of the model on this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.backends.local_training import ALL, covered
+from hpctrain.backends.named_state import named_outputs
+from hpctrain.backends.torch.process_groups import settings_of
+from hpctrain.backends.torch.reduce.allreduce import HOST_S_PER_BYTE
+from hpctrain.backends.torch.reduce.gradients import as_real
+from hpctrain.backends.torch.state.torch_state import Averages, TorchState
+from hpctrain.backends.torch.steps.update_step import Parts, PassRunner, StepProgram
+from hpctrain.backends.torch.strategies.strategy import Prepared
+from hpctrain.backends.torch.task.checks import TORCH, judges, try_metrics
+from hpctrain.backends.torch.torch_metrics import to_host
+from hpctrain.comm.group import Group
+from hpctrain.errors import UserError
+from hpctrain.reduce.reducer_choice import ReducerChoice
+from hpctrain.tasks.mean_check import require_mean
+from hpctrain.train.evaluation import try_meters
+from hpctrain.train.flops import Flops
+from hpctrain.train.framework import Facts, FrameworkOfParts, HostBatch, StepResult, Sums, copied, samples_of
+from hpctrain.train.metrics import Meter, Seen
+from hpctrain.train.schedule import Factors
+
+
+class TorchFramework(FrameworkOfParts):
+    """Trains, evaluates and predicts with a TorchTask; see train.framework.Framework and ``open_torch``.
+
+    Args:
+        parts: objects shared by its programs.
+        program: makes updates.
+        evaluator: evaluates and predicts.
+        source: the model's state.
+        prepared: the model as prepared by strategies.
+        advice: see Facts.
+    """
+
+    evaluator: TorchEvaluator
+    source: TorchState
+
+    def __init__(
+        self,
+        parts: Parts,
+        program: StepProgram,
+        evaluator: TorchEvaluator,
+        source: TorchState,
+        prepared: Prepared,
+        advice: Sequence[str],
+    ) -> None:
+        self.advice = advice
+        self.parts, self.program, self.evaluator, self.source = parts, program, evaluator, source
+        self.prepared, self.world, self.host, self.device = prepared, parts.world, parts.compute, parts.compute.device
+        self.task, self.model, self.optimizer = parts.task, parts.model, parts.task.optimizer
+        self.flops: Flops | None = None
+        self.frozen = [(name, one) for name, one in self.model.named_parameters() if not one.requires_grad]
+        """Frozen parameters, which are in no reducer."""
+
+    @property
+    def facts(self) -> Facts:
+        exchanges, source, updates = self.parts.exchanges, self.source, self.prepared.updates
+        assert updates is not None, "the last strategy has made some"
+        tables = {id(one) for reducers in updates.reducers.values() for one in reducers.sparse}
+        apart = tables | self.parts.partition.complete
+        gradient_bytes = sum(4 * as_real(one).numel() for one in source.averages.parameters if id(one) not in apart)
+        reducer = exchanges.used.name if exchanges.used else None
+        on_host = self.device.type != "cpu" and reducer is not None and reducer.startswith("mpi")
+        return Facts(
+            name="torch",
+            leaves=source.holdings.leaves,
+            gradient_bytes=gradient_bytes,
+            reducer_name=reducer,
+            through_host_s=gradient_bytes * HOST_S_PER_BYTE if on_host else 0.0,
+            flops=self.flops,
+            num_layers=self.prepared.num_layers,
+            other_names=source.other_names,
+            meta_init=source.meta_init,
+            undeclared=tuple(source.holdings.undeclared),
+            advice=self.advice,
+            nccl=settings_of(self.device),
+        )
+
+    def set_learning_rate(self, factors: Factors) -> None:
+        self.source.optimizer_state.set_rates(factors)
+
+    def step(self, micro_batches: Sequence[HostBatch], global_samples: int) -> StepResult:
+        if (thawed := next((name for name, one in self.frozen if one.requires_grad), None)) is not None:
+            raise UserError(
+                f"{thawed} of the model was unfrozen after the run had started, so its gradients would not be averaged",
+                "leave requires_grad on in the task, and switch it off and on later, in before_fit or a step of a hook",
+            )
+        return self.program.run(micro_batches, global_samples)
+
+    def dry_call(self, batch: HostBatch, validation: Sequence[HostBatch] = (), pair: HostBatch | None = None) -> None:
+        parts = self.parts
+        with parts.unchanged(), parts.compute.autocast(), parts.batch_norms.trial(), self.prepared.uncompiled():
+            parts.modes.train()
+            self.flops = self.program.dry_call(batch)
+            self.evaluator.try_on(validation or [batch])
+            if pair is not None and self.task.loss is not None and not self.evaluator.passes.meets:
+                self.evaluator.try_mean(pair)
+            self.source.require_same_layout()
+
+    def weights(self, at: slice = ALL) -> NDArray[Any]:
+        """See backends.local_training.Apart."""
+        trained = [as_real(one.detach()) for one in self.source.averages.parameters]
+        covers = covered([one.numel() for one in trained], at)
+        parts = [trained[index].reshape(-1)[part] for index, part, _ in covers]
+        flat: NDArray[Any] = torch.cat(parts).cpu().numpy()
+        return flat.copy() if len(parts) == 1 else flat
+
+    def set_weights(self, flat: NDArray[Any], at: slice = ALL) -> None:
+        """See backends.local_training.Apart."""
+        trained = [as_real(one.detach()) for one in self.source.averages.parameters]
+        for index, part, place in covered([one.numel() for one in trained], at):
+            values = trained[index].reshape(-1)
+            values[part] = torch.from_numpy(flat[place])
+            trained[index].copy_(values.view_as(trained[index]))
+
+    def use(self, choice: ReducerChoice) -> None:
+        """See backends.local_training.Apart."""
+        self.parts.exchanges.use(choice)
+
+    def close(self) -> None:
+        self.parts.exchanges.close()
+        self.parts.partition.region.exchange.close()
+        self.prepared.close()
+        self.program.close()
+        self.parts.batch_norms.close()
+
+
+class TorchEvaluator:
+    """See train.framework.Evaluator.
+
+    Args:
+        parts: objects shared with the framework.
+        passes: run the model.
+        averages: EMA weights that replace the parameters, if there are any.
+        meters: the task's metrics that are not functions.
+    """
+
+    def __init__(self, parts: Parts, passes: PassRunner, averages: Averages, meters: Mapping[str, Meter]) -> None:
+        self.parts, self.passes, self.averages, self.meters = parts, passes, averages, meters
+
+    @property
+    def sync_group(self) -> Group | None:
+        return self.parts.partition.sync_group
+
+    def evaluate(self, batch: HostBatch, meters: Iterable[Meter] = ()) -> Sums:
+        task, compute = self.parts.task, self.parts.compute
+        with self._evaluating():
+            inputs = compute.tensors(batch)
+            with compute.autocast(), self.parts.partition.passing():
+                outputs = task.forward(self.passes.called, inputs)
+                scores = {name: judge(outputs, inputs) for name, judge in judges(task).items()}
+            seen = Seen(outputs, inputs, batch, to_host)
+            for meter in meters:
+                meter.update(seen)
+            samples = samples_of(batch)
+            return {name: sum_and_weight(score, samples) for name, score in scores.items()}
+
+    def predict(self, batch: HostBatch) -> dict[str, NDArray[Any]]:
+        task, compute = self.parts.task, self.parts.compute
+        with self._evaluating(), compute.autocast(), self.parts.partition.passing():
+            outputs = task.forward(self.passes.called, compute.tensors(batch))
+        return {name: on_host(value) for name, value in named_outputs(outputs).items()}
+
+    def try_on(self, batches: Sequence[HostBatch]) -> None:
+        """Raises UserError if the loss or a metric fails on one of these batches; skipped without validation."""
+        task, compute = self.parts.task, self.parts.compute
+        for batch in batches if task.validation is not None else ():
+            with self._evaluating(), self.parts.partition.passing():
+                try_metrics(task, self.passes.called, compute.tensors(copied(batch)))
+            try_meters(self, copied(batch))
+
+    def try_mean(self, batch: HostBatch) -> None:
+        """Raises UserError if the loss of these samples is not a mean; calls the model, see ``require_mean``."""
+        task, inputs = self.parts.task, self.parts.compute.tensors(copied(batch))
+        again = functools.partial(task.forward, self.passes.called)
+        with self._evaluating():
+            require_mean(TORCH, "loss", task.loss, None, inputs, again)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Context without gradients, in evaluation mode, with the averaged weights if there are any."""
+        self.parts.modes.evaluate()
+        self.averages.swap()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.averages.swap()
+
+
+def sum_and_weight(score: Any, samples: int) -> tuple[float, float]:
+    """(sum, weight) of a score that is a mean over the samples or already (sum, weight)."""
+    if isinstance(score, tuple):
+        return float(score[0]), float(score[1])
+    return float(score) * samples, float(samples)
+
+
+def on_host(output: torch.Tensor) -> NDArray[Any]:
+    """Converts a tensor to NumPy; bfloat16 becomes float32."""
+    output = output.detach().cpu()
+    return (output.float() if output.dtype == torch.bfloat16 else output).numpy()

@@ -1,0 +1,202 @@
+"""Copies of a node's shards on the next node, sent by background threads so that training does not wait.
+
+Each rank sends its shards over one connection to a rank of the next node; the last node sends to the first. Both sides
+prove that they hold the run's token (HMAC-SHA256 over both nonces); the data are not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.format.durable_files import created, write_at
+from hpctrain.checkpoint.snapshots import SHARD, SnapshotStore
+from hpctrain.comm.world import World
+from hpctrain.run.folder import PARTIAL
+from hpctrain.system.address import interfaces, listen, meeting_address, routed_address
+
+THREAD = "snapshot-copies"
+HANDSHAKE_S = 10.0
+"""Timeout for the handshake."""
+SILENCE_S = 600.0
+"""Timeout for the other side during a transfer; long, because it may be suspended or its disk slow."""
+PROOF_BYTES = 32
+LENGTH = struct.Struct("!I")
+MOST_BYTES = 1 << 16
+"""Maximum size of a message other than a shard."""
+PIECE_BYTES = 1 << 20
+MOST_INCOMING = 256
+"""Limit on open incoming connections, including unauthenticated ones."""
+WHAT = "open connections for copies of snapshots"
+
+
+class Partner:
+    """A rank's connection to the next node, and the connections on which the previous node sends copies to this one.
+
+    Args:
+        store: this node's snapshots.
+        listener: socket on which the previous node connects.
+        token: the run's secret token.
+    """
+
+    def __init__(self, store: SnapshotStore, listener: socket.socket, token: bytes) -> None:
+        self.store = store
+        self.listener = listener
+        self.token = token
+        self.stream: socket.socket | None = None
+        self.incoming: list[socket.socket] = []
+
+    def start(self) -> None:
+        """Start to accept connections from the previous node."""
+        threading.Thread(target=self._listen, name=THREAD, daemon=True).start()
+
+    def connect(self, address: str, port: int) -> None:
+        """Connect to the next node. Raises OSError."""
+        self.stream = socket.create_connection((address, port), HANDSHAKE_S)
+        shake_hands(self.stream, self.token, calls=True)
+        self.stream.settimeout(SILENCE_S)
+
+    def send(self, path: Path) -> None:
+        """Send a shard; returns when the next node has stored it. Raises OSError."""
+        assert self.stream, "it is connected"
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            tell(self.stream, [path.parent.name, path.name, size])
+            self.stream.sendfile(file)
+        if problem := hear(self.stream):
+            raise OSError(f"the copy on the next node: {problem}")
+
+    def close(self) -> None:
+        """Close the connections, which ends the threads."""
+        for stream in (self.listener, self.stream, *list(self.incoming)):
+            if stream:
+                with contextlib.suppress(OSError):
+                    stream.shutdown(socket.SHUT_RDWR)
+                stream.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):  # ends when the listener is closed
+            while True:
+                stream, _ = self.listener.accept()
+                if len(self.incoming) == MOST_INCOMING:
+                    stream.close()
+                    continue
+                self.incoming.append(stream)
+                threading.Thread(target=self._keep, args=(stream,), name=THREAD, daemon=True).start()
+
+    def _keep(self, stream: socket.socket) -> None:
+        """Receive and write shards from a rank of the previous node until the connection ends."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.incoming.remove, stream)
+            stack.enter_context(stream)
+            stack.enter_context(contextlib.suppress(OSError, ValueError))
+            stream.settimeout(HANDSHAKE_S)
+            shake_hands(stream, self.token, calls=False)
+            stream.settimeout(None)  # the first snapshot may be hours away
+            while True:
+                folder, file, size = hear(stream)
+                stream.settimeout(SILENCE_S)
+                tell(stream, self._write(stream, str(folder), str(file), int(size)))
+                stream.settimeout(None)  # the next snapshot may be hours away
+
+    def _write(self, stream: socket.socket, folder: str, file: str, size: int) -> str | None:
+        """Receive and write a shard; returns why it could not be stored, or None. Raises OSError if disconnected."""
+        problem, buffer, done = None, memoryview(bytearray(PIECE_BYTES)), 0
+        with contextlib.ExitStack() as files:
+            try:
+                if not (folder.startswith(PARTIAL) and folder == os.path.basename(folder) and SHARD.fullmatch(file)):
+                    raise OSError(f"{folder}/{file} is not a shard")
+                self.store.prepare_folder(partial := self.store.path / folder)
+                descriptor = files.enter_context(created(partial / file, self.store.file_mode))
+            except OSError as error:
+                problem = str(error)
+            while done < size:
+                if not (count := stream.recv_into(buffer[: size - done])):
+                    raise ConnectionError("the other side has ended")
+                try:
+                    if problem is None:
+                        write_at(descriptor, buffer[:count], done)
+                except OSError as error:
+                    problem = str(error)
+                done += count
+            try:
+                if problem is None:
+                    os.fdatasync(descriptor)
+            except OSError as error:
+                problem = str(error)
+        return problem
+
+
+def shake_hands(stream: socket.socket, token: bytes, calls: bool) -> None:
+    """Prove to each other that both sides hold the token. Raises OSError if the other side does not."""
+    own = secrets.token_bytes(PROOF_BYTES)
+    stream.sendall(own)
+    peer = receive(stream, PROOF_BYTES)
+    nonces = own + peer if calls else peer + own
+    caller, listener = (hmac.digest(token, side + nonces, "sha256") for side in (b"caller", b"listener"))
+    stream.sendall(caller if calls else listener)
+    if not hmac.compare_digest(receive(stream, PROOF_BYTES), listener if calls else caller):
+        raise ConnectionError("the other side is not of this run")
+
+
+def tell(stream: socket.socket, value: Any) -> None:
+    """Send a small JSON value. Raises OSError."""
+    data = json.dumps(value).encode()
+    stream.sendall(LENGTH.pack(len(data)) + data)
+
+
+def hear(stream: socket.socket) -> Any:
+    """Receive a small JSON value. Raises OSError, ValueError."""
+    (size,) = LENGTH.unpack(receive(stream, LENGTH.size))
+    if size > MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return json.loads(receive(stream, size))
+
+
+def receive(stream: socket.socket, size: int) -> bytes:
+    """Receive ``size`` bytes. Raises OSError if the connection ends first."""
+    data = b""
+    while len(data) < size:
+        if not (part := stream.recv(size - len(data))):
+            raise ConnectionError("the other side has ended")
+        data += part
+    return data
+
+
+def open_partner(store: SnapshotStore, world: World) -> tuple[Partner | None, str | None]:
+    """Connect each rank to the next node; returns (partner, None), or (None, reason) on all ranks. Collective."""
+    if world.nodes == 1:
+        return None, "the ranks are on one node"
+    token = world.everyone.broadcast(secrets.token_hex(32), WHAT)
+    own = interfaces()
+    everywhere = world.everyone.allgather([world.node, [one.address for one in own]], WHAT)
+    others = [addresses for node, addresses in everywhere if node != world.node]
+    partner, problem, port = None, None, 0
+    address = meeting_address(own, others) or routed_address(others)
+    try:
+        if address is None:
+            raise OSError(f"{world.host} has no network in common with the other nodes")
+        partner = Partner(store, listen(address), bytes.fromhex(token))
+        port = partner.listener.getsockname()[1]
+        partner.start()
+    except OSError as error:
+        problem = str(error)
+    places = world.everyone.allgather([world.node, address, port], WHAT)
+    next_node = [place for node, *place in places if node == (world.node + 1) % world.nodes]
+    try:
+        if partner and all(place[2] for place in places):
+            partner.connect(*next_node[world.local_rank % len(next_node)])
+    except OSError as error:
+        problem = f"{world.host} cannot connect to {next_node[0][0]}: {error}"
+    problems = [each for each in world.everyone.allgather(problem, WHAT) if each]
+    if problems and partner:
+        partner.close()
+    return (None, problems[0]) if problems else (partner, None)

@@ -1,0 +1,112 @@
+"""Which rows of which parameters each rank updates."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.backends.torch.strategies.row_shares import ShardedParameter, share_out, windows_of
+from hpctrain.reduce.flat_layout import Layout, plan
+
+shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 50)), min_size=1, max_size=12)
+ranks = st.integers(1, 9)
+
+
+def layout_of(shapes: list[tuple[int, int]]) -> Layout:
+    return plan([rows * width for rows, width in shapes], None, 16)
+
+
+@given(shapes, ranks)
+def test_every_row_has_one_owner_and_ranges_cover_the_buffer(shapes: list[tuple[int, int]], ranks: int) -> None:
+    layout = layout_of(shapes)
+    shares = share_out(layout, [ShardedParameter(rows, 4 * rows * width) for rows, width in shapes], ranks)
+    assert [shares.ranges[0].start, shares.ranges[-1].stop] == [0, layout.gradients]
+    assert all(one.stop == next_.start for one, next_ in itertools.pairwise(shares.ranges))
+    held = [(piece.parameter, row) for piece in shares.pieces for row in range(piece.begin, piece.end)]
+    assert sorted(held) == [(index, row) for index, (rows, _) in enumerate(shapes) for row in range(rows)]
+    for piece in shares.pieces:
+        begin, width = layout.offsets[piece.parameter], shapes[piece.parameter][1]
+        own = shares.ranges[piece.owner]
+        assert own.start <= begin + piece.begin * width
+        assert begin + piece.end * width <= own.stop
+
+
+@given(shapes, ranks)
+def test_shares_are_equal_to_half_a_row_at_either_end(shapes: list[tuple[int, int]], ranks: int) -> None:
+    weighed = [ShardedParameter(rows, 4 * rows * width) for rows, width in shapes]
+    shares = share_out(layout_of(shapes), weighed, ranks)
+    held = [0] * ranks
+    for piece in shares.pieces:
+        held[piece.owner] += (piece.end - piece.begin) * 4 * shapes[piece.parameter][1]
+    ideal, row = sum(held) / ranks, 4 * max(width for _, width in shapes)
+    assert all(abs(own - ideal) <= row for own in held)
+
+
+@given(shapes, ranks)
+def test_what_may_not_be_cut_has_one_owner(shapes: list[tuple[int, int]], ranks: int) -> None:
+    shares = share_out(layout_of(shapes), [ShardedParameter(1, 4 * rows * width) for rows, width in shapes], ranks)
+    assert sorted(piece.parameter for piece in shares.pieces) == list(range(len(shapes)))
+
+
+def test_what_no_optimizer_updates_counts_for_nothing() -> None:
+    weighed = [ShardedParameter(4, 16), ShardedParameter(100, 0), ShardedParameter(4, 16)]
+    shares = share_out(plan([4, 100, 4], None, 0), weighed, 2)
+    owned = [
+        sum(weighed[piece.parameter].num_bytes for piece in shares.pieces if piece.owner == rank) for rank in (0, 1)
+    ]
+    assert owned == [16, 16]
+
+
+def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
+    shares = share_out(plan([2], None, 0), [ShardedParameter(2, 8)], 5)
+    assert [(piece.begin, piece.end) for piece in shares.pieces] == [(0, 1), (1, 2)]
+    assert len(shares.ranges) == 5
+
+
+class Looked(list[ShardedParameter]):
+    """Counts how often one of them is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(index)
+
+
+def test_a_rank_does_not_look_at_all_parameters() -> None:
+    """Of a hundred thousand ranks and a thousand parameters: minutes, else."""
+    weighed = Looked([ShardedParameter(8, 64)] * 500)
+    share_out(plan([16] * 500, None, 0), weighed, 1000)
+    assert weighed.looks < 10 * (500 + 1000)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 90), min_size=1, max_size=6),
+    size=st.integers(1, 70),
+    cuts=st.lists(st.integers(0, 600), max_size=3),
+)
+def test_windows_have_every_element_once_and_say_whose_it_is(sizes: list[int], size: int, cuts: list[int]) -> None:
+    layout = plan(sizes, None, 4)
+    windows = windows_of(layout, 0, layout.gradients, size)
+    assert [0, *(one.end for one in windows)] == [*(one.begin for one in windows), layout.gradients]
+    buffer = np.full(layout.gradients, -1)
+    for index, (offset, length) in enumerate(zip(layout.offsets, layout.sizes, strict=True)):
+        buffer[offset : offset + length] = index
+    ended: list[int] = []
+    for one in windows:
+        here = np.full(one.end - one.begin, -1)
+        for span in one.spans:
+            here[span.place] = span.index
+            assert span.part.stop - span.part.start == span.place.stop - span.place.start
+            assert span.is_end == (span.part.stop == sizes[span.index])
+        assert np.array_equal(here, buffer[one.begin : one.end])
+        ended += [span.index for span in one.spans if span.is_end]
+    assert sorted(ended) == [index for index, length in enumerate(sizes) if length]
+    ends = [0, *sorted(min(cut, layout.gradients) for cut in cuts), layout.gradients]
+    ranges = list(itertools.starmap(slice, itertools.pairwise(ends)))
+    lengths = np.sum([[part.stop - part.start for part in one.parts(ranges)] for one in windows], 0)
+    assert not windows or lengths.tolist() == [one.stop - one.start for one in ranges]

@@ -1,0 +1,402 @@
+"""Which layers stages get, in which order they pass micro-batches, and what cannot be shared out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hpctrain.backends.torch.strategies.exchange import host_bytes
+from hpctrain.backends.torch.strategies.pipeline.stage import described, described_tensors, rebuilt
+from hpctrain.backends.torch.strategies.pipeline.stage_schedule import Pass, balanced, bubble, one_forward_one_backward
+from hpctrain.backends.torch.strategies.pipeline.stages import as_before, is_chain, keep_stage, layers_of, staged
+from hpctrain.errors import UserError
+from tests.tasks.pipeline_tasks import Gpt, layers
+
+
+def told(stage: int, stages: int, micro_batches: int) -> str:
+    order = one_forward_one_backward(stage, stages, micro_batches)
+    return " ".join(f"{'f' if each.forward else 'b'}{each.micro_batch}" for each in order)
+
+
+def test_stages_take_turns() -> None:
+    assert told(0, 3, 4) == "f0 f1 f2 b0 f3 b1 b2 b3"
+    assert told(1, 3, 4) == "f0 f1 b0 f2 b1 f3 b2 b3"
+    assert told(2, 3, 4) == "f0 b0 f1 b1 f2 b2 f3 b3"
+    assert told(0, 4, 2) == "f0 f1 b0 b1"
+    assert told(0, 3, 0) == ""
+
+
+@given(st.integers(1, 8), st.integers(0, 12))
+def test_no_stage_waits_for_what_never_comes(stages: int, micro_batches: int) -> None:
+    """Each pass finds what it needs, in the order in which the neighbours send it, whoever is the faster one."""
+    left = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
+    done: set[tuple[int, Pass]] = set()
+    held = [0] * stages
+    while any(left):
+        able = [
+            stage
+            for stage, passes in enumerate(left)
+            if passes and all(one in done for one in needs(stage, stages, passes[0]))
+        ]
+        assert able, left
+        for stage in able:
+            each = left[stage].pop(0)
+            done.add((stage, each))
+            held[stage] += 1 if each.forward else -1
+            assert held[stage] <= stages - stage
+    assert len(done) == 2 * stages * micro_batches
+
+
+def needs(stage: int, stages: int, each: Pass) -> list[tuple[int, Pass]]:
+    """What other stages have to have done before."""
+    if each.forward:
+        return [(stage - 1, each)] if stage else []
+    return [(stage, Pass(each.micro_batch, True))] if stage == stages - 1 else [(stage + 1, each)]
+
+
+def test_how_long_stages_wait() -> None:
+    assert bubble(4, 1) == 0.75
+    assert bubble(2, 4) == 0.2
+    assert bubble(1, 4) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 3)), min_size=1, max_size=7), st.integers(1, 4)
+)
+def test_the_most_expensive_stage_is_as_cheap_as_can_be(given_layers: list[tuple[int, bool, int]], stages: int) -> None:
+    """Each stage has a layer that is trained, and none begins with one that is joined to the one before."""
+    costs, trained = [cost for cost, _, _ in given_layers], [one for _, one, _ in given_layers]
+    joined = [one == 0 for _, _, one in given_layers]
+    found = balanced(costs, trained, stages, joined)
+    every = [
+        [range(begin, end) for begin, end in itertools.pairwise((0, *cuts, len(costs)))]
+        for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
+    ]
+    able = [ranges for ranges in every if all(any(trained[number] for number in own) for own in ranges)]
+    able = [ranges for ranges in able if not any(joined[own.start] for own in ranges[1:])]
+    assert (found is None) == (not able)
+    if found is not None:
+        assert found in able
+        assert worst(costs, found) == min(worst(costs, ranges) for ranges in able)
+
+
+def test_layers_that_cost_nothing_stay_with_the_ones_before_and_first_stages_are_short() -> None:
+    """They hold the activations of more micro-batches."""
+    assert balanced([1, 0, 1], [True, False, True], 2) == [range(2), range(2, 3)]
+    assert balanced([1] * 5, [True] * 5, 2) == [range(2), range(2, 5)]
+
+
+def worst(costs: list[int], ranges: list[range]) -> int:
+    """Cost of the most expensive stage."""
+    return max(sum(costs[number] for number in own) for own in ranges)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        (torch.ones(2), None, [True, {"a": 1.5, 2: torch.zeros(0, dtype=torch.int64)}]),
+        {},
+        [torch.tensor(3, dtype=torch.bfloat16, requires_grad=False), "text"],
+    ],
+)
+def test_what_is_handed_on_comes_back_as_it_was(value: Any) -> None:
+    tensors: list[torch.Tensor] = []
+    structure = described(value, tensors)
+    assert [(dtype, shape) for dtype, shape, _ in described_tensors(structure)] == [
+        (str(one.dtype), list(one.shape)) for one in tensors
+    ]
+    assert repr(rebuilt(structure, tensors)) == repr(value)
+
+
+def test_a_tensor_that_is_handed_on_twice_stays_one() -> None:
+    one, other = torch.ones(2), torch.zeros(3)
+    tensors: list[torch.Tensor] = []
+    structure = described((one, {"skip": [other, one]}, other), tensors)
+    assert [id(tensor) for tensor in tensors] == [id(one), id(other)]
+    assert len(list(described_tensors(structure))) == 2
+    first, inner, last = rebuilt(structure, tensors)
+    assert first is inner["skip"][1] is one
+    assert last is inner["skip"][0] is other
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, lambda values: values[:1].conj().imag])
+def test_conjugates_travel_as_their_values(lazy: Any) -> None:
+    """Their signs are changed when they are read: torch does it no sooner."""
+    values = lazy(torch.tensor([1 + 2j, 3 - 1j]))
+    assert torch.equal(torch.from_numpy(host_bytes(values)).view(values.dtype), values)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({1, 2}, "passes on a set"),
+        (torch.ones(2).to_sparse(), "passes on a tensor of torch.sparse_coo"),
+        ({(1, 2): 3}, "passes on a dict"),
+    ],
+)
+def test_what_cannot_be_handed_on(value: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        described(value, [])
+
+
+def test_a_stage_keeps_its_own_in_place() -> None:
+    """Parameters, the optimizer's groups with their labels, and its state."""
+    model = Gpt()
+    wholes = dict(model.named_parameters())
+    matrices = [(name, one) for name, one in wholes.items() if one.ndim > 1]
+    vectors = [(name, one) for name, one in wholes.items() if one.ndim == 1]
+    optimizer = torch.optim.Adagrad([{"params": matrices}, {"params": vectors, "lr": 0.5}])
+    stages = staged(model, layers_of(model, layers), 3)
+    gone = keep_stage(model, stages, 1, [optimizer])
+    own = dict(model.named_parameters())
+    assert {name.split(".")[1] for name in own} == {str(number - 1) for number in stages.ranges[1]}
+    assert all(own[name] is wholes[name] for name in own)
+    assert {id(one) for one in gone} == {id(one) for name, one in wholes.items() if name not in own}
+    assert all(one.numel() == 0 for one in gone)
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        [name for name, one in own.items() if one.ndim > 1],
+        [name for name, one in own.items() if one.ndim == 1],
+    ]
+    assert set(optimizer.state) == set(own.values())
+    optimizer.step()
+
+
+def two(one: nn.Module, other: nn.Module, **more: nn.Module) -> nn.Module:
+    """A model of two layers."""
+    model = nn.Module()
+    for name, module in {"one": one, "other": other, **more}.items():
+        setattr(model, name, module)
+    return model
+
+
+class Table(nn.Module):
+    """Rotations, or the like."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.ones(3), persistent=persistent)
+
+
+def tied() -> nn.Module:
+    model = two(nn.Linear(3, 3), nn.Linear(3, 3))
+    model.other.weight = model.one.weight  # type: ignore[union-attr]
+    return model
+
+
+def with_table(persistent: bool) -> nn.Module:
+    table = Table(persistent)
+    return two(nn.Sequential(nn.Linear(3, 3), table), nn.Sequential(nn.Linear(3, 3), table))
+
+
+def of(model: nn.Module, chain: Any, stages: int = 2) -> Any:
+    return staged(model, layers_of(model, chain), stages)
+
+
+@pytest.mark.parametrize(
+    ("model", "chain", "said"),
+    [
+        (tied(), lambda m: [m.one, m.other], "^one.weight is used by layers in stages 0 and 1 of the pipeline"),
+        (with_table(True), lambda m: [m.one, m.other], "^one.1.values is used by layers in stages 0 and 1"),
+        (two(nn.Linear(3, 3), nn.Linear(3, 3)), lambda m: [m.one, torch.relu], "^other.weight of the model is in none"),
+        (
+            two(nn.Linear(3, 3), nn.Linear(3, 3)),
+            lambda m: [m.one, lambda x: m.other(x) + 1],
+            "^layer 1 of layers= .* whole",
+        ),
+        (two(nn.Linear(3, 3), Table(True)), lambda m: [m.one, m.one], "^other.values of the model is in none"),
+        (two(nn.Linear(3, 3), nn.ReLU()), lambda m: [m.one, m.other], "pipeline is 2, and the model has 1 layer with"),
+        (two(nn.Linear(3, 3), nn.ReLU()), lambda m: m.one, "does not return a list of layers"),
+        (two(nn.Linear(3, 3), nn.ReLU()), lambda m: [], "does not return a list of layers"),
+        (
+            two(nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 3)])),
+            lambda m: [m.one, m.other],
+            "^layer 1 of layers= .* is a ModuleList, which holds layers and cannot be called",
+        ),
+    ],
+)
+def test_what_is_refused_by_name(model: nn.Module, chain: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        of(model, chain)
+
+
+def test_tied_ends_are_told_what_to_do_instead() -> None:
+    with pytest.raises(UserError) as found:
+        of(tied(), lambda m: [m.one, m.other])
+    assert "untie" in found.value.fix and "parallel.shard: parameters" in found.value.fix
+
+
+def three() -> nn.Module:
+    return two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("chain", "said"),
+    [
+        (lambda m: [[m.one], [m.other], [m.third]], "gives the layers of 3 stages, and parallel.pipeline is 2"),
+        (lambda m: [[m.one, m.other, m.third]], "gives the layers of 1 stage, and parallel.pipeline is 2"),
+        (lambda m: [[m.one, m.other, m.third], []], "gives stage 1 no layers"),
+        (lambda m: [[m.one, m.other, m.third], [torch.relu]], "stage 1, as layers= .* has no parameter to train"),
+        (lambda m: [[m.one, m.other], [m.third, m.one]], "^one.weight is used by layers in stages 0 and 1"),
+        (lambda m: [[m.one, m.other], m.third], "does not return a list of layers"),
+    ],
+)
+def test_stages_that_a_task_gives_wrongly_are_refused(chain: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        of(three(), chain)
+
+
+def test_stages_are_those_that_the_task_gives() -> None:
+    """Whatever they cost."""
+    model = three()
+    layers = layers_of(model, lambda m: [(m.one,), [torch.relu, m.other, m.third]])
+    stages = staged(model, layers, 2, [0.0, 0.0, 0.0, 9.0])
+    assert stages.are_given and stages.counts == [1, 3]
+
+
+def test_stages_have_equal_costs_and_weights_of_their_own() -> None:
+    """The only cut that leaves a shared weight in one stage is taken, however uneven."""
+    model = three()
+    layers = layers_of(model, lambda m: [m.one, m.other, m.third])
+    assert staged(model, layers, 2, [1.0, 1.0, 3.0]).counts == [2, 1]
+    assert staged(model, layers, 2, [3.0, 1.0, 1.0]).counts == [1, 2]
+    model.other.weight = model.one.weight  # type: ignore[union-attr]
+    layers = layers_of(model, lambda m: [m.one, m.other, m.third])
+    assert staged(model, layers, 2, [3.0, 1.0, 1.0]).counts == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("counts", "fits"),
+    [
+        ([1, 3], True),
+        ([2, 2], False),
+        ([3, 1], True),
+        ([4, 0], False),
+        ([1, 2], False),
+        ([5, -1], False),
+        ([], False),
+        ([4], False),
+        ([1, 2, 1], False),
+    ],
+)
+def test_stages_of_an_earlier_attempt_are_kept_if_they_fit(counts: list[int], fits: bool) -> None:
+    """The second and the third layer share a weight."""
+    model = two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3), last=nn.Linear(3, 3))
+    model.other.weight = model.third.weight  # type: ignore[union-attr]
+    layers = layers_of(model, lambda m: [m.one, m.other, m.third, m.last])
+    found = as_before(model, layers, counts, stages=2)
+    assert (found is not None) == fits
+    assert found is None or found.counts == counts
+
+
+class Around(nn.Sequential):
+    """Does more than its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def test_a_chain_does_nothing_but_call_its_layers() -> None:
+    assert is_chain(nn.Sequential(nn.Linear(3, 3)))
+    assert not is_chain(Around(nn.Linear(3, 3)))
+    hooked = nn.Sequential(nn.Linear(3, 3))
+    hooked.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert not is_chain(hooked)
+    assert not is_chain(two(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
+def test_functions_say_by_what_they_hold_which_parameters_are_theirs() -> None:
+    model = two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3))
+    one, other = model.one, model.other
+
+    def chain(m: Any) -> list[Any]:
+        return [lambda x: one(x) + 1, functools.partial(lambda layer, x: layer(x), other), m.third.forward]
+
+    assert [len(layer.held) for layer in layers_of(model, chain)] == [2, 2, 2]
+    assert [list(own) for own in of(model, chain, 3).ranges] == [[0], [1], [2]]
+
+
+class Language(nn.Module):
+    """A model as many are written: parts in a dict, and steps between them as methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = {"words": nn.Embedding(5, 3), "places": nn.Embedding(4, 3), "block": nn.Linear(3, 3)}
+        self.body = nn.ModuleDict(parts)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.heads = [self.head]
+        self.scale = nn.Parameter(torch.ones(3))
+        self.times = 2.0
+
+    @property
+    def words(self) -> Any:
+        return self.body.words
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) + self.body.places(torch.arange(ids.shape[1])) * self.times
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def classes(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[0](self.scaled(x)) if self.training else self.classes(x)
+
+    def by_name(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, "head")(x)  # noqa: B009
+
+    def nested(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(lambda one: self.head(one) + 1)(one) for one in x])
+
+    def all_of_them(self, x: torch.Tensor) -> torch.Tensor:
+        return x * sum(one.sum() for one in self.parameters())
+
+    def keeps(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x
+        return x
+
+    @torch.no_grad()
+    def wrapped(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_methods_of_the_model_use_what_they_read_of_it() -> None:
+    """Also by another method or a property; and each stage computes with what it has kept."""
+    model: Any = Language()
+    ids = torch.tensor([[1, 2, 3]])
+    wanted = model.classes(model.body.block(model.embed(ids)))
+    layers = layers_of(model, lambda m: [m.embed, m.body.block, m.classes])
+    names = {id(one): name for name, one in model.named_parameters()}
+    assert [{names[one] for one in layer.held} for layer in layers] == [
+        {"body.words.weight", "body.places.weight"},
+        {"body.block.weight", "body.block.bias"},
+        {"head.weight", "scale"},
+    ]
+    found: Any = ids
+    for stage in range(3):
+        own = copy.deepcopy(model)
+        stages = of(own, lambda m: [m.embed, m.body.block, m.classes], 3)
+        keep_stage(own, stages, stage, [])
+        (layer,) = stages.of(stage)
+        found = layer.call(found)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("method", ["by_name", "nested", "all_of_them", "keeps", "wrapped", "forward"])
+def test_methods_that_may_use_anything_of_the_model_are_refused(method: str) -> None:
+    with pytest.raises(UserError, match=r"^layer 1 of layers= .* uses the whole model"):
+        layers_of(Language(), lambda m: [m.body.block, getattr(m, method)])
+
+
+def test_what_stages_may_have_together() -> None:
+    """A table that is saved nowhere; a weight of layers in the same stage."""
+    assert of(with_table(False), lambda m: [m.one, m.other]).ranges == [range(1), range(1, 2)]
+    model = tied()
+    assert len(of(model, lambda m: [m.one, m.other], 1).ranges) == 1
