@@ -119,8 +119,22 @@ def test_ranks_that_compute_different_layers_end_with_their_names(results: Resul
         assert said["number"].endswith("one has reached layers.1, another the end of a forward pass")
 
 
-def test_ranks_meet_in_layers_in_the_first_updates_only(results: Results) -> None:
+def test_ranks_compare_layers_in_the_first_updates_only(results: Results) -> None:
     assert results()["apart"]["hooks"] == [4, 0], "two layers, the model, and the end of its forward pass"
+
+
+def test_hosts_that_run_ahead_compare_layers_at_the_end_of_a_pass(results: Results) -> None:
+    for said in results()["apart"]["at the end"]:
+        assert said.endswith("one has reached the end of a forward pass, another layers.1")
+
+
+def test_no_more_than_two_layers_and_the_root_are_copied_to_16_bits(results: Results) -> None:
+    """At the end of a forward pass, besides activations of a few samples; and the model trains as a replicated one."""
+    found = results()["halves"]
+    most = 2 * found["layer"] + found["root"] + found["activations"]
+    assert all(0 < live <= most for live in found["sharded"]["live"])
+    assert all(live > 5 * found["layer"] for live in found["whole"]["live"]), "a copy of each layer, or nothing is seen"
+    np.testing.assert_allclose(found["sharded"]["losses"], found["whole"]["losses"], rtol=0.02)
 
 
 def test_parameters_that_get_other_memory_are_refused(results: Results) -> None:

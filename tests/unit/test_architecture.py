@@ -61,7 +61,7 @@ TOKENS: dict[str, int] = {
     "reduce": 15216,
     "train": 14124,
     "tasks": 7603,
-    "backends": 114551,
+    "backends": 115161,
     "checkpoint": 48532,
     "monitor": 29149,
     "track": 6535,

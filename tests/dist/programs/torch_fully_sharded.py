@@ -19,11 +19,14 @@ import h5py
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hpctrain import BaseHook, CheckpointStore, HpctrainError, StepResult, Training, UserError, fit, load_config
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.strategies.exchange import Exchange, over_torch
-from hpctrain.backends.torch.strategies.fully_sharded import MET_UPDATES, FullySharded
+from hpctrain.backends.torch.strategies.fully_sharded import COMPARED_UPDATES, FullySharded
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main as command
@@ -272,12 +275,87 @@ def apart(world: World, folder: Path) -> dict[str, Any]:
     framework = make_framework(world, functools.partial(Choosing, [0, 1]), parallel=PARAMETERS)
     partition = framework.parts.partition
     assert isinstance(partition, FullySharded)
-    meetings = partition.meetings
-    hooks = [len(meetings)]
-    train(framework, MET_UPDATES + 1)
-    hooks.append(len(meetings))
+    order = partition.order
+    hooks = [len(order.hooks)]
+    train(framework, COMPARED_UPDATES + 1)
+    hooks.append(len(order.hooks))
     framework.close()
-    return {"said": world.data.allgather(said, "compare"), "hooks": hooks}
+    framework = make_framework(world, functools.partial(Choosing, [0, 1]), parallel=PARAMETERS)
+    partition = framework.parts.partition
+    assert isinstance(partition, FullySharded)
+    order, found = partition.order, ""
+    order.waits = False  # as on GPUs
+    for place in [0, 1, 3] if first else [0, 1, 2, 3]:
+        try:
+            order.reach(place)
+        except UserError as error:
+            found = error.what
+    framework.close()
+    everywhere = world.data.allgather(found, "compare")
+    return {"said": world.data.allgather(said, "compare"), "hooks": hooks, "at the end": everywhere}
+
+
+class Deep(nn.Module):
+    """Many equal layers, one of them with statistics of its own, and parameters outside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, points: Tensor) -> Tensor:
+        """``points``: [n, 12]."""
+        found = self.norm(self.first(points))
+        for layer in self.layers:
+            found = found + layer(found)
+        return self.head(found)  # type: ignore[no-any-return]
+
+
+WIDTH, DEPTH = 256, 6
+
+
+class Halves(TorchDispatchMode):
+    """Notes the storages of all 16-bit tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if isinstance(one, Tensor) and one.dtype == torch.bfloat16:
+                self.known[one.untyped_storage()._cdata] = StorageWeakRef(one.untyped_storage())
+        return found
+
+    def num_bytes(self) -> int:
+        """Bytes of those that still exist, whoever holds them."""
+        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.known.values()]
+        return sum(one.nbytes() for one in alive if one is not None)
+
+
+def halves(world: World, folder: Path) -> dict[str, Any]:
+    """Bytes of 16-bit copies at the end of a forward pass in bf16, with at most 8 samples on each rank, and the losses
+    of some updates; the same with whole parameters."""
+    live: list[int] = []
+
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with Halves() as copies:
+            found: Tensor = model(batch["x"])
+            live.append(copies.num_bytes())
+        return found
+
+    sizes = {"layer": 2 * WIDTH * WIDTH, "root": 2 * 15 * WIDTH, "activations": 2 * 8 * WIDTH * 5 * DEPTH}
+    found: dict[str, Any] = {**sizes}
+    for name, parallel in (("sharded", PARAMETERS), ("whole", WHOLE)):
+        live.clear()
+        framework = make_framework(world, Deep, forward=forward, parallel=parallel, precision="bf16", clip_norm=0.5)
+        losses = train(framework, 3)
+        framework.close()
+        found[name] = {"live": world.data.allgather(max(live, default=0), "compare"), "losses": losses}
+    return found
 
 
 def groups(world: World, folder: Path) -> dict[str, Any]:
@@ -401,7 +479,7 @@ def load_hdf5(path: Path) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[World, Path], dict[str, Any]]] = {
-    each.__name__: each for each in (plans, exchanges, lost, uneven, layers, apart, groups, runs)
+    each.__name__: each for each in (plans, exchanges, lost, uneven, layers, apart, halves, groups, runs)
 }
 
 

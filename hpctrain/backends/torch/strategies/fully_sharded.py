@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, ParameterDict, ParameterList, Sequential
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
@@ -35,9 +37,9 @@ from hpctrain.backends.torch.strategies.parameter_traits import (
     refuse_late,
     replace_parameters,
 )
-from hpctrain.backends.torch.strategies.partition import CUT, Partition, Slices
+from hpctrain.backends.torch.strategies.partition import CUT, Partition, Slices, squares_of
 from hpctrain.backends.torch.strategies.row_shares import RowRange, part_of_rows
-from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates
+from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
 from hpctrain.backends.torch.task.checks import try_sharded
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
@@ -46,14 +48,14 @@ from hpctrain.config.combinations import Feature, refuse, used
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate
-from hpctrain.reduce.flat_layout import SLOTS, ExchangeResult, read_slots
+from hpctrain.reduce.flat_layout import SLOTS, SQUARE, ExchangeResult, read_slots
 
 LISTS = (ModuleList, ModuleDict, ParameterList, ParameterDict)
 """Containers, which are not called themselves, unless a subclass defines forward."""
-MET_UPDATES = 8
-"""Updates in which ranks compare, in each layer, where they are: those that choose layers differently do so early."""
+COMPARED_UPDATES = 8
+"""Updates in which ranks compare the order of their layers: those that choose layers differently do so early."""
 END = "the end of a forward pass"
-"""Where ranks meet that have passed all layers."""
+"""What follows the last layer."""
 SHARDED = (
     "With parallel.shard: parameters, the weights of a layer are whole only while it is called: call the model and its "
     "layers, not methods such as model.encode or layer.forward, and use no weight outside its layer; or set "
@@ -88,11 +90,11 @@ class FullySharded(Partition):
         before: the partition that tensor parallelism has left of it.
         data: the ranks over which it is sharded.
         every: its parameters.
-        meetings: hooks in which ranks meet in the first updates.
+        order: compares the order of layers in the first updates.
     """
 
     def __init__(
-        self, root: FSDPModule, before: Partition, data: Group, every: Sequence[Held], meetings: list[RemovableHandle]
+        self, root: FSDPModule, before: Partition, data: Group, every: Sequence[Held], order: LayerOrder
     ) -> None:
         cut = frozenset(id(one.own) for one in every if one.name in before.slices)
         super().__init__(before.region, before.slices, cut)
@@ -100,7 +102,7 @@ class FullySharded(Partition):
         self.sync_group = data
         self.root = root
         self.every = every
-        self.meetings = meetings
+        self.order = order
         self.held = {one.name: one.own for one in every}
         self.places = {one.name: one.rows for one in every if one.rows is not None}
 
@@ -159,13 +161,14 @@ def local_of(tensor: Tensor) -> Tensor:
     return local
 
 
-def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
+def shard_model(model: Module, before: Partition, world: World, low_precision: torch.dtype | None) -> FullySharded:
     """Shards all parameters by rows, which makes them DTensors of the data group. Does not communicate.
 
     Args:
         model: on its device, equal on all ranks; may be split by tensor parallelism.
         before: the partition that tensor parallelism has left of it.
         world: the ranks; those of ``world.data`` are the world of ``torch.distributed``.
+        low_precision: dtype in which layers compute; None for that of their parameters.
 
     Raises:
         UserError: this PyTorch is too old.
@@ -182,16 +185,25 @@ def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
     for parameter in plain.values():
         parameter.data = parameter.data.contiguous()  # as FSDP2 requires
     assert dist.group.WORLD is not None, "it is open"
-    mesh = DeviceMesh.from_group(dist.group.WORLD, next(iter(plain.values())).device.type)
-    layers = [*layers_of(model), model]
-    for layer in layers:
-        root = fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
-    meetings = meet_in_layers(layers, model, data)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)  # others may have used them
+    device = next(iter(plain.values())).device
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    layers = layers_of(model)
+    for layer in (*layers, model):
+        apart = with_statistics(layer, layers)
+        if low_precision and apart and layer not in apart:
+            fully_shard(apart, mesh=mesh, ignored_params=scalars)
+        root = fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=layer is not model,  # the backward pass begins with what is outside layers
+            mp_policy=policy_of(layer, None if layer in apart else low_precision),
+            ignored_params=scalars,
+        )
+    order = LayerOrder(layers, model, data, waits=device.type == "cpu")
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)  # losses are scaled to the global batch
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reduce_scatter_unused_params(True)  # others may have used them
     every = []
     for name, parameter in model.named_parameters():
         own, rows = parameter, None
@@ -202,35 +214,95 @@ def shard_model(model: Module, before: Partition, world: World) -> FullySharded:
             own.__dict__.update(vars(plain[name]))
             assert len(own) == end - begin, "as FSDP2 distributes rows"
         every.append(Held(name, parameter, own, rows))
-    return FullySharded(root, before, data, every, meetings)
+    model.register_forward_hook(functools.partial(free, sharded_modules(model)))
+    return FullySharded(root, before, data, every, order)
 
 
-def meet_in_layers(layers: Sequence[Module], model: Module, group: Group) -> list[RemovableHandle]:
-    """Makes forward passes raise UserError on all ranks, before gathering anything, if ranks are not in the same layer:
-    they would take rows of different layers for one. Returns the hooks.
+def policy_of(layer: Module, low_precision: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Gathers parameters of 32 bits in the precision of forward passes, and sums gradients in 32 bits.
+
+    Inputs stay as they are: autocast casts those of the operations that it knows, and leaves coordinates, for instance,
+    in 32 bits. It casts no parameter, so it keeps no copy of one.
+    """
+    types = {one.dtype for one in layer.parameters()}
+    low = low_precision if torch.float32 in types and torch.float64 not in types else None
+    has_halves = low or any(one.is_floating_point and one.itemsize == 2 for one in types)
+    return MixedPrecisionPolicy(low, torch.float32 if has_halves else None, cast_forward_inputs=False)
+
+
+def with_statistics(layer: Module, layers: Sequence[Module]) -> list[Module]:
+    """Modules outside other layers that have parameters and floating-point buffers, such as BatchNorm, which compute
+    with both in one dtype: their parameters are not gathered in 16 bits."""
+    others = {id(module) for each in layers if each is not layer for module in each.modules()}
+    return [
+        module
+        for module in layer.modules()
+        if id(module) not in others and any(one is not None for one in module._parameters.values())
+        if any(one is not None and one.is_floating_point() for one in module._buffers.values())
+    ]
+
+
+def sharded_modules(model: Module) -> list[FSDPModule]:
+    """The modules whose parameters are gathered together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def free(modules: Sequence[FSDPModule], *ignored: Any) -> None:
+    """After a forward pass that no backward pass follows, frees what is gathered: parameters may change."""
+    if not torch.is_grad_enabled():
+        for module in modules:
+            module.reshard()
+
+
+class LayerOrder:
+    """Makes forward passes raise UserError, on all ranks, if they do not compute the same layers in the same order:
+    ranks would take rows of different layers for one.
+
+    On GPUs, where the host does not wait for a gather, ranks compare at the end of a pass. On CPUs, where a rank would
+    wait for a gather that another one never begins, before each gather.
 
     Args:
-        layers: the layers that are gathered.
+        layers: the layers that are gathered, one after the other.
         model: the model that they are part of.
         group: the ranks.
+        waits: whether gathering waits for other ranks.
     """
-    name_of = {id(module): name or "the model" for name, module in model.named_modules()}
-    places = [*(name_of[id(layer)] for layer in layers), END]
 
-    def meet(place: int, *ignored: Any) -> None:
-        if not group.same(place, "reach the same layer"):
-            reached = group.allgather(places[place], "say in which layer they are")
-            other = next(rank for rank, each in enumerate(reached) if each != reached[0])
-            raise UserError(
-                f"the ranks' forward passes differ while parallel.shard is parameters: one has reached "
-                f"{reached[0]}, another {reached[other]}",
-                "choose layers by values that are equal on all ranks, not by a rank's own samples or random numbers; "
-                "or set parallel.shard: optimizer",
-            )
+    def __init__(self, layers: Sequence[Module], model: Module, group: Group, waits: bool) -> None:
+        self.group, self.waits = group, waits
+        name_of = {id(module): name for name, module in model.named_modules()}
+        self.names = ["the model", *(name_of[id(layer)] for layer in layers), END]
+        self.reached: list[int] = []
+        """Places that this pass has reached, as indices of ``names``."""
+        self.hooks = [
+            one.register_forward_pre_hook(functools.partial(self.reach, place), prepend=True)
+            for place, one in enumerate((model, *layers))
+        ]
+        self.hooks.append(model.register_forward_hook(functools.partial(self.reach, len(self.names) - 1)))
 
-    ends = model.register_forward_hook(functools.partial(meet, len(layers)))
-    hooks = [functools.partial(meet, place) for place in range(len(layers))]
-    return [ends, *(one.register_forward_pre_hook(hook, prepend=True) for one, hook in zip(layers, hooks, strict=True))]
+    def reach(self, place: int, *ignored: Any) -> None:
+        """Records a place, and compares it with the other ranks' if they can be waited for."""
+        if not place:
+            self.reached.clear()
+        self.reached.append(place)
+        if not self.waits and self.names[place] != END:
+            return
+        if self.group.same(zlib.crc32(np.array(self.reached).tobytes()), "compute the same layers"):
+            return
+        passes = self.group.allgather(self.reached, "say which layers they have computed")
+        depth = next(depth for depth, places in enumerate(zip(*passes, strict=False)) if len(set(places)) > 1)
+        first, *others = [self.names[reached[depth]] for reached in passes]
+        raise UserError(
+            f"the ranks' forward passes differ while parallel.shard is parameters: one has reached {first}, another "
+            f"{next(one for one in others if one != first)}",
+            "choose layers by values that are equal on all ranks, not by a rank's own samples or random numbers; "
+            "or set parallel.shard: optimizer",
+        )
+
+    def close(self) -> None:
+        """Ends the comparison."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
 
 class FullyShardedReducer:
@@ -241,13 +313,22 @@ class FullyShardedReducer:
         tensor: the model's partition.
         optimizers: optimizers of its parameters.
         ranks: the process group of ``torch.distributed``; closed with the reducer.
+        needs_norm: whether each update needs the gradient norm, which is then summed together with the loss.
     """
 
-    def __init__(self, name: str, tensor: FullySharded, optimizers: Sequence[Optimizer], ranks: DefaultGroup) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensor: FullySharded,
+        optimizers: Sequence[Optimizer],
+        ranks: DefaultGroup,
+        needs_norm: bool = False,
+    ) -> None:
         self.name = name
         self.tensor = tensor
         self.optimizers = optimizers
-        self.ranks = ranks
+        self.ranks, self.needs_norm = ranks, needs_norm
+        self.square = 0.0
         self.is_last, self.updates = True, 0
         self.every = [one for one in tensor.every if one.own.requires_grad]
         self.known = {id(one.own) for one in tensor.every}
@@ -267,8 +348,8 @@ class FullyShardedReducer:
     def begin(self) -> None:
         self._require_memory()
         self.updates += 1
-        while self.updates > MET_UPDATES and self.tensor.meetings:
-            self.tensor.meetings.pop().remove()
+        if self.updates > COMPARED_UPDATES:
+            self.tensor.order.close()
         for one in self.every:
             one.module.grad = one.own.grad = None
 
@@ -281,10 +362,14 @@ class FullyShardedReducer:
             elif one.rows is not None:
                 one.own.grad = local_of(gradient)
         self._add_scalars()
-        slots = torch.zeros(SLOTS, dtype=torch.float64)
+        slots = torch.zeros(SLOTS, dtype=torch.float64, device=self.every[0].own.device)
         fill_slots(slots, loss, weight)
-        self.tensor.updaters.add(slots.numpy(), "add up their losses")
-        return read_slots(slots.tolist())
+        if self.needs_norm:
+            slots[SQUARE] = squares_of([one.grad for _, one in self.summed() if one.grad is not None]).sum()
+        sums = slots.cpu().numpy()
+        self.tensor.updaters.add(sums, "add up their losses")
+        self.square = float(sums[SQUARE])
+        return read_slots(sums.tolist())
 
     def gradients(self) -> list[Tensor]:
         return [one.own.grad for one in self.every if one.own.grad is not None]
@@ -295,7 +380,7 @@ class FullyShardedReducer:
         return [(one.name, one.own) for one in every]
 
     def norm(self) -> float:
-        return self.tensor.norm_of(self.summed())
+        return math.sqrt(self.square)
 
     def spread(self) -> bool:
         """Does nothing: the next forward pass gathers updated parameters."""
@@ -308,7 +393,7 @@ class FullyShardedReducer:
         """Sums the gradients of scalars, which FSDP2 ignores."""
         have = [one.own.grad for one in self.every if one.rows is None and one.own.grad is not None]
         if have:
-            sums = torch.stack([one.double().cpu() for one in have]).numpy()
+            sums = torch.stack([one.double() for one in have]).cpu().numpy()
             self.tensor.updaters.add(sums, WHAT)
             torch._foreach_copy_(have, list(torch.from_numpy(sums).to(have[0].device)))
 
@@ -331,6 +416,8 @@ class FullyShardedReducers:
     tensor: FullySharded
     optimizers: Sequence[Optimizer]
     ranks: DefaultGroup
+    needs_norm: bool
+    """Whether each update needs the gradient norm."""
     sparse: Sequence[Parameter] = ()
     """Always empty: no gradient stays sparse."""
 
@@ -338,7 +425,7 @@ class FullyShardedReducers:
         return [Candidate("nccl" if self.ranks.word == "nccl" else "gloo", "sharded")]
 
     def open(self, candidate: Candidate, group: Group) -> FullyShardedReducer:
-        return FullyShardedReducer(candidate.name, self.tensor, self.optimizers, self.ranks)
+        return FullyShardedReducer(candidate.name, self.tensor, self.optimizers, self.ranks, self.needs_norm)
 
 
 def own_rows_of(every: Sequence[Held], plain: Sequence[Tensor]) -> dict[int, OwnRows | None]:
@@ -369,7 +456,7 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
     refuse({**opening.features, **used({Feature.WHOLE_TENSORS: found})})
     whole = list(model.parameters())
     group = DefaultGroup(world.data, whole[0].device)
-    partition = shard_model(model, prepared.partition, world)
+    partition = shard_model(model, prepared.partition, world, opening.compute.low_precision)
     every = partition.every
     mine = own_rows_of(every, whole)
     for optimizer in opening.optimizers:
@@ -379,7 +466,7 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
         {ONLY: Share([(one.name, one.own) for one in every if one.own.requires_grad])},
         {**names, **{id(one.own): one.name for one in every}},
         Slots({id(one.own): one.rows for one in every if one.rows}),
-        {ONLY: FullyShardedReducers(partition, opening.optimizers, group)},
+        {ONLY: FullyShardedReducers(partition, opening.optimizers, group, needs_norm(opening, partition))},
     )
     return dataclasses.replace(prepared, partition=partition, updates=updates)
 

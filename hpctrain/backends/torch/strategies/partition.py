@@ -146,8 +146,9 @@ class Partition:
             summed: what this rank's optimizer updates, with gradients, by parameter name.
         """
         have = [(name, values_of(one.grad)) for name, one in summed if one.grad is not None]
-        own = square_of([gradient for name, gradient in have if name in self.slices])
-        shared = square_of([gradient for name, gradient in have if name not in self.slices])
+        squares = squares_of([gradient for _, gradient in have]).tolist()
+        own = sum(square for (name, _), square in zip(have, squares, strict=True) if name in self.slices)
+        shared = sum(square for (name, _), square in zip(have, squares, strict=True) if name not in self.slices)
         total = shared + float(self.region.gather(np.array([own]), "add up the squares of the gradients").sum())
         if self.updaters.size > 1:
             total = float(self.updaters.gather(np.array([total]), "add up the squares of all rows").sum())
@@ -236,10 +237,10 @@ def values_of(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def square_of(gradients: Sequence[Tensor]) -> float:
-    """Sum of the squares of all elements."""
+def squares_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of each one's elements, as one float64 tensor on their device."""
     norms = torch._foreach_norm(list(gradients)) if gradients else []
-    return float(torch.stack([norm.double().cpu() for norm in norms]).square().sum()) if norms else 0.0
+    return torch.stack(list(norms)).double().square() if norms else torch.zeros(0, dtype=torch.float64)
 
 
 def uncut() -> Partition:

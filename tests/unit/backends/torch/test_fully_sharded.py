@@ -64,7 +64,7 @@ def test_what_cannot_be_called_is_no_layer() -> None:
 def test_a_pytorch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fully_sharded, "REDUCES_UNUSED", False)
     with pytest.raises(UserError, match=r"PyTorch 2\.13 or newer, and this is \d"):
-        fully_sharded.shard_model(nn.Linear(2, 2), uncut(), alone())
+        fully_sharded.shard_model(nn.Linear(2, 2), uncut(), alone(), None)
 
 
 def test_layers_that_share_a_parameter_are_left_to_the_model() -> None:
