@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 from hpctrain.backends.tensorflow import keras_bench_models
-from hpctrain.backends.tensorflow.keras_bench_models import Problem, batch_of, cross_entropy, seeded
+from hpctrain.backends.tensorflow.keras_bench_models import KerasBenchProblem, batch_of, cross_entropy, seeded
 from hpctrain.comm.world import World
 
 ROWS = 500_000
@@ -77,13 +77,13 @@ TABLES: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 """Optimizers of the large table; the other models have SGD with momentum."""
 
 
-def problem(name: str, world: World, dense: bool = False) -> Problem:
+def problem(name: str, world: World, dense: bool = False) -> KerasBenchProblem:
     """Makes a model of MODELS or TABLES; ``dense`` is not needed, since Keras' optimizers accept dense gradients."""
     if name in TABLES:
         ids = np.random.default_rng(1 + world.rank).integers(0, ROWS, (512, 8))
-        return Problem(seeded(tables), TABLES[name](), {**batch_of((512,), world), "input": ids})
+        return KerasBenchProblem(seeded(tables), TABLES[name](), {**batch_of((512,), world), "input": ids})
     make, shape = MODELS[name]
-    return Problem(seeded(make), keras.optimizers.SGD(1e-3, momentum=0.9), batch_of(shape, world))
+    return KerasBenchProblem(seeded(make), keras.optimizers.SGD(1e-3, momentum=0.9), batch_of(shape, world))
 
 
 class Plain:
@@ -91,7 +91,7 @@ class Plain:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: KerasBenchProblem,
         tape_of: Callable[[tf.GradientTape], Any] = lambda tape: tape,
         run: Callable[..., Any] = lambda function, *args: function(*args),
         close: Callable[[], None] = lambda: None,
@@ -118,7 +118,7 @@ class Plain:
         return hashlib.sha256(b"".join(np.asarray(v).tobytes() for v in self.model.trainable_variables)).hexdigest()
 
 
-def plain_horovod(problem: Problem) -> Plain:
+def plain_horovod(problem: KerasBenchProblem) -> Plain:
     """Horovod's DistributedGradientTape with default settings."""
     import horovod.tensorflow as hvd
 

@@ -14,7 +14,7 @@ from hpctrain.backends.torch import torch_bench_models
 from hpctrain.backends.torch.process_groups import ends_calmly
 from hpctrain.backends.torch.state.optimizer import Together
 from hpctrain.backends.torch.state.tensors import digest
-from hpctrain.backends.torch.torch_bench_models import Problem, cross_entropy, seeded
+from hpctrain.backends.torch.torch_bench_models import TorchBenchProblem, cross_entropy, seeded
 from hpctrain.comm.world import World
 from hpctrain.tasks.definition import vocabulary
 
@@ -57,19 +57,21 @@ def optimizer_of(name: str, model: nn.Module, dense: bool) -> torch.optim.Optimi
     return Together([torch.optim.SparseAdam(model.table.parameters(), lr=1e-3), rest])
 
 
-def problem(name: str, world: World, dense: bool = False) -> Problem:
+def problem(name: str, world: World, dense: bool = False) -> TorchBenchProblem:
     """Makes a model of the package, or one with another optimizer or a large table."""
     if name in torch_bench_models.MODELS:
         return torch_bench_models.problem(name, world)
     model, inputs, targets = seeded(torch_bench_models.mlp if name == "mlp-adam" else tables, world)
     cut = {"table": vocabulary} if isinstance(model, Tables) else {}
-    return Problem(model, optimizer_of(name, model, dense), inputs, targets, cut)
+    return TorchBenchProblem(model, optimizer_of(name, model, dense), inputs, targets, cut)
 
 
 class Plain:
     """A loop as in PyTorch's documentation."""
 
-    def __init__(self, problem: Problem, model: Any, optimizer: Any, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, problem: TorchBenchProblem, model: Any, optimizer: Any, close: Callable[[], None] = lambda: None
+    ) -> None:
         self.problem, self.model, self.optimizer, self.close = problem, model, optimizer, close
 
     def step(self) -> None:
@@ -81,12 +83,12 @@ class Plain:
         return digest(list(self.problem.model.parameters()))
 
 
-def plain(problem: Problem) -> Plain:
+def plain(problem: TorchBenchProblem) -> Plain:
     """A loop without any exchange."""
     return Plain(problem, problem.model, problem.optimizer)
 
 
-def distributed_data_parallel(problem: Problem, fp16: bool = False) -> Plain:
+def distributed_data_parallel(problem: TorchBenchProblem, fp16: bool = False) -> Plain:
     """DistributedDataParallel over gloo, optionally with its hook for fp16 compression."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -96,7 +98,7 @@ def distributed_data_parallel(problem: Problem, fp16: bool = False) -> Plain:
     return Plain(problem, model, problem.optimizer)
 
 
-def zero_redundancy(problem: Problem) -> Plain:
+def zero_redundancy(problem: TorchBenchProblem) -> Plain:
     """DistributedDataParallel with PyTorch's ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -105,7 +107,7 @@ def zero_redundancy(problem: Problem) -> Plain:
     return Plain(problem, model, ZeroRedundancyOptimizer(model.parameters(), type(problem.optimizer), **settings))
 
 
-def plain_horovod(problem: Problem) -> Plain:
+def plain_horovod(problem: TorchBenchProblem) -> Plain:
     """Horovod's DistributedOptimizer with default settings."""
     import horovod.torch as hvd
 

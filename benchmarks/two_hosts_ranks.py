@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.torch_step import Plain, others, problem
-from hpctrain.backends.torch.torch_bench_models import Problem, cross_entropy
+from hpctrain.backends.torch.torch_bench_models import TorchBenchProblem, cross_entropy
 from hpctrain.bench.ranks import Contender, take_turns
 from hpctrain.bench.step import Contenders
 from hpctrain.comm.world import connect
@@ -22,7 +22,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 class Phases(Plain):
     """A loop without an exchange that records the seconds of forward, backward and update."""
 
-    def __init__(self, problem: Problem, seconds: list[tuple[float, float, float]]) -> None:
+    def __init__(self, problem: TorchBenchProblem, seconds: list[tuple[float, float, float]]) -> None:
         super().__init__(problem, problem.model, problem.optimizer)
         self.seconds = seconds
 

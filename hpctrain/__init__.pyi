@@ -1,7 +1,7 @@
 """The public names, once: hpctrain/__init__.py finds each here when it is first used, and type checkers read it."""
 
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducer as _KerasReducer
 from hpctrain.backends.tensorflow.keras_reducer import Pieces as _KerasGradients
-from hpctrain.backends.tensorflow.keras_reducer import Reducer as _KerasReducer
 from hpctrain.backends.tensorflow.keras_reducer import broadcast as _keras_broadcast
 from hpctrain.backends.tensorflow.keras_reducer import measured_reducer as _keras_reducer
 from hpctrain.backends.torch.reduce.reducer import Reducer as _TorchReducer

@@ -24,7 +24,7 @@ from benchmarks.gpu_proof.rows import Figures, Setting, require
 from benchmarks.gpu_proof.runs import run_file, trained
 from benchmarks.gpu_proof.speed import Clocked
 from hpctrain import BaseHook, connect
-from hpctrain.backends.torch.process_groups import Peers, peers_of
+from hpctrain.backends.torch.process_groups import ProcessGroup, peers_of
 
 WARM, STEPS = 4, 20
 BATCH = 8
@@ -121,13 +121,13 @@ class Noting(BaseHook):
     def after_step(self, training: Any, result: Any) -> None:
         """Replaces the sum of the process group by one that notes its calls."""
         if training.state.step == WARM:
-            plain: Callable[..., Any] = Peers.sum
+            plain: Callable[..., Any] = ProcessGroup.sum
 
-            def noted(peers: Peers, values: torch.Tensor, what: str) -> Any:
+            def noted(peers: ProcessGroup, values: torch.Tensor, what: str) -> Any:
                 self.sent.append(time.perf_counter())
                 return plain(peers, values, what)
 
-            Peers.sum = noted  # type: ignore[method-assign, assignment]
+            ProcessGroup.sum = noted  # type: ignore[method-assign, assignment]
 
 
 def speed(setting: Setting) -> Figures:

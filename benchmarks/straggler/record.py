@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hpctrain.comm.world import connect
 from hpctrain.monitor import shared
 from hpctrain.monitor.ring_clock import RingClock
-from hpctrain.monitor.shared import Layout, Slot, SlotReader
+from hpctrain.monitor.shared import RingLayout, Slot, SlotReader
 from hpctrain.monitor.window import WORK
 from hpctrain.train.clock import Phase
 
@@ -35,7 +35,7 @@ def main() -> None:
     """Records and saves ``rank-<r>.npy``: [STEPS, phases] seconds from the clock, including waiting."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     world = connect()
-    layout = Layout(ranks=1, rows=steps + WARM_UP + 1)  # a reader skips the oldest row of a full ring
+    layout = RingLayout(ranks=1, rows=steps + WARM_UP + 1)  # a reader skips the oldest row of a full ring
     handle, path = shared.create(layout)
     Path(path).unlink()
     clock = RingClock(Slot(shared.map_memory(handle, layout), layout, 0))

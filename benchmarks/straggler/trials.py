@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.straggler.traces import Trace, resampled, simulated, slowed, slowed_processor
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
-from hpctrain.monitor.chief.finding import Kind, State
+from hpctrain.monitor.chief.finding import FindingState, Kind
 from hpctrain.monitor.chief.judge import Judge
 from hpctrain.monitor.chief.slowness import COMPUTE
 from hpctrain.monitor.framing import Message
@@ -76,7 +76,7 @@ def monitor(windows: Iterator[Window], ranks: int) -> list[Accusation]:
         Accusation(rank, verdict.cause, window.index)
         for window in windows
         for verdict in judge.judge(window)
-        if verdict.state is State.CONFIRMED and verdict.kind in ACCUSING
+        if verdict.state is FindingState.CONFIRMED and verdict.kind in ACCUSING
         for rank in verdict.ranks
     ]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.bench import scaling_model as model
 from hpctrain.bench.scaling_model import Mode, StepGradients, Timing
-from hpctrain.report.charts import Line, line_chart
+from hpctrain.report.charts import ChartLine, line_chart
 from hpctrain.report.drawing import Chart, picture
 
 GREY = 7
@@ -202,10 +202,10 @@ def charts(result: Mapping[str, Any]) -> list[Chart]:
         base = found["measured"][0]
         span = [min(row["ranks"] for row in _rows(found)), max(row["ranks"] for row in _rows(found))]
         ideal = [1e3 * base["step_s"] * (1 if mode == "weak" else base["ranks"] / count) for count in span]
-        steps.append(Line(f"{mode}, ideal", span, ideal, "dotted", colour))
+        steps.append(ChartLine(f"{mode}, ideal", span, ideal, "dotted", colour))
     ends = [sizes[0], sizes[-1]]
-    efficiencies.append(Line("ideal", ends, [100, 100], "dotted", GREY))
-    efficiencies.append(Line("threshold", ends, [100 * result["threshold"]] * 2, "dashed", GREY))
+    efficiencies.append(ChartLine("ideal", ends, [100, 100], "dotted", GREY))
+    efficiencies.append(ChartLine("threshold", ends, [100 * result["threshold"]] * 2, "dashed", GREY))
     return [
         line_chart(f"Scaling of {result['run']}: ms a step", steps, "ranks", log_y=True, sizes=sizes),
         line_chart("Efficiency, %", efficiencies, "ranks", from_zero=True, sizes=sizes),
@@ -216,17 +216,19 @@ def _rows(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*found["measured"], *found["predicted"]]
 
 
-def _curves(mode: str, found: Mapping[str, Any], key: str, bounds: str, unit: float, colour: int) -> list[Line]:
+def _curves(mode: str, found: Mapping[str, Any], key: str, bounds: str, unit: float, colour: int) -> list[ChartLine]:
     curves = []
     if found["predicted"]:
         rows = sorted(found["predicted"], key=lambda row: row["ranks"])
         low, high = ([unit * row[bounds][side] for row in rows] for side in (0, 1))
         ranks, values = [row["ranks"] for row in rows], [unit * row[key] for row in rows]
-        curves.append(Line(f"{mode}, model", ranks, values, colour=colour, band=(low, high)))
+        curves.append(ChartLine(f"{mode}, model", ranks, values, colour=colour, band=(low, high)))
     for crowded in (False, True):
         rows = [row for row in found["measured"] if row["oversubscribed"] is crowded]
         name = f"{mode}, measured" + (", more threads than cores" if crowded else "")
         points = [unit * row[key] for row in rows]
         if rows:
-            curves.append(Line(name, [row["ranks"] for row in rows], points, "rings" if crowded else "points", colour))
+            curves.append(
+                ChartLine(name, [row["ranks"] for row in rows], points, "rings" if crowded else "points", colour)
+            )
     return curves

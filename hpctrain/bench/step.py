@@ -25,7 +25,7 @@ CONTENDERS = ("none", "auto", "horovod", "mpi")
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One contender on one model."""
 
     framework: str
@@ -88,7 +88,7 @@ def measure(
             raise UserError(f"there is no {kind} {unknown[0]!r}", f"choose among {', '.join(known)}")
     options = {f"--{name}": str(getattr(args, name)) for name in OPTIONS}
     found = [
-        Row(**row)
+        BenchRow(**row)
         for framework in frameworks
         for row in on_ranks(program, {"--framework": framework, **options}, args.ranks)
     ]
@@ -100,7 +100,7 @@ OPTIONS = ("models", "contenders", "rounds", "steps", "compression")
 """Options passed to the program."""
 
 
-def table(found: Sequence[Row]) -> str:
+def table(found: Sequence[BenchRow]) -> str:
     """Formats rows as a table."""
     head = f"{'framework':<11}{'model':<15}{'contender':<16}{'median ms':>10}{'to none':>9}  weights"
     lines = [
@@ -113,7 +113,7 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join([head, *lines])
 
 
-class Problem(Protocol):
+class BenchProblem(Protocol):
     """A model and this rank's samples; all ranks have the same weights."""
 
     @property
@@ -128,7 +128,7 @@ class Ours:
     """hpctrain's own step, as the training loop calls it."""
 
     def __init__(
-        self, problem: Problem, world: World, reduce: ReduceConfig, parallel: ParallelConfig, chosen: str | None
+        self, problem: BenchProblem, world: World, reduce: ReduceConfig, parallel: ParallelConfig, chosen: str | None
     ) -> None:
         self.batch, self.samples = problem.batch, samples_of(problem.batch) * world.size
         train = TrainConfig(steps=1, global_batch=self.samples)
@@ -146,7 +146,7 @@ class Ours:
 class Contenders:
     """Makes contenders by name; the choice of ``auto`` for a model is kept for later turns."""
 
-    problem: Callable[[str, World], Problem]
+    problem: Callable[[str, World], BenchProblem]
     """Makes a new model by name."""
     world: World
     compression: Any
@@ -204,7 +204,7 @@ def time_contenders(make_contenders: Callable[[argparse.Namespace, World], Conte
         times, equal = take_turns(names, make, int(args.rounds), int(args.steps), world.data)
         limit = times.get("none")
         found += [
-            Row(
+            BenchRow(
                 args.framework,
                 model,
                 name,

@@ -15,7 +15,7 @@ from hpctrain.checkpoint import safetensors
 from hpctrain.checkpoint.export import AVERAGE, MODEL
 from hpctrain.checkpoint.format.durable_files import is_absent, reading
 from hpctrain.checkpoint.format.layout import ITEM_TYPES, converted
-from hpctrain.checkpoint.format.strict_json import Reader, parse_json
+from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json
 from hpctrain.checkpoint.initial_match import Match, WeightSource, listed, of_stages, renamed, require_meant
 from hpctrain.checkpoint.lora import Weights
 from hpctrain.checkpoint.mirror import locate
@@ -163,8 +163,8 @@ def files_of(folder: Path) -> list[Path]:
     """The weight files in a Hugging Face model folder; empty for other folders. Raises DamagedCheckpoint."""
     if (folder / INDEX).is_file():
         with reading(folder / INDEX) as descriptor, open(descriptor, "rb", closefd=False) as file:
-            index = Reader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))
-        names = Reader(index.get("weight_map", dict, "an object"), index.where).value.values()
+            index = JsonReader(parse_json(file.read(), str(folder / INDEX)), str(folder / INDEX))
+        names = JsonReader(index.get("weight_map", dict, "an object"), index.where).value.values()
         if any(type(name) is not str or Path(name).name != name for name in names):
             index.fail("weight_map names what is not a file in its folder")
         return [folder / name for name in sorted(set(names))]

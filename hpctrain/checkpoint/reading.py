@@ -103,7 +103,7 @@ def load_newest(
             if taken and not replaces(manifest, taken):
                 fix = "rename the folders of the damaged ones, then run the same command again"
                 break
-            candidate = Candidate(folder, manifest, group, peers, tuple(rejected))
+            candidate = LoadCandidate(folder, manifest, group, peers, tuple(rejected))
             if use is None:
                 return candidate.shared()
             is_replaced = older is None or replaced_by(older, manifest, group)
@@ -164,7 +164,7 @@ def opened(path: Path, step: int) -> Iterator[Loaded]:
     """
     folder, alone = path / name_of_step(step), Group("alone")
     manifest = read_manifest(folder, step, alone)
-    candidate = Candidate(folder, manifest, alone, alone)
+    candidate = LoadCandidate(folder, manifest, alone, alone)
     own = candidate.own_state(check_rest)
     with closing(Contents(folder, manifest, candidate.own_rank, own.merged, patiently)) as contents:
         yield candidate.loaded(contents, own.of_ranks)
@@ -186,7 +186,7 @@ Check = Callable[[Path, layout.Shard], None]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LoadCandidate:
     """A checkpoint that ranks load together if it turns out to be sound."""
 
     folder: Path

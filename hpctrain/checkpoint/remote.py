@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.durable_files import make_durable_folder
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, UnreadableCheckpoint
-from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
+from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.checkpoint.objects import ObjectFolder
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.read_retry import read_among
@@ -76,7 +76,7 @@ def look(objects: ObjectFolder) -> Listing:
     token, older = "", []
     if number:
         name = claim_name(number)
-        reader = Reader(parse_json(objects.get(name), f"{objects.url}/{name}"), f"{objects.url}/{name}")
+        reader = JsonReader(parse_json(objects.get(name), f"{objects.url}/{name}"), f"{objects.url}/{name}")
         token, older = reader.get("token", str, "a string"), reader.get("older", list, "a list")
     folders: dict[int, str] = {}
     for name in sizes:

@@ -38,7 +38,7 @@ MOST_INCOMING = 256
 WHAT = "open connections for copies of snapshots"
 
 
-class Partner:
+class Replica:
     """A rank's connection to the next node, and the connections on which the previous node sends copies to this one.
 
     Args:
@@ -171,32 +171,32 @@ def receive(stream: socket.socket, size: int) -> bytes:
     return data
 
 
-def open_partner(store: SnapshotStore, world: World) -> tuple[Partner | None, str | None]:
-    """Connect each rank to the next node; returns (partner, None), or (None, reason) on all ranks. Collective."""
+def open_replica(store: SnapshotStore, world: World) -> tuple[Replica | None, str | None]:
+    """Connect each rank to the next node; returns (replica, None), or (None, reason) on all ranks. Collective."""
     if world.nodes == 1:
         return None, "the ranks are on one node"
     token = world.everyone.broadcast(secrets.token_hex(32), WHAT)
     own = interfaces()
     everywhere = world.everyone.allgather([world.node, [one.address for one in own]], WHAT)
     others = [addresses for node, addresses in everywhere if node != world.node]
-    partner, problem, port = None, None, 0
+    replica, problem, port = None, None, 0
     address = meeting_address(own, others) or routed_address(others)
     try:
         if address is None:
             raise OSError(f"{world.host} has no network in common with the other nodes")
-        partner = Partner(store, listen(address), bytes.fromhex(token))
-        port = partner.listener.getsockname()[1]
-        partner.start()
+        replica = Replica(store, listen(address), bytes.fromhex(token))
+        port = replica.listener.getsockname()[1]
+        replica.start()
     except OSError as error:
         problem = str(error)
     places = world.everyone.allgather([world.node, address, port], WHAT)
     next_node = [place for node, *place in places if node == (world.node + 1) % world.nodes]
     try:
-        if partner and all(place[2] for place in places):
-            partner.connect(*next_node[world.local_rank % len(next_node)])
+        if replica and all(place[2] for place in places):
+            replica.connect(*next_node[world.local_rank % len(next_node)])
     except OSError as error:
         problem = f"{world.host} cannot connect to {next_node[0][0]}: {error}"
     problems = [each for each in world.everyone.allgather(problem, WHAT) if each]
-    if problems and partner:
-        partner.close()
-    return (None, problems[0]) if problems else (partner, None)
+    if problems and replica:
+        replica.close()
+    return (None, problems[0]) if problems else (replica, None)

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.durable_files import reading
 from hpctrain.checkpoint.format.shard_reading import Checks, OpenPiece, RecentBlocks
-from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
+from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.checkpoint.read_retry import patiently
 from hpctrain.errors import UserError
 from hpctrain.train.saved_arrays import SavedArrays, as_saved, require_inside, runs_of_rows
@@ -90,12 +90,12 @@ def read(path: Path) -> tuple[SavedArrays, dict[str, str]]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise UserError(f"{path} is not a safetensors file", "give one, or a .pt file of a model.state_dict()")
-        header = Reader(parse_json(file.read(length), str(path)), str(path))
+        header = JsonReader(parse_json(file.read(length), str(path)), str(path))
     first, pieces = 8 + length, {}
     for name in header.value:
         if name == "__metadata__":
             continue
-        entry = Reader(header.get(name, dict, "an object"), f"{path}, {name}")
+        entry = JsonReader(header.get(name, dict, "an object"), f"{path}, {name}")
         code = entry.get("dtype", str, "a string")
         if code not in CODES:
             entry.fail(f"unknown type {code[:50]!r}")

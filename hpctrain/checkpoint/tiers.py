@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.policy import Cost, Policy, Retention, policy_of_tier
 from hpctrain.checkpoint.reading import NotUsed, step_of
-from hpctrain.checkpoint.replica import Partner, open_partner
+from hpctrain.checkpoint.replica import Replica, open_replica
 from hpctrain.checkpoint.saver import Saver, SaveResult
 from hpctrain.checkpoint.snapshots import ATTEMPT, PREFIX, MemoryStore, SnapshotStore, adopt, claim, sweep
 from hpctrain.checkpoint.store import open_saver
@@ -46,7 +46,7 @@ class Tier:
     """Number of copies on other nodes."""
     saver: Saver | None = None
     """None before the resume, and after a snapshot has failed."""
-    partner: Partner | None = None
+    replica: Replica | None = None
     cost: Cost | None = None
     """Cost of the last snapshot."""
     last_s: float = field(default_factory=time.monotonic)
@@ -57,19 +57,19 @@ class Tier:
         self.saver = open_saver(self.store, allocate=allocate)
         if not self.copies:
             return None
-        self.partner, problem = open_partner(self.store, world)
-        if self.partner:
-            self.store.copy_by(self.partner.send)
+        self.replica, problem = open_replica(self.store, world)
+        if self.replica:
+            self.store.copy_by(self.replica.send)
         return problem
 
     def close(self) -> None:
         """End the threads; finished snapshots stay."""
-        if self.partner:  # first, because the saver's thread may be waiting for it
-            self.partner.close()
+        if self.replica:  # first, because the saver's thread may be waiting for it
+            self.replica.close()
         if self.saver:
             self.saver.close()
             self.store.close()
-        self.saver = self.partner = None
+        self.saver = self.replica = None
 
     def flags(self, decides: bool) -> NDArray[np.int64]:
         """int64[3]: ``Saver.flags``, and whether no snapshot is due by the clock of the deciding rank."""
@@ -201,8 +201,8 @@ class Tiers:
         """Remove all snapshots, after the run folder has the newest state."""
         for tier in self.tiers:
             if tier.saver and not tier.saver.idle:
-                if tier.partner:
-                    tier.partner.close()
+                if tier.replica:
+                    tier.replica.close()
                 tier.saver.drop(())
                 tier.saver.finish()
         self.close()

@@ -190,7 +190,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
 
     from hpctrain.backends.tensorflow import runtime
     from hpctrain.checkpoint.export import Selection, model_weights
-    from hpctrain.checkpoint.format.strict_json import Reader
+    from hpctrain.checkpoint.format.strict_json import JsonReader
     from hpctrain.comm.world import alone
     from hpctrain.rank.problem import examples_of, make_weights, open_training_data, seed_task, with_input
     from hpctrain.system.files import replace_whole
@@ -203,9 +203,9 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
         raise UserError("a .weights.h5 file holds all weights of a model, by their places in it", fix)
     if "identity" not in loaded.meta:
         raise UserError(f"{loaded.path} was not saved by a training run", "export it to a .safetensors file")
-    identity = Reader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
-    config = Reader(identity.get("config", dict, "an object"), identity.where)
-    train = Reader(config.get("train", dict, "an object"), identity.where)
+    identity = JsonReader(loaded.meta["identity"], f"{loaded.path}, identity of the run")
+    config = JsonReader(identity.get("config", dict, "an object"), identity.where)
+    train = JsonReader(config.get("train", dict, "an object"), identity.where)
     name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
     seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
     with runtime.without_chatter():

@@ -156,9 +156,9 @@ def watch(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hpctrain.watch import terminal
-    from hpctrain.watch.terminal import Source
+    from hpctrain.watch.terminal import WatchedRun
 
-    source = Source(RunView(resolve_run.single(args.run).path))
+    source = WatchedRun(RunView(resolve_run.single(args.run).path))
     console = Console(highlight=False, emoji=False)
     if args.json:
         foreign_text.show(json.dumps(source.look(whole=True).plain()))

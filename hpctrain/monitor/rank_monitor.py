@@ -131,7 +131,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     config = config or MonitorConfig(on_hang="report")
     if not config.enabled:
         return MonitorSession(RingClock(), None, None)
-    memory, problem = join_memory(world, shared.Layout(world.local_size, max(1024, 8 * config.window_steps)))
+    memory, problem = join_memory(world, shared.RingLayout(world.local_size, max(1024, 8 * config.window_steps)))
     problems = [text for text in world.everyone.allgather(problem, "share memory with the monitor") if text]
     if problems or memory is None:
         if world.rank == 0:
@@ -147,7 +147,7 @@ def start(world: World, folder: Path | str, config: MonitorConfig | None = None)
     return MonitorSession(clock, agent, prepare_dumps(clock, pids[0]), watched)
 
 
-def join_memory(world: World, layout: shared.Layout) -> tuple[tuple[int, shared.Layout, RingClock] | None, str]:
+def join_memory(world: World, layout: shared.RingLayout) -> tuple[tuple[int, shared.RingLayout, RingClock] | None, str]:
     """Opens the node's shared memory with a clock on this rank's slot. Returns None and the reason if it cannot."""
     handle, path, problem = -1, "", ""
     if world.local_rank == 0:
@@ -173,7 +173,7 @@ def join_memory(world: World, layout: shared.Layout) -> tuple[tuple[int, shared.
 
 
 def start_agent(
-    world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: shared.Layout, watching: int
+    world: World, folder: RunDir, config: MonitorConfig, handle: int, layout: shared.RingLayout, watching: int
 ) -> subprocess.Popen[bytes] | None:
     """Starts this node's agent on the node's first rank, with the address of the first node's agent. Collective."""
     own = interfaces() if world.local_rank == 0 and world.nodes > 1 else []

@@ -30,7 +30,7 @@ NO_PHASE = -1.0
 
 
 @dataclass(frozen=True)
-class Layout:
+class RingLayout:
     """Sizes of a node's shared memory."""
 
     ranks: int
@@ -49,7 +49,7 @@ class Layout:
         return 8 * self.slot * self.ranks
 
 
-def create(layout: Layout) -> tuple[int, str]:
+def create(layout: RingLayout) -> tuple[int, str]:
     """Creates the memory. Returns its descriptor and path; the caller unlinks the path. Raises OSError."""
     folder = shared_memory.FOLDER if os.access(shared_memory.FOLDER, os.W_OK) else None
     return shared_memory.create([(0, layout.size)], folder)
@@ -58,7 +58,7 @@ def create(layout: Layout) -> tuple[int, str]:
 class Slot:
     """One rank's part of the memory, for writing."""
 
-    def __init__(self, memory: mmap.mmap, layout: Layout, local_rank: int) -> None:
+    def __init__(self, memory: mmap.mmap, layout: RingLayout, local_rank: int) -> None:
         self.rows = layout.rows
         begin = 8 * layout.slot * local_rank
         self.head = memoryview(memory)[begin : begin + 8 * HEADER].cast("d")
@@ -75,11 +75,11 @@ class Slot:
 
 def own_slot() -> Slot:
     """Returns a slot in private memory, for a clock that no agent reads."""
-    layout = Layout(ranks=1, rows=1)
+    layout = RingLayout(ranks=1, rows=1)
     return Slot(mmap.mmap(-1, layout.size), layout, 0)
 
 
-def map_memory(handle: int, layout: Layout) -> mmap.mmap:
+def map_memory(handle: int, layout: RingLayout) -> mmap.mmap:
     """Maps the memory into this process."""
     return mmap.mmap(handle, layout.size)
 
@@ -90,10 +90,10 @@ class SlotReader:
 
     numbers: NDArray[np.float64]
     """[ranks, layout.slot]"""
-    layout: Layout
+    layout: RingLayout
 
     @classmethod
-    def of(cls, handle: int, layout: Layout) -> SlotReader:
+    def of(cls, handle: int, layout: RingLayout) -> SlotReader:
         """Maps the memory for reading only."""
         memory = mmap.mmap(handle, layout.size, prot=mmap.PROT_READ)
         return cls(np.frombuffer(memory, dtype=np.float64).reshape(layout.ranks, layout.slot), layout)

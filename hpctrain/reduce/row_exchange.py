@@ -18,7 +18,7 @@ WHAT = "add up sparse gradients"
 
 
 @dataclass(frozen=True)
-class Rows:
+class SparseRows:
     """Some rows of a table; all others are zero."""
 
     indices: NDArray[np.int64]
@@ -53,7 +53,7 @@ class RowExchange:
         self.index_items = INDEX_BYTES // self.dtype.itemsize
         self.largest = largest
 
-    def sum(self, given: Sequence[Rows]) -> list[Rows]:
+    def sum(self, given: Sequence[SparseRows]) -> list[SparseRows]:
         """Returns the sums by table; includes all rows that any rank passed, even if their sum is zero.
 
         Args:
@@ -67,7 +67,7 @@ class RowExchange:
             rows_are_fewer(int(total), *table, self.dtype.itemsize)
             for total, table in zip(counts.sum(0), self.tables, strict=True)
         ]
-        sums: dict[int, Rows] = {}
+        sums: dict[int, SparseRows] = {}
         for index, as_rows in enumerate(travels):
             if not as_rows:
                 sums[index] = self._sum_whole(given[index], *self.tables[index])
@@ -78,7 +78,7 @@ class RowExchange:
             sums |= {index: added(parts) for index, parts in zip(together, gathered, strict=True)}
         return [sums[index] for index in range(len(self.tables))]
 
-    def _gather(self, given: Sequence[Rows], counts: NDArray[np.int64]) -> list[list[Rows]]:
+    def _gather(self, given: Sequence[SparseRows], counts: NDArray[np.int64]) -> list[list[SparseRows]]:
         """Gathers all ranks' rows, by table and rank; ``counts`` is by rank and table."""
         widths = [rows.values.shape[1] for rows in given]
         index_items = self.index_items
@@ -86,24 +86,24 @@ class RowExchange:
         mine = np.concatenate([*indices, *[rows.values.reshape(-1) for rows in given]])  # one message is one wait
         lengths = counts @ np.array([index_items + width for width in widths])
         everything = self.group.join(mine, lengths.tolist(), WHAT)
-        found: list[list[Rows]] = [[] for _ in given]
+        found: list[list[SparseRows]] = [[] for _ in given]
         at = 0
         for rank_counts in counts.tolist():
             begin = at + index_items * sum(rank_counts)
             for table, (count, width) in enumerate(zip(rank_counts, widths, strict=True)):
                 own = everything[at : at + index_items * count].copy().view(np.int64)  # a copy is aligned
-                found[table].append(Rows(own, everything[begin : begin + count * width].reshape(count, width)))
+                found[table].append(SparseRows(own, everything[begin : begin + count * width].reshape(count, width)))
                 at, begin = at + index_items * count, begin + count * width
             at = begin
         return found
 
-    def _sum_whole(self, given: Rows, rows: int, columns: int) -> Rows:
+    def _sum_whole(self, given: SparseRows, rows: int, columns: int) -> SparseRows:
         table, missing = np.zeros((rows, columns), self.dtype), np.ones(rows, np.uint8)
         table[given.indices], missing[given.indices] = given.values, 0
         everywhere = self.group.begin_min(missing, WHAT)
         self.group.add(table, WHAT)
         indices = np.flatnonzero(everywhere() == 0)
-        return Rows(indices, table if len(indices) == rows else table[indices])
+        return SparseRows(indices, table if len(indices) == rows else table[indices])
 
     def close(self) -> None:
         """Releases the communicator."""
@@ -138,7 +138,7 @@ def rows_are_fewer(total: int, rows: int, columns: int, item_bytes: int) -> bool
     return as_rows < 2 * rows * columns * item_bytes + rows and as_rows < LARGEST_MESSAGE * item_bytes
 
 
-def added(parts: Sequence[Rows]) -> Rows:
+def added(parts: Sequence[SparseRows]) -> SparseRows:
     """The sum of rows, in the order of the parts."""
     some = [part for part in parts if len(part.indices)]
     if len(some) <= 1:
@@ -150,4 +150,4 @@ def added(parts: Sequence[Rows]) -> Rows:
         end = begin + len(part.indices)
         values[places[begin:end]] += part.values  # no duplicates within a part
         begin = end
-    return Rows(indices, values)
+    return SparseRows(indices, values)

@@ -300,7 +300,7 @@ def open_shm_window(group: Group) -> ShmWindow | None:
 
 
 @dataclass(frozen=True)
-class Copy:
+class PieceCopy:
     """A part of a piece that other ranks need."""
 
     piece: int
@@ -347,7 +347,7 @@ class ShmPieces:
         own = self.node.rank
         mine = slices(layout.length, len(boxes))[own]
         self.copies = [
-            Copy(piece, slice(begin - span.start, end - span.start), boxes[own][begin:end])
+            PieceCopy(piece, slice(begin - span.start, end - span.start), boxes[own][begin:end])
             for piece, span in enumerate(spans)
             for begin, end in ((span.start, min(span.stop, mine.start)), (max(span.start, mine.stop), span.stop))
             if begin < end

@@ -71,7 +71,7 @@ CODECS: dict[str, Codec] = {"fp16": Float16(), "bf16": BFloat16()}
 """Encodings of fp32 values, used only to send them: sums are always formed in fp32."""
 
 
-class Piece:
+class SumPiece:
     """Adjacent elements that are sent together.
 
     Args:
@@ -137,7 +137,7 @@ class Piece:
         return [comm.Isend(self.words, other, SUM) for other in self.sums_to]
 
 
-class Stream:
+class SumStream:
     """Sums an array over the ranks of a group, piece by piece.
 
     Args:
@@ -149,13 +149,13 @@ class Stream:
 
     def __init__(self, group: Group, arrays: Sequence[NDArray[Any]], codec: Codec | None, exact: int) -> None:
         self.group, self.arrays, self.codec, self.exact = group, arrays, codec, exact
-        self.made: dict[tuple[int, int], list[Piece]] = {}
+        self.made: dict[tuple[int, int], list[SumPiece]] = {}
         self.number = 0
         self.started = 0
         """Calls of ``start`` since the last time everything had arrived."""
-        self.added: deque[tuple[int, Piece]] = deque()
+        self.added: deque[tuple[int, SumPiece]] = deque()
         """Pending pieces that this rank sums, with the number of their call, from 1."""
-        self.awaited: deque[tuple[int, Piece]] = deque()
+        self.awaited: deque[tuple[int, SumPiece]] = deque()
         """Other pending pieces."""
         self.leaving: list[tuple[int, MPI.Request]] = []
         """Pending sends of sums, which read from the arrays, with the number of their call."""
@@ -193,7 +193,7 @@ class Stream:
         if calls == math.inf:
             self.started = 0
 
-    def _cut(self, begin: int, end: int) -> list[Piece]:
+    def _cut(self, begin: int, end: int) -> list[SumPiece]:
         """Cuts a range into pieces; adjacent pieces have different owners."""
         codec = self.codec if begin < self.exact else None
         length = PIECE_BYTES // (self.arrays[0].itemsize if codec is None else 2)
@@ -202,7 +202,7 @@ class Stream:
             place = slice(at, min(at + length, end))
             owner = None if self.group.size == 2 else self.number % self.group.size
             self.number += 1
-            pieces.append(Piece(self.group, owner, place, self.arrays[0][place], codec))
+            pieces.append(SumPiece(self.group, owner, place, self.arrays[0][place], codec))
         return pieces
 
 
@@ -221,7 +221,7 @@ class StreamedAllreduce:
     ) -> None:
         self.node = node or Group("node")
         self.buffer = buffers[self.node.rank]
-        self.stream = Stream(group, buffers, codec, exact)
+        self.stream = SumStream(group, buffers, codec, exact)
         self.meetings: deque[tuple[MPI.Request, int, int]] = deque()
         """Parts that are ready on this rank, but perhaps not yet on the node's other ranks."""
 

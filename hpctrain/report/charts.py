@@ -38,7 +38,7 @@ STYLES: dict[Look, dict[str, object]] = {
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A named line or set of points."""
 
     name: str
@@ -64,7 +64,7 @@ class Bar:
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     x_label: str,
     marks: Mapping[float, str] | None = None,
     from_zero: bool = False,
@@ -116,7 +116,7 @@ def line_chart(
     return Chart(title, draw)
 
 
-def stack_chart(title: str, steps: Sequence[float], layers: Sequence[Line]) -> Chart:
+def stack_chart(title: str, steps: Sequence[float], layers: Sequence[ChartLine]) -> Chart:
     """A stacked area chart over steps; each layer's ``y`` is its thickness."""
 
     def draw(axes: Axes) -> None:

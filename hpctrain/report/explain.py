@@ -18,7 +18,7 @@ from hpctrain.run.decision import blame
 from hpctrain.run.grid import Grid
 from hpctrain.run.history import RunHistory
 from hpctrain.run.last_words import AttemptWords
-from hpctrain.run.run_status import Outcome, State, Word
+from hpctrain.run.run_status import Outcome, RunState, Word
 from hpctrain.run.verdict import RunVerdict
 
 DATA_BOUND = 0.2
@@ -61,7 +61,7 @@ class Explanation:
         return " ".join(_capital(part) + ("" if part.endswith((".", "!", "?")) else ".") for part in parts if part)
 
 
-def explain(data: RunHistory, state: State | None = None) -> Explanation:
+def explain(data: RunHistory, state: RunState | None = None) -> Explanation:
     """Applies the first matching rule, and adds what slows the run as further findings.
 
     Args:
@@ -222,7 +222,7 @@ FIXES = {
 }
 
 
-def by_standing(data: RunHistory, state: State) -> Explanation | None:
+def by_standing(data: RunHistory, state: RunState) -> Explanation | None:
     """The job's state, for a run that has no recorded end or has not begun."""
     if state.word not in STANDING:
         return None
@@ -232,7 +232,7 @@ def by_standing(data: RunHistory, state: State) -> Explanation | None:
     return Explanation(code, title, (state.why,) if state.why else (), fix)
 
 
-def unknown(data: RunHistory, state: State | None = None) -> Explanation:
+def unknown(data: RunHistory, state: RunState | None = None) -> Explanation:
     """No evidence, or a verdict without a code, whose reason is then shown."""
     newest = data.run.newest
     if newest and newest.verdict and newest.verdict.reason:

@@ -144,7 +144,7 @@ def _figure(name: str, figure: Figure, step: int) -> ReportSection:
     key, title = re.sub(r"[^\w-]+", "_", f"metric_{name}"), f"Validation {name} at step {step}"
     if isinstance(figure, Curve):
         axes = f"across: {figure.x_label}; up: {figure.y_label}"
-        chart = charts.line_chart(title, [charts.Line(name, figure.x, figure.y)], axes, from_zero=True)
+        chart = charts.line_chart(title, [charts.ChartLine(name, figure.x, figure.y)], axes, from_zero=True)
         rows: list[Sequence[Any]] = list(zip(figure.x, figure.y, strict=True))
         return ReportSection(key, chart, (figure.x_label, figure.y_label), rows)
     chart = charts.confusion_chart(title, figure.labels, figure.counts)

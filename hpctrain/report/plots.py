@@ -37,7 +37,7 @@ class ReportSection:
 def line_section(
     key: str,
     title: str,
-    lines: Sequence[charts.Line],
+    lines: Sequence[charts.ChartLine],
     x_label: str = "step",
     marks: Mapping[float, str] | None = None,
     from_zero: bool = False,
@@ -92,7 +92,7 @@ def phase_section(data: RunHistory) -> ReportSection | None:
     for name, values in sorted(seconds.items(), key=lambda item: -float(item[1].sum())):
         if values.any():
             shares = [100 * float(values[group].sum()) / total for group, total in zip(groups, whole, strict=True)]
-            layers.append(charts.Line(name, ends, shares))
+            layers.append(charts.ChartLine(name, ends, shares))
     if not layers:
         return None
     chart = charts.stack_chart("Where the time goes, % of each interval", ends, layers)
@@ -113,11 +113,11 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
-def line_of(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> charts.Line:
+def line_of(name: str, series: Series, begin: float | None = None, unit: float = 1.0) -> charts.ChartLine:
     """A thinned line of a series by step, or by time since ``begin`` in units of ``unit`` seconds."""
     chosen = thin(series.value)
     x = series.step if begin is None else (series.time - begin) / unit
-    return charts.Line(name, x[chosen].tolist(), series.value[chosen].tolist())
+    return charts.ChartLine(name, x[chosen].tolist(), series.value[chosen].tolist())
 
 
 def thin(y: NDArray[np.float64], points: int = POINTS) -> NDArray[np.int64]:

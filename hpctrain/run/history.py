@@ -65,7 +65,7 @@ MARKS = tuple(f'"{kind.NAME}"'.encode() for kind in get_args(TakeOver))
 """Bytes that occur in every line with a TakeOver event."""
 
 
-class Columns:
+class EventColumns:
     """Collects the events of a run as columns of numbers.
 
     Args:

@@ -233,7 +233,7 @@ Stamp = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class WordsFile:
     """A file that has been read."""
 
     stamp: Stamp | None
@@ -250,7 +250,7 @@ class WordReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, WordsFile] = {}
         self.bytes_read = 0
         """Total bytes read."""
 
@@ -275,7 +275,7 @@ class WordReader:
         """Reads a file. If it cannot be read, the earlier word stays."""
         with contextlib.suppress(OSError, ValueError):
             word, settled = word_of(self._read(entry.path)), time.time() - stamp[0] / 1e9 > SETTLED_S
-            self.seen[entry.name] = Seen(stamp if settled else None, word)
+            self.seen[entry.name] = WordsFile(stamp if settled else None, word)
 
     def _read(self, path: str) -> Any:
         """Reads a file's JSON: first its head, then all of it if it is longer."""

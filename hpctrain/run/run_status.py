@@ -91,7 +91,7 @@ class Word(StrEnum):
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """State of a run, and why."""
 
     word: Word
@@ -181,7 +181,7 @@ def of_run(
     job: QueueEntry | None,
     now: float,
     has_events: bool = True,
-) -> State:
+) -> RunState:
     """Returns the state of a run.
 
     Args:
@@ -200,69 +200,69 @@ def of_run(
     reason = verdict.reason if verdict else ""
     has_ended = newest is not None and newest.ended is not None
     if left.word is Word.FINISHED and (has_ended or not (life and life.lives)):
-        return State(left.word, reason or left, is_over=True)
+        return RunState(left.word, reason or left, is_over=True)
     if job is not None and job.state in WAITING:
         why = job.state if job.state in ADVICE else job.reason
         waits = f"job {job.id} waits" + (f" ({why})" if why else "")
         fix = ADVICE.get(why.split(",")[0].strip("()"), "")
-        return State(Word.PENDING, _join(waits, reason), code=Code.PENDING, fix=fix)
+        return RunState(Word.PENDING, _join(waits, reason), code=Code.PENDING, fix=fix)
     if newest is not None and has_ended:
         return _ended(left.word, verdict, newest, job)
     if life and not life.lives and job is not None and job.state == "RUNNING":
         what = f"job {job.id} runs, but {life.name} has given no sign of life for {STALE_S:.0f} s"
-        return State(Word.UNKNOWN, what, fix=f"if it does not start again within minutes: scontrol requeue {job.id}")
+        return RunState(Word.UNKNOWN, what, fix=f"if it does not start again within minutes: scontrol requeue {job.id}")
     if (life and life.lives) or (job is not None and job.state in ALIVE):
         starts = has_events and progress.attempt < (newest.number if newest else 1)
-        return State(Word.RUNNING, "starting" if starts else "")
+        return RunState(Word.RUNNING, "starting" if starts else "")
     if newest is not None or progress.num_events:
         its_job = job if newest is None or newest.job_id else None
         return _silent(left.word, life, its_job, progress, newest is not None, now)
     if job is not None:
         return _by_job(job, "before it wrote anything")
     if unclear is None:
-        return State(Word.NOT_STARTED, code=Code.NOT_STARTED)
+        return RunState(Word.NOT_STARTED, code=Code.NOT_STARTED)
     if unclear.state == REFUSED:
-        return State(Word.NOT_STARTED, unclear.reason, is_over=True, code=Code.NOT_STARTED, fix=unclear.note)
-    return State(Word.UNKNOWN, f"job {unclear.id}: {unclear.reason}")
+        return RunState(Word.NOT_STARTED, unclear.reason, is_over=True, code=Code.NOT_STARTED, fix=unclear.note)
+    return RunState(Word.UNKNOWN, f"job {unclear.id}: {unclear.reason}")
 
 
-def _by_job(job: QueueEntry, when: str = "") -> State:
+def _by_job(job: QueueEntry, when: str = "") -> RunState:
     """Returns the state of a run without a recorded end, from the state of its job."""
     why = f"job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     word = Word.CANCELLED if job.state == "CANCELLED" else Word.UNKNOWN if job.state == "COMPLETED" else Word.FAILED
     code, said = BY_JOB.get(job.state, Code.UNKNOWN), f": {job.note}" if job.note else ""
     why = f"{why}, {when}{said}" if when else why
-    return State(word, why, is_over=True, code=code, fix=FIXES.get(code, ""))
+    return RunState(word, why, is_over=True, code=code, fix=FIXES.get(code, ""))
 
 
-def _ended(word: Word, verdict: RunVerdict | None, newest: Attempt, job: QueueEntry | None) -> State:
+def _ended(word: Word, verdict: RunVerdict | None, newest: Attempt, job: QueueEntry | None) -> RunState:
     """Returns the state of a run whose newest attempt has a recorded end but has not finished the run."""
     reason = verdict.reason if verdict else ""
     if verdict and verdict.action is Action.REQUEUE and newest.job_id:
         if job is None:
-            return State(
+            return RunState(
                 Word.UNKNOWN, _join(reason, "its job should continue, but its scheduler cannot be queried from here")
             )
         if job.state in ALIVE:
-            return State(Word.PENDING, _join(reason, f"job {job.id} will start again"))
+            return RunState(Word.PENDING, _join(reason, f"job {job.id} will start again"))
     over = job is None or job.state not in ALIVE
-    return State(word, reason or "an attempt has ended without saying how", over)
+    return RunState(word, reason or "an attempt has ended without saying how", over)
 
 
 def _silent(
     word: Word, life: Life | None, job: QueueEntry | None, progress: Progress, has_attempts: bool, now: float
-) -> State:
+) -> RunState:
     """Returns the state of a run whose newest attempt has no recorded end and no known live process."""
     if word is not Word.UNKNOWN:
-        return State(word, "its ranks ended in order", is_over=True)
+        return RunState(word, "its ranks ended in order", is_over=True)
     if job is not None and job.state != "COMPLETED":
         return _by_job(job)
     if life is not None:
         gone = "is gone" if life.sure else f"has given no sign of life for {STALE_S:.0f} s"
-        return State(Word.UNKNOWN, f"{life.name} {gone}, and it is not known how it ended", is_over=life.sure)
+        return RunState(Word.UNKNOWN, f"{life.name} {gone}, and it is not known how it ended", is_over=life.sure)
     if not has_attempts and progress.last_time is not None and now - progress.last_time < FRESH_S:
-        return State(Word.RUNNING)
-    return State(Word.UNKNOWN, "no process works on it, and it is not known how it ended", is_over=True)
+        return RunState(Word.RUNNING)
+    return RunState(Word.UNKNOWN, "no process works on it, and it is not known how it ended", is_over=True)
 
 
 def _join(*parts: str) -> str:
@@ -350,7 +350,7 @@ class RunSnapshot:
         """Where the run's time has gone so far."""
         return self.progress.sums.account(self.attempts)
 
-    def state(self, now: float, job: QueueEntry | None = None) -> State:
+    def state(self, now: float, job: QueueEntry | None = None) -> RunState:
         """Returns the state of the run.
 
         Args:

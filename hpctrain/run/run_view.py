@@ -92,11 +92,11 @@ class RunView:
         Raises:
             UserError: no permission to read the folder.
         """
-        from hpctrain.run.history import MARKS, Columns
+        from hpctrain.run.history import MARKS, EventColumns
 
         life, info = self._life(), self._info.read() or {}
         files = (self._run.events, self._run.monitor_events)
-        columns = Columns(takeovers(event for path in files for event in stored_events(path, marked=MARKS)))
+        columns = EventColumns(takeovers(event for path in files for event in stored_events(path, marked=MARKS)))
         progress, decoder = Progress(), Decoder()
         progress.count_from(first_of(info))
         for path in files:

@@ -18,7 +18,7 @@ MEANT = "if it compares the samples of a batch on purpose, as contrastive losses
 
 
 @dataclass(frozen=True)
-class Framework:
+class LossReader:
     """What the check needs of a framework."""
 
     read: Callable[[Any, int], tuple[float, float, float]]
@@ -46,7 +46,7 @@ class Undivided(Exception):
 
 
 def require_mean(
-    framework: Framework,
+    framework: LossReader,
     field: str,
     judge: Callable[[Any, Any], Any],
     outputs: Any,

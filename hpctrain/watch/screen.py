@@ -13,7 +13,7 @@ from rich.text import Text
 from hpctrain.run.run_status import LiveRank, Word
 from hpctrain.system.foreign_text import line as clean
 from hpctrain.system.quantities import duration, number, size
-from hpctrain.watch.view import Line, View
+from hpctrain.watch.view import Measured, View
 
 STALE_S = 30.0
 """Silence in seconds above which it is shown for a running run."""
@@ -145,7 +145,7 @@ def _curves(view: View, width: int, glyphs: Glyphs) -> Iterator[Text]:
         yield Text(f"{'':{LABEL}}" + "  ".join(f"{clean(line.name)} {number(line.value)}" for line in rest))
 
 
-def _curve(line: Line, width: int, glyphs: Glyphs) -> Text:
+def _curve(line: Measured, width: int, glyphs: Glyphs) -> Text:
     name = "learning rate" if line.name == "lr" else clean(line.name)
     value = f"x{number(line.value)}" if line.name == "lr" else number(line.value)
     text = Text(f"{name:<{LABEL}.{LABEL}} ").append(f"{value:>10}", "" if line.value is not None else "bold red")

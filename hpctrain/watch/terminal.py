@@ -115,7 +115,7 @@ ANSWER_S = 0.2
 """Seconds to wait for a quick answer before continuing without it."""
 
 
-class Source:
+class WatchedRun:
     """One run folder, which need not exist yet."""
 
     def __init__(self, view: RunView) -> None:

@@ -11,12 +11,12 @@ from hpctrain.launch.engines.slurm.directives import seconds
 from hpctrain.run.attempts import Attempt
 from hpctrain.run.events import CheckpointSaved, Eval, Recovered, RunStarted, Train
 from hpctrain.run.progress import Progress, Warned
-from hpctrain.run.run_status import ORDERLY, LiveRank, LiveWindow, QueueEntry, RunSnapshot, State, Word
+from hpctrain.run.run_status import ORDERLY, LiveRank, LiveWindow, QueueEntry, RunSnapshot, RunState, Word
 from hpctrain.run.time_account import TimeAccount
 
 
 @dataclass(frozen=True)
-class Line:
+class Measured:
     """A value measured repeatedly."""
 
     name: str
@@ -46,7 +46,7 @@ class View:
     folder: str
     time: float
     """Unix seconds."""
-    state: State
+    state: RunState
     attempt: int | None
     requeues: int
     """Number of attempts started by a Slurm requeue."""
@@ -71,7 +71,7 @@ class View:
     """Time until the job's time limit."""
     silent_s: float | None
     """Time since the last event."""
-    lines: tuple[Line, ...] = ()
+    lines: tuple[Measured, ...] = ()
     """Loss, validation metrics, learning rate."""
     checkpoint: Checkpoint | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
@@ -157,7 +157,7 @@ def _limit_in(job: QueueEntry | None, age_s: float) -> float | None:
     return max(0.0, left - age_s) if left is not None else None
 
 
-def _lines(progress: Progress) -> list[Line]:
+def _lines(progress: Progress) -> list[Measured]:
     train, evaluated = progress.newest(Train), progress.newest(Eval)
     values: dict[str, tuple[float | None, int]] = {"loss": (train.loss, train.step)} if train else {}
     if evaluated:
@@ -166,7 +166,7 @@ def _lines(progress: Progress) -> list[Line]:
         values["lr"] = train.lr, train.step
     curves = progress.curves
     return [
-        Line(name, value, step, tuple(curves[name].means()) if name in curves else ())
+        Measured(name, value, step, tuple(curves[name].means()) if name in curves else ())
         for name, (value, step) in values.items()
     ]
 

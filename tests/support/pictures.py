@@ -24,7 +24,7 @@ from hpctrain.report.drawing import Chart
 from hpctrain.report.plots import heat_maps
 from hpctrain.run.run_view import RunView
 from hpctrain.watch import terminal
-from hpctrain.watch.terminal import Source
+from hpctrain.watch.terminal import WatchedRun
 from tests.support import tutorial
 from tests.support.command import HPCTRAIN, environment, hpctrain, reaches_step, started, wait_for
 
@@ -83,7 +83,7 @@ def watch(work: Path, picture: Path) -> None:
     with started(*words, cwd=work) as child:
         wait_for("steps", reaches_step(run, 1500), 300)
         console = Console(record=True, width=92, force_terminal=True, color_system="truecolor", highlight=False)
-        terminal.print_once(Source(RunView(run)).look(whole=True), console)
+        terminal.print_once(WatchedRun(RunView(run)).look(whole=True), console)
         hpctrain("stop", run)
         child.wait(120)
     drawing = console.export_svg(title="hpctrain watch runs/bearings")

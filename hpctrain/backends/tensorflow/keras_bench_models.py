@@ -63,7 +63,7 @@ def cross_entropy(outputs: tf.Tensor, batch: Any) -> tf.Tensor:
 
 
 @dataclass(frozen=True)
-class Problem:
+class KerasBenchProblem:
     """A model and this rank's samples."""
 
     model: keras.Model
@@ -75,10 +75,10 @@ class Problem:
         return open_keras(task, world, config, IntervalClock(), choice)
 
 
-def problem(name: str, world: World) -> Problem:
+def problem(name: str, world: World) -> KerasBenchProblem:
     """Makes one of MODELS with SGD; the weights are equal on all ranks."""
     make, shape = MODELS[name]
-    return Problem(seeded(make), keras.optimizers.SGD(1e-3, momentum=0.9), batch_of(shape, world))
+    return KerasBenchProblem(seeded(make), keras.optimizers.SGD(1e-3, momentum=0.9), batch_of(shape, world))
 
 
 def seeded(make: Callable[[], keras.Model]) -> keras.Model:

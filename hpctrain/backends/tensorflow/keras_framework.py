@@ -15,7 +15,7 @@ from hpctrain.backends.local_training import ALL, covered
 from hpctrain.backends.named_state import named_outputs
 from hpctrain.backends.tensorflow.state.keras_state import KerasState
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
-from hpctrain.backends.tensorflow.steps.passes import Passes, TensorFlowMemory, on_device
+from hpctrain.backends.tensorflow.steps.passes import KerasPasses, TensorFlowMemory, on_device
 from hpctrain.backends.tensorflow.task.dry_call import try_evaluation, try_mean
 from hpctrain.backends.update import UpdateResult
 from hpctrain.comm.group import Group
@@ -30,7 +30,7 @@ from hpctrain.train.metrics import Arrays, Meter, Seen
 from hpctrain.train.schedule import Factors
 
 
-class StepProgram(Protocol):
+class KerasStepProgram(Protocol):
     """Makes updates."""
 
     @property
@@ -65,7 +65,9 @@ class KerasFramework(FrameworkOfParts):
     source: KerasState
     host = TensorFlowMemory()
 
-    def __init__(self, task: KerasTask, program: StepProgram, evaluator: KerasEvaluator, source: KerasState) -> None:
+    def __init__(
+        self, task: KerasTask, program: KerasStepProgram, evaluator: KerasEvaluator, source: KerasState
+    ) -> None:
         self.task, self.program, self.evaluator, self.source = task, program, evaluator, source
         self.flops: Flops | None = None
 
@@ -129,7 +131,9 @@ class KerasEvaluator:
 
     sync_group = None
 
-    def __init__(self, task: KerasTask, passes: Passes, meters: Mapping[str, Meter], is_tried: bool = False) -> None:
+    def __init__(
+        self, task: KerasTask, passes: KerasPasses, meters: Mapping[str, Meter], is_tried: bool = False
+    ) -> None:
         self.task, self.passes, self.meters = task, passes, meters
         self.tries = task.validation is not None and not is_tried
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, converted
+from hpctrain.backends.tensorflow.steps.passes import KerasPasses, Tensors, converted
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.flops import CPU_SIZE, GPU_SIZE, Flops, peak_per_s
 
@@ -26,7 +26,7 @@ class Unknown(Exception):
     """The cost of an operation is unknown."""
 
 
-def training_flops(task: KerasTask, passes: Passes, batch: Tensors) -> Flops | None:
+def training_flops(task: KerasTask, passes: KerasPasses, batch: Tensors) -> Flops | None:
     """Operations of training on a sample, as three times those of a forward pass.
 
     The model and its loss are traced once more; nothing is computed.

@@ -30,7 +30,7 @@ Callback = Callable[[], None] | None
 """A callback on the host, or None."""
 
 
-class Reducer(Protocol):
+class KerasReducer(Protocol):
     """Sums pieces over the ranks. Every rank makes the same calls in the same order."""
 
     name: str
@@ -63,7 +63,7 @@ class Reducer(Protocol):
         """Releases memory and communicators and ends threads."""
 
 
-class NoReducer:
+class KerasNoReducer:
     """For one rank, whose gradients are the sum."""
 
     name = "none"
@@ -75,7 +75,7 @@ class NoReducer:
     borrow = sum
 
     def close(self) -> None:
-        """See Reducer."""
+        """See KerasReducer."""
 
 
 class HostReducer:
@@ -208,14 +208,14 @@ class KerasReducers:
         around = look_around(config, world, gpu, lambda: horovod_setup.available("tensorflow"))
         return candidates(replace(config, overlap="off"), around)
 
-    def open(self, candidate: Candidate, group: Group) -> Reducer:
+    def open(self, candidate: Candidate, group: Group) -> KerasReducer:
         """Opens the reducer of a candidate. Collective over the group.
 
         Raises:
             UserError: Horovod is missing or incompatible; see horovod_setup.
         """
         if candidate.kind == "none" or group.size == 1:
-            return NoReducer()
+            return KerasNoReducer()
         on_gpu = bool(tf.config.list_logical_devices("GPU"))
         if candidate.kind == "horovod":
             horovod = horovod_setup.load("tensorflow")
@@ -239,10 +239,10 @@ def measured_reducer(
     config: ReduceConfig,
     world: World,
     pieces: Pieces,
-    rehearse: Callable[[Reducer], object],
+    rehearse: Callable[[KerasReducer], object],
     chosen: str | None = None,
     announce: Callable[[Choice], object] | None = None,
-) -> Reducer:
+) -> KerasReducer:
     """Opens the configured reducer or, for ``auto``, the fastest one here. Collective.
 
     Args:

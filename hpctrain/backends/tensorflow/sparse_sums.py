@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.backends.tensorflow.keras_reducer import Callback, Pieces, exchanged_dtype, notify
 from hpctrain.comm.group import Group
-from hpctrain.reduce.row_exchange import RowExchange, Rows
+from hpctrain.reduce.row_exchange import RowExchange, SparseRows
 from hpctrain.train.framework import StepSettings
 
 
@@ -30,7 +30,7 @@ class Gradients:
         self.is_table = [id(variable) in ids for variable in variables]
         self.pieces = Pieces([one for one, is_table in zip(variables, self.is_table, strict=True) if not is_table])
         self.rows_of = [one for one, is_table in zip(variables, self.is_table, strict=True) if is_table]
-        self.tables = Tables(self.rows_of, group, exchanged_dtype(self.rows_of))
+        self.tables = SparseTables(self.rows_of, group, exchanged_dtype(self.rows_of))
 
     def pack_with(self, gradients: Sequence[Any], slots: Mapping[int, Any]) -> list[tf.Tensor]:
         """See Pieces; a gradient of a table may be tf.IndexedSlices, dense, or None."""
@@ -69,7 +69,7 @@ class Gradients:
         self.tables.close()
 
 
-class Tables:
+class SparseTables:
     """Packs rows of some tables: for each, a tensor of unique indices followed by one of values.
 
     Args:
@@ -159,7 +159,7 @@ class Tables:
 
     def _sum(self, *packed: NDArray[Any]) -> list[NDArray[Any]]:
         assert self.rows is not None, "only traced where ranks exchange"
-        given = [Rows(indices, values) for indices, values in zip(packed[::2], packed[1::2], strict=True)]
+        given = [SparseRows(indices, values) for indices, values in zip(packed[::2], packed[1::2], strict=True)]
         return [part for rows in self.rows.sum(given) for part in (rows.indices, rows.values)]
 
 

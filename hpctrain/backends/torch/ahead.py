@@ -18,22 +18,22 @@ Tensors = dict[str, torch.Tensor]
 class Placed(dict[str, NDArray[Any]]):
     """A batch in page-locked memory, of which a copy to the device may be under way."""
 
-    under_way: Copy | None = None
+    under_way: BatchCopy | None = None
     is_used = False
     """Whether the step has asked for it."""
 
-    def begin(self, copy: Copy) -> None:
+    def begin(self, copy: BatchCopy) -> None:
         """A copy is under way."""
         self.under_way = copy
 
-    def take(self) -> Copy | None:
+    def take(self) -> BatchCopy | None:
         """The copy that is under way, if any; it may be taken once."""
         copy, self.under_way, self.is_used = self.under_way, None, True
         return copy
 
 
 @dataclass(frozen=True)
-class Copy:
+class BatchCopy:
     """A batch on its way to the device."""
 
     tensors: Tensors
@@ -50,7 +50,7 @@ class CopiesAhead:
         begin: begins the copy of a batch.
     """
 
-    def __init__(self, begin: Callable[[Mapping[str, NDArray[Any]]], Copy]) -> None:
+    def __init__(self, begin: Callable[[Mapping[str, NDArray[Any]]], BatchCopy]) -> None:
         self.begin = begin
         self.lock = threading.Lock()
         self.waiting: deque[ref[Placed]] = deque()
@@ -65,7 +65,7 @@ class CopiesAhead:
             self._begin_next()
         return batch
 
-    def take(self, batch: Placed) -> Copy | None:
+    def take(self, batch: Placed) -> BatchCopy | None:
         """The copy of a batch, if there is one and it has not been taken; begins the next one."""
         with self.lock:
             copy = batch.take()

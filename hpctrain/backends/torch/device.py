@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.backends.torch import accelerator
-from hpctrain.backends.torch.ahead import CopiesAhead, Copy, Placed
+from hpctrain.backends.torch.ahead import BatchCopy, CopiesAhead, Placed
 from hpctrain.comm.world import World
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
@@ -99,20 +99,20 @@ def compute_of(train: TrainConfig, device: torch.device) -> Compute:
     """Makes the settings from the run file's train section."""
     images = torch.channels_last if train.channels_last else torch.preserve_format
     plain = Compute(device, LOW_PRECISION.get(train.precision), images)
-    return plain if device.type == "cpu" else dataclasses.replace(plain, ahead=CopiesAhead(Sender(plain)))
+    return plain if device.type == "cpu" else dataclasses.replace(plain, ahead=CopiesAhead(BatchSender(plain)))
 
 
-class Sender:
+class BatchSender:
     """Begins copies of batches on a side stream."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute, self.stream = compute, accelerator.SideStream(compute.device)
 
-    def __call__(self, batch: HostBatch) -> Copy:
+    def __call__(self, batch: HostBatch) -> BatchCopy:
         with self.stream.here():
             tensors, done = self.compute.sent(batch), accelerator.event(self.compute.device)
             done.record()
-        return Copy(tensors, done)
+        return BatchCopy(tensors, done)
 
 
 def writable(array: NDArray[Any]) -> torch.Tensor:

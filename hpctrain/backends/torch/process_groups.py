@@ -45,7 +45,7 @@ WHAT = "open a process group of torch"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a group find each other."""
 
     address: str
@@ -76,7 +76,7 @@ def settings_of(device: torch.device) -> dict[str, str]:
     }
 
 
-def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
+def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Rendezvous:
     """Opens a store on a free port of the first rank. Collective.
 
     Args:
@@ -112,7 +112,7 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Meeting:
             problem = f"{first} cannot be reached from {address}: {error}"
     agree(group, problem)
     assert store is not None, "agreed"
-    return Meeting(address, dist.PrefixStore(name, store))
+    return Rendezvous(address, dist.PrefixStore(name, store))
 
 
 def agree(group: Group, problem: str | None) -> None:
@@ -212,7 +212,7 @@ def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedel
     return ranks
 
 
-class Peers:
+class ProcessGroup:
     """A process group over the ranks of a Group, which all who open it share; made by ``peers_of``.
 
     Args:
@@ -225,7 +225,7 @@ class Peers:
         self.group, self.ranks, self.device = group, ranks, device
         self.users = 0
 
-    def shared(self) -> Peers:
+    def shared(self) -> ProcessGroup:
         """Begins one use."""
         self.users += 1
         return self
@@ -286,11 +286,11 @@ class Peers:
             ) from error
 
 
-OPEN: WeakKeyDictionary[Group, Peers] = WeakKeyDictionary()
+OPEN: WeakKeyDictionary[Group, ProcessGroup] = WeakKeyDictionary()
 """Process groups in use. A GPU would need memory for each communicator, and could wait for two of them at once."""
 
 
-def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -> Peers:
+def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -> ProcessGroup:
     """The process group of these ranks: NCCL for ranks with a GPU each, gloo for tensors on the host. Collective.
 
     Raises UserError, on all ranks, if ranks share a GPU or cannot reach each other.
@@ -304,7 +304,7 @@ def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -
             if word_of(device) == "gloo"
             else nccl(group, meeting.store, device, timeout)
         )
-        OPEN[group] = Peers(group, ranks, device)
+        OPEN[group] = ProcessGroup(group, ranks, device)
     return OPEN[group].shared()
 
 

@@ -51,7 +51,7 @@ def cross_entropy(outputs: Tensor, batch: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TorchBenchProblem:
     """A model and this rank's samples."""
 
     model: nn.Module
@@ -78,7 +78,7 @@ def seeded(make: Callable[[], tuple[nn.Module, Tensor, Tensor]], world: World) -
     return model, *make()[1:]
 
 
-def problem(name: str, world: World) -> Problem:
+def problem(name: str, world: World) -> TorchBenchProblem:
     """Makes one of MODELS with SGD."""
     model, inputs, targets = seeded(MODELS[name], world)
-    return Problem(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), inputs, targets)
+    return TorchBenchProblem(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), inputs, targets)

@@ -74,7 +74,7 @@ class TorchFramework(FrameworkOfParts):
         on_host = self.device.type != "cpu" and reducer is not None and reducer.startswith("mpi")
         return Facts(
             name="torch",
-            leaves=source.holdings.leaves,
+            leaves=source.task_state.leaves,
             gradient_bytes=gradient_bytes,
             reducer_name=reducer,
             through_host_s=gradient_bytes * HOST_S_PER_BYTE if on_host else 0.0,
@@ -82,7 +82,7 @@ class TorchFramework(FrameworkOfParts):
             num_layers=self.prepared.num_layers,
             other_names=source.other_names,
             meta_init=source.meta_init,
-            undeclared=tuple(source.holdings.undeclared),
+            undeclared=tuple(source.task_state.undeclared),
             advice=self.advice,
             nccl=settings_of(self.device),
         )
@@ -130,7 +130,7 @@ class TorchFramework(FrameworkOfParts):
 
     def close(self) -> None:
         self.parts.exchanges.close()
-        self.parts.partition.region.exchange.close()
+        self.parts.partition.tp_group.exchange.close()
         self.prepared.close()
         self.program.close()
         self.parts.batch_norms.close()

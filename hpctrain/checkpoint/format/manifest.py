@@ -18,7 +18,7 @@ from typing import Any
 from hpctrain.checkpoint.format import layout, shard_index
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
 from hpctrain.checkpoint.format.durable_files import reading
-from hpctrain.checkpoint.format.strict_json import Reader, parse_json, to_json
+from hpctrain.checkpoint.format.strict_json import JsonReader, parse_json, to_json
 from hpctrain.errors import UserError
 
 MAX_MANIFEST_BYTES = 1 << 30
@@ -34,7 +34,7 @@ def encode(step: int, ranks: int, meta: Mapping[str, Any], shard_texts: Iterable
 
 def with_shards(data: bytes, where: str, shard_texts: Iterable[bytes]) -> bytes:
     """Replace the shards of an encoded manifest. Raises DamagedCheckpoint if it is damaged."""
-    reader = Reader(parse_json(body_of(data, where), where), where)
+    reader = JsonReader(parse_json(body_of(data, where), where), where)
     step, ranks = reader.integer("step", 0, 10**18 - 1), reader.integer("ranks", 1, 10**9)
     return encode(step, ranks, reader.get("meta", dict, "an object"), shard_texts)
 
@@ -104,7 +104,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 def manifest_from_json(value: Any, where: str) -> layout.Manifest:
     """Convert the parsed document to a Manifest, with all checks. Raises DamagedCheckpoint, UserError."""
-    reader = Reader(value, where)
+    reader = JsonReader(value, where)
     if reader.get("format", str, "a string") != layout.FORMAT:
         reader.fail("it is not from an hpctrain checkpoint")
     version = reader.integer("version", 1, 2**31)

@@ -22,7 +22,7 @@ from typing import Any
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.durable_files import read_at
-from hpctrain.checkpoint.format.strict_json import Reader, is_hex, parse_json
+from hpctrain.checkpoint.format.strict_json import JsonReader, is_hex, parse_json
 from hpctrain.train.saved_arrays import lies_in
 
 LEAST_BLOCK_BYTES = 1 << 10
@@ -118,7 +118,7 @@ def parse(value: Any, where: str) -> layout.Shard:
     Raises:
         DamagedCheckpoint: an entry is invalid, or pieces overlap or are outside the file.
     """
-    reader = Reader(value, where)
+    reader = JsonReader(value, where)
     num_bytes = reader.integer("bytes", 1, layout.MAX_BYTES)
     block_bytes = reader.integer("block_bytes", LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES)
     if block_bytes % LEAST_BLOCK_BYTES:
@@ -206,7 +206,7 @@ def are_counts(value: Any) -> bool:
     return type(value) is list and all(map(is_count, value))
 
 
-def require_room(shard: layout.Shard, reader: Reader) -> None:
+def require_room(shard: layout.Shard, reader: JsonReader) -> None:
     """Raise DamagedCheckpoint if pieces overlap or extend beyond the HDF5 part of the file."""
     position = 0
     for stored in sorted(shard.pieces, key=lambda stored: stored.offset):

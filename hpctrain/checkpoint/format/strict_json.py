@@ -36,7 +36,7 @@ def parse_json(data: bytes, where: str) -> Any:
         raise DamagedCheckpoint(f"{where} is not valid JSON: {error}") from error
 
 
-class Reader:
+class JsonReader:
     """Reads typed values from a parsed JSON object; anything unexpected raises DamagedCheckpoint with the location."""
 
     def __init__(self, value: Any, where: str) -> None:

@@ -28,13 +28,13 @@ FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of files whose server does not answer."""
 
 
-class StoreAway(RunFailed):
+class StoreDown(RunFailed):
     """A store or file server does not answer at the moment."""
 
 
 @contextlib.contextmanager
 def noticing(where: str, remote: bool) -> Iterator[None]:
-    """Raise StoreAway for errors in the body that pass, UserError if credentials have expired; others propagate."""
+    """Raise StoreDown for errors in the body that pass, UserError if credentials have expired; others propagate."""
     try:
         yield
     except (HpctrainError, FileNotFoundError, PermissionError):
@@ -49,19 +49,19 @@ def noticing(where: str, remote: bool) -> Iterator[None]:
         if not by_server and not of_store:
             raise
         fix = "see whether the store can be reached from the nodes, then start the run again: it resumes"
-        raise StoreAway(f"{where} does not answer: {text}", fix) from error
+        raise StoreDown(f"{where} does not answer: {text}", fix) from error
 
 
-def wait(pause_s: float, error: StoreAway) -> None:
+def wait(pause_s: float, error: StoreDown) -> None:
     """Waits before the next try."""
     time.sleep(pause_s)
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Calls ``call`` until the store answers; raises StoreAway after PAUSES_S."""
-    return retry(call, StoreAway, PAUSES_S, wait)
+    """Calls ``call`` until the store answers; raises StoreDown after PAUSES_S."""
+    return retry(call, StoreDown, PAUSES_S, wait)
 
 
 def patient(begin: Callable[[], Iterable[T]]) -> Iterator[T]:
-    """Yields what ``begin`` gives, begun again while the store is away; raises StoreAway after PAUSES_S."""
-    return retried(begin, StoreAway, PAUSES_S, wait)
+    """Yields what ``begin`` gives, begun again while the store is away; raises StoreDown after PAUSES_S."""
+    return retried(begin, StoreDown, PAUSES_S, wait)

@@ -22,7 +22,7 @@ from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.hdf5_arrays import Array, MappedArray
 from hpctrain.data.formats.hdf5_files import LinkedFiles, asking, names_in
 from hpctrain.data.formats.hdf5_resolve import Known, resolve
-from hpctrain.data.formats.netcdf import Reader, meaning_of, meant
+from hpctrain.data.formats.netcdf import NetcdfReader, meaning_of, meant
 from hpctrain.data.formats.stored_hdf5 import StoredArray, files_of
 from hpctrain.data.formats.tables import listed_fingerprint
 from hpctrain.data.samples import grouped
@@ -71,7 +71,7 @@ class Hdf5Dataset:
     path: Path | str
     fields: Mapping[str, Field]
     length: int
-    readers: Mapping[str, Reader]
+    readers: Mapping[str, NetcdfReader]
     cache: BlockCache
     outside: tuple[str, ...]
     origin: Mapping[str, Any] | None
@@ -126,7 +126,7 @@ def open_hdf5(
         fields = {name: check_field(name, array.shape, array.dtype, where) for name, array in arrays.items()}
         length = check_lengths({name: array.shape[0] for name, array in arrays.items()}, where)
         ordered = names is not None or keeps_order(files.root(), list(arrays))
-    readers: dict[str, Reader] = {
+    readers: dict[str, NetcdfReader] = {
         name: array
         if isinstance(array, (MappedArray, StoredArray))
         else BlockArray(path, name, array, fields[name], cache)

@@ -14,7 +14,7 @@ from hpctrain.errors import UserError
 FIX = 'decode it: hpctrain.open_dataset(..., decode="netcdf"), or hpctrain data with --kind netcdf'
 
 
-class Reader(Protocol):
+class NetcdfReader(Protocol):
     """Reads samples of one array."""
 
     layout: str
@@ -77,7 +77,7 @@ def meaning_of(dataset: h5py.Dataset) -> Meaning:
 class MeantArray:
     """An array whose values are decoded, or refused if they are marked as missing."""
 
-    def __init__(self, array: Reader, meaning: Meaning, decodes: bool, where: str) -> None:
+    def __init__(self, array: NetcdfReader, meaning: Meaning, decodes: bool, where: str) -> None:
         self.array = array
         self.meaning = meaning
         self.decodes = decodes
@@ -85,7 +85,7 @@ class MeantArray:
         self.layout = array.layout
 
     def take(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """See ``Reader``."""
+        """See ``NetcdfReader``."""
         raw = self.array.take(indices)
         if self.decodes:
             return self.meaning.decoded(raw)
@@ -100,7 +100,7 @@ class MeantArray:
         return raw
 
 
-def meant(array: Reader, meaning: Meaning, decodes: bool, where: str) -> Reader:
+def meant(array: NetcdfReader, meaning: Meaning, decodes: bool, where: str) -> NetcdfReader:
     """The array with its meaning; raises UserError if it is packed and not decoded."""
     if meaning.is_packed and not decodes:
         raise UserError(f"{where} holds packed numbers: {meaning}", FIX)

@@ -17,7 +17,7 @@ from hpctrain.data.formats.away import patiently
 from hpctrain.data.formats.block_cache import BlockCache, DiskCache
 from hpctrain.data.formats.records import Decode, open_records
 from hpctrain.data.formats.segments import SEGMENT_BYTES, Segments
-from hpctrain.data.formats.tables import Part, Table, listed_fingerprint, reading, values
+from hpctrain.data.formats.tables import Table, TablePart, listed_fingerprint, reading, values
 from hpctrain.data.samples import grouped
 from hpctrain.errors import UserError
 from hpctrain.system.files import replacement
@@ -138,7 +138,7 @@ class TableDataset:
         return listed_fingerprint(self, self.table.address, self.table.origin)
 
 
-def columns_of(table: Table, part: Part, names: tuple[str, ...], begin: int) -> dict[str, NDArray[Any]]:
+def columns_of(table: Table, part: TablePart, names: tuple[str, ...], begin: int) -> dict[str, NDArray[Any]]:
     """Read columns of a part as NumPy arrays."""
     if not names:
         return {}
@@ -146,7 +146,7 @@ def columns_of(table: Table, part: Part, names: tuple[str, ...], begin: int) -> 
     return {name: values(rows.column(name), f"{part.where}: column {name!r}", begin) for name in names}
 
 
-def read_part(table: Table, part: Part, names: Sequence[str]) -> Any:
+def read_part(table: Table, part: TablePart, names: Sequence[str]) -> Any:
     """Read columns of a part as an Arrow record batch. Failed reads of a remote table are retried."""
     import pyarrow
 
@@ -195,7 +195,7 @@ def field_of(kind: Any) -> Field | None:
     return None if types.is_nested(kind) else Field((), np.dtype(kind.to_pandas_dtype()))
 
 
-def rows_of(part: Part, table: Table) -> int:
+def rows_of(part: TablePart, table: Table) -> int:
     """Rows of a part, counted if its file does not record them."""
     if part.rows is not None:
         return part.rows
@@ -245,7 +245,7 @@ class TableRows:
         place = row - (int(self.ends[index - 1]) if index else 0)
         return {name: plain_value(rows.column(name)[place]) for name in rows.schema.names}
 
-    def _rows(self, part: Part) -> Any:
+    def _rows(self, part: TablePart) -> Any:
         made: list[Any] = []
 
         def write(path: Path) -> None:

@@ -46,7 +46,7 @@ or None for all rows."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """Rows of a table that are read together."""
 
     where: str
@@ -66,7 +66,7 @@ class Table:
     """Opens the same table again, at the same version if it has versions."""
     schema: Any
     """An Arrow schema."""
-    parts: Sequence[Part]
+    parts: Sequence[TablePart]
     """In row order."""
     origin: Mapping[str, Any]
     """JSON values for the run's record: ``kind``, ``uri``, ``files`` (their number), and ``files_sha256`` of names,
@@ -146,7 +146,7 @@ def open_iceberg(address: str) -> Table:
         whole = table.scan(snapshot_id=snapshot_id)
         tasks = sorted(whole.plan_files(), key=lambda task: str(task.file.file_path))
 
-        def part(task: Any) -> Part:
+        def part(task: Any) -> TablePart:
             path, size = task.file.file_path, task.file.file_size_in_bytes
 
             def scan(columns: Sequence[str], expression: Any) -> Iterator[Any]:
@@ -157,7 +157,7 @@ def open_iceberg(address: str) -> Table:
                     yield from filtered(batch, expression)
 
             key = f"{path} {size} {[each.file_path for each in task.delete_files]}"
-            return Part(path, key, None if task.delete_files else task.file.record_count, scan)
+            return TablePart(path, key, None if task.delete_files else task.file.record_count, scan)
 
         files = [(each.file_path, each.file_size_in_bytes, "") for task in tasks for each in files_of(task)]
         origin = {
@@ -185,7 +185,7 @@ def split(address: str) -> tuple[str, int | None]:
 
 @contextlib.contextmanager
 def opening(address: str, package: str, remote: bool) -> Iterator[None]:
-    """Turn any error of a table library into a UserError, or StoreAway; those errors share no base class."""
+    """Turn any error of a table library into a UserError, or StoreDown; those errors share no base class."""
     try:
         with noticing(address, remote):
             yield
@@ -249,7 +249,7 @@ def filesystem_of(address: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reading(where: str, kind: str, remote: bool = False) -> Iterator[None]:
-    """Turn errors while a table is read into UserErrors, or StoreAway."""
+    """Turn errors while a table is read into UserErrors, or StoreDown."""
     with requires("pyarrow", "data"):
         import pyarrow
     try:
@@ -354,7 +354,7 @@ def table_of(files: Any, address: str, origin: Mapping[str, Any], remote: bool) 
             rows = group.row_groups[0].num_rows if is_split else None
             if rows != 0:
                 key = f"{file.path} {file.identity} {number}"
-                parts.append(Part(file.path, key, rows, scan_of(group, schema, file, begin)))
+                parts.append(TablePart(file.path, key, rows, scan_of(group, schema, file, begin)))
             begin += rows or 0
     listed = [(file.path, *file.identity) for file in seen]
     listing = {"files": len(listed), "files_sha256": checksum(listed)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpctrain.data.dataset import Samples, check_field
 from hpctrain.data.formats.away import patient
-from hpctrain.data.formats.tables import Part, Table, filtered, not_utf8, reading, shortened, values
+from hpctrain.data.formats.tables import Table, TablePart, filtered, not_utf8, reading, shortened, values
 from hpctrain.data.packing.pack_source import Columns, Piece, Source, assign, gather
 from hpctrain.data.packing.resumable_file import ALONE, PATIENCE_S, Ranks
 from hpctrain.errors import UserError
@@ -45,7 +45,7 @@ def typed(table: Table, columns: Sequence[str], trained: Sequence[str]) -> Table
                 types[name] = numbers(texts, types[name], part, name, counts[-1], name not in trained).type
             counts[-1] += len(batch)
 
-    def typed_part(part: Part, rows: int) -> Part:
+    def typed_part(part: TablePart, rows: int) -> TablePart:
         def scan(wanted: Sequence[str], expression: Any) -> Iterator[Any]:
             begin = 0
             for batch in part.scan([names[name] for name in wanted], None):
@@ -56,13 +56,13 @@ def typed(table: Table, columns: Sequence[str], trained: Sequence[str]) -> Table
                 begin += len(batch)
                 yield from filtered(pyarrow.RecordBatch.from_pydict(made), expression)
 
-        return Part(part.where, part.key, rows, scan)
+        return TablePart(part.where, part.key, rows, scan)
 
     parts = [typed_part(part, rows) for part, rows in zip(table.parts, counts, strict=True)]
     return replace(table, schema=pyarrow.schema(list(types.items())), parts=parts)
 
 
-def numbers(texts: Any, kind: Any, part: Part, name: str, begin: int, or_text: bool) -> Any:
+def numbers(texts: Any, kind: Any, part: TablePart, name: str, begin: int, or_text: bool) -> Any:
     """Parse texts as an Arrow array of type ``kind``, or of float64 or (if ``or_text``) text if they do not fit.
 
     Raises:
@@ -144,12 +144,12 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
         for each in chosen[1:]:
             keep &= each
 
-        def count(part: Part) -> int:
+        def count(part: TablePart) -> int:
             if part.rows is not None and keep is None:
                 return part.rows
             return sum(len(batch) for batch in scan(part, compared or scanned[:1]))
 
-        def scan(part: Part, columns: Sequence[str]) -> Iterator[Any]:
+        def scan(part: TablePart, columns: Sequence[str]) -> Iterator[Any]:
             def begin() -> Iterator[Any]:
                 with reading(table.address, kind, table.is_remote):
                     yield from part.scan(columns, keep)
@@ -160,7 +160,7 @@ def from_table(table: Table, wanted: Columns | None, conditions: Sequence[str] =
     gathered = ranks.allgather(mine, "count the rows of the table", PATIENCE_S)
     counts = [gathered[index % ranks.size][index // ranks.size] for index in range(len(table.parts))]
 
-    def read(part: Part, begin: int) -> Iterator[Samples]:
+    def read(part: TablePart, begin: int) -> Iterator[Samples]:
         for batch in scan(part, scanned):
             if not len(batch):
                 continue

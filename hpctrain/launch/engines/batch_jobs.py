@@ -34,7 +34,7 @@ STATES = {
 """Slurm's word for each batch system's job state. Only LSF's queue shows how jobs ended."""
 
 
-class Batch(Scheduler):
+class BatchJobs(Scheduler):
     """A batch system."""
 
     ends_gently = True
@@ -122,4 +122,4 @@ def filled(words: Sequence[str], job: str) -> list[str]:
     return [word.format(job=job) for word in words]
 
 
-BATCH = {name: Batch(name, system) for name, system in SYSTEMS.items()}
+BATCH = {name: BatchJobs(name, system) for name, system in SYSTEMS.items()}

@@ -13,7 +13,7 @@ from hpctrain.config.sections import Config
 from hpctrain.errors import RunFailed
 from hpctrain.launch.engines import kubernetes_manifest as manifest
 from hpctrain.launch.engines.jobs import Plan, SubmitOptions
-from hpctrain.launch.engines.kubernetes_manifest import KINDS, Kind
+from hpctrain.launch.engines.kubernetes_manifest import KINDS, ObjectKind
 from hpctrain.launch.engines.scheduler import TIMEOUT_S, Scheduler, ask, end_each, submit_one
 from hpctrain.launch.runners.ticket import KEY, KEY_BYTES
 from hpctrain.run.folder import RunDir
@@ -111,7 +111,7 @@ def remove(job: str) -> None:
     kubectl(["delete", "--ignore-not-found", "--wait=false", *where, *objects])
 
 
-def parts(job: str) -> tuple[Kind, str, list[str]]:
+def parts(job: str) -> tuple[ObjectKind, str, list[str]]:
     """Splits a job into kind, name, and kubectl's option for its namespace if it has one."""
     given, _, name = job.rpartition("/")
     kind = KINDS["TrainJob" if name.endswith(TRAIN_JOB) else "Job"]

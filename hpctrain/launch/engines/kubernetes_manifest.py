@@ -75,7 +75,7 @@ SPARE_S = 15.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class ObjectKind:
     """Kind of a run's main object."""
 
     resource: str
@@ -90,9 +90,9 @@ class Kind:
     """Maximum length of a run's name: Kubernetes appends numbers for pods and allows 63 characters in all."""
 
 
-KINDS: Mapping[str, Kind] = {
-    "Job": Kind("job", ("service", "secret"), "batch.kubernetes.io/job-name", "{job}-0", 50),
-    "TrainJob": Kind(
+KINDS: Mapping[str, ObjectKind] = {
+    "Job": ObjectKind("job", ("service", "secret"), "batch.kubernetes.io/job-name", "{job}-0", 50),
+    "TrainJob": ObjectKind(
         resource="trainjob.trainer.kubeflow.org",
         others=("trainingruntime.trainer.kubeflow.org", "secret"),
         label="jobset.sigs.k8s.io/jobset-name",

@@ -22,7 +22,7 @@ LEAVING_S = 10.0
 """Longest wait for nodes to leave after the run."""
 
 
-class Node:
+class RayNode:
     """The actor that runs on a node."""
 
     def serve(self, given: ticket.Ticket) -> int:
@@ -96,7 +96,7 @@ def invited(config: Config, made: ticket.Ticket) -> Iterator[Callable[[], str]]:
             raise RunFailed(what, "see `ray status`, and request less")
         for index in range(group.bundle_count):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            made_there: Any = ray.remote(Node).options(num_cpus=cores, num_gpus=gpus, scheduling_strategy=place)
+            made_there: Any = ray.remote(RayNode).options(num_cpus=cores, num_gpus=gpus, scheduling_strategy=place)
             actors.append(made_there.remote())
         serving = [actor.serve.remote(made) for actor in actors]
         yield partial(_problem, serving)

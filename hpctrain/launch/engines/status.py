@@ -18,7 +18,7 @@ from hpctrain.run.folder import RunDir
 from hpctrain.run.logs import said_last
 from hpctrain.run.progress import Progress
 from hpctrain.run.resolve_run import elements_of
-from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, State, Word
+from hpctrain.run.run_status import ALIVE, REFUSED, UNKNOWN, QueueEntry, RunSnapshot, RunState, Word
 from hpctrain.run.run_view import RunView
 from hpctrain.system import foreign_text
 from hpctrain.system.quantities import duration, number
@@ -33,7 +33,7 @@ class RunStatus:
 
     found: RunSnapshot
     """Content of the run folder."""
-    state: State
+    state: RunState
     """State of the run, as in ``hpctrain watch``."""
     job: QueueEntry
     """The run's job; UNKNOWN if the scheduler does not report it or has forgotten it, empty fields if there is none."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import RunFailed
-from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, admit, listening_context
+from hpctrain.launch.runners.link import GREETING_S, Link, Lost, MessageKind, admit, listening_context
 from hpctrain.launch.runners.ticket import Ticket
 from hpctrain.system.address import listen
 from hpctrain.system.output import say
@@ -99,7 +99,7 @@ class Desk:
         local.close()
         leaving = list(self.links.values())
         for link in leaving:
-            link.send(Kind.LEAVE)
+            link.send(MessageKind.LEAVE)
             link.writer.close()
         with contextlib.suppress(TimeoutError):
             gone = asyncio.gather(*(link.writer.wait_closed() for link in leaving), return_exceptions=True)
@@ -149,7 +149,7 @@ class Desk:
         try:
             while True:
                 kind, number, content = await link.receive()
-                if kind is Kind.GOING:
+                if kind is MessageKind.GOING:
                     say(f"{host} is about to go away: the run saves and stops")
                     os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler would
                 elif number in self.askers:
@@ -159,7 +159,7 @@ class Desk:
             self.note(host, None, facts)
             for of_host, asker in self.askers.values():
                 if of_host == host:
-                    Link(link.reader, asker).send(Kind.EXIT, 0, NODE_LOST)
+                    Link(link.reader, asker).send(MessageKind.EXIT, 0, NODE_LOST)
 
     def note(self, host: str, link: Link | None, facts: dict[str, Any]) -> None:
         """Records that a node has connected, or with ``link`` None that it is lost."""
@@ -180,10 +180,10 @@ class Desk:
             wanted = json.loads(await reader.readline())
             if link := self.links.get(wanted["host"]):
                 self.askers[number] = (wanted["host"], writer)
-                link.send(Kind.RUN, number, wanted["command"].encode())
+                link.send(MessageKind.RUN, number, wanted["command"].encode())
                 await reader.read()
                 if self.links.get(wanted["host"]) is link:
-                    link.send(Kind.STOP, number)
+                    link.send(MessageKind.STOP, number)
         self.askers.pop(number, None)
         writer.close()
 

@@ -32,7 +32,7 @@ GREETING_S = 10.0
 """Timeout for the TLS handshake and the proofs together."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message. The first three are forwarded to the ``ask`` process."""
 
     EXIT = 0
@@ -56,7 +56,7 @@ class Lost(Exception):
     """The other side has disconnected or is silent."""
 
 
-class Refused(Lost):
+class NodeRefused(Lost):
     """The other side does not hold the key."""
 
 
@@ -67,11 +67,11 @@ class Link:
         self.reader = reader
         self.writer = writer
 
-    def send(self, kind: Kind, number: int = 0, content: bytes = b"") -> None:
+    def send(self, kind: MessageKind, number: int = 0, content: bytes = b"") -> None:
         """Queues a message."""
         self.writer.write(HEAD.pack(kind, number, len(content)) + content)
 
-    async def receive(self) -> tuple[Kind, int, bytes]:
+    async def receive(self) -> tuple[MessageKind, int, bytes]:
         """Returns the next message other than BEAT: kind, number, content. Raises Lost."""
         try:
             while True:
@@ -80,8 +80,8 @@ class Link:
                 if length > LARGEST:
                     raise Lost("a message is too long")
                 content = await asyncio.wait_for(self.reader.readexactly(length), SILENCE_S) if length else b""
-                if kind != Kind.BEAT:
-                    return Kind(kind), number, content
+                if kind != MessageKind.BEAT:
+                    return MessageKind(kind), number, content
         except TimeoutError as error:
             raise Lost(f"it has been silent for {SILENCE_S:.0f} s") from error
         except EOFError as error:
@@ -92,7 +92,7 @@ class Link:
     async def beat(self) -> None:
         """Sends a BEAT every BEAT_S until cancelled."""
         while True:
-            self.send(Kind.BEAT)
+            self.send(MessageKind.BEAT)
             await asyncio.sleep(BEAT_S)
 
 
@@ -114,7 +114,7 @@ async def greet(link: Link, key: bytes) -> None:
     link.writer.write(mine + _digest(key, b"knock", mine))
     theirs = await _read(link)
     if theirs == NOBODY:
-        raise Refused("it does not hold the key of this run")
+        raise NodeRefused("it does not hold the key of this run")
     await link.writer.start_tls(calling_context())
     certificate = link.writer.get_extra_info("ssl_object").getpeercert(True)
     await _prove(link, key, mine + theirs + certificate, b"node", b"supervisor")
@@ -130,7 +130,7 @@ async def admit(link: Link, key: bytes, context: ssl.SSLContext, certificate: by
     mine = secrets.token_bytes(NONCE_BYTES) if known else NOBODY
     link.writer.write(mine)
     if not known:
-        raise Refused("it does not hold the key of this run")
+        raise NodeRefused("it does not hold the key of this run")
     await link.writer.start_tls(context)
     await _prove(link, key, theirs + mine + certificate, b"supervisor", b"node")
 
@@ -138,7 +138,7 @@ async def admit(link: Link, key: bytes, context: ssl.SSLContext, certificate: by
 async def _prove(link: Link, key: bytes, about: bytes, own: bytes, other: bytes) -> None:
     link.writer.write(_digest(key, own, about))
     if not hmac.compare_digest(await _read(link), _digest(key, other, about)):
-        raise Refused("it does not hold the key of this run")
+        raise NodeRefused("it does not hold the key of this run")
 
 
 def _digest(key: bytes, purpose: bytes, about: bytes) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import psutil
 
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.launch.runners.link import GREETING_S, Kind, Link, Lost, Refused, greet
+from hpctrain.launch.runners.link import GREETING_S, Link, Lost, MessageKind, NodeRefused, greet
 from hpctrain.launch.runners.ticket import ADDRESS, KEY, Ticket
 from hpctrain.system import processes
 from hpctrain.system.address import interfaces
@@ -63,21 +63,21 @@ async def _serve(find: Callable[[], Ticket], patience_s: float) -> None:
     host = socket.gethostname()
     facts: dict[str, object] = {"host": host, "cores": usable_cores(), "memory": psutil.virtual_memory().total}
     facts |= {"gpus": len(usable_gpus()), "addresses": [each.address for each in interfaces()]}
-    link.send(Kind.HELLO, content=json.dumps(facts).encode())
+    link.send(MessageKind.HELLO, content=json.dumps(facts).encode())
     say(f"{host} serves the run")
-    asyncio.get_running_loop().add_signal_handler(GOING, link.send, Kind.GOING)
+    asyncio.get_running_loop().add_signal_handler(GOING, link.send, MessageKind.GOING)
     commands: dict[int, asyncio.Task[None]] = {}
     started: dict[int, Process | None] = {}
     async with _beating(link), _reaping(started), _ending(commands):
-        while (said := await link.receive())[0] is not Kind.LEAVE:
+        while (said := await link.receive())[0] is not MessageKind.LEAVE:
             kind, number, content = said
-            if kind is Kind.RUN:
+            if kind is MessageKind.RUN:
                 commands[number] = asyncio.create_task(_run(link, number, os.fsdecode(content), started))
                 commands[number].add_done_callback(lambda _, number=number: commands.pop(number))  # type: ignore[misc]
-            elif kind is Kind.STOP and (child := started.get(number)):
+            elif kind is MessageKind.STOP and (child := started.get(number)):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
-            elif kind is Kind.STOP and number in commands:
+            elif kind is MessageKind.STOP and number in commands:
                 commands[number].cancel()  # its process has not been started yet
 
 
@@ -140,7 +140,7 @@ async def _connect(find: Callable[[], Ticket], patience_s: float) -> Link:
             for address in ticket.addresses:
                 try:
                     return await _call(address, ticket)
-                except Refused as error:
+                except NodeRefused as error:
                     fix = "use the ticket, or the key, of this run"
                     raise UserError(f"{address}:{ticket.port} is not the supervisor: {error}", fix) from error
                 except (Lost, OSError, TimeoutError) as error:
@@ -183,20 +183,23 @@ async def _run(link: Link, number: int, command: str, started: dict[int, Process
                 "/bin/sh", "-c", command, start_new_session=True, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
             )
         except OSError as error:  # out of processes or file descriptors
-            link.send(Kind.ERR, number, f"hpctrain node: {error}\n".encode())
-            link.send(Kind.EXIT, number, NOT_STARTED)
+            link.send(MessageKind.ERR, number, f"hpctrain node: {error}\n".encode())
+            link.send(MessageKind.EXIT, number, NOT_STARTED)
             return
         started[number] = child
         assert child.stdout is not None and child.stderr is not None
-        said = (_forward(link, Kind.OUT, number, child.stdout), _forward(link, Kind.ERR, number, child.stderr))
+        said = (
+            _forward(link, MessageKind.OUT, number, child.stdout),
+            _forward(link, MessageKind.ERR, number, child.stderr),
+        )
         await asyncio.gather(*said)
         code = await child.wait()
     finally:
         del started[number]
-    link.send(Kind.EXIT, number, str(code if code >= 0 else 128 - code).encode())
+    link.send(MessageKind.EXIT, number, str(code if code >= 0 else 128 - code).encode())
 
 
-async def _forward(link: Link, kind: Kind, number: int, output: asyncio.StreamReader) -> None:
+async def _forward(link: Link, kind: MessageKind, number: int, output: asyncio.StreamReader) -> None:
     while content := await output.read(READ_BYTES):
         link.send(kind, number, content)
         await link.writer.drain()

@@ -51,7 +51,7 @@ class Kind(enum.StrEnum):
     """Marks are missing, so ranks cannot be compared."""
 
 
-class State(enum.StrEnum):
+class FindingState(enum.StrEnum):
     """State of a finding."""
 
     SUSPECT = "suspect"
@@ -64,7 +64,7 @@ class Finding:
     """One finding about a window of steps."""
 
     kind: Kind
-    state: State
+    state: FindingState
     window: int
     """Window that led to the finding."""
     ranks: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ class Suspicion:
         self.confirmed = np.zeros(count, dtype=bool)
         """[count] whether each is confirmed."""
 
-    def observe(self, those: Ranks, bad: Mask, calm: Mask) -> dict[State, Ranks]:
+    def observe(self, those: Ranks, bad: Mask, calm: Mask) -> dict[FindingState, Ranks]:
         """Adds a window; returns those whose state it changed.
 
         Args:
@@ -144,7 +144,7 @@ class Suspicion:
         self.confirm_after[cleared] *= self.growth
         self.confirmed[confirmed] = True
         self.confirmed[cleared] = False
-        return {State.CONFIRMED: confirmed, State.CLEARED: cleared, State.SUSPECT: suspected}
+        return {FindingState.CONFIRMED: confirmed, FindingState.CLEARED: cleared, FindingState.SUSPECT: suspected}
 
 
 @dataclass(frozen=True)

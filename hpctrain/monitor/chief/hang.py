@@ -84,7 +84,7 @@ STATES = {
 
 
 @dataclass(frozen=True)
-class Hang:
+class HangFinding:
     """The run makes no progress, or a rank has died."""
 
     silence_s: float
@@ -141,14 +141,14 @@ class HangWatch:
         self.reported = False
         self.reported_dead = False
 
-    def observe(self, beats: list[Beat]) -> Hang | None:
+    def observe(self, beats: list[Beat]) -> HangFinding | None:
         """Returns a hang once each time the run stops; ``beats`` holds one of each known rank."""
         alive = [beat for beat in beats if beat.state not in (ENDED, GONE)]
         dead = [beat for beat in beats if beat.state == GONE]
         has_ended = any(beat.state == ENDED for beat in beats)
         if dead and not self.reported_dead and not has_ended:
             self.reported_dead = True
-            return Hang(min(beat.age_s for beat in dead), tuple(dead), tuple(alive), died=True)
+            return HangFinding(min(beat.age_s for beat in dead), tuple(dead), tuple(alive), died=True)
         if not alive or dead:
             return None
         silence = min(beat.age_s for beat in alive)
@@ -161,7 +161,7 @@ class HangWatch:
         self.reported = True
         culprits = who_never_arrived(beats, self.grid)
         waiting = [beat for beat in alive if beat not in culprits]
-        return Hang(silence, tuple(culprits), tuple(waiting), died=False)
+        return HangFinding(silence, tuple(culprits), tuple(waiting), died=False)
 
     def learn(self, alive: list[Beat], silence: float) -> None:
         """Records the longest silence after which the run continued, from the first finished step on."""

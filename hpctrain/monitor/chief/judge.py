@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.monitor.chief import slowness
 from hpctrain.monitor.chief.baseline import RECENT, Baseline, Pauses
-from hpctrain.monitor.chief.finding import Finding, Kind, State, Suspicion
+from hpctrain.monitor.chief.finding import Finding, FindingState, Kind, Suspicion
 from hpctrain.monitor.chief.peers import Peers, heaviest
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
@@ -184,7 +184,7 @@ class Judge:
         self.extra[window.ranks[~self.accused.confirmed[window.ranks] & ~slow]] = 0
         return [finding for state, ranks in changes.items() for finding in self.findings_of(now, state, ranks)]
 
-    def findings_of(self, now: Measures, state: State, ranks: NDArray[np.int64]) -> list[Finding]:
+    def findings_of(self, now: Measures, state: FindingState, ranks: NDArray[np.int64]) -> list[Finding]:
         """Returns one finding per rank, or one per host if all ranks of a host with several have this state.
 
         If there are more than ``single_reports``, the slowest are reported one by one and the others together.
@@ -206,7 +206,7 @@ class Judge:
             groups = [*groups[: self.rule.single_reports], (Kind.RANK, sorted(rest))]
         return [self.finding_of(now, state, kind, place_of[members]) for kind, members in groups]
 
-    def finding_of(self, now: Measures, state: State, kind: Kind, places: NDArray[np.int64]) -> Finding:
+    def finding_of(self, now: Measures, state: FindingState, kind: Kind, places: NDArray[np.int64]) -> Finding:
         """Returns one finding about the ranks at ``places`` in the window."""
         window = now.window
         ranks = window.ranks[places]
@@ -217,7 +217,7 @@ class Judge:
         past = self.baseline.typical  # the reference for ranks without peers
         others = window.typical[peers] if peers.any() else window.typical[places] if past is None else past[ranks]
         normal = np.median(others, axis=0)
-        together = those | self.accused.confirmed[window.ranks] if state is State.CONFIRMED else those
+        together = those | self.accused.confirmed[window.ranks] if state is FindingState.CONFIRMED else those
         return Finding(
             kind=kind,
             state=state,

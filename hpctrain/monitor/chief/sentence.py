@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.monitor.chief.finding import Finding, Kind, State
-from hpctrain.monitor.chief.hang import Beat, Hang
+from hpctrain.monitor.chief.finding import Finding, FindingState, Kind
+from hpctrain.monitor.chief.hang import Beat, HangFinding
 from hpctrain.run.grid import Grid
 from hpctrain.system.quantities import ranges
 
@@ -29,12 +29,12 @@ WORDS = {
 def of_verdict(verdict: Finding) -> str:
     """Returns the sentence for the log."""
     text = BY_KIND[verdict.kind](verdict)
-    if verdict.state is State.CLEARED:
+    if verdict.state is FindingState.CLEARED:
         be, whose = ("is", "its") if len(verdict.ranks) == 1 else ("are", "their")
         return CLEARED[verdict.kind].format(who=who(verdict), be=be, whose=whose)
     if verdict.evidence:
         text += f" ({'; '.join(verdict.evidence)})"
-    return f"perhaps {text}" if verdict.state is State.SUSPECT else text
+    return f"perhaps {text}" if verdict.state is FindingState.SUSPECT else text
 
 
 def who(verdict: Finding) -> str:
@@ -130,7 +130,7 @@ CLEARED = {
 }
 
 
-def of_hang(hang: Hang, hosts: Sequence[str], action: str, grid: Grid | None = None) -> str:
+def of_hang(hang: HangFinding, hosts: Sequence[str], action: str, grid: Grid | None = None) -> str:
     """Returns the sentence about a hang."""
     grid = grid or Grid(len(hosts))
     named = [described(beat, hosts, grid) for beat in hang.culprits[:4]]
@@ -156,7 +156,7 @@ def common_activity(beats: Sequence[Beat]) -> str:
     )
 
 
-def waiting_ranks(hang: Hang) -> str:
+def waiting_ranks(hang: HangFinding) -> str:
     """Says how many ranks wait, and which of them wait for neighbours within a pass."""
     near = [beat.rank for beat in hang.waiting if beat.waits_for_neighbours]
     them = f" (rank{'s' if len(near) != 1 else ''} {numbers(near)} in the middle of a pass)" if near else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hpctrain.errors import RunFailed
 from hpctrain.monitor.chief import sentence
 from hpctrain.monitor.chief.finding import NodeCommand, Watched
-from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, Hang, HangWatch
+from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, HangFinding, HangWatch
 from hpctrain.monitor.connection import UNANSWERED_S
 from hpctrain.monitor.framing import Message
 from hpctrain.run.events import CUT_OFF, AboutRank
@@ -58,7 +58,7 @@ DUMPED_CULPRITS = 4
 class OpenHang:
     """A hang whose stacks are being collected."""
 
-    hang: Hang
+    hang: HangFinding
     wanted: set[int]
     stacks: dict[int, str]
     until: float
@@ -149,13 +149,13 @@ class Standstill:
             )
         return bool(beats)
 
-    def first_of(self, hang: Hang) -> Hang:
+    def first_of(self, hang: HangFinding) -> HangFinding:
         """If several ranks have died, keeps the first death noted: the launcher ended the others because of it."""
         noted = [noted.rank for noted in noted_deaths(self.run.folder, self.run.attempt)] if hang.died else []
         first = tuple(beat for beat in hang.culprits if beat.rank in noted[:1])
         return replace(hang, culprits=first) if first else hang
 
-    def begin_hang(self, hang: Hang, now: float) -> list[NodeCommand]:
+    def begin_hang(self, hang: HangFinding, now: float) -> list[NodeCommand]:
         """Requests the stacks of ranks that never arrived and of one waiting rank."""
         living = [
             beat for beat in (*hang.culprits[:DUMPED_CULPRITS], *hang.waiting[:1]) if beat.state not in (ENDED, GONE)
@@ -203,14 +203,14 @@ class Standstill:
         """
         living = [beat for beat in self.beats.get(node, (0.0, []))[1] if beat.state not in (ENDED, GONE)]
         if living and not self.has_ended_ranks:
-            hang = Hang(UNANSWERED_S, tuple(replace(beat, state=SILENT) for beat in living), (), died=False)
+            hang = HangFinding(UNANSWERED_S, tuple(replace(beat, state=SILENT) for beat in living), (), died=False)
             host, ranks = self.run.hosts[living[0].rank], sentence.numbers([beat.rank for beat in living])
             text = f"{host} (ranks {ranks}) cannot be reached: it is down, or its network is cut"
             steps = self.run.first_step + max(beat.steps for beat in living)
             self.run.say(text, True)
             self.tell(hang, CUT_OFF, steps, "report", text, {})
 
-    def tell(self, hang: Hang, kind: str, step: int, action: str, text: str, files: Mapping[int, str]) -> None:
+    def tell(self, hang: HangFinding, kind: str, step: int, action: str, text: str, files: Mapping[int, str]) -> None:
         """Writes the event; ``files`` are the stack files by rank."""
 
         def about(beat: Beat) -> AboutRank:

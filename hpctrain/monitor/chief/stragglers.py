@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hpctrain.errors import RunFailed
 from hpctrain.monitor import window
 from hpctrain.monitor.chief import sentence
-from hpctrain.monitor.chief.finding import Finding, Kind, NodeCommand, State, Watched
+from hpctrain.monitor.chief.finding import Finding, FindingState, Kind, NodeCommand, Watched
 from hpctrain.monitor.chief.judge import Judge, Measures
 from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.slowness import COMPUTE
@@ -78,7 +78,7 @@ def exclude(nodes: bad_nodes.BadNodes, new: bad_nodes.BadNode, now: float) -> bo
 def is_the_hosts_own(verdict: Finding, hosts: Sequence[str]) -> bool:
     """Whether another host would help: confirmed slow computing on all ranks of the host, shown by its counters."""
     return (
-        verdict.state is State.CONFIRMED
+        verdict.state is FindingState.CONFIRMED
         and verdict.kind in (Kind.RANK, Kind.HOST)
         and verdict.cause == COMPUTE
         and bool(verdict.evidence)
@@ -158,7 +158,7 @@ class Stragglers:
         for verdict in verdicts:
             place = self.run.grid.label(verdict.ranks[0]) if len(verdict.ranks) == 1 else ""
             self.tell(replace(self.with_evidence(verdict), place=place, move=self.move_of(verdict)))
-        suspects = [rank for verdict in verdicts if verdict.state is State.SUSPECT for rank in verdict.ranks]
+        suspects = [rank for verdict in verdicts if verdict.state is FindingState.SUSPECT for rank in verdict.ranks]
         return [NodeCommand(node, Message("look")) for node in sorted({self.run.nodes[rank] for rank in suspects})]
 
     def drop_cleared(self) -> None:
@@ -195,10 +195,10 @@ class Stragglers:
         """Reports a finding to the log, events, live view and exclusion list."""
         text = sentence.of_verdict(verdict)
         key = verdict.kind, verdict.ranks if verdict.kind in (Kind.RANK, Kind.PAUSES, Kind.HOST) else ()
-        if verdict.state is State.SUSPECT:
+        if verdict.state is FindingState.SUSPECT:
             self.suspects.append(text)
             return
-        if verdict.state is State.CLEARED:
+        if verdict.state is FindingState.CLEARED:
             self.active.pop(key, None)
             is_news = key[1] != () or time.monotonic() - self.confirmed_at.pop(key, 0.0) >= LASTING_S
         else:

@@ -25,7 +25,7 @@ from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, r
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import death_watch
 from hpctrain.monitor.node.node import Node, NodePlan
-from hpctrain.monitor.shared import PID, Layout, SlotReader
+from hpctrain.monitor.shared import PID, RingLayout, SlotReader
 from hpctrain.run.folder import RunDir
 from hpctrain.run.grid import Grid
 
@@ -48,7 +48,7 @@ class AgentPlan:
     node: NodePlan
     memory: int
     """Descriptor of the node's shared memory."""
-    layout: Layout
+    layout: RingLayout
     token: str
     addresses: tuple[str, ...]
     """Addresses at which the first node's agent listens."""
@@ -65,7 +65,7 @@ class AgentPlan:
         """The inverse of ``json.dumps(dataclasses.asdict(plan))``."""
         fields = json.loads(text)
         fields["node"] = NodePlan(**{**fields["node"], "ranks": tuple(fields["node"]["ranks"])})
-        return cls(**{**fields, "layout": Layout(**fields["layout"]), "addresses": tuple(fields["addresses"])})
+        return cls(**{**fields, "layout": RingLayout(**fields["layout"]), "addresses": tuple(fields["addresses"])})
 
 
 class Inputs:

@@ -26,7 +26,7 @@ from hpctrain.reduce.host_allreduce import PieceAllreduce, open_piece_allreduce,
 from hpctrain.reduce.int8_sum import Int8Allreduce, Residue
 from hpctrain.reduce.mpi_allreduce import LARGEST_MESSAGE, FlatAllreduce, HostAllreduce
 from hpctrain.reduce.ring_allreduce import ADDRESS, PATTERN, RingAllreduce
-from hpctrain.reduce.row_exchange import RowExchange, Rows
+from hpctrain.reduce.row_exchange import RowExchange, SparseRows
 from hpctrain.reduce.shm_allreduce import (
     ShmWindow,
     SmallShmAllreduce,
@@ -141,7 +141,7 @@ def check_rows(world: World, dtype: type[np.floating], largest: int) -> None:
             most = 0 if world.rank == 0 and turn % 3 == 0 else int(random.integers(0, min(rows, 9)))
             all_but_one = np.delete(np.arange(rows), world.rank)
             indices = all_but_one if columns == 4 else random.permutation(rows)[:most]
-            given.append(Rows(indices, random.normal(size=(len(indices), columns)).astype(dtype)))
+            given.append(SparseRows(indices, random.normal(size=(len(indices), columns)).astype(dtype)))
         for table, mine, total in zip(tables, given, exchange.sum(given), strict=True):
             whole, found = np.zeros(table), np.zeros(table)
             assert table[1] != 4 or len(total.indices) == table[0], "each row is one of some rank"

@@ -399,7 +399,7 @@ def test_a_partner_without_room_is_said_and_a_stranger_gets_nothing(
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    class Watched(replica.Partner):
+    class Watched(replica.Replica):
         def start(self) -> None:
             listening.append(self.listener)
             super().start()
@@ -408,7 +408,7 @@ def test_a_partner_without_room_is_said_and_a_stranger_gets_nothing(
         with socket.create_connection(listening[0].getsockname()) as stream, pytest.raises(ConnectionError):
             replica.shake_hands(stream, b"guessed", calls=True)
 
-    monkeypatch.setattr(replica, "Partner", Watched)
+    monkeypatch.setattr(replica, "Replica", Watched)
     monkeypatch.setattr(replica, "write_at", no_room)
     nodes.attempt(lambda: Interrupt(3, stranger))
     said = capsys.readouterr().out

@@ -33,7 +33,7 @@ from hpctrain.monitor.node.agent import AgentPlan, ChiefAgent, Inputs
 from hpctrain.monitor.node.node import Node as NodeView
 from hpctrain.monitor.node.node import NodePlan
 from hpctrain.monitor.ring_clock import RingClock
-from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, Layout, Slot, SlotReader
+from hpctrain.monitor.shared import FINISHED, PID, STARTED, STATE, RingLayout, Slot, SlotReader
 from hpctrain.run.folder import RunDir
 from hpctrain.run.last_words import noted_deaths
 from hpctrain.run.rank_environment import ATTEMPT, RUN_DIR
@@ -45,7 +45,7 @@ from tests.support.mpi import PATIENCE_S
 
 RANKS_PER_NODE = 4
 INTRUDERS = int(os.environ.get("HPCTRAIN_INTRUDERS", "300"))
-LAYOUT = Layout(ranks=RANKS_PER_NODE, rows=1024)
+LAYOUT = RingLayout(ranks=RANKS_PER_NODE, rows=1024)
 
 
 class Node:
@@ -241,7 +241,7 @@ def test_the_other_node_lives_on_without_the_first(nodes: list[Node]) -> None:
 
 def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
-    layout = Layout(1, 1024)
+    layout = RingLayout(1, 1024)
     handle, path = shared.create(layout)
     os.unlink(path)
     slot = Slot(shared.map_memory(handle, layout), layout, 0)
@@ -256,7 +256,7 @@ def test_a_python_that_knows_no_pidfds_watches_all_the_same(monkeypatch: pytest.
 def test_who_notes_deaths_outlives_the_others_if_there_is_one_to_note(
     monkeypatch: pytest.MonkeyPatch, has_died: bool
 ) -> None:
-    layout = Layout(ranks=2, rows=16)
+    layout = RingLayout(ranks=2, rows=16)
     handle, path = shared.create(layout)
     os.unlink(path)
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
@@ -330,7 +330,7 @@ def test_no_death_escapes_an_agent_that_says_that_it_watches(
     (tmp_path / "monitor").mkdir()
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     monkeypatch.setenv(ATTEMPT, "1")
-    layout = Layout(ranks=1, rows=16)
+    layout = RingLayout(ranks=1, rows=16)
     handle, path = shared.create(layout)
     os.unlink(path)
     slot = Slot(shared.map_memory(handle, layout), layout, 0)

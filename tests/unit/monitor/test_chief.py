@@ -13,7 +13,7 @@ import pytest
 from benchmarks.straggler import traces
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
-from hpctrain.monitor.chief.finding import Finding, Kind, State
+from hpctrain.monitor.chief.finding import Finding, FindingState, Kind
 from hpctrain.monitor.chief.stragglers import COLUMNS, Heat, exclude
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message
@@ -88,9 +88,9 @@ def test_the_end_of_a_finding_that_blames_no_rank_is_said_only_if_it_lasted(
     clock = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     for kind, ranks, lasts in ((Kind.UNEVEN, (1,), 29.0), (Kind.UNEVEN, (1,), 31.0), (Kind.RANK, (2,), 1.0)):
-        chief.stragglers.tell(Finding(kind, State.CONFIRMED, 1, ranks, ("n1",), slowdown=0.2, cost=0.1))
+        chief.stragglers.tell(Finding(kind, FindingState.CONFIRMED, 1, ranks, ("n1",), slowdown=0.2, cost=0.1))
         clock[0] += lasts
-        chief.stragglers.tell(Finding(kind, State.CLEARED, 2, ranks, ("n1",)))
+        chief.stragglers.tell(Finding(kind, FindingState.CLEARED, 2, ranks, ("n1",)))
     ends = [sentence for sentence in said if "fast" in sentence]
     assert ends == ["ranks are equally fast now", "rank 2 on n1 is as fast as its peers again"]
     assert [event["state"] for event in events_of(tmp_path)] == ["confirmed", "cleared"] * 3

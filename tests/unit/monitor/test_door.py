@@ -23,7 +23,7 @@ from hpctrain.monitor.connection import Connection, Door, DoorLimits, connect, l
 from hpctrain.monitor.framing import new_hello
 from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.ring_clock import RingClock
-from hpctrain.monitor.shared import PID, STARTED, Layout, Slot, SlotReader
+from hpctrain.monitor.shared import PID, STARTED, RingLayout, Slot, SlotReader
 from hpctrain.system import processes
 from hpctrain.system.address import LOOPBACK, Interface, meeting_address
 
@@ -195,7 +195,7 @@ def test_a_look_knows_a_number_that_another_process_has_now(child: subprocess.Po
 
 
 def test_an_observer_that_cannot_look_reports_no_death() -> None:
-    layout = Layout(2, 64)
+    layout = RingLayout(2, 64)
     handle, path = shared.create(layout)
     os.unlink(path)
     slots = [Slot(shared.map_memory(handle, layout), layout, rank) for rank in range(2)]

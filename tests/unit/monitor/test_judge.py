@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.straggler import traces
 from hpctrain.monitor.chief import sentence
-from hpctrain.monitor.chief.finding import Finding, Kind, State
+from hpctrain.monitor.chief.finding import Finding, FindingState, Kind
 from hpctrain.monitor.chief.judge import Judge
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.train.clock import Phase
@@ -28,13 +28,13 @@ class Outcome:
 
     @property
     def confirmed(self) -> list[Finding]:
-        return [verdict for verdict in self.verdicts if verdict.state is State.CONFIRMED]
+        return [verdict for verdict in self.verdicts if verdict.state is FindingState.CONFIRMED]
 
     @property
     def accused(self) -> set[int]:
         return {rank for verdict in self.confirmed if verdict.kind in ACCUSING for rank in verdict.ranks}
 
-    def of(self, kind: Kind, state: State = State.CONFIRMED) -> list[Finding]:
+    def of(self, kind: Kind, state: FindingState = FindingState.CONFIRMED) -> list[Finding]:
         return [verdict for verdict in self.verdicts if verdict.kind is kind and verdict.state is state]
 
 
@@ -141,9 +141,9 @@ def test_pauses_that_end_are_cleared() -> None:
     trace = traces.slowed(healthy(6, steps=2560, blips=0), 4, Phase.DATA, 0.2, 200, every=10, end=900)
     outcome = judged(trace)
     assert [(verdict.state, verdict.ranks) for verdict in outcome.verdicts if verdict.kind is Kind.PAUSES] == [
-        (State.SUSPECT, (4,)),
-        (State.CONFIRMED, (4,)),
-        (State.CLEARED, (4,)),
+        (FindingState.SUSPECT, (4,)),
+        (FindingState.CONFIRMED, (4,)),
+        (FindingState.CLEARED, (4,)),
     ]
 
 
@@ -334,7 +334,7 @@ def cost_of_confirming(ranks: int) -> tuple[int, int, list[Finding]]:
     sys.setprofile(None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    named = {rank for verdict in verdicts if verdict.state is State.CONFIRMED for rank in verdict.ranks}
+    named = {rank for verdict in verdicts if verdict.state is FindingState.CONFIRMED for rank in verdict.ranks}
     assert named == set(slow.tolist())
     return calls, peak, verdicts
 
@@ -352,10 +352,12 @@ def test_a_verdict_on_a_third_of_all_ranks_grows_no_faster_than_the_ranks() -> N
 def test_recovery_clears_and_a_second_incident_fires() -> None:
     trace = traces.slowed(healthy(18, steps=1600), 3, Phase.DATA, 0.3, 200, end=500)
     outcome = judged(traces.slowed(trace, 3, Phase.FORWARD, 0.3, 1000))
-    assert [(verdict.state, verdict.cause) for verdict in outcome.verdicts if verdict.state is not State.SUSPECT] == [
-        (State.CONFIRMED, "data"),
-        (State.CLEARED, ""),
-        (State.CONFIRMED, "forward"),
+    assert [
+        (verdict.state, verdict.cause) for verdict in outcome.verdicts if verdict.state is not FindingState.SUSPECT
+    ] == [
+        (FindingState.CONFIRMED, "data"),
+        (FindingState.CLEARED, ""),
+        (FindingState.CONFIRMED, "forward"),
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.straggler import traces
 from hpctrain.monitor.chief import sentence
-from hpctrain.monitor.chief.finding import Finding, Kind, State
+from hpctrain.monitor.chief.finding import Finding, FindingState, Kind
 from hpctrain.monitor.chief.judge import Judge
 from hpctrain.monitor.chief.peers import Load, Move, evening, heaviest
 from hpctrain.run.grid import Grid
@@ -23,7 +23,7 @@ GRIDS = (
 def confirmed(trace: traces.Trace, grid: Grid | None) -> list[Finding]:
     judge = Judge([f"n{rank}" for rank in range(trace.ranks)], grid=grid)
     found = [verdict for window in trace.windows() for verdict in judge.judge(window)]
-    return [verdict for verdict in found if verdict.state is State.CONFIRMED]
+    return [verdict for verdict in found if verdict.state is FindingState.CONFIRMED]
 
 
 def accused(found: list[Finding]) -> set[int]:
@@ -119,7 +119,7 @@ def test_layers_that_would_even_stages_out(
 ) -> None:
     load = Load("stage", 1, 0.5, 0.2, seconds)
     assert evening(load, layers) == move
-    found = Finding(Kind.PLAN, State.CONFIRMED, 3, (2, 3), load=load, move=move)
+    found = Finding(Kind.PLAN, FindingState.CONFIRMED, 3, (2, 3), load=load, move=move)
     said = sentence.of_verdict(found)
     assert said.endswith(
         "no rank is slow"

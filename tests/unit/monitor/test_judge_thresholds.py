@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hpctrain.monitor.chief.finding import Finding, Kind, State
+from hpctrain.monitor.chief.finding import Finding, FindingState, Kind
 from hpctrain.monitor.chief.judge import Judge, Rule
 from hpctrain.monitor.window import CAUSES, GC, Window
 from hpctrain.run.grid import Grid
@@ -40,7 +40,7 @@ def judge_of(ranks: int, rule: Rule = EXACT) -> Judge:
     return Judge([f"n{rank}" for rank in range(ranks)], rule)
 
 
-def told(findings: Sequence[Finding], kind: Kind) -> list[tuple[State, int]]:
+def told(findings: Sequence[Finding], kind: Kind) -> list[tuple[FindingState, int]]:
     """State and window of the findings of a kind."""
     return [(finding.state, finding.window) for finding in findings if finding.kind is kind]
 
@@ -52,7 +52,7 @@ def healthy(count: int, ranks: int, **options: float) -> list[Window]:
 @pytest.mark.parametrize(("busy", "is_slow"), [(1.125, True), (1.124, False)])
 def test_a_rank_is_slow_from_the_threshold_on(busy: float, is_slow: bool) -> None:
     findings = watched(judge_of(8), *(window(index, [1.0] * 7 + [busy]) for index in range(3)))
-    assert told(findings, Kind.RANK) == ([(State.SUSPECT, 0), (State.CONFIRMED, 1)] if is_slow else [])
+    assert told(findings, Kind.RANK) == ([(FindingState.SUSPECT, 0), (FindingState.CONFIRMED, 1)] if is_slow else [])
 
 
 @pytest.mark.parametrize(("busy", "is_calm"), [(1.0625, False), (1.06, True)])
@@ -60,7 +60,7 @@ def test_a_named_rank_is_calm_below_its_threshold_for_three_windows(busy: float,
     judge = judge_of(8)
     watched(judge, *(window(index, [1.0] * 7 + [1.5]) for index in range(2)))
     findings = watched(judge, *(window(index, [1.0] * 7 + [busy]) for index in range(2, 6)))
-    assert told(findings, Kind.RANK) == ([(State.CLEARED, 4)] if is_calm else [])
+    assert told(findings, Kind.RANK) == ([(FindingState.CLEARED, 4)] if is_calm else [])
 
 
 def test_a_rank_must_stand_out_from_the_spread_between_ranks() -> None:
@@ -100,7 +100,9 @@ def test_few_ranks_are_uneven_if_they_differ_since_the_start_and_still_do(
     judge = judge_of(2)
     watched(judge, *(window(index, [1.0, at_first]) for index in range(LEARNING)))
     findings = watched(judge, *(window(index, [1.0, later]) for index in range(LEARNING, 8)))
-    uneven = [finding for finding in findings if finding.kind is Kind.UNEVEN and finding.state is State.CONFIRMED]
+    uneven = [
+        finding for finding in findings if finding.kind is Kind.UNEVEN and finding.state is FindingState.CONFIRMED
+    ]
     assert [finding.ranks for finding in uneven] == ([(1,)] if is_uneven else [])
     if is_uneven:
         assert uneven[0].cause == "forward", "the phase that differs"
@@ -113,7 +115,7 @@ def test_uneven_ranks_that_become_even_are_cleared(busy: float, is_clear: bool) 
     judge = judge_of(2)
     watched(judge, *(window(index, [1.0, 1.25]) for index in range(8)))
     findings = watched(judge, *(window(index, [1.0, busy]) for index in range(8, 12)))
-    assert told(findings, Kind.UNEVEN) == ([(State.CLEARED, 10)] if is_clear else [])
+    assert told(findings, Kind.UNEVEN) == ([(FindingState.CLEARED, 10)] if is_clear else [])
 
 
 def test_a_condition_that_comes_and_goes_is_confirmed_less_and_less() -> None:
@@ -122,7 +124,7 @@ def test_a_condition_that_comes_and_goes_is_confirmed_less_and_less() -> None:
     watched(judge, *(window(index, [1.0, 1.25]) for index in range(LEARNING)))
     busy = [1.0, 1.0, 1.0, 1.25, 1.25] * 8
     findings = watched(judge, *(window(LEARNING + index, [1.0, one]) for index, one in enumerate(busy)))
-    assert [state for state, _ in told(findings, Kind.UNEVEN)].count(State.CONFIRMED) <= 1
+    assert [state for state, _ in told(findings, Kind.UNEVEN)].count(FindingState.CONFIRMED) <= 1
 
 
 def test_the_cause_among_few_ranks_is_what_takes_longer_than_before() -> None:
@@ -133,7 +135,7 @@ def test_the_cause_among_few_ranks_is_what_takes_longer_than_before() -> None:
     after = [fast, {Phase.DATA: 0.75, Phase.FORWARD: 0.75}]
     watched(judge, *(window(index, [1.0, 1.0], phases=before) for index in range(LEARNING)))
     findings = watched(judge, *(window(index, [1.0, 1.5], phases=after) for index in range(LEARNING, 8)))
-    assert [finding.cause for finding in findings if finding.state is State.CONFIRMED] == ["data"]
+    assert [finding.cause for finding in findings if finding.state is FindingState.CONFIRMED] == ["data"]
 
 
 def test_the_cause_among_many_ranks_is_what_takes_longer_than_with_the_others() -> None:
@@ -187,7 +189,7 @@ def test_a_majority_that_was_as_fast_as_the_others_is_slow_and_one_that_was_not_
     late = [1.0] * 3 + [1.5] * 5
     watched(changed, *healthy(LEARNING, 8))
     findings = watched(changed, *(window(index, late) for index in range(LEARNING, 8)))
-    assert told(findings, Kind.MANY) == [(State.SUSPECT, LEARNING), (State.CONFIRMED, LEARNING + 1)]
+    assert told(findings, Kind.MANY) == [(FindingState.SUSPECT, LEARNING), (FindingState.CONFIRMED, LEARNING + 1)]
     assert findings[-1].ranks == (3, 4, 5, 6, 7)
     assert not told(watched(unchanged, *(window(index, late) for index in range(8))), Kind.MANY)
 
@@ -196,7 +198,7 @@ def test_a_majority_that_was_as_fast_as_the_others_is_slow_and_one_that_was_not_
 def test_the_slowest_are_told_singly_and_the_others_together(slow: int, sizes: list[int]) -> None:
     busy = [1.0] * (32 - slow) + [1.5 + rank / 64 for rank in range(slow)]
     findings = watched(judge_of(32), *(window(index, busy) for index in range(2)))
-    confirmed = [finding for finding in findings if finding.state is State.CONFIRMED]
+    confirmed = [finding for finding in findings if finding.state is FindingState.CONFIRMED]
     assert [len(finding.ranks) for finding in confirmed] == sizes
     if slow > 8:
         assert confirmed[0].ranks == (31,), "the slowest first"
@@ -207,7 +209,7 @@ def test_a_host_is_as_slow_as_its_ranks_are_on_average() -> None:
     """It is the least slow of nine, though its two ranks together lose more than any other."""
     judge = Judge([*(f"n{rank}" for rank in range(32)), "both", "both"], EXACT)
     findings = watched(judge, *(window(index, [1.0] * 24 + [1.6] * 8 + [1.5] * 2) for index in range(2)))
-    assert [each.ranks for each in findings if each.state is State.CONFIRMED][8:] == [(32, 33)]
+    assert [each.ranks for each in findings if each.state is FindingState.CONFIRMED][8:] == [(32, 33)]
 
 
 def test_a_host_is_named_only_if_all_its_ranks_are_slow() -> None:
@@ -221,7 +223,7 @@ def test_many_slow_ranks_are_over_after_three_calm_windows() -> None:
     judge = judge_of(6)
     watched(judge, *(window(index, [1.0] * 3 + [1.5] * 3) for index in range(3)))
     findings = watched(judge, *(window(index, [1.0] * 6) for index in range(3, 8)))
-    assert told(findings, Kind.MANY) == [(State.CLEARED, 5)]
+    assert told(findings, Kind.MANY) == [(FindingState.CLEARED, 5)]
     assert (findings[-1].slowdown, findings[-1].cost) == (0, 0)
 
 
@@ -231,7 +233,7 @@ def test_a_host_of_many_ranks_that_becomes_slow_is_named_and_one_that_always_was
     judge = Judge(["a"] * 5 + ["b"] * 3, EXACT)
     learned = healthy(LEARNING, 8) if has_past else []
     findings = watched(judge, *learned, *(window(index, [1.0] * 5 + [1.125] * 3) for index in range(LEARNING, 8)))
-    confirmed = {(finding.kind, finding.ranks) for finding in findings if finding.state is State.CONFIRMED}
+    confirmed = {(finding.kind, finding.ranks) for finding in findings if finding.state is FindingState.CONFIRMED}
     assert confirmed == {(Kind.HOST if has_past else Kind.MANY, (5, 6, 7))}
 
 
@@ -280,7 +282,7 @@ def test_what_slowed_all_ranks_is_over_below_the_calm_threshold(busy: float, is_
     judge = judge_of(8)
     watched(judge, *healthy(LEARNING, 8), *(window(index, [1.5] * 8) for index in range(LEARNING, 8)))
     findings = watched(judge, *(window(index, [busy] * 8) for index in range(8, 11)))
-    assert told(findings, Kind.GLOBAL) == ([(State.CLEARED, 10)] if is_clear else [])
+    assert told(findings, Kind.GLOBAL) == ([(FindingState.CLEARED, 10)] if is_clear else [])
 
 
 @pytest.mark.parametrize(
@@ -312,7 +314,7 @@ def test_an_exchange_that_took_no_time_at_the_start_can_become_slower() -> None:
 
     watched(judge, *(taking_turns(index, 0.0) for index in range(LEARNING)))
     findings = watched(judge, *(taking_turns(index, 0.5) for index in range(LEARNING, 8)))
-    assert told(findings, Kind.NETWORK) == [(State.SUSPECT, LEARNING), (State.CONFIRMED, LEARNING + 1)]
+    assert told(findings, Kind.NETWORK) == [(FindingState.SUSPECT, LEARNING), (FindingState.CONFIRMED, LEARNING + 1)]
     assert findings[-1].cost == pytest.approx(0.5 / 2)
 
 
@@ -322,7 +324,7 @@ def test_the_exchange_is_over_if_what_is_left_is_a_small_share_of_the_step(excha
     watched(judge, *healthy(LEARNING, 4, exchange=1.0))
     watched(judge, *(window(index, [1.0] * 4, exchange=2.0) for index in range(LEARNING, 8)))
     findings = watched(judge, *(window(index, [1.0] * 4, exchange=exchange) for index in range(8, 11)))
-    assert told(findings, Kind.NETWORK) == ([(State.CLEARED, 10)] if is_clear else [])
+    assert told(findings, Kind.NETWORK) == ([(FindingState.CLEARED, 10)] if is_clear else [])
 
 
 # Stages
@@ -333,9 +335,9 @@ def test_a_heavy_stage_is_over_below_half_of_what_it_must_cost(longer: float, is
     """Of two stages one takes so much longer: equal ones would save half of that, 4.4% or 1.9% of a step."""
     judge = Judge([f"n{rank}" for rank in range(8)], EXACT, Grid(8, pipeline=2))
     heavy = watched(judge, *(window(index, [1.0] * 4 + [1.5] * 4) for index in range(3)))
-    assert told(heavy, Kind.PLAN) == [(State.SUSPECT, 0), (State.CONFIRMED, 1)]
+    assert told(heavy, Kind.PLAN) == [(FindingState.SUSPECT, 0), (FindingState.CONFIRMED, 1)]
     findings = watched(judge, *(window(index, [1.0] * 4 + [1.0 + longer] * 4) for index in range(3, 8)))
-    assert told(findings, Kind.PLAN) == ([(State.CLEARED, 5)] if is_over else [])
+    assert told(findings, Kind.PLAN) == ([(FindingState.CLEARED, 5)] if is_over else [])
 
 
 def test_a_heavy_stage_is_told_with_what_takes_longer_there_until_nothing_is_heard_of_it() -> None:
@@ -343,7 +345,9 @@ def test_a_heavy_stage_is_told_with_what_takes_longer_there_until_nothing_is_hea
     phases = [*([{Phase.FORWARD: 2.0}] * 4), *([{Phase.FORWARD: 2.0, Phase.DATA: 0.5}] * 4)]
     heavy = watched(judge, *(window(index, [2.0] * 4 + [2.5] * 4, phases=phases) for index in range(2)))
     assert [(finding.ranks, finding.cause) for finding in heavy] == 2 * [((4, 5, 6, 7), "data")]
-    assert told(watched(judge, *(window(index, [2.0] * 4) for index in range(2, 6))), Kind.PLAN) == [(State.CLEARED, 4)]
+    assert told(watched(judge, *(window(index, [2.0] * 4) for index in range(2, 6))), Kind.PLAN) == [
+        (FindingState.CLEARED, 4)
+    ]
 
 
 # Pauses
@@ -367,11 +371,11 @@ def test_pauses_that_go_around_are_nobodys_and_end(collects: bool, cause: str) -
     judge = judge_of(4)
     findings = watched(judge, *(with_pause(index, index % 4, 8.0, collects) for index in range(8)))
     assert not told(findings, Kind.PAUSES)
-    assert told(findings, Kind.ROTATING) == [(State.SUSPECT, 1), (State.CONFIRMED, 2)]
+    assert told(findings, Kind.ROTATING) == [(FindingState.SUSPECT, 1), (FindingState.CONFIRMED, 2)]
     assert findings[-1].cause == cause
     assert findings[-1].cost == pytest.approx(8 / (STEPS * 1.25 + 8))
     after = watched(judge, *(with_pause(index, None, 0) for index in range(8, 24)))
-    assert told(after, Kind.ROTATING) == [(State.CLEARED, 15)], "three windows below half of what is reported"
+    assert told(after, Kind.ROTATING) == [(FindingState.CLEARED, 15)], "three windows below half of what is reported"
 
 
 @pytest.mark.parametrize(("seconds", "is_told"), [(5.0, True), (4.0, False)])
@@ -401,14 +405,16 @@ def loaded(index: int, share: float, slower: float = 0.0, exchange: float = 0.25
 def test_more_work_is_told_from_the_threshold_on_and_over_once_it_is_gone() -> None:
     for share, is_told in ((0.125, True), (0.12, False)):
         findings = watched(judge_of(8), *(loaded(index, share) for index in range(3)))
-        assert told(findings, Kind.IMBALANCE) == ([(State.SUSPECT, 0), (State.CONFIRMED, 1)] if is_told else [])
+        assert told(findings, Kind.IMBALANCE) == (
+            [(FindingState.SUSPECT, 0), (FindingState.CONFIRMED, 1)] if is_told else []
+        )
         assert not told(findings, Kind.RANK)
     judge = judge_of(8)
     findings = watched(judge, *(loaded(index, 0.5) for index in range(3)))
     assert findings[-1].ranks == (7,) and findings[-1].cost == pytest.approx(0.5 / 1.75)
     assert not told(watched(judge, *(loaded(index, 0.12) for index in range(3, 8))), Kind.IMBALANCE), "it goes on"
     findings = watched(judge, *(loaded(index, 0.0, slower=0.5) for index in range(8, 12)))
-    assert told(findings, Kind.IMBALANCE) == [(State.CLEARED, 10)], "though the rank is slow now"
+    assert told(findings, Kind.IMBALANCE) == [(FindingState.CLEARED, 10)], "though the rank is slow now"
 
 
 @pytest.mark.parametrize(("slower", "is_told"), [(1 / 16, False), (1 / 32, True)])

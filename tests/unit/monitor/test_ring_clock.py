@@ -15,7 +15,17 @@ import pytest
 
 from hpctrain.monitor import shared
 from hpctrain.monitor.ring_clock import RingClock
-from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE, PID, STEPS, WAITS_FOR, Layout, Slot, SlotReader
+from hpctrain.monitor.shared import (
+    MARKED_AT,
+    MARKED_PHASE,
+    NO_PHASE,
+    PID,
+    STEPS,
+    WAITS_FOR,
+    RingLayout,
+    Slot,
+    SlotReader,
+)
 from hpctrain.monitor.window import GC, REST, WORK, condense
 from hpctrain.train.clock import IntervalClock, Neighbours, Phase
 from tests.support.mpi import PATIENCE_S
@@ -24,7 +34,7 @@ CLOCKS = [
     (RingClock, "hpctrain.monitor.ring_clock.monotonic"),
     (IntervalClock, "hpctrain.train.clock.time.perf_counter"),
 ]
-LAYOUT = Layout(ranks=3, rows=64)
+LAYOUT = RingLayout(ranks=3, rows=64)
 
 
 @pytest.fixture

@@ -6,18 +6,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.reduce.row_exchange import Rows, added, in_messages, rows_are_fewer
+from hpctrain.reduce.row_exchange import SparseRows, added, in_messages, rows_are_fewer
 
 ROWS = 12
 
 
-def rows(indices: set[int], seed: int) -> Rows:
+def rows(indices: set[int], seed: int) -> SparseRows:
     """Of a table with three columns."""
     values = np.random.default_rng(seed).normal(size=(len(indices), 3)).astype(np.float32)
-    return Rows(np.array(sorted(indices), np.int64), values)
+    return SparseRows(np.array(sorted(indices), np.int64), values)
 
 
-def whole(part: Rows) -> np.ndarray:
+def whole(part: SparseRows) -> np.ndarray:
     table = np.zeros((ROWS, 3), np.float32)
     table[part.indices] = part.values
     return table

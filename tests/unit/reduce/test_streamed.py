@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.comm.group import Group
 from hpctrain.reduce.shm_allreduce import add_pairwise
-from hpctrain.reduce.streamed_allreduce import Piece
+from hpctrain.reduce.streamed_allreduce import SumPiece
 
 LENGTH = 1000
 
@@ -36,7 +36,7 @@ def summed(ranks: int, per_node: int, adder: int) -> np.ndarray[Any, Any]:
     for node in nodes:
         add_pairwise(node, node[0])
     group = Node(adder, len(nodes))
-    piece = Piece(group, None if group.size == 2 else adder, slice(0, LENGTH), nodes[adder][0], None)
+    piece = SumPiece(group, None if group.size == 2 else adder, slice(0, LENGTH), nodes[adder][0], None)
     for number, row in piece.rows.items():
         row[:] = nodes[number][0]
     piece.finish(Wire(), adder, np.empty((0, LENGTH), np.float32))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 
 from hpctrain.errors import UserError
 from hpctrain.report import charts, drawing
-from hpctrain.report.charts import Bar, Line
+from hpctrain.report.charts import Bar, ChartLine
 from hpctrain.report.drawing import LIGHT, Chart
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,12 +26,12 @@ def axes_of(chart: Chart) -> Axes:
 
 def every_chart() -> list[Chart]:
     looks = ("line", "dotted", "dashed", "points", "rings")
-    lines = [Line(look, [1, 2, 4], [1, 2, 3], look) for look in looks]
-    band = Line("band <&>", [1, 2, 4], [2, 3, 4], colour=3, band=([1, 1, 1], [5, 6, 7]))
+    lines = [ChartLine(look, [1, 2, 4], [1, 2, 3], look) for look in looks]
+    band = ChartLine("band <&>", [1, 2, 4], [2, 3, 4], colour=3, band=([1, 1, 1], [5, 6, 7]))
     return [
         charts.line_chart("lines <&>", [*lines, band], "step", {2.0: "mark"}),
         charts.line_chart("sizes", [band], "ranks", log_y=True, sizes=[1, 2, 4]),
-        charts.stack_chart("stack", [1, 2], [Line("a", [1, 2], [1, 2])]),
+        charts.stack_chart("stack", [1, 2], [ChartLine("a", [1, 2], [1, 2])]),
         charts.heat_chart("heat", np.array([[1.0, -1.0], [np.nan, 0.0]])),
         charts.confusion_chart("confusion", ["cat", "<dog>"], [[3, 1], [0, 5]]),
         charts.time_chart("attempts", [Bar("one </text>", 0, 1, True), Bar("two", 1, 2, False)], "seconds"),
@@ -57,16 +57,16 @@ def test_logarithmic_axes_have_the_sizes_as_ticks() -> None:
 
 
 def test_an_axis_from_zero_begins_there() -> None:
-    chart = charts.line_chart("t", [Line("a", [0, 1], [5, 6])], "x", from_zero=True)
+    chart = charts.line_chart("t", [ChartLine("a", [0, 1], [5, 6])], "x", from_zero=True)
     assert axes_of(chart).get_ylim()[0] == 0
-    below = charts.line_chart("t", [Line("a", [0, 1], [-5, -4])], "x", from_zero=True)
+    below = charts.line_chart("t", [ChartLine("a", [0, 1], [-5, -4])], "x", from_zero=True)
     low, high = axes_of(below).get_ylim()
     assert low < -5 and high == 0
 
 
 @pytest.mark.parametrize("values", [[1e308, -1e308], [0.0, 5e-324], [3.0, 3.0], [7.0]])
 def test_any_finite_values_are_drawn(values: list[float]) -> None:
-    chart = charts.line_chart("t", [Line("a", range(len(values)), values)], "step", from_zero=True)
+    chart = charts.line_chart("t", [ChartLine("a", range(len(values)), values)], "step", from_zero=True)
     assert "<path" in drawing.inline(chart)
 
 
@@ -112,7 +112,7 @@ def test_no_two_charts_of_a_page_have_parts_of_the_same_name() -> None:
 
 
 def test_names_are_shown_as_they_are() -> None:
-    chart = charts.line_chart("t", [Line("_hidden $x$ \x00\x1b[31m" + 90 * "n", [0, 1], [0, 1])], "step")
+    chart = charts.line_chart("t", [ChartLine("_hidden $x$ \x00\x1b[31m" + 90 * "n", [0, 1], [0, 1])], "step")
     axes = axes_of(chart)
     (label,) = axes.get_legend_handles_labels()[1]
     assert label.strip().startswith("_hidden $x$") and label.isprintable() and len(label) <= 61

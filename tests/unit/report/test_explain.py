@@ -27,7 +27,7 @@ from hpctrain.run.events import (
 )
 from hpctrain.run.history import RunHistory, Series
 from hpctrain.run.progress import Progress
-from hpctrain.run.run_status import RunSnapshot, State, Word
+from hpctrain.run.run_status import RunSnapshot, RunState, Word
 from hpctrain.run.verdict import Action, RunVerdict
 
 
@@ -255,17 +255,23 @@ def test_what_is_missing_is_named_if_nobody_knows() -> None:
 @pytest.mark.parametrize(
     ("state", "cause", "title", "evidence", "advice"),
     [
-        (State(Word.RUNNING, "job 7 runs", code=Code.KILLED), Code.RUNNING, "The run continues", ("job 7 runs",), ""),
-        (State(Word.PENDING, fix="wait"), Code.UNKNOWN, "The run has not begun", (), "wait"),
         (
-            State(Word.CANCELLED, "job 7 was cancelled", code=Code.CANCELLED),
+            RunState(Word.RUNNING, "job 7 runs", code=Code.KILLED),
+            Code.RUNNING,
+            "The run continues",
+            ("job 7 runs",),
+            "",
+        ),
+        (RunState(Word.PENDING, fix="wait"), Code.UNKNOWN, "The run has not begun", (), "wait"),
+        (
+            RunState(Word.CANCELLED, "job 7 was cancelled", code=Code.CANCELLED),
             Code.CANCELLED,
             "The run's job was cancelled",
             ("job 7 was cancelled",),
             "hpctrain resume submits it again",
         ),
         (
-            State(Word.UNKNOWN, "its process is gone"),
+            RunState(Word.UNKNOWN, "its process is gone"),
             Code.UNKNOWN,
             "It is unknown what ended this run",
             ("its process is gone",),
@@ -274,18 +280,18 @@ def test_what_is_missing_is_named_if_nobody_knows() -> None:
     ],
 )
 def test_a_run_that_has_not_said_how_it_ended_is_told_by_its_job(
-    state: State, cause: Code, title: str, evidence: tuple[str, ...], advice: str
+    state: RunState, cause: Code, title: str, evidence: tuple[str, ...], advice: str
 ) -> None:
     assert explain(history(attempts=[Attempt(1, 1.0, 2.0)]), state) == Explanation(cause, title, evidence, advice)
 
 
 def test_a_run_with_steps_that_waits_has_begun() -> None:
-    waits = State(Word.PENDING, "job 8 waits (Priority)")
+    waits = RunState(Word.PENDING, "job 8 waits (Priority)")
     assert explain(history(phases=COMPUTING), waits).title == "The run waits to continue"
 
 
 def test_what_a_job_says_adds_to_a_failure_only_that_it_is_to_resume_and_nothing_to_an_end() -> None:
-    pending = State(Word.PENDING, "job 8 waits", fix="wait")
+    pending = RunState(Word.PENDING, "job 8 waits", fix="wait")
     failed = explain(history(attempts=[ended(Action.FAIL, "no", Code.USER_ERROR)]), pending)
     assert (failed.cause, failed.findings) == (Code.USER_ERROR, ("it will resume: job 8 waits", "wait"))
     done = history(attempts=[ended(Action.DONE)])

@@ -20,7 +20,7 @@ from hpctrain.run.run_view import RunView
 from hpctrain.run.verdict import failed_with
 from hpctrain.system.json_shape import maker
 from hpctrain.watch.screen import ASCII, clean, draw, sparkline
-from hpctrain.watch.terminal import Source
+from hpctrain.watch.terminal import WatchedRun
 from hpctrain.watch.view import View, make
 from tests.unit.run.test_progress import add, event, progress, trained
 from tests.unit.run.test_tail import bytes_read_by_this_process
@@ -172,7 +172,7 @@ def test_verdicts_stay_on_the_lowest_of_screens() -> None:
 
 def test_a_plain_command_runs_without_events() -> None:
     made = view(progress=Progress(), config={"launch": {"command": ["true"]}})
-    assert made.state == run_status.State(Word.RUNNING)
+    assert made.state == run_status.RunState(Word.RUNNING)
 
 
 def test_verdicts_and_failures_are_sentences() -> None:
@@ -247,7 +247,7 @@ def everything(folder: Path) -> dict[str, tuple[int, ...]]:
 def test_looking_reads_what_is_new_and_writes_nothing(folder: RunDir) -> None:
     for path in (folder.path, *folder.path.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    before, source = everything(folder.path), Source(RunView(folder.path))
+    before, source = everything(folder.path), WatchedRun(RunView(folder.path))
     began = bytes_read_by_this_process()
     first = source.look(whole=True)
     assert first.state.word is Word.RUNNING and first.step == 4999
@@ -263,7 +263,7 @@ def test_looking_reads_what_is_new_and_writes_nothing(folder: RunDir) -> None:
 
 
 def test_a_run_that_is_being_torn_down_while_it_is_watched(folder: RunDir) -> None:
-    source = Source(RunView(folder.path))
+    source = WatchedRun(RunView(folder.path))
     source.look()
     folder.run_json.write_text('{"attempts": [')
     with open(folder.events, "a") as file:
@@ -279,7 +279,7 @@ def test_a_run_that_is_being_torn_down_while_it_is_watched(folder: RunDir) -> No
 
 def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    source = Source(RunView(run.path))
+    source = WatchedRun(RunView(run.path))
     assert source.look().state.word is Word.NOT_STARTED
     run.create()
     lock = live_lock.LiveLock(run, live_lock.myself())
@@ -291,16 +291,16 @@ def test_a_run_that_begins_and_ends_while_it_is_watched(tmp_path: Path) -> None:
     Attempts(run).end(number, failed_with(Code.KILLED, KILLED["reason"], KILLED["fix"]), [])
     lock.release()
     made = source.look()
-    assert made.state == run_status.State(Word.FAILED, "rank 1 on n2 was killed", is_over=True)
+    assert made.state == run_status.RunState(Word.FAILED, "rank 1 on n2 was killed", is_over=True)
 
 
 def test_a_holder_on_another_machine_is_believed_while_it_gives_signs_of_life(folder: RunDir) -> None:
     holder = json.loads(folder.lock_file.read_text())
     folder.lock_file.write_text(json.dumps({**holder, "machine": "another"}))
-    source = Source(RunView(folder.path))
+    source = WatchedRun(RunView(folder.path))
     assert source.look().state.word is Word.RUNNING
     os.utime(folder.lock_file, (1.0, 1.0))
-    late = Source(RunView(folder.path)).look().state
+    late = WatchedRun(RunView(folder.path)).look().state
     assert (late.word, late.is_over) == (Word.UNKNOWN, False) and "no sign of life" in late.why
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import load_tensors, merged_over
 from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, digest, is_seed, model_tensors, path_in
-from hpctrain.backends.tensorflow.task.keras_task_state import Holdings, KerasLeaves, optimizers_in
+from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState, optimizers_in
 from hpctrain.backends.update import LossScale, load_residues, residue_tensors
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import Feature, refusal
@@ -68,7 +68,7 @@ class Named:
     """Named variables of a task: its model's, others that it holds, and TensorFlow's random generator."""
 
     model: keras.Model
-    holdings: Holdings
+    task_state: KerasTaskState
     noise: tf.random.Generator
     equal: Sequence[tf.Variable] = ()
     """Model statistics that are equal on all ranks."""
@@ -76,7 +76,7 @@ class Named:
     def tensors(self) -> list[VariableTensor]:
         """All named variables: ``model/...``, ``optimizer/...``, ``held/...``, ``rng/...``."""
         noise = VariableTensor("rng/tensorflow", self.noise.state, Placement.RANK)
-        return [*model_tensors(self.model, self.equal), *self.holdings.tensors(), noise]
+        return [*model_tensors(self.model, self.equal), *self.task_state.tensors(), noise]
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ class KerasState:
         for number, variable in enumerate(filter(is_seed, self.named.model.non_trainable_variables)):
             variable.assign([derive(rank_seed, number) % 2**32, 0])
         if step:  # before the first step, the task's own seeds apply
-            self.named.holdings.reseed(rank_seed)
+            self.named.task_state.reseed(rank_seed)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class KerasState:
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Loads saved arrays; per-rank state that is missing (another number of ranks) keeps its value."""
-        self.named.holdings.refuse_unknown(arrays)
+        self.named.task_state.refuse_unknown(arrays)
         load_tensors(self.variables(), arrays)
         if self.loss_scale:
             self.loss_scale.load(arrays)

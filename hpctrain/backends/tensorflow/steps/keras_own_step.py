@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.keras_reducer import KerasReducers, Reducer, python_called
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducer, KerasReducers, python_called
 from hpctrain.backends.tensorflow.sparse_sums import (
     Gradients,
     rows_read_alone,
@@ -20,8 +20,15 @@ from hpctrain.backends.tensorflow.sparse_sums import (
     sparse_variables,
     updates_rows_alone,
 )
-from hpctrain.backends.tensorflow.steps.keras_step_context import StepContext
-from hpctrain.backends.tensorflow.steps.passes import Applying, Passes, Tensors, Traced, on_device, refused_or_dense
+from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
+from hpctrain.backends.tensorflow.steps.passes import (
+    Applying,
+    KerasPasses,
+    Tensors,
+    Traced,
+    on_device,
+    refused_or_dense,
+)
 from hpctrain.backends.tensorflow.task import overrides
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.tensorflow.task.keras_task_state import optimizers_in
@@ -157,7 +164,7 @@ def specs(batch: Mapping[str, NDArray[Any]]) -> dict[str, tf.TensorSpec]:
     return {name: tf.TensorSpec(array.shape, tf.as_dtype(array.dtype)) for name, array in batch.items()}
 
 
-class Meeting:
+class ExchangeCalls:
     """Host callbacks of a step's exchanges."""
 
     def __init__(self, clock: StepClock) -> None:
@@ -184,9 +191,9 @@ class Meeting:
 class TrainStepProgram:
     """See StepProgram. Runs a custom ``train_step``, traced once, with an exchange at each optimizer ``apply``."""
 
-    context: StepContext
+    context: KerasStepContext
     """The task's ``optimizer`` holds the model's optimizers, by path."""
-    passes: Passes
+    passes: KerasPasses
     """Passes of the model, for evaluations."""
     applying: Applying
     unchanged: Callable[[], contextlib.AbstractContextManager[None]]
@@ -196,12 +203,12 @@ class TrainStepProgram:
     updates: list[OwnUpdate] | None = None
     """Updates of one step, once planned."""
     packing: dict[Any, Gradients] = field(default_factory=dict)
-    reducers: dict[Any, Reducer] = field(default_factory=dict)
+    reducers: dict[Any, KerasReducer] = field(default_factory=dict)
     """Both by the variables whose gradients are exchanged together (``key``)."""
 
     def __post_init__(self) -> None:
         self.task, self.group, self.clock = self.context.task, self.context.world.data, self.context.clock
-        self.meeting = Meeting(self.clock)
+        self.meeting = ExchangeCalls(self.clock)
         self.step = Traced(self._step, compiled=False)
         """step(batch, share) -> {name: scalar}; ``share`` is this rank's fraction of the global batch."""
 

@@ -14,7 +14,7 @@ from hpctrain.train.framework import StepSettings
 
 
 @dataclass(frozen=True)
-class StepContext:
+class KerasStepContext:
     """A task with the settings of its updates."""
 
     task: KerasTask

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.tensorflow.keras_performance import training_flops
-from hpctrain.backends.tensorflow.keras_reducer import Reducer
-from hpctrain.backends.tensorflow.steps.keras_step_context import StepContext
-from hpctrain.backends.tensorflow.steps.passes import Passes, Tensors, Traced, Update, float64, on_device
+from hpctrain.backends.tensorflow.keras_reducer import KerasReducer
+from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
+from hpctrain.backends.tensorflow.steps.passes import KerasPasses, Tensors, Traced, Update, float64, on_device
 from hpctrain.backends.tensorflow.task.dry_call import try_training
 from hpctrain.backends.update import LOSS_OR_GRADIENT, NotFinite, UpdateResult, UpdateRule, ranks_at_fault
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, WEIGHT, read_slots
@@ -29,7 +29,7 @@ READ = 4
 """Number of slots read after an update: LOSS to SQUARE."""
 
 
-class Judge:
+class UpdateJudge:
     """The host's side of an update: marks the clock at the exchange and evaluates the outcome."""
 
     def __init__(self, clock: StepClock, rule: UpdateRule) -> None:
@@ -60,17 +60,17 @@ class Judge:
         self.norm = self.rule.decide(read_slots(slots), math.sqrt(square) if square >= 0 else math.nan).norm
 
 
-class Step:
+class KerasUpdate:
     """Makes updates with one reducer. TensorFlow calls Python only for exchanges.
 
-    An update that is not finite ends in a TensorFlow error and leaves ``Judge.finite`` False; with a loss scale it is
-    skipped.
+    An update that is not finite ends in a TensorFlow error and leaves ``UpdateJudge.finite`` False; with a loss scale
+    it is skipped.
 
-    Both functions return the float64 vector that ``Judge.hear`` reads: LOSS and WEIGHT of this rank, the first READ
-    slots of the sums, and on one rank the wall-clock time at which the gradients were complete (otherwise 0).
+    Both functions return the float64 vector that ``UpdateJudge.hear`` reads: LOSS and WEIGHT of this rank, the first
+    READ slots of the sums, and on one rank the wall-clock time at which the gradients were complete (otherwise 0).
     """
 
-    def __init__(self, passes: Passes, update: Update, reducer: Reducer, judge: Judge) -> None:
+    def __init__(self, passes: KerasPasses, update: Update, reducer: KerasReducer, judge: UpdateJudge) -> None:
         self.passes, self.update, self.reducer, self.judge = passes, update, reducer, judge
         self.whole = Traced(self._whole, compiled=False)
         """whole(batch, share, loss_scale): an update from one batch; arguments as for Passes.gradients."""
@@ -151,9 +151,9 @@ def makes_new_tensors(optimizer: keras.optimizers.Optimizer) -> bool:
 class LossProgram:
     """See StepProgram. If the reducer must be measured, the first update's batch is used for that."""
 
-    context: StepContext
-    passes: Passes
-    chosen: ChosenReducer[Reducer]
+    context: KerasStepContext
+    passes: KerasPasses
+    chosen: ChosenReducer[KerasReducer]
     update: Update
     rule: UpdateRule
     """Clipping and loss scale."""
@@ -161,8 +161,8 @@ class LossProgram:
 
     def __post_init__(self) -> None:
         self.packing, self.clock = self.passes.packing, self.context.clock
-        self.judge = Judge(self.clock, self.rule)
-        self.steps: Step | None = None
+        self.judge = UpdateJudge(self.clock, self.rule)
+        self.steps: KerasUpdate | None = None
 
     @property
     def reducer_name(self) -> str | None:
@@ -179,7 +179,7 @@ class LossProgram:
         self.clock.mark(Phase.TO_DEVICE)
         reducer = self.chosen.measured(self._rehearsal(batches, global_samples))
         if self.steps is None or self.steps.reducer is not reducer:
-            self.steps = Step(self.passes, self.update, reducer, self.judge)
+            self.steps = KerasUpdate(self.passes, self.update, reducer, self.judge)
         try:
             with self.batch_norms.update(len(batches)):
                 share, scale = self._scalars(global_samples)
@@ -200,11 +200,11 @@ class LossProgram:
         loss, weight = self.judge.own
         return UpdateResult((loss * global_samples, weight * global_samples), self.judge.norm)
 
-    def _rehearsal(self, batches: Sequence[Tensors], global_samples: int) -> Callable[[Reducer], None]:
+    def _rehearsal(self, batches: Sequence[Tensors], global_samples: int) -> Callable[[KerasReducer], None]:
         """Returns a rehearsal of the exchange of these batches' gradients."""
         sums: dict[int, Callable[..., Any]] = {}
 
-        def rehearse(reducer: Reducer) -> None:
+        def rehearse(reducer: KerasReducer) -> None:
             add_up = sums.setdefault(id(reducer), tf.function(reducer.sum, autograph=False))
             with self.batch_norms.update(len(batches)):
                 _, pieces = self.packing.apart(self._gradients(batches, global_samples))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.backends.tensorflow import sparse_sums
 from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
-from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import SyncBatchNorm
+from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm
 from hpctrain.backends.tensorflow.task.overrides import Apply, evaluates_itself, tested
 from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
@@ -92,7 +92,7 @@ class InMode(keras.Layer):
         return contextlib.nullcontext()
 
 
-class Passes:
+class KerasPasses:
     """Forward, backward and evaluation passes of one task over a batch."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Passes:
         sparse: str,
         compiled: bool,
         averages: Sequence[tf.Variable] = (),
-        joint: SyncBatchNorm | None = None,
+        joint: KerasSyncBatchNorm | None = None,
     ) -> None:
         """
         Args:

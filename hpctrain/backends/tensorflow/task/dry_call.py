@@ -8,25 +8,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from hpctrain.backends.tensorflow.steps.passes import BatchScore, Passes, Tensors, loss_of_nothing, score_of
+from hpctrain.backends.tensorflow.steps.passes import BatchScore, KerasPasses, Tensors, loss_of_nothing, score_of
 from hpctrain.backends.tensorflow.task.keras_compiled import CompiledLoss
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import KerasTask
-from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, Framework, require_mean
+from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, LossReader, require_mean
 from hpctrain.tasks.user_errors import blamed, shapes, trained_weight
 
 
 def read(score: Any, samples: int) -> tuple[float, float, float]:
-    """See mean_check.Framework."""
+    """See mean_check.LossReader."""
     total, weight = score if isinstance(score, (tuple, list)) else (score * samples, samples)
     is_low = tf.convert_to_tensor(total).dtype.size < 4
     return float(total), float(weight), TOLERANCE_16_BITS if is_low else TOLERANCE
 
 
-KERAS = Framework(read, tf.nest.map_structure, tf.identity)
+KERAS = LossReader(read, tf.nest.map_structure, tf.identity)
 
 
-def try_training(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+def try_training(task: KerasTask, passes: KerasPasses, batch: Tensors) -> None:
     """Raises UserError if the loss cannot be computed, has no gradients, or is not a mean over samples."""
     variables = [variable.value for variable in task.model.trainable_variables]
     with tf.GradientTape(persistent=True) as tape:
@@ -37,12 +37,12 @@ def try_training(task: KerasTask, passes: Passes, batch: Tensors) -> None:
         raise trained_weight("loss", "tf.stop_gradient(weight)")
 
 
-def try_mean(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+def try_mean(task: KerasTask, passes: KerasPasses, batch: Tensors) -> None:
     """Raises UserError if the loss of these samples is not a mean; calls the model, see ``require_mean``."""
     require_mean(KERAS, "loss", task.loss, None, batch, functools.partial(passes.outputs, training=False))
 
 
-def try_evaluation(task: KerasTask, passes: Passes, batch: Tensors) -> None:
+def try_evaluation(task: KerasTask, passes: KerasPasses, batch: Tensors) -> None:
     """Raises UserError if the loss or a metric of an evaluation cannot be computed."""
     metrics = {f"metrics[{key!r}]": metric for key, metric in task.mean_metrics.items()}
     judged(passes, batch, loss_of(task) | metrics, training=False)
@@ -56,7 +56,7 @@ def loss_of(task: KerasTask) -> dict[str, Any]:
     return {"loss": task.loss} if task.loss is not None else {}
 
 
-def judged(passes: Passes, batch: Tensors, judges: Mapping[str, Any], training: bool) -> list[BatchScore]:
+def judged(passes: KerasPasses, batch: Tensors, judges: Mapping[str, Any], training: bool) -> list[BatchScore]:
     """Applies the task's functions, by field, to the model's outputs."""
     fix = f"forward(model, batch) gets the model and a dict of {shapes(batch)}; by default the first array"
     with blamed("the model or forward", fix):

@@ -10,19 +10,19 @@ import tensorflow as tf
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import require_same_model
-from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework, KerasMeter, StepProgram
+from hpctrain.backends.tensorflow.keras_framework import KerasEvaluator, KerasFramework, KerasMeter, KerasStepProgram
 from hpctrain.backends.tensorflow.keras_reducer import HostReducer, KerasReducers, broadcast
 from hpctrain.backends.tensorflow.runtime import POLICIES, require_own_gpu
 from hpctrain.backends.tensorflow.sparse_sums import Gradients, sparse_variables
 from hpctrain.backends.tensorflow.state.keras_state import KerasState, Named, Rates, own_learning_rate
 from hpctrain.backends.tensorflow.state.keras_tensors import require_different_names
 from hpctrain.backends.tensorflow.steps.keras_own_step import TrainStepProgram
-from hpctrain.backends.tensorflow.steps.keras_step_context import StepContext
+from hpctrain.backends.tensorflow.steps.keras_step_context import KerasStepContext
 from hpctrain.backends.tensorflow.steps.loss_step import LossProgram
-from hpctrain.backends.tensorflow.steps.passes import Applying, Passes, Update
+from hpctrain.backends.tensorflow.steps.passes import Applying, KerasPasses, Update
 from hpctrain.backends.tensorflow.task.keras_compiled import holders
-from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import SyncBatchNorm, joint_layers
-from hpctrain.backends.tensorflow.task.keras_task_state import Holdings, KerasLeaves, optimizers_in
+from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm, joint_layers
+from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState, optimizers_in
 from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.world import World
@@ -58,14 +58,14 @@ def open_keras(
         tf.config.experimental.enable_tensor_float_32_execution(config.train.matmul == "tf32")
     layers = joint_layers(task.model, config.train.sync_batchnorm)
     refuse(config.features() | model_features(task, POLICIES[config.train.precision], layers))
-    joint = SyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
+    joint = KerasSyncBatchNorm(layers, world.data, clock) if layers and world.data.size > 1 else None
     require_own_gpu(world.local_size)
-    context = StepContext(task, world, config, clock, choice)
+    context = KerasStepContext(task, world, config, clock, choice)
     packing = packing_of(context)
     noise = tf.random.get_global_generator()
     objects = kept_objects(task)
     apart = [one.value for one in objects]
-    held = Holdings(task.optimizer, holders(task), task.model, [noise.state], apart)
+    held = KerasTaskState(task.optimizer, holders(task), task.model, [noise.state], apart)
     named = Named(task.model, held, noise, joint.variables if joint else ())
     tensors = named.tensors()
     require_different_names(tensors)
@@ -77,7 +77,7 @@ def open_keras(
     return framework
 
 
-def packing_of(context: StepContext) -> Gradients:
+def packing_of(context: KerasStepContext) -> Gradients:
     """How gradients are packed; builds the optimizer of a model without its own ``train_step``."""
     task, data, variables = context.task, context.world.data, context.variables
     if trains_itself(task.model):
@@ -88,7 +88,11 @@ def packing_of(context: StepContext) -> Gradients:
 
 
 def assembled(
-    context: StepContext, packing: Gradients, named: Named, joint: SyncBatchNorm | None, objects: Sequence[Kept]
+    context: KerasStepContext,
+    packing: Gradients,
+    named: Named,
+    joint: KerasSyncBatchNorm | None,
+    objects: Sequence[Kept],
 ) -> KerasFramework:
     """Assembles the framework of a model that is equal on all ranks. Collective."""
     task, config, group = context.task, context.config, context.world.data
@@ -102,10 +106,10 @@ def assembled(
     residues = {"": residue} if residue is not None else {}
     scale, seed = rule.loss_scale, config.seed
     source = KerasState(named, averages, scale, rates, batch_norms, objects, leaves, group, seed, residues)
-    passes = Passes(task, packing, config.reduce.sparse, train.compile, averages, joint)
+    passes = KerasPasses(task, packing, config.reduce.sparse, train.compile, averages, joint)
     is_tried = trains_itself(task.model) and evaluates_itself(task.model)
     evaluator = KerasEvaluator(task, passes, meters_of(task.metrics, KerasMetric, "Keras", KerasMeter), is_tried)
-    program: StepProgram
+    program: KerasStepProgram
     applying = Applying(train, averages)
     if trains_itself(task.model):
         program = TrainStepProgram(context, passes, applying, source.unchanged)

@@ -25,7 +25,7 @@ def joint_layers(model: keras.Model, everywhere: bool) -> list[BatchNormalizatio
     return [layer for layer in layers if everywhere or layer.synchronized]
 
 
-class SyncBatchNorm(JointStatistics):
+class KerasSyncBatchNorm(JointStatistics):
     """Makes layers normalise over the samples of all ranks in training.
 
     Exchanges are Python functions that TensorFlow calls, chained in the order of the trace: otherwise TensorFlow could

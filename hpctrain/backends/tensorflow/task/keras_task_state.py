@@ -64,7 +64,7 @@ def optimizers_in(optimizer: Any) -> dict[str, keras.optimizers.Optimizer]:
 
 
 @dataclass(eq=False)
-class Holdings:
+class KerasTaskState:
     """Variables of a task's optimizer and those that it wraps, of the loss and of ``forward``."""
 
     optimizer: Any

@@ -10,12 +10,12 @@ import torch
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.backends.torch.process_groups import Peers
+from hpctrain.backends.torch.process_groups import ProcessGroup
 from hpctrain.backends.torch.reduce.rows import GroupRows
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce.flat_layout import Layout
-from hpctrain.reduce.row_exchange import RowExchange, Rows
+from hpctrain.reduce.row_exchange import RowExchange, SparseRows
 
 Sparse = Literal["auto", "densify", "refuse"]
 
@@ -194,13 +194,16 @@ class SparseGradients:
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], over: Peers | Group | None = None, dtype: torch.dtype = torch.float32
+        self,
+        parameters: Sequence[Parameter],
+        over: ProcessGroup | Group | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.parameters = parameters
         self.dtype = dtype
         shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in parameters]
         self.rows: GroupRows | RowExchange | None = None
-        if isinstance(over, Peers):
+        if isinstance(over, ProcessGroup):
             self.rows = GroupRows(over, shapes, dtype)
         elif over is not None and parameters:
             self.rows = RowExchange(over, shapes, torch.empty(0, dtype=dtype).numpy().dtype)
@@ -225,7 +228,7 @@ class SparseGradients:
             for parameter, (indices, values) in zip(self.parameters, self.rows.sum(found), strict=True):
                 parameter.grad = _sparse(parameter, indices, values)
             return
-        host = [Rows(indices.cpu().numpy(), values.to("cpu", self.dtype).numpy()) for indices, values in found]
+        host = [SparseRows(indices.cpu().numpy(), values.to("cpu", self.dtype).numpy()) for indices, values in found]
         for parameter, rows in zip(self.parameters, self.rows.sum(host), strict=True):
             parameter.grad = _sparse(parameter, torch.from_numpy(rows.indices), torch.from_numpy(rows.values))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.torch.device import gpu_for_nccl
-from hpctrain.backends.torch.process_groups import Peers
+from hpctrain.backends.torch.process_groups import ProcessGroup
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.reduce import horovod_setup
@@ -86,7 +86,7 @@ class MessageAllreduce:
 class GroupSender:
     """Sends through a process group; the host waits for no message on a GPU."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ProcessGroup) -> None:
         self.peers, self.close = peers, peers.close
 
     def send(self, part: Tensor, begin: int) -> Callable[[], object]:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Module, Parameter
 
-from hpctrain.backends.torch.process_groups import Peers, each_has_a_gpu, peers_of, word_of
+from hpctrain.backends.torch.process_groups import ProcessGroup, each_has_a_gpu, peers_of, word_of
 from hpctrain.backends.torch.reduce import allreduce, messages
 from hpctrain.backends.torch.reduce.gradients import FlatGradients, Sparse, SparseGradients, as_real, densify
 from hpctrain.comm.group import Group
@@ -342,7 +342,7 @@ class TorchReducers:
         layout = plan([as_real(one).numel() for _, one in parameters], most, SLOTS, ends)
         residue = residue_of(candidate, layout, config.compress_after_steps)
         sum_: allreduce.TensorAllreduce
-        over: Peers | Group = group
+        over: ProcessGroup | Group = group
         if candidate.kind == "mpi":
             candidate, sum_ = allreduce.open_tensor_allreduce(candidate, group, layout, dtype, device, residue)
         else:
@@ -436,7 +436,7 @@ def read(numbers: Sequence[Number]) -> list[float]:
     return [next(found) if isinstance(one, torch.Tensor) else one for one in numbers]
 
 
-def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str, peers: Peers | None = None) -> None:
+def broadcast(group: Group, tensors: Sequence[torch.Tensor], what: str, peers: ProcessGroup | None = None) -> None:
     """Overwrites tensors with those of the group's rank 0. Collective.
 
     Args:

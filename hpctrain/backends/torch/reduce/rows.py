@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.backends.torch.process_groups import Peers
+from hpctrain.backends.torch.process_groups import ProcessGroup
 from hpctrain.reduce.row_exchange import WHAT, rows_are_fewer
 
 TensorRows: TypeAlias = tuple[Tensor, Tensor]
@@ -25,7 +25,7 @@ class GroupRows:
         dtype: dtype of the sums.
     """
 
-    def __init__(self, peers: Peers, tables: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+    def __init__(self, peers: ProcessGroup, tables: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
         self.peers, self.tables, self.dtype = peers, tables, dtype
         self.close = peers.close
 

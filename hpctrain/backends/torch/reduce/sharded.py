@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.torch import accelerator
-from hpctrain.backends.torch.process_groups import Peers
+from hpctrain.backends.torch.process_groups import ProcessGroup
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
 from hpctrain.backends.torch.strategies.sharded_exchange import ShardedExchange
 from hpctrain.reduce.flat_layout import SQUARE, Layout
@@ -101,7 +101,7 @@ class GroupSharded:
     reduce-scatter and gather do not allow; these send as many bytes as theirs would."""
 
     def __init__(
-        self, peers: Peers, layout: Layout, ranges: Sequence[slice], dtype: torch.dtype, device: torch.device
+        self, peers: ProcessGroup, layout: Layout, ranges: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.peers, self.ranges, self.close = peers, ranges, peers.close
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)

@@ -90,7 +90,7 @@ def joined(optimizer: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizerPart:
     """One of the optimizers in a task's optimizer."""
 
     path: str
@@ -155,7 +155,7 @@ class OptimizerState:
         slots: places of state if optimizers have parts of parameters.
     """
 
-    def __init__(self, every: Sequence[Part], names: Mapping[int, str], slots: Slots) -> None:
+    def __init__(self, every: Sequence[OptimizerPart], names: Mapping[int, str], slots: Slots) -> None:
         self.slots = slots
         self.every = every
         self.parts = [part for part in every if not part.saves_itself]
@@ -205,7 +205,7 @@ class OptimizerState:
                 if key != "lr" and isinstance(value, (bool, int, float)):
                     yield f"optimizer/{name}{NUMBER}/{index}/{key}", value
 
-    def held(self) -> Iterator[tuple[Part, Group, Tensor, dict[str, Any]]]:
+    def held(self) -> Iterator[tuple[OptimizerPart, Group, Tensor, dict[str, Any]]]:
         """(part, group, parameter, slots) of each parameter that has state, once."""
         seen: set[int] = set()
         states = [part.optimizer.state for part in self.parts]  # a wrapper may create it at each access
@@ -290,7 +290,7 @@ class OptimizerState:
                     slots[slot] = value.to(device_of(slot, group, parameter))
 
 
-def groups_of(parts: Sequence[Part]) -> Iterator[tuple[str, str, Group]]:
+def groups_of(parts: Sequence[OptimizerPart]) -> Iterator[tuple[str, str, Group]]:
     """Each parameter group once, with the name prefix of its optimizer's groups and its number."""
     seen: set[int] = set()
     for part in parts:
@@ -311,7 +311,7 @@ def refuse_foreign_state(optimizer: Optimizer) -> None:
             )
 
 
-def of_part(slots: Mapping[str, str], part: Part, parts: Sequence[Part]) -> dict[str, str]:
+def of_part(slots: Mapping[str, str], part: OptimizerPart, parts: Sequence[OptimizerPart]) -> dict[str, str]:
     """Saved names of a parameter's slots that belong to one optimizer, by slot name."""
     others = [other.prefix for other in parts if len(other.prefix) > len(part.prefix)]
     mine = {name: key for name, key in slots.items() if name.startswith(part.prefix)}

@@ -16,7 +16,7 @@ from hpctrain.backends.torch.state import tensors
 from hpctrain.backends.torch.state.optimizer import OptimizerState
 from hpctrain.backends.torch.steps.update_step import Parts, StepProgram
 from hpctrain.backends.torch.strategies.partition import Partition
-from hpctrain.backends.torch.task.task_state import Holdings
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.backends.update import LossScale, load_residues, residue_tensors
 from hpctrain.comm.group import Group
 from hpctrain.reduce.int8_sum import Residue
@@ -67,7 +67,7 @@ class TorchState:
     program: StepProgram
     optimizer_state: OptimizerState
     averages: Averages
-    holdings: Holdings
+    task_state: TaskState
     tilings: Mapping[str, Tiling]
     """How parameters are cut for any number of ranks, by name."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]]
@@ -88,7 +88,7 @@ class TorchState:
         found: list[StateTensor] = [
             *self.model_tensors(),
             *optimizer,
-            *self.holdings.tensors(known, self.program.updates),
+            *self.task_state.tensors(known, self.program.updates),
             *self.averages.tensors(),
             *scaler,
             *self.program.counters,
@@ -105,7 +105,7 @@ class TorchState:
         load_tensors([*self.model_tensors(), *self.averages.tensors()], arrays)
         self.meta_init = frozenset()
         self.optimizer_state.load(arrays)
-        self.holdings.load(arrays)
+        self.task_state.load(arrays)
         for scale in self._scales():
             scale.load(arrays)
         for counter in self.program.counters:
@@ -119,7 +119,7 @@ class TorchState:
         seed_python(rank_seed)
         torch.manual_seed(rank_seed)
         if step:  # before the first step, the task's own seeds apply
-            self.holdings.reseed(rank_seed)
+            self.task_state.reseed(rank_seed)
 
     def kept_random_state(self) -> contextlib.AbstractContextManager[None]:
         return tensors.kept_random_state(self.parts.compute.device)
@@ -152,20 +152,20 @@ class TorchState:
 
 
 @contextlib.contextmanager
-def passes_leave(model: Module, holdings: Holdings, objects: Sequence[Kept], device: torch.device) -> Iterator[None]:
+def passes_leave(model: Module, task_state: TaskState, objects: Sequence[Kept], device: torch.device) -> Iterator[None]:
     """Restores what passes in the body change in the model, the loss, the task's objects and random states.
 
     Args:
         model: the model, on its device.
-        holdings: state held by the task's functions.
+        task_state: state held by the task's functions.
         objects: objects of the task whose state is saved.
         device: the model's device.
     """
     buffers_of = [(dict(module._buffers), module) for module in model.modules()]
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    put_back = holdings.snapshot()
+    put_back = task_state.snapshot()
     try:
-        with tensors.kept_random_state(device), unchanged(objects, holdings.leaves):
+        with tensors.kept_random_state(device), unchanged(objects, task_state.leaves):
             yield
     finally:
         for buffers, module in buffers_of:

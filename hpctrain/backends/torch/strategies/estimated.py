@@ -60,7 +60,7 @@ class Estimated:
         """Raises Refused if the plan does not work with the model, its optimizers, or the given features."""
         framework, task = self.framework, self.framework.task
         parts = framework.source.optimizer_state.every
-        unfit = unsuited(parts, framework.source.holdings)
+        unfit = unsuited(parts, framework.source.task_state)
         of_task = {Feature.TORCH_METRICS: of_torchmetrics(task), Feature.OWN_STEP: task.step is not None}
         of_model = model_features(framework.model, parts, False, self.data, unfit)
         refuse({**self.features, **of_model, **used({**of_task, **found})})

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.backends.torch import accelerator
-from hpctrain.backends.torch.process_groups import Peers, have_own_gpus, peers_of
+from hpctrain.backends.torch.process_groups import ProcessGroup, have_own_gpus, peers_of
 from hpctrain.comm.group import QUICK_LOOKS, TIMEOUT_S, Group
 from hpctrain.reduce.shm_allreduce import ShmWindow, open_shm_window
 from hpctrain.train.clock import Waiting
@@ -175,7 +175,7 @@ class TorchExchange:
 
     in_order = True
 
-    def __init__(self, peers: Peers, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, peers: ProcessGroup, waiting: Waiting, timeout_s: float = TIMEOUT_S) -> None:
         self.peers, self.waiting = peers, waiting
         self.group, self.ranks, self.device = peers.group, peers.ranks, peers.device
         self.timeout = timedelta(seconds=timeout_s)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.torch.process_groups import DefaultGroup
 from hpctrain.backends.torch.reduce.reducer import Number, fill_slots
-from hpctrain.backends.torch.state.optimizer import Part, Slots
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import (
@@ -97,7 +97,7 @@ class FullySharded(Partition):
         self, root: FSDPModule, before: Partition, data: Group, every: Sequence[Held], order: LayerOrder
     ) -> None:
         cut = frozenset(id(one.own) for one in every if one.name in before.slices)
-        super().__init__(before.region, before.slices, cut)
+        super().__init__(before.tp_group, before.slices, cut)
         self.update_among(data)
         self.sync_group = data
         self.root = root
@@ -471,7 +471,7 @@ def shard(opening: Opening, traits: ParameterTraits, prepared: Prepared) -> Prep
     return dataclasses.replace(prepared, partition=partition, updates=updates)
 
 
-def uncuttable(shares: Mapping[str, Share], parts: Sequence[Part], traits: ParameterTraits) -> str | None:
+def uncuttable(shares: Mapping[str, Share], parts: Sequence[OptimizerPart], traits: ParameterTraits) -> str | None:
     """Names the first parameter that cannot be split by rows, and its optimizer; None if all can be."""
     names = {id(parameter): name for share in shares.values() for name, parameter in share.pairs}
     for optimizer in plain(parts):

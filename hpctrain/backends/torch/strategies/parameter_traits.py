@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
-from hpctrain.backends.torch.state.optimizer import Part, Together
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, Together
 from hpctrain.backends.torch.strategies.row_shares import RowRange
-from hpctrain.backends.torch.task.task_state import Holdings
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.errors import UserError
 
 ELEMENTWISE = (
@@ -42,7 +42,7 @@ class ParameterTraits:
     """Type of an optimizer that may update a parameter from others, if any."""
 
 
-def traits_of(parts: Sequence[Part]) -> ParameterTraits:
+def traits_of(parts: Sequence[OptimizerPart]) -> ParameterTraits:
     """What the optimizers allow."""
     found: dict[str, set[int]] = {"updated": set(), "elementwise": set(), "by_rows": set()}
     unknown = None
@@ -82,18 +82,18 @@ def require_elementwise(optimizer: Optimizer, parameter: Tensor, name: str) -> N
         )
 
 
-def plain(parts: Sequence[Part]) -> list[Optimizer]:
+def plain(parts: Sequence[OptimizerPart]) -> list[Optimizer]:
     """Optimizers that update parameters themselves."""
     return [part.optimizer for part in parts if type(part.optimizer) is not Together]
 
 
-def unsuited(parts: Sequence[Part], holdings: Holdings) -> str | None:
+def unsuited(parts: Sequence[OptimizerPart], task_state: TaskState) -> str | None:
     """Type of an optimizer that contains others, or keeps state outside ``state`` and ``param_groups``, if any."""
     for part in parts:
         inner = [other for other in parts if other is not part and other.path.startswith(part.prefix)]
         if part.saves_itself or (inner and type(part.optimizer) is not Together):
             return type(part.optimizer).__name__
-    found = holdings.find(holdings.roots[0])
+    found = task_state.find(task_state.roots[0])
     if found.modules or found.stateful or any(isinstance(one, (Tensor, np.ndarray)) for one in found.loose.values()):
         return type(parts[-1].optimizer).__name__
     return None

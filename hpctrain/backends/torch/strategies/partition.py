@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from hpctrain.backends.torch.reduce.reducer import SummedGradients
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.train.state import Cut
@@ -87,7 +87,7 @@ class Partition:
     """The part of a model that this rank has: all of it, or parts of layers that are split over a group.
 
     Args:
-        region: region of the group.
+        tp_group: tp_group of the group.
         slices: what this rank has of each split parameter, by name.
         cut: ids of these parameters.
     """
@@ -95,9 +95,9 @@ class Partition:
     sync_group: Group | None = None
     """Ranks that communicate in each pass and so need the same number of passes; None if passes are independent."""
 
-    def __init__(self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int]) -> None:
-        self.region = region
-        self.group = region.group
+    def __init__(self, tp_group: TPGroup, slices: Mapping[str, Slices], cut: frozenset[int]) -> None:
+        self.tp_group = tp_group
+        self.group = tp_group.group
         self.slices = slices
         self.cut = cut
         self.updaters = Group("data")
@@ -149,7 +149,7 @@ class Partition:
         squares = squares_of([gradient for _, gradient in have]).tolist()
         own = sum(square for (name, _), square in zip(have, squares, strict=True) if name in self.slices)
         shared = sum(square for (name, _), square in zip(have, squares, strict=True) if name not in self.slices)
-        total = shared + float(self.region.gather(np.array([own]), "add up the squares of the gradients").sum())
+        total = shared + float(self.tp_group.gather(np.array([own]), "add up the squares of the gradients").sum())
         if self.updaters.size > 1:
             total = float(self.updaters.gather(np.array([total]), "add up the squares of all rows").sum())
         return math.sqrt(total)
@@ -170,7 +170,7 @@ class Partition:
 
     def leave(self) -> None:
         """Ends a forward pass: from here on, ranks draw equal random numbers again."""
-        self.region.leave()
+        self.tp_group.leave()
 
     def passing(self) -> AbstractContextManager[None]:
         """A context for the task's own code, which computes with the model."""
@@ -195,7 +195,7 @@ class Partition:
         """
         if not self.slices:
             return
-        found = self.region.gather(np.array(loss), "compare their losses")
+        found = self.tp_group.gather(np.array(loss), "compare their losses")
         if not np.allclose(found, found[0], rtol=SAME_LOSS, atol=0, equal_nan=True):
             shown = " and ".join(f"{total:g} (of {weight:g})" for total, weight in found.tolist())
             raise UserError(
@@ -245,4 +245,4 @@ def squares_of(gradients: Sequence[Tensor]) -> Tensor:
 
 def uncut() -> Partition:
     """The partition of a model that each rank has as a whole."""
-    return Partition(Region(Group("tensor")), {}, frozenset())
+    return Partition(TPGroup(Group("tensor")), {}, frozenset())

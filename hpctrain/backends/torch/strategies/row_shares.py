@@ -57,7 +57,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """The part of a parameter within a window of the flat buffer."""
 
     index: int
@@ -71,12 +71,12 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Window:
+class RowWindow:
     """A contiguous part of the flat buffer."""
 
     begin: int
     end: int
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
 
     @cached_property
     def indices(self) -> frozenset[int]:
@@ -116,7 +116,7 @@ def share_out(layout: Layout, parameters: Sequence[ShardedParameter], ranks: int
     return Shares(tuple(itertools.starmap(slice, itertools.pairwise(positions))), tuple(pieces))
 
 
-def windows_of(layout: Layout, begin: int, end: int, size: int) -> list[Window]:
+def windows_of(layout: Layout, begin: int, end: int, size: int) -> list[RowWindow]:
     """Divides a range of the flat buffer into windows of this size; the last may be smaller."""
     found = []
     order = sorted(range(len(layout.offsets)), key=lambda index: layout.offsets[index])
@@ -127,8 +127,8 @@ def windows_of(layout: Layout, begin: int, end: int, size: int) -> list[Window]:
             first, last = max(low, offset), min(high, offset + length)
             if first < last:
                 part = slice(first - offset, last - offset)
-                spans.append(Span(index, part, slice(first - low, last - low), part.stop == length))
-        found.append(Window(low, high, tuple(spans)))
+                spans.append(RowSpan(index, part, slice(first - low, last - low), part.stop == length))
+        found.append(RowWindow(low, high, tuple(spans)))
     return found
 
 

@@ -28,7 +28,7 @@ from hpctrain.backends.torch.strategies.partition import Named, Partition, Slice
 from hpctrain.backends.torch.strategies.row_shares import part_of_rows
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CutLayer, keep_own, named_layers, require_same_cut
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
 from hpctrain.config.combinations import Feature
 from hpctrain.errors import UserError
@@ -41,14 +41,14 @@ SAY, ASK, GIVE = "say what rows they need", "ask for rows of a table", "give row
 """Each completes "waited for the other ranks to ..." in errors."""
 
 
-class Tables(Partition):
-    """The partition of a model whose tables are split; the ranks of ``region`` see different samples."""
+class ShardedTables(Partition):
+    """The partition of a model whose tables are split over ranks that see different samples."""
 
     def __init__(
-        self, region: Region, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup, guard: TableGuard
+        self, tp_group: TPGroup, slices: Mapping[str, Slices], cut: frozenset[int], end: Lookup, guard: TableGuard
     ) -> None:
-        super().__init__(region, slices, cut)
-        self.sync_group = region.group
+        super().__init__(tp_group, slices, cut)
+        self.sync_group = tp_group.group
         self.end = end
         """The meeting at the end of a forward pass."""
         self.guard = guard
@@ -82,7 +82,7 @@ class Tables(Partition):
 class Lookup:
     """A point in a pass at which ranks exchange rows."""
 
-    region: Region
+    tp_group: TPGroup
     place: int
     """Number of the table; negative for gradients on their way back."""
     names: Sequence[str]
@@ -103,7 +103,7 @@ class Lookup:
 
     def meet(self, device: torch.device) -> None:
         """Waits until all ranks are here; raises the errors of ``coming``."""
-        self.coming([0] * self.region.group.size, device)
+        self.coming([0] * self.tp_group.group.size, device)
 
     def coming(self, going: Sequence[int], device: torch.device) -> list[int]:
         """Exchanges numbers of rows; returns how many each rank has for this one. Collective.
@@ -117,7 +117,7 @@ class Lookup:
         """
         each = [1] * len(going)
         announced = torch.tensor([[self.place, count] for count in going], device=device)
-        places, counts = self.region.exchange.swap(announced, each, each, SAY).t().tolist()
+        places, counts = self.tp_group.exchange.swap(announced, each, each, SAY).t().tolist()
         if others := [replace(self, place=place) for place in places if place != self.place]:
             raise UserError(
                 f"the ranks' passes differ while parallel.shard is tables: one has reached {self.place_name}, another "
@@ -134,7 +134,7 @@ class Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, going: Sequence[int], coming: Sequence[int], lookup: Lookup) -> Tensor:
         ctx.going, ctx.coming, ctx.lookup = going, coming, lookup
-        return lookup.region.exchange.swap(rows, going, coming, GIVE)
+        return lookup.tp_group.exchange.swap(rows, going, coming, GIVE)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -179,13 +179,15 @@ def tables_of(model: Module, words: Mapping[str, Any]) -> list[CutLayer]:
     return tables
 
 
-def cut_tables(model: Module, tables: Sequence[CutLayer], region: Region, optimizers: Sequence[Optimizer]) -> Tables:
+def cut_tables(
+    model: Module, tables: Sequence[CutLayer], tp_group: TPGroup, optimizers: Sequence[Optimizer]
+) -> ShardedTables:
     """Leaves each rank its rows of each table and of optimizer state, in place. Does not communicate.
 
     Args:
         model: whole, and equal on all ranks.
         tables: the result of ``tables_of``.
-        region: region of the ranks, which see different samples.
+        tp_group: tp_group of the ranks, which see different samples.
         optimizers: optimizers of its parameters.
 
     Raises:
@@ -193,24 +195,24 @@ def cut_tables(model: Module, tables: Sequence[CutLayer], region: Region, optimi
     """
 
     def own_rows(shape: tuple[int, ...], axis: int, parts: int) -> Slices:
-        begin, end = part_of_rows(shape[0], region.group.rank, region.group.size)
+        begin, end = part_of_rows(shape[0], tp_group.group.rank, tp_group.group.size)
         return Slices(shape, 0, (begin,), end - begin, 0, 1)
 
     rows = [len(one.layer.weight) for one in tables]  # type: ignore[arg-type]
     slices, cut = keep_own(model, tables, optimizers, own_rows)
     names, guard = [*(one.name for one in tables), END], TableGuard()
     for place, one in enumerate(tables):
-        lookup = Lookup(region, place, names)
+        lookup = Lookup(tp_group, place, names)
         forward = bags if isinstance(one.layer, EmbeddingBag) else vectors
         one.layer.forward = functools.partial(forward, one, rows[place], lookup)
         guard.keep(one)
-    end = Lookup(region, len(tables), names)
+    end = Lookup(tp_group, len(tables), names)
 
     def meet(module: Module, *ignored: Any) -> None:
         end.meet(next(module.parameters()).device)
 
     model.register_forward_hook(meet)
-    return Tables(region, slices, cut, end, guard)
+    return ShardedTables(tp_group, slices, cut, end, guard)
 
 
 class TableGuard:
@@ -315,7 +317,7 @@ def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[
     Returns:
         For each index the position of its row, the rows, and the position of the padding row if it is among them.
     """
-    layer, group = one.layer, lookup.region.group
+    layer, group = one.layer, lookup.tp_group.group
     assert isinstance(layer, Embedding | EmbeddingBag), "tables_of has seen to it"
     different, places = indices.unique(return_inverse=True)
     if different.numel() and not 0 <= int(different[0]) <= int(different[-1]) < rows:
@@ -324,7 +326,7 @@ def fetched(one: CutLayer, rows: int, lookup: Lookup, indices: Tensor) -> tuple[
     going = torch.bincount(different // share, minlength=group.size).tolist()
     coming = lookup.coming(going, indices.device)
     begin, end = part_of_rows(rows, group.rank, group.size)
-    wanted = lookup.region.exchange.swap(different.long(), going, coming, ASK) - begin
+    wanted = lookup.tp_group.exchange.swap(different.long(), going, coming, ASK) - begin
     untrained = padding - begin if padding is not None and begin <= padding < end else None
     weight = cast(Tensor, held_by(layer)["weight"])
     own = embedding(wanted, weight, untrained, sparse=layer.sparse)
@@ -342,8 +344,8 @@ def planned(opening: Opening) -> Strategy | None:
 
 def cut(opening: Opening, tables: Sequence[CutLayer], prepared: Prepared) -> Prepared:
     """Leaves this rank its rows of each table."""
-    region = opening.region(opening.world.data, Neighbours.TABLES)
-    partition = cut_tables(opening.model, tables, region, opening.optimizers)
+    tp_group = opening.tp_group(opening.world.data, Neighbours.TABLES)
+    partition = cut_tables(opening.model, tables, tp_group, opening.optimizers)
     return dataclasses.replace(prepared, partition=partition)
 
 

@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.device import Compute
 from hpctrain.backends.torch.reduce.reducer import TorchReducers
-from hpctrain.backends.torch.state.optimizer import Part, Slots
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.steps.update_step import PassRunner
 from hpctrain.backends.torch.steps.updates import ReducerSource
 from hpctrain.backends.torch.strategies.exchange import Exchange, OpenExchange
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits, plain, traits_of
 from hpctrain.backends.torch.strategies.partition import Partition, uncut
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.backends.torch.task.shares import Share, shares_of, sparse_parameters
-from hpctrain.backends.torch.task.task_state import Holdings
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
@@ -51,8 +51,8 @@ class Opening:
     clock: StepClock
     model: torch.nn.Module
     """All models of the task as one module."""
-    holdings: Holdings
-    parts: Sequence[Part]
+    task_state: TaskState
+    parts: Sequence[OptimizerPart]
     """All optimizers of the task."""
     features: Mapping[Feature, Any]
     """Features that the run uses."""
@@ -85,9 +85,9 @@ class Opening:
         """Opens an exchange of tensors within a group. Collective."""
         return self.open_exchange(group, self.compute.device, Waiting(self.clock, neighbours))
 
-    def region(self, group: Group, neighbours: Neighbours) -> Region:
-        """Opens a region of a group's ranks. Collective."""
-        return Region(group, self.clock, self.exchange(group, neighbours), neighbours)
+    def tp_group(self, group: Group, neighbours: Neighbours) -> TPGroup:
+        """Opens the communication of ranks that split layers. Collective."""
+        return TPGroup(group, self.clock, self.exchange(group, neighbours), neighbours)
 
     def names(self) -> dict[int, str]:
         """Names of the model's current parameters, by id."""

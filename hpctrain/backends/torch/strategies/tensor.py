@@ -19,7 +19,7 @@ from hpctrain.backends.torch.strategies.partition import Partition, Slices
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tp_group import (
     CutLogits,
-    Region,
+    TPGroup,
     gathered,
     spread,
     summed_backward,
@@ -192,26 +192,30 @@ def require_same_cut(model: Module, layers: Sequence[CutLayer], fix: str = ALIKE
 
 
 def cut_model(
-    model: Module, layers: Sequence[CutLayer], region: Region, data: Group, optimizers: Sequence[torch.optim.Optimizer]
+    model: Module,
+    layers: Sequence[CutLayer],
+    tp_group: TPGroup,
+    data: Group,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> Partition:
     """Leaves this rank its part of each layer and of optimizer state, in place. Does not communicate.
 
     Args:
         model: whole, and equal on all ranks.
         layers: the result of ``layers_to_cut``.
-        region: region of the tensor group.
+        tp_group: tp_group of the tensor group.
         data: ranks that have the same parts.
         optimizers: optimizers of its parameters.
 
     Raises:
         UserError: an optimizer updates a part differently from the whole parameter.
     """
-    own = functools.partial(slices_of, tensor=region.group, data=data)
+    own = functools.partial(slices_of, tensor=tp_group.group, data=data)
     slices, cut = keep_own(model, layers, optimizers, own)
     for one in layers:
         forward = {"columns": columns_forward, "rows": rows_forward, "vocabulary": vocabulary_forward}[one.word.kind]
-        one.layer.forward = functools.partial(forward, one, region)
-    return Partition(region, slices, cut)
+        one.layer.forward = functools.partial(forward, one, tp_group)
+    return Partition(tp_group, slices, cut)
 
 
 def keep_own(
@@ -263,24 +267,24 @@ def slices_of(shape: tuple[int, ...], axis: int, parts: int, tensor: Group, data
     return Slices(shape, axis, begins, length, data.rank, data.size)
 
 
-def columns_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor | CutLogits:
+def columns_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor | CutLogits:
     """This rank's outputs of a ``columns`` layer, or all of them if gathered, as logits always are in evaluation."""
-    region.leave(always=False)
+    tp_group.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
-    outputs = linear(summed_backward(values, region), layer.weight, layer.bias)
+    outputs = linear(summed_backward(values, tp_group), layer.weight, layer.bias)
     if one.word.gathers or (one.word.classes and not layer.training):
-        return gathered(outputs, region)
+        return gathered(outputs, tp_group)
     if one.word.classes:
-        return CutLogits(outputs, region, one.name)
+        return CutLogits(outputs, tp_group, one.name)
     if layer.training:
-        region.enter(outputs.device)
+        tp_group.enter(outputs.device)
     return outputs
 
 
-def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
+def rows_forward(one: CutLayer, tp_group: TPGroup, values: Tensor) -> Tensor:
     """All outputs of a ``rows`` layer, from this rank's part of the inputs."""
-    region.leave(always=False)
+    tp_group.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Linear), "layers_to_cut has seen to it"
     if values.shape[-1] != layer.weight.shape[1]:
@@ -290,16 +294,16 @@ def rows_forward(one: CutLayer, region: Region, values: Tensor) -> Tensor:
             "split the layer that makes its inputs by columns, and infer the number of heads with -1 in views",
         )
     own = linear(values, layer.weight)
-    outputs = summed_forward(own, region)
+    outputs = summed_forward(own, tp_group)
     return outputs if layer.bias is None else outputs + layer.bias.to(outputs.dtype)
 
 
-def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor:
+def vocabulary_forward(one: CutLayer, tp_group: TPGroup, indices: Tensor) -> Tensor:
     """The vectors of all indices; each rank contributes each of its rows that occur, once."""
-    region.leave(always=False)
+    tp_group.leave(always=False)
     layer = one.layer
     assert isinstance(layer, Embedding), "layers_to_cut has seen to it"
-    count, group = layer.weight.shape[0], region.group
+    count, group = layer.weight.shape[0], tp_group.group
     if bool(((indices < 0) | (indices >= count * group.size)).any()):
         raise IndexError(f"index out of range in {one.name}: {int(indices.min())} to {int(indices.max())}")
     different, places = indices.unique(return_inverse=True)
@@ -308,7 +312,7 @@ def vocabulary_forward(one: CutLayer, region: Region, indices: Tensor) -> Tensor
     found = layer.weight.index_select(0, own)
     if layer.padding_idx is not None:  # the padding row is not trained
         found = torch.where((own == layer.padding_idx - group.rank * count)[:, None], found.detach(), found)
-    return spread(found, places, counts, region)
+    return spread(found, places, counts, tp_group)
 
 
 def planned(opening: Opening) -> Strategy | None:
@@ -321,6 +325,6 @@ def planned(opening: Opening) -> Strategy | None:
 def cut(opening: Opening, layers: Sequence[CutLayer], prepared: Prepared) -> Prepared:
     """Leaves this rank its part of each layer."""
     world = opening.world
-    region = opening.region(world.tensor, Neighbours.TENSOR)
-    partition = cut_model(opening.model, layers, region, world.data, opening.optimizers)
+    tp_group = opening.tp_group(world.tensor, Neighbours.TENSOR)
+    partition = cut_model(opening.model, layers, tp_group, world.data, opening.optimizers)
     return dataclasses.replace(prepared, partition=partition)

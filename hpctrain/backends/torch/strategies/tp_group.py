@@ -25,10 +25,10 @@ HALVES = (torch.bfloat16, torch.float16)
 """Dtypes that MPI cannot add, and in which sums would lose precision."""
 Map: TypeAlias = Callable[[Tensor], Tensor]
 Outside: TypeAlias = list[tuple[torch.Generator, Tensor, int]]
-"""Random generators with their state before a region and their seed inside it; empty outside regions."""
+"""Random generators with their state before split layers and their seed inside them; empty outside."""
 
 
-class Region:
+class TPGroup:
     """The part of a model where each rank of a group has some of the values: after ``columns``, before ``rows``.
 
     Inside, dropout differs between ranks; outside, it is equal. The random streams inside are derived from the one
@@ -55,7 +55,7 @@ class Region:
         """Non-empty while random numbers are those of the inside."""
 
     def enter(self, device: torch.device) -> None:
-        """Enters the region: from here on, each rank draws different random numbers."""
+        """Enters split layers: from here on, each rank draws different random numbers."""
         if self.outside:
             return
         number = int(torch.randint(2**62, ()))
@@ -66,11 +66,11 @@ class Region:
             generator.manual_seed(seed)
 
     def leave(self, always: bool = True) -> None:
-        """Leaves the region: from here on, all ranks draw the same random numbers again.
+        """Leaves split layers: from here on, all ranks draw the same random numbers again.
 
         Args:
             always: False inside a model: if torch's activation checkpointing has recomputed a part that ends in the
-                region, it has restored random states itself, and others may have been set since.
+                tp_group, it has restored random states itself, and others may have been set since.
         """
         for generator, state, seed in self.outside:
             if always or generator.initial_seed() == seed:
@@ -132,45 +132,45 @@ def alike(values: Tensor) -> Tensor:
     return values.view_as(values)
 
 
-def spread(rows: Tensor, places: Tensor, counts: Sequence[int], region: Region) -> Tensor:
+def spread(rows: Tensor, places: Tensor, counts: Sequence[int], tp_group: TPGroup) -> Tensor:
     """Looks up rows of a table that is split over the ranks; gradients are summed where the rows are.
 
     Args:
         rows: float[counts[rank], width], this rank's rows.
         places: int64[...], the same on all ranks: indices into the rows of all ranks, in rank order.
         counts: number of rows of each rank.
-        region: region of the ranks.
+        tp_group: tp_group of the ranks.
     """
 
     def at_places(own: Tensor) -> Tensor:
-        return embedding(places, region.joined(own, counts, "gather the rows of a split table"))
+        return embedding(places, tp_group.joined(own, counts, "gather the rows of a split table"))
 
     def collected(values: Tensor) -> Tensor:
-        local, count = places.flatten() - sum(counts[: region.group.rank]), counts[region.group.rank]
+        local, count = places.flatten() - sum(counts[: tp_group.group.rank]), counts[tp_group.group.rank]
         own = ((local >= 0) & (local < count)).nonzero().squeeze(1)
         return values.new_zeros(count, values.shape[-1]).index_add_(0, local[own], values.flatten(0, -2)[own])
 
     return mapped(rows, at_places, collected)
 
 
-def summed_backward(values: Tensor, region: Region) -> Tensor:
+def summed_backward(values: Tensor, tp_group: TPGroup) -> Tensor:
     """Passes whole values into a split layer unchanged; in backward, sums their gradients over the ranks."""
-    return mapped(values, alike, functools.partial(region.summed, what="add up gradients of a split layer's inputs"))
+    return mapped(values, alike, functools.partial(tp_group.summed, what="add up gradients of a split layer's inputs"))
 
 
-def summed_forward(values: Tensor, region: Region, what: str = "add up the outputs of a split layer") -> Tensor:
+def summed_forward(values: Tensor, tp_group: TPGroup, what: str = "add up the outputs of a split layer") -> Tensor:
     """Sums what the ranks computed; in backward, each rank gets the gradient of the sum."""
-    return mapped(values, functools.partial(region.summed, what=what), alike)
+    return mapped(values, functools.partial(tp_group.summed, what=what), alike)
 
 
-def gathered(values: Tensor, region: Region) -> Tensor:
+def gathered(values: Tensor, tp_group: TPGroup) -> Tensor:
     """Concatenates the ranks' results along the last axis; in backward, each rank gets the gradient of its part."""
 
     def own(everything: Tensor) -> Tensor:
-        length = everything.shape[-1] // region.group.size
-        return everything.narrow(-1, region.group.rank * length, length).clone()
+        length = everything.shape[-1] // tp_group.group.size
+        return everything.narrow(-1, tp_group.group.rank * length, length).clone()
 
-    return mapped(values, functools.partial(region.gathered, what="gather the outputs of a split layer"), own)
+    return mapped(values, functools.partial(tp_group.gathered, what="gather the outputs of a split layer"), own)
 
 
 class CutLogits:
@@ -179,26 +179,26 @@ class CutLogits:
 
     Args:
         values: [..., classes of this rank].
-        region: region of the ranks that have the other classes.
+        tp_group: tp_group of the ranks that have the other classes.
         layer: name of the layer that computed them, for messages.
     """
 
-    def __init__(self, values: Tensor, region: Region, layer: str) -> None:
+    def __init__(self, values: Tensor, tp_group: TPGroup, layer: str) -> None:
         self.values = values
-        self.region = region
+        self.tp_group = tp_group
         self.layer = layer
 
     @property
     def shape(self) -> torch.Size:
         """Shape with the classes of all ranks."""
-        return torch.Size((*self.values.shape[:-1], self.values.shape[-1] * self.region.group.size))
+        return torch.Size((*self.values.shape[:-1], self.values.shape[-1] * self.tp_group.group.size))
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> CutLogits:
         """Slices leading axes, as in ``outputs[:, :-1]``."""
         keys = key if isinstance(key, tuple) else (key,)
         if len(keys) >= self.values.ndim or not all(isinstance(one, slice) for one in keys):
             self.refuse("the indexing")
-        return CutLogits(self.values[keys], self.region, self.layer)
+        return CutLogits(self.values[keys], self.tp_group, self.layer)
 
     @classmethod
     def __torch_function__(
@@ -270,20 +270,20 @@ def cross_entropy(
 
 def of_cut(outputs: CutLogits, targets: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
     """Exchanges one number per target, then two, or three with label smoothing (Shoeybi et al. 2019, section 3)."""
-    region, classes = outputs.region, outputs.shape[-1]
+    tp_group, classes = outputs.tp_group, outputs.shape[-1]
     logits = outputs.values.reshape(-1, outputs.values.shape[-1])
     logits = logits.float() if logits.dtype in HALVES else logits
     counts = targets != ignore_index
     if bool((counts & ((targets < 0) | (targets >= classes))).any()):
         raise IndexError(f"a target of cross_entropy is not one of {classes} classes, nor {ignore_index}")
     count = logits.shape[1]
-    local = targets - region.group.rank * count
+    local = targets - tp_group.group.rank * count
     elsewhere = (local < 0) | (local >= count)
-    largest = region.gathered(logits.detach().amax(1, keepdim=True), "find the largest logit").amax(1, keepdim=True)
+    largest = tp_group.gathered(logits.detach().amax(1, keepdim=True), "find the largest logit").amax(1, keepdim=True)
     shifted = logits - largest
     of_targets = shifted.gather(1, local.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0)
     parts = [shifted.exp().sum(1), of_targets, *([shifted.sum(1)] if label_smoothing else [])]
-    exponentials, of_targets, *everything = summed_forward(torch.stack(parts), region, "add up the parts of a loss")
+    exponentials, of_targets, *everything = summed_forward(torch.stack(parts), tp_group, "add up the parts of a loss")
     losses = exponentials.log() - (1 - label_smoothing) * of_targets
     if everything:
         losses = losses - label_smoothing / classes * everything[0]

@@ -22,7 +22,7 @@ from hpctrain.backends.torch.reduce.reducer import Number, common_kind, fill_slo
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate
 from hpctrain.backends.torch.strategies.parameter_traits import ParameterTraits
-from hpctrain.backends.torch.strategies.row_shares import Window, windows_of
+from hpctrain.backends.torch.strategies.row_shares import RowWindow, windows_of
 from hpctrain.backends.torch.strategies.sharded_exchange import Windows, open_windows
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, needs_norm
 from hpctrain.backends.torch.strategies.zero1 import OwnGradients, Sharded, largest_share, shard_optimizers
@@ -107,7 +107,7 @@ class SlicedReducer(OwnGradients):
 
     def spread(self) -> bool:
         for turn in range(max(map(len, self.spread_in))):
-            now = [each[turn] if turn < len(each) else Window(0, 0, ()) for each in self.spread_in]
+            now = [each[turn] if turn < len(each) else RowWindow(0, 0, ()) for each in self.spread_in]
             self._fill(now[self.sharded.rank], self.flat)
             for rank, window in self.windows.others([one.end - one.begin for one in now]):
                 values = torch.from_numpy(window)
@@ -169,7 +169,7 @@ class SlicedReducer(OwnGradients):
                 self.parameters[one.index].grad = None
         self.sent += 1
 
-    def _fill(self, window: Window, given: Mapping[int, Tensor]) -> None:
+    def _fill(self, window: RowWindow, given: Mapping[int, Tensor]) -> None:
         """Copies values into this rank's window, with zeros where there are none."""
         host, end = torch.from_numpy(self.windows.own[: window.end - window.begin]), 0
         values = host if self.stage is None else self.stage[: len(host)]

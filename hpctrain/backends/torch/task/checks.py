@@ -15,12 +15,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_map
 
 from hpctrain.backends.torch.reduce.gradients import watched
-from hpctrain.backends.torch.state.optimizer import Part
+from hpctrain.backends.torch.state.optimizer import OptimizerPart
 from hpctrain.backends.torch.task.shares import of_sparse_adam
 from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
-from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, Framework, require_mean
+from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, LossReader, require_mean
 from hpctrain.tasks.user_errors import blamed, of_float64, shapes, trained_weight
 
 
@@ -78,7 +78,7 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def model_features(
-    model: torch.nn.Module, parts: Sequence[Part], joins: bool, ranks: int, unsuited: str | None = None
+    model: torch.nn.Module, parts: Sequence[OptimizerPart], joins: bool, ranks: int, unsuited: str | None = None
 ) -> dict[Feature, Any]:
     """Features that a model and its optimizers use.
 
@@ -128,13 +128,13 @@ def require_scalar(loss: torch.Tensor) -> None:
 
 
 def read(score: Any, samples: int) -> tuple[float, float, float]:
-    """See mean_check.Framework."""
+    """See mean_check.LossReader."""
     total, weight = score if isinstance(score, tuple) else (score * samples, samples)
     total = torch.as_tensor(total).detach()
     return float(total), float(weight), TOLERANCE_16_BITS if total.dtype.itemsize < 4 else TOLERANCE
 
 
-TORCH = Framework(read, tree_map, Tensor.clone)
+TORCH = LossReader(read, tree_map, Tensor.clone)
 
 
 def try_loss(

@@ -13,9 +13,9 @@ from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
 from hpctrain.backends.torch import accelerator
 from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind
-from hpctrain.backends.torch.process_groups import Peers, by_group, peers_of, sum_exactly
+from hpctrain.backends.torch.process_groups import ProcessGroup, by_group, peers_of, sum_exactly
 from hpctrain.backends.torch.reduce.reducer import broadcast
-from hpctrain.backends.torch.state.optimizer import OptimizerState, Part
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerState
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
 from hpctrain.backends.torch.state.torch_state import Averages, TorchState, passes_leave
 from hpctrain.backends.torch.steps.own_step import OwnSteps, own_models
@@ -33,7 +33,7 @@ from hpctrain.backends.torch.task.checks import model_features, require_trainabl
 from hpctrain.backends.torch.task.gradient_hooks import require_linear_hooks
 from hpctrain.backends.torch.task.shares import whole_model
 from hpctrain.backends.torch.task.sync_batchnorm import SyncBatchNorm, wants_joint_statistics
-from hpctrain.backends.torch.task.task_state import Holdings, require_restorable
+from hpctrain.backends.torch.task.task_state import TaskState, require_restorable
 from hpctrain.backends.torch.torch_framework import TorchEvaluator, TorchFramework
 from hpctrain.backends.torch.torch_metrics import TorchMetricMeter, of_torchmetrics
 from hpctrain.backends.update import rule_of
@@ -85,7 +85,7 @@ def open_torch(
     move(opening.model, device, compute.memory_format)
     strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.load().planned(opening)) is not None]
     with ExitStack() as stack:
-        peers: Peers | None = None
+        peers: ProcessGroup | None = None
         if world.data.size == world.size > 1 and by_group(config.reduce.kind, world, device):
             peers = stack.enter_context(closing(peers_of(world.data, device)))  # which reducers then share
         make_equal(opening.model, world.everyone, peers)
@@ -133,15 +133,15 @@ def look_at(
     """Checks a task and collects what strategies need. Raises UserError if it cannot be trained as configured."""
     model = whole_model(task)
     own = {"loss": task.loss, "forward": task.forward, "step": task.step}
-    holdings = Holdings(task.optimizer, own, model, [one.value for one in kept_objects(task)])
-    parts = holdings.parts()
+    task_state = TaskState(task.optimizer, own, model, [one.value for one in kept_objects(task)])
+    parts = task_state.parts()
     require_trainable(model, [part.optimizer for part in parts])
     require_restorable(model)
     require_linear_hooks(model)
     joins = wants_joint_statistics(model, config.train.sync_batchnorm)
-    features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, holdings))
+    features = config.features() | model_features(model, parts, joins, world.data.size, unsuited(parts, task_state))
     features |= used({Feature.CARRIED: carried_by(task), Feature.TORCH_METRICS: of_torchmetrics(task)})
-    features |= pipeline_features(task, holdings)
+    features |= pipeline_features(task, task_state)
     on_meta = parameters_on_meta(model, parts)
     features |= used({Feature.META_INIT: next(iter(on_meta), None)})
     refuse(features)
@@ -152,7 +152,7 @@ def look_at(
         compute=compute,
         clock=clock,
         model=model,
-        holdings=holdings,
+        task_state=task_state,
         parts=parts,
         features=features,
         joins=joins,
@@ -162,7 +162,7 @@ def look_at(
     )
 
 
-def make_equal(model: torch.nn.Module, everyone: Group, peers: Peers | None = None) -> None:
+def make_equal(model: torch.nn.Module, everyone: Group, peers: ProcessGroup | None = None) -> None:
     """Broadcasts rank 0's weights, by ``peers`` if given. Raises UserError if the ranks' models differ. Collective."""
     tensors = {name: tensor for name, tensor, _ in module_tensors(model)}
     described = [
@@ -191,7 +191,7 @@ def assembled(
     if compute.device.type != "cpu":
         optimizer_state.to_device()
     objects = kept_objects(task)
-    unchanged = functools.partial(passes_leave, model, opening.holdings, objects, compute.device)
+    unchanged = functools.partial(passes_leave, model, opening.task_state, objects, compute.device)
     reducers = ExchangesToChoose(updates.reducers)
     exchanges = ChosenReducer(reducers, choice, unchanged, choice.known(reducers))
     joins = opening.joins and world.data.size > 1
@@ -227,7 +227,7 @@ def assembled(
         program=program,
         optimizer_state=optimizer_state,
         averages=averages,
-        holdings=opening.holdings,
+        task_state=opening.task_state,
         tilings=tilings(model, task.tensor, plain_name),
         placed=prepared.placed,
         other_names=doubled,
@@ -242,7 +242,7 @@ def assembled(
 MADE = "the task made it on the meta device"
 
 
-def parameters_on_meta(model: Module, parts: Sequence[Part]) -> list[str]:
+def parameters_on_meta(model: Module, parts: Sequence[OptimizerPart]) -> list[str]:
     """Names of the parameters that are on the meta device.
 
     Raises UserError if buffers or optimizer state are, since a file might not contain them.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
 from hpctrain.backends.torch.strategies.tensor import CONTAINERS
-from hpctrain.backends.torch.strategies.tp_group import Outside, Region
+from hpctrain.backends.torch.strategies.tp_group import Outside, TPGroup
 from hpctrain.errors import UserError
 
 
@@ -25,18 +25,18 @@ def planned(opening: Opening) -> Strategy:
 
 def save_memory(opening: Opening, prepared: Prepared) -> Prepared:
     """Makes the configured layers recompute their activations."""
-    recompute(opening.model, opening.config.train.recompute, prepared.partition.region)
+    recompute(opening.model, opening.config.train.recompute, prepared.partition.tp_group)
     return prepared
 
 
-def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[str]:
+def recompute(model: Module, patterns: Sequence[str], tp_group: TPGroup) -> list[str]:
     """Makes layers of a model recompute, in place. Names and parameters do not change; results are bitwise identical.
 
     Args:
         model: the model.
         patterns: patterns of layer names, such as ``blocks.*``; ``*`` means all layers. A layer inside a matching one
             is part of it.
-        region: region of the layers that are cut over ranks.
+        tp_group: tp_group of the layers that are cut over ranks.
 
     Returns:
         The names of the layers.
@@ -58,7 +58,7 @@ def recompute(model: Module, patterns: Sequence[str], region: Region) -> list[st
                 "leave it out of train.recompute, or torch.compile out of the task",
             )
     for layer in layers.values():
-        layer.forward = functools.partial(Recomputed(layer, region), layer.forward)
+        layer.forward = functools.partial(Recomputed(layer, tp_group), layer.forward)
     return list(layers)
 
 
@@ -98,13 +98,13 @@ class Recomputed:
 
     Args:
         layer: the module.
-        region: region of cut layers, which the layer may overlap; the second pass draws the same random numbers and
+        tp_group: tp_group of cut layers, which the layer may overlap; the second pass draws the same random numbers and
             exchanges with the same ranks as the first.
     """
 
-    def __init__(self, layer: Module, region: Region) -> None:
+    def __init__(self, layer: Module, tp_group: TPGroup) -> None:
         self.layer = layer
-        self.region = region
+        self.tp_group = tp_group
         self.changing: set[str] | None = None
         """Names of buffers that a forward pass changes (others are masks and tables); None before the first pass."""
 
@@ -113,7 +113,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before: dict[str, torch.Tensor] = {}
-        passes = lambda: (self._first(before), self._second(before, list(self.region.outside)))  # noqa: E731
+        passes = lambda: (self._first(before), self._second(before, list(self.tp_group.outside)))  # noqa: E731
         return checkpoint(forward, *args, use_reentrant=False, context_fn=passes, **kwargs)
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ class Recomputed:
         after = [buffer.clone() for buffer, _ in buffers]
         _fill([buffer for buffer, _ in buffers], [value for _, value in buffers])
         try:
-            with self.region.again(outside):
+            with self.tp_group.again(outside):
                 yield
         finally:
             _fill([buffer for buffer, _ in buffers], after)

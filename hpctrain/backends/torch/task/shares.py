@@ -10,7 +10,7 @@ import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import SGD, Adagrad, SparseAdam
 
-from hpctrain.backends.torch.state.optimizer import Part, Together
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, Together
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import TorchTask
 
@@ -47,7 +47,7 @@ def whole_model(task: TorchTask) -> torch.nn.Module:
     return torch.nn.ModuleDict(task.model)
 
 
-def shares_of(task: TorchTask, model: torch.nn.Module, parts: Sequence[Part]) -> dict[str, Share]:
+def shares_of(task: TorchTask, model: torch.nn.Module, parts: Sequence[OptimizerPart]) -> dict[str, Share]:
     """Parameters by optimizer; a single optimizer gets all that require gradients.
 
     Args:
@@ -89,7 +89,7 @@ def shares_of(task: TorchTask, model: torch.nn.Module, parts: Sequence[Part]) ->
     return shares
 
 
-def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[Parameter]:
+def sparse_parameters(model: Module, parts: Sequence[OptimizerPart], mode: str) -> list[Parameter]:
     """Embedding tables with ``sparse=True`` whose optimizers treat missing rows like zero gradients; and all parameters
     of SparseAdam, which takes nothing else.
 
@@ -122,13 +122,13 @@ def sparse_parameters(model: Module, parts: Sequence[Part], mode: str) -> list[P
     return found
 
 
-def of_sparse_adam(model: Module, parts: Sequence[Part]) -> Iterator[str]:
+def of_sparse_adam(model: Module, parts: Sequence[OptimizerPart]) -> Iterator[str]:
     """Names of the parameters that SparseAdam updates."""
     own = [part for part in parts if isinstance(part.optimizer, SparseAdam)]
     return (name for name, one in model.named_parameters() if any(True for part in own for _ in holding(part, one)))
 
 
-def holding(part: Part, parameter: Parameter) -> Iterator[dict[str, Any]]:
+def holding(part: OptimizerPart, parameter: Parameter) -> Iterator[dict[str, Any]]:
     """Parameter groups of an optimizer that contain a parameter."""
     return (group for group in part.optimizer.param_groups if any(one is parameter for one in group["params"]))
 

@@ -13,7 +13,7 @@ from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.backends.joint_statistics import JointStatistics
-from hpctrain.backends.torch.process_groups import Peers, have_own_gpus, peers_of
+from hpctrain.backends.torch.process_groups import ProcessGroup, have_own_gpus, peers_of
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.comm.group import Group
@@ -207,7 +207,7 @@ class OnDevice:
 
     def __init__(self, joint: JointStatistics, group: Group, device: torch.device) -> None:
         self.joint, self.group, self.device = joint, group, device
-        self.peers: dict[Group, Peers] = {}
+        self.peers: dict[Group, ProcessGroup] = {}
 
     def among(self) -> tuple[Any, int]:
         """The process group and number of the ranks that take part. Collective among them if it is new."""

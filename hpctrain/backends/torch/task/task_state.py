@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import SGD, Optimizer
 
 from hpctrain.backends.named_state import load_tensors, plain_name, refuse_unplaced
-from hpctrain.backends.torch.state.optimizer import Part
+from hpctrain.backends.torch.state.optimizer import OptimizerPart
 from hpctrain.backends.torch.state.tensors import ADDED_KEYS, TorchTensor, added_keys, digest, module_tensors, tensor_of
 from hpctrain.errors import UserError
 from hpctrain.tasks.user_errors import words
@@ -55,7 +55,7 @@ class Root:
 
 
 @dataclass
-class Found:
+class FoundState:
     """State that a root holds, by path."""
 
     modules: dict[str, Module]
@@ -71,7 +71,7 @@ OLD_LOOSE = "/own/"
 """Part of the names under which versions up to 0.3 saved values in plain attributes."""
 
 
-class Holdings:
+class TaskState:
     """State that a task keeps outside its model and the ``state`` of its optimizers.
 
     - Modules: their parameters and buffers, and their extra state.
@@ -104,22 +104,22 @@ class Holdings:
             for path, module in found.modules.items():
                 self.extra_state += extra_states(root.name, path, module)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OptimizerPart]:
         """All optimizers in the task's optimizer, itself included, inner ones first."""
         root = self.roots[0].value
         places = list(reached(root, lambda at: self._is_end(at) and not saves_itself(at), attributes, self.names))
         outermost = [path for path, value in places if saves_itself(value)]
         return [
-            Part(path, value, any(not outer or f"{path}.".startswith(f"{outer}.") for outer in outermost))
+            OptimizerPart(path, value, any(not outer or f"{path}.".startswith(f"{outer}.") for outer in outermost))
             for path, value in reversed(places)
             if isinstance(value, Optimizer)
         ]
 
-    def find(self, root: Root) -> Found:
+    def find(self, root: Root) -> FoundState:
         """Finds the state that a root holds now. Raises UserError if its names would differ between processes."""
         ids = set(self.modules)
         optimizers = []
-        found = Found({}, {}, {})
+        found = FoundState({}, {}, {})
         inner = set(self.modules)
         for path, value in reached(root.value, self._is_end, attributes, self.names):
             ids |= {id(value), *map(id, parameters_in(value))}
@@ -164,7 +164,7 @@ class Holdings:
         """Modules with extra state, and what the model adds to its ``state_dict``, by name."""
         return self.extra_state + ([(ADDED, AddedKeys(self.model))] if added_keys(self.model) else [])
 
-    def _look_at(self, root: Root, found: Found, memory: set[int]) -> None:
+    def _look_at(self, root: Root, found: FoundState, memory: set[int]) -> None:
         """Records changed plain attributes. Attributes that a loss adds later are assumed to be caches and logs."""
         for path, value in found.loose.items():
             if isinstance(value, Tensor) and value.data_ptr() in memory:
@@ -250,7 +250,7 @@ def refuse_ids(root: str, paths: Iterable[str], ids: set[int]) -> None:
             )
 
 
-def module_state(root: Root, found: Found) -> list[TorchTensor]:
+def module_state(root: Root, found: FoundState) -> list[TorchTensor]:
     """Parameters and buffers, as far as they are in ``state_dict``, of the modules that a root holds."""
     return [
         TorchTensor(f"held/{root.name}/module/{path}{'.' if path else ''}{name}", tensor, placement)
@@ -259,7 +259,7 @@ def module_state(root: Root, found: Found) -> list[TorchTensor]:
     ]
 
 
-def stateful_tensors(root: Root, found: Found, leaves: Leaves) -> list[StateTensor]:
+def stateful_tensors(root: Root, found: FoundState, leaves: Leaves) -> list[StateTensor]:
     """State of objects with a ``state_dict``."""
     return [
         tensor

@@ -1,7 +1,7 @@
 """Prepares a Slurm job before the ranks start: stages files in, and finds a launcher that works.
 
-For staging, every node copies the sources named in the run file to its own disk (``stage_on_node``). ``Place`` reuses
-what was prepared for the job's first attempt in all later ones.
+For staging, every node copies the sources named in the run file to its own disk (``stage_on_node``). ``JobNodes``
+reuses what was prepared for the job's first attempt in all later ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PMIX_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedRanks:
     """How to start the ranks of an attempt."""
 
     launcher: Launcher
@@ -49,7 +49,7 @@ class Prepared:
     """Host by rank; empty unless srun starts the ranks and the preflight has seen their hosts."""
 
 
-def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> Prepared:
+def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> PreparedRanks:
     """Stages files in and finds a launcher whose preflight passes.
 
     Args:
@@ -69,7 +69,7 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
         skip_steps(run, PMIX_STEPS * unclean(Attempts(run).all()[:-1], job.id))
     interpreter, copies = stage_in(config, run, whole or job)
     if not config.launch.preflight:
-        return Prepared(found[0], interpreter, copies, {})
+        return PreparedRanks(found[0], interpreter, copies, {})
     failed, gone = list[tuple[Launcher, preflight.Fault]](), False
     for launcher in found if len(found) > 1 else found * 2:  # MPI may fail to start once
         problems, hosts = check(config, run, job, launcher, interpreter)
@@ -77,7 +77,7 @@ def prepare(config: Config, run: RunDir, job: Job, whole: Job | None = None) -> 
             say(f"preflight with {launcher.describe()}: {problem.what}")
         fatal = next((problem for problem in problems if problem.fatal), None)
         if fatal is None:
-            return Prepared(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
+            return PreparedRanks(launcher, interpreter, copies, hosts if isinstance(launcher, Srun) else {})
         if not fatal.launcher:
             for problem in of_nodes(problems, hosts):
                 leave_out.note(config, run, problem.host or "", problem.what, Attempts(run).all()[-1].number)
@@ -221,7 +221,7 @@ def _absolute(name: str) -> str:
 
 
 @dataclasses.dataclass
-class Place:
+class JobNodes:
     """The allocation of one job, from which each attempt uses some nodes."""
 
     config: Config
@@ -231,7 +231,7 @@ class Place:
     """The job with all its nodes."""
     job: Job
     """The job with the nodes of the current attempt."""
-    prepared: Prepared | None = None
+    prepared: PreparedRanks | None = None
     """Copies, interpreter, and the launcher whose preflight passed; None before the first attempt."""
     lost: set[str] = dataclasses.field(default_factory=set)
     """Nodes that attempts have lost."""
@@ -239,7 +239,7 @@ class Place:
     """srun of the step that watches the supervisor; see ``standby``."""
 
     @classmethod
-    def of(cls, config: Config, run_dir: RunDir, job: Job) -> Place:
+    def of(cls, config: Config, run_dir: RunDir, job: Job) -> JobNodes:
         """Returns the place for the first attempt; the last nodes wait as spares."""
         if not config.launch.spare_nodes:
             return cls(config, run_dir, job, job)
@@ -251,7 +251,7 @@ class Place:
         job = self.job
         return Attempt(job=job.id, restarts=job.restarts, nodes=job.nodes, ranks=job.ranks).under(self.config.parallel)
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> PreparedRanks:
         """Returns how to start the ranks; stages and checks only the first time. See ``allocation.prepare``."""
         if self.prepared is None:
             self.prepared = prepare(self.config, self.run_dir, self.job, self.whole)

@@ -79,7 +79,7 @@ def attempt(config: Config, run_dir: RunDir, job: Job, parent: int, verbose: boo
     config = settle(as_allocated(config, job), run_dir)
     forget_dead_holder(run_dir)
     limit = TimeLimit(job.id, lead_s(config, run_dir), start_s(run_dir))
-    place = allocation.Place.of(config, run_dir, job)
+    place = allocation.JobNodes.of(config, run_dir, job)
 
     def launch(number: int) -> Launch:
         limit.require_room()
@@ -175,7 +175,7 @@ def make_launch(
     job: Job,
     number: int,
     verbose: bool,
-    prepare: Callable[[], allocation.Prepared] | None = None,
+    prepare: Callable[[], allocation.PreparedRanks] | None = None,
 ) -> Launch:
     """Returns what starts the ranks; ``prepare`` finds the launcher, by default ``allocation.prepare``.
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 from hpctrain.backends.joint_statistics import BatchNorms
-from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import SyncBatchNorm, joint_layers
+from hpctrain.backends.tensorflow.task.keras_sync_batchnorm import KerasSyncBatchNorm, joint_layers
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
@@ -22,7 +22,7 @@ VALUES = np.random.default_rng(1).normal(3.0, 2.0, (4, 5, 6))
 MASK = np.arange(20).reshape(4, 5) % 3 > 0
 
 
-def passes(layer: layers.BatchNormalization, mask: Any, joint: SyncBatchNorm | None) -> list[np.ndarray[Any, Any]]:
+def passes(layer: layers.BatchNormalization, mask: Any, joint: KerasSyncBatchNorm | None) -> list[np.ndarray[Any, Any]]:
     """Outputs, gradients and moving statistics of one traced pass."""
 
     @tf.function(autograph=False)
@@ -42,7 +42,7 @@ def passes(layer: layers.BatchNormalization, mask: Any, joint: SyncBatchNorm | N
     return [np.asarray(one) for one in (*found, *layer.non_trainable_variables)]
 
 
-def traced(run: Any, joint: SyncBatchNorm) -> Any:
+def traced(run: Any, joint: KerasSyncBatchNorm) -> Any:
     """The pass inside a function that is traced, as an update is."""
 
     @tf.function(autograph=False)
@@ -73,7 +73,7 @@ def make(**settings: Any) -> layers.BatchNormalization:
 def test_every_kind_of_layer_computes_what_keras_does(settings: dict[str, Any], masked: bool) -> None:
     mask = tf.constant(MASK) if masked else None
     own, other = make(**settings), make(**settings)
-    joint = SyncBatchNorm([other], Group("alone"), IntervalClock())
+    joint = KerasSyncBatchNorm([other], Group("alone"), IntervalClock())
     for one, two in zip(passes(other, mask, joint), passes(own, mask, None), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)  # Keras adds 1e-7 to the count of a mask
     assert joint.meetings == 2
@@ -98,13 +98,13 @@ def test_statistics_of_ones_own_are_refused() -> None:
             return super()._moments(inputs, mask)
 
     with pytest.raises(UserError, match="is an Own, which computes statistics in its own way"):
-        SyncBatchNorm([Own()], Group("alone"), IntervalClock())
+        KerasSyncBatchNorm([Own()], Group("alone"), IntervalClock())
 
 
 def test_a_layer_in_a_loop_is_refused() -> None:
     layer = layers.BatchNormalization()
     layer.build((2, 3))
-    joint = SyncBatchNorm([layer], Group("alone"), IntervalClock())
+    joint = KerasSyncBatchNorm([layer], Group("alone"), IntervalClock())
 
     @tf.function(autograph=False)
     def run(values: tf.Tensor) -> Any:

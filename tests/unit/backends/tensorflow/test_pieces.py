@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hpctrain.backends.tensorflow.keras_reducer import STACKED, HostReducer, NoReducer, Pieces, grouped
+from hpctrain.backends.tensorflow.keras_reducer import STACKED, HostReducer, KerasNoReducer, Pieces, grouped
 from hpctrain.reduce.flat_layout import LOSS, SLOTS, SQUARE, WEIGHT
 from hpctrain.reduce.shm_allreduce import add_pairwise, sum_pairwise
 
@@ -48,7 +48,7 @@ def test_what_is_packed_is_unpacked(dtype: str) -> None:
 
 def test_one_rank_sums_nothing_and_knows_the_norm() -> None:
     pieces = Pieces(variables())
-    sums = NoReducer().sum(pieces.pack_with(gradients(), {LOSS: 1.0}))
+    sums = KerasNoReducer().sum(pieces.pack_with(gradients(), {LOSS: 1.0}))
     square = sum(float(np.square(gradient).sum(dtype=np.float64)) for gradient in gradients())
     assert float(sums[-1][SQUARE]) == pytest.approx(square, rel=1e-5)
     assert float(sums[-1][LOSS]) == 1.0

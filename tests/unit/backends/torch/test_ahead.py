@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backends.torch.ahead import CopiesAhead, Copy, Placed
+from hpctrain.backends.torch.ahead import BatchCopy, CopiesAhead, Placed
 
 
 class Device:
@@ -17,9 +17,9 @@ class Device:
         self.begun: list[int] = []
         self.ahead = CopiesAhead(self.begin)
 
-    def begin(self, batch: Mapping[str, Any]) -> Copy:
+    def begin(self, batch: Mapping[str, Any]) -> BatchCopy:
         self.begun.append(int(batch["x"][0]))
-        return Copy({}, self.begun[-1])
+        return BatchCopy({}, self.begun[-1])
 
     def load(self, number: int) -> Placed:
         return self.ahead.add(Placed(x=np.array([number])))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hpctrain import UserError, columns, cross_entropy
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut
-from hpctrain.backends.torch.strategies.tp_group import CutLogits, Region
+from hpctrain.backends.torch.strategies.tp_group import CutLogits, TPGroup
 from hpctrain.comm.group import Group
 from tests.support.thread_groups import in_threads
 
@@ -75,7 +75,7 @@ def test_the_loss_of_some_classes_each_is_that_of_all(ranks: int, options: dict[
     def on_a_rank(group: Group) -> list[float]:
         own = copy.deepcopy(whole)
         own.zero_grad()
-        cut = cut_model(own, layers_to_cut(own, LAYER, ranks), Region(group), Group("data"), [])
+        cut = cut_model(own, layers_to_cut(own, LAYER, ranks), TPGroup(group), Group("data"), [])
         mine = values.detach().clone().requires_grad_()
         found = cross_entropy(own(mine), targets, **options)
         found.backward()
@@ -108,7 +108,7 @@ def test_gradients_of_gradients() -> None:
 
     def on_a_rank(group: Group) -> float:
         own = copy.deepcopy(whole)
-        cut = cut_model(own, layers_to_cut(own, LAYER, 2), Region(group), Group("data"), [])
+        cut = cut_model(own, layers_to_cut(own, LAYER, 2), TPGroup(group), Group("data"), [])
         return float((penalised(own) - cut.slices["0.weight"].of(wanted)).abs().max())
 
     assert wanted.abs().max() > 1e-6
@@ -123,7 +123,7 @@ def test_metrics_get_all_classes() -> None:
 
     def on_a_rank(group: Group) -> Any:
         own = copy.deepcopy(whole)
-        cut_model(own, layers_to_cut(own, LAYER, 2), Region(group), Group("data"), [])
+        cut_model(own, layers_to_cut(own, LAYER, 2), TPGroup(group), Group("data"), [])
         own.eval()
         with torch.no_grad():
             return own(values)
@@ -138,7 +138,7 @@ def test_metrics_get_all_classes() -> None:
 def some() -> CutLogits:
     group = Group("two")
     group.size = 2
-    return CutLogits(torch.zeros(2, 3, 4), Region(group), "head")
+    return CutLogits(torch.zeros(2, 3, 4), TPGroup(group), "head")
 
 
 def test_16_bits_are_summed_in_32() -> None:
@@ -146,7 +146,7 @@ def test_16_bits_are_summed_in_32() -> None:
     assert found.dtype == torch.bfloat16, "as torch has it, whose autocast makes it float32"
 
     def on_a_rank(group: Group) -> torch.dtype:
-        outputs = CutLogits(torch.zeros(2, 4, dtype=torch.bfloat16), Region(group), "head")
+        outputs = CutLogits(torch.zeros(2, 4, dtype=torch.bfloat16), TPGroup(group), "head")
         return cross_entropy(outputs, torch.zeros(2, dtype=torch.int64)).dtype
 
     assert in_threads(2, on_a_rank) == [torch.float32] * 2

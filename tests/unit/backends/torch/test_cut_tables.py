@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain import vocabulary
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import TIMEOUT_S, Group
 from tests.support.thread_groups import in_threads
 
@@ -53,7 +53,7 @@ def test_vectors_and_gradients_are_those_of_the_whole_table(ranks: int, places: 
 
     def on_a_rank(group: Group) -> bool:
         own = copy.deepcopy(whole_table)
-        cut = cut_model(own, layers_to_cut(own, {"0": vocabulary}, ranks), Region(group), Group("data"), [])
+        cut = cut_model(own, layers_to_cut(own, {"0": vocabulary}, ranks), TPGroup(group), Group("data"), [])
         part = cut.slices["0.weight"]
         values, slope, second = trained(own, indices)
         assert torch.equal(values, wanted[0])
@@ -83,7 +83,7 @@ class Counted(Group):
 
 def test_a_row_travels_once_and_gradients_do_not() -> None:
     group, model = Counted(), table()
-    cut_model(model, layers_to_cut(model, {"0": vocabulary}, 2), Region(group), Group("data"), [])
+    cut_model(model, layers_to_cut(model, {"0": vocabulary}, 2), TPGroup(group), Group("data"), [])
     model(torch.tensor([[0, 1, 6] * 50] * 10)).sum().backward()
     assert group.sent == 2 * WIDTH * 8, "two of the rows are this rank's"
 
@@ -91,6 +91,6 @@ def test_a_row_travels_once_and_gradients_do_not() -> None:
 @pytest.mark.parametrize("index", [-1, ROWS])
 def test_indices_that_no_rank_has(index: int) -> None:
     model = table()
-    cut_model(model, layers_to_cut(model, {"0": vocabulary}, 2), Region(Counted()), Group("data"), [])
+    cut_model(model, layers_to_cut(model, {"0": vocabulary}, 2), TPGroup(Counted()), Group("data"), [])
     with pytest.raises(IndexError, match="index out of range in 0"):
         model(torch.tensor([0, index]))

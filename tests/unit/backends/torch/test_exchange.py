@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from hpctrain.backends.torch.process_groups import Peers
+from hpctrain.backends.torch.process_groups import ProcessGroup
 from hpctrain.backends.torch.strategies.exchange import TorchExchange
 from hpctrain.comm.group import Group
 from hpctrain.train.clock import NO_CLOCK, Waiting
@@ -41,7 +41,7 @@ class Queue:
 
 def test_what_is_through_is_freed_before_the_end_of_an_update() -> None:
     ranks = Queue()
-    exchange = TorchExchange(Peers(Group("pipeline"), ranks, torch.device("cpu")), Waiting(NO_CLOCK))
+    exchange = TorchExchange(ProcessGroup(Group("pipeline"), ranks, torch.device("cpu")), Waiting(NO_CLOCK))
     held: list[weakref.ref[Tensor]] = []
     for number in range(4):
         values = torch.ones(3)

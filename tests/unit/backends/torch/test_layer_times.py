@@ -16,7 +16,7 @@ from hpctrain.backends.torch.strategies.partition import uncut
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice
 from hpctrain.backends.torch.strategies.pipeline.stages import Stages, layers_of, staged
-from hpctrain.backends.torch.task.task_state import Holdings
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
@@ -59,8 +59,8 @@ def chosen(task: TorchTask, batch: Any, told: list[Any], kept: tuple[int, ...] =
     """The two stages of a task's model, on the only rank."""
     model, cpu = task.model, torch.device("cpu")
     assert isinstance(model, nn.Module)
-    holdings = Holdings(task.optimizer, {"loss": task.loss, "forward": task.forward}, model, [])
-    whole = Whole(task, model, holdings, uncut(), Compute(cpu))
+    task_state = TaskState(task.optimizer, {"loss": task.loss, "forward": task.forward}, model, [])
+    whole = Whole(task, model, task_state, uncut(), Compute(cpu))
     stages = staged(model, layers_of(model, task.layers), 2)
     choice = StageChoice(lambda: batch, kept, lambda *choice: told.append(choice))
     return whole.chosen(stages, choice, alone())

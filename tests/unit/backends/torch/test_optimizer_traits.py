@@ -9,7 +9,7 @@ import torch
 from torch import optim
 from torch.nn import Parameter
 
-from hpctrain.backends.torch.state.optimizer import Part
+from hpctrain.backends.torch.state.optimizer import OptimizerPart
 from hpctrain.backends.torch.strategies.parameter_traits import (
     ELEMENTWISE,
     ParameterTraits,
@@ -22,7 +22,7 @@ from tests.tasks.torch_sharded import Lamb, Lion
 
 
 def traits(kind: Any, parameter: Parameter, **settings: Any) -> ParameterTraits:
-    return traits_of([Part("", kind([parameter], **settings))])
+    return traits_of([OptimizerPart("", kind([parameter], **settings))])
 
 
 @pytest.mark.parametrize("kind", [*ELEMENTWISE, Lion, Counting])
@@ -41,15 +41,15 @@ def test_others_need_whole_tensors(kind: Any) -> None:
 def test_an_optimizer_that_says_nothing_is_unknown_until_it_does() -> None:
     parameter = Parameter(torch.zeros(30, 7))
     optimizer: Any = Coupled([parameter])
-    assert traits_of([Part("", optimizer)]).unknown == "Coupled", "it replaces the step of SGD"
+    assert traits_of([OptimizerPart("", optimizer)]).unknown == "Coupled", "it replaces the step of SGD"
     optimizer.elementwise = True
-    assert traits_of([Part("", optimizer)]).by_rows == {id(parameter)}
+    assert traits_of([OptimizerPart("", optimizer)]).by_rows == {id(parameter)}
 
 
 def test_a_scheduler_that_wraps_step_hides_nothing() -> None:
     optimizer = optim.SGD([Parameter(torch.zeros(30, 7))])
     optim.lr_scheduler.StepLR(optimizer, 1)
-    assert traits_of([Part("", optimizer)]).by_rows
+    assert traits_of([OptimizerPart("", optimizer)]).by_rows
 
 
 @pytest.mark.parametrize(("columns", "by_rows"), [(32, 1), (7, 0)])

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from hpctrain.backends.torch.strategies.partition import uncut
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.backends.torch.task.recompute import recompute
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.comm.world import alone
 from hpctrain.errors import UserError
 from tests.tasks.torch_tasks import make_framework, train
 
-ALONE = uncut().region
+ALONE = uncut().tp_group
 
 
 class Block(nn.Module):
@@ -153,16 +153,16 @@ def test_layers_that_the_task_compiles_are_named() -> None:
 class Between(nn.Module):
     """Begins and ends where each rank of a tensor group draws its own numbers; in between all draw the same."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, tp_group: TPGroup) -> None:
         super().__init__()
-        self.region = region
+        self.tp_group = tp_group
         self.linear = nn.Linear(6, 6)
 
     def forward(self, values: Tensor) -> Tensor:
         values = nn.functional.dropout(values, 0.5)
-        self.region.leave()
+        self.tp_group.leave()
         values = nn.functional.dropout(self.linear(values), 0.5)
-        self.region.enter(values.device)
+        self.tp_group.enter(values.device)
         return nn.functional.dropout(values, 0.5).square()
 
 
@@ -170,14 +170,14 @@ def test_random_numbers_of_cut_layers_are_drawn_again() -> None:
     gradients = []
     for patterns in ([], ["0"]):
         torch.manual_seed(7)
-        region = uncut().region
-        stack = nn.Sequential(Between(region))
-        recompute(stack, patterns, region)
-        region.enter(torch.device("cpu"))
+        tp_group = uncut().tp_group
+        stack = nn.Sequential(Between(tp_group))
+        recompute(stack, patterns, tp_group)
+        tp_group.enter(torch.device("cpu"))
         total = stack(torch.ones(5, 6)).sum()
-        region.leave()
+        tp_group.leave()
         expected = torch.random.get_rng_state()
         total.backward()
-        assert torch.equal(torch.random.get_rng_state(), expected) and not region.outside
+        assert torch.equal(torch.random.get_rng_state(), expected) and not tp_group.outside
         gradients.append(stack[0].linear.weight.grad)
     assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0

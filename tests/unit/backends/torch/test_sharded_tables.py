@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import vocabulary
-from hpctrain.backends.torch.strategies.sharded_tables import Tables, cut_tables, tables_of
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.sharded_tables import ShardedTables, cut_tables, tables_of
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
 from hpctrain.config.loading import load
 from hpctrain.errors import UserError
@@ -40,8 +40,8 @@ def table(**options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(ROWS, WIDTH, padding_idx=5, **options).double())
 
 
-def cut(model: nn.Sequential, group: Group) -> Tables:
-    return cut_tables(model, tables_of(model, {"*": vocabulary}), Region(group), [])
+def cut(model: nn.Sequential, group: Group) -> ShardedTables:
+    return cut_tables(model, tables_of(model, {"*": vocabulary}), TPGroup(group), [])
 
 
 def weight_of(layer: nn.Module) -> Tensor:
@@ -197,7 +197,7 @@ class Two(nn.Module):
 def test_ranks_that_look_up_other_tables_are_told(orders: tuple[str, str], said: str) -> None:
     def on_a_rank(group: ThreadGroup) -> str:
         model = Two(orders[group.rank])
-        cut_tables(model, tables_of(model, {"?": vocabulary}), Region(Messages(group)), [])
+        cut_tables(model, tables_of(model, {"?": vocabulary}), TPGroup(Messages(group)), [])
         with pytest.raises(UserError) as refused:
             model(torch.tensor([0, 3])).backward()
         return refused.value.what
@@ -210,7 +210,7 @@ def test_gradients_that_come_back_in_other_orders_are_told() -> None:
 
     def on_a_rank(group: ThreadGroup) -> str:
         model = Two("ab")
-        cut_tables(model, tables_of(model, {"?": vocabulary}), Region(Messages(group)), [])
+        cut_tables(model, tables_of(model, {"?": vocabulary}), TPGroup(Messages(group)), [])
         values = [model.a(torch.tensor([1])), model.b(torch.tensor([2]))]
         with pytest.raises(UserError) as refused:
             values[group.rank].sum().backward()
@@ -222,7 +222,7 @@ def test_gradients_that_come_back_in_other_orders_are_told() -> None:
 def test_a_loss_that_needs_no_table_on_one_rank_is_told() -> None:
     def on_a_rank(group: ThreadGroup) -> str:
         model = Two("ab")
-        tables = cut_tables(model, tables_of(model, {"?": vocabulary}), Region(Messages(group)), [])
+        tables = cut_tables(model, tables_of(model, {"?": vocabulary}), TPGroup(Messages(group)), [])
         value = model(torch.tensor([1]))
         with pytest.raises(UserError) as refused:
             if group.rank == 0:
@@ -237,7 +237,7 @@ def test_what_asks_for_the_weight_of_a_table_is_refused() -> None:
     """A penalty, or logits over all words: each rank has other rows. Optimizers and checkpoints know them."""
     model = Two("ab")
     before = list(model.parameters())
-    cut_tables(model, tables_of(model, {"a": vocabulary}), Region(Group("alone")), [])
+    cut_tables(model, tables_of(model, {"a": vocabulary}), TPGroup(Group("alone")), [])
     with pytest.raises(UserError, match=r"a\.weight is used, and each rank has different rows"):
         model.a.weight.square()
     assert model.b.weight is before[1] and next(model.parameters()) is before[0]
@@ -256,7 +256,7 @@ def test_parameters_that_a_pass_computes_with_are_refused(penalty: Callable[[lis
     """Each rank would add up its rows alone. Where a model's values are may be asked."""
     model = Two("ab")
     wanted = [(one.device, one.dtype, one.shape, one.requires_grad) for one in model.parameters()]
-    tables = cut_tables(model, tables_of(model, {"a": vocabulary}), Region(Group("alone")), [])
+    tables = cut_tables(model, tables_of(model, {"a": vocabulary}), TPGroup(Group("alone")), [])
     with tables.passing():
         model(torch.tensor([1])).backward()
         found = list(model.parameters())

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn, optim
 from torch.nn import Parameter
 
-from hpctrain.backends.torch.state.optimizer import OptimizerState, Part, Slots
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerState, Slots
 from hpctrain.backends.torch.strategies.fully_sharded import uncuttable
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, replace_parameters, traits_of
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
@@ -34,7 +34,7 @@ class Second(Group):
 def halved(optimizer: optim.Optimizer, parameters: list[tuple[str, Parameter]]) -> Sharded:
     """The optimizer, with what the second rank has of its parameters."""
     ids = {id(parameter) for _, parameter in parameters}
-    sharded = shard(parameters, traits_of([Part("", optimizer)]), Second())
+    sharded = shard(parameters, traits_of([OptimizerPart("", optimizer)]), Second())
     own = {id(sharded.pairs[rows.piece.parameter][1]): rows for rows in sharded.parts}
     mine = {one: own.get(one) for one in ids}
     for group in optimizer.param_groups:
@@ -71,7 +71,7 @@ def test_state_from_the_start_is_cut_and_a_count_is_saved_by_who_has_the_first_r
     names = {id(rows.parameter): sharded.pairs[rows.piece.parameter][0] for rows in sharded.parts}
     pieces = {id(rows.parameter): rows for rows in sharded.parts}
     slices = {one: of_rows(pieces[one], names[one]) for one in names}
-    state = OptimizerState([Part("", optimizer)], names, Slots(slices))
+    state = OptimizerState([OptimizerPart("", optimizer)], names, Slots(slices))
     found = {tensor.name: tensor for tensor in state.tensors()}
     assert set(found) == {"optimizer/sum/weight", "optimizer/sum/bias", "optimizer/step/bias"}
     assert all(tensor.placement is Placement.CUT for tensor in found.values())
@@ -101,7 +101,7 @@ def test_rows_are_known_by_how_they_lie_in_the_buffer(tensor: torch.Tensor, rows
 def test_a_parameter_without_elements_is_shared_out_too(shape: tuple[int, ...]) -> None:
     shapes = [shape, (4, 2), shape, (4, 2), shape]
     pairs = [(str(place), Parameter(torch.zeros(size))) for place, size in enumerate(shapes)]
-    parts = [Part("", optim.Adam([parameter for _, parameter in pairs]))]
+    parts = [OptimizerPart("", optim.Adam([parameter for _, parameter in pairs]))]
     for traits in (traits_of(parts), ParameterTraits(updated=traits_of(parts).updated)):
         _, shares = shared_out(pairs, traits, 2)
         assert {one.parameter for one in shares.pieces} == {0, 1, 2, 3, 4}, "each has an owner"
@@ -114,7 +114,7 @@ def test_state_without_elements_is_saved_too(shape: tuple[int, ...]) -> None:
     empty.grad = torch.zeros(shape)
     optimizer.step()
     slices = {id(empty): uncut().rows("empty", shape, 0, len(empty))}
-    state = OptimizerState([Part("", optimizer)], {id(empty): "empty"}, Slots(slices))
+    state = OptimizerState([OptimizerPart("", optimizer)], {id(empty): "empty"}, Slots(slices))
     saved = {one.name: value_of(one) for one in state.tensors()}
     optimizer.state.clear()
     state.load(saved)
@@ -124,7 +124,7 @@ def test_state_without_elements_is_saved_too(shape: tuple[int, ...]) -> None:
 
 def test_a_parameter_without_elements_is_refused_by_name_where_pytorch_shards() -> None:
     pairs = [("weight", Parameter(torch.zeros(4, 2))), ("empty", Parameter(torch.zeros(4, 0)))]
-    parts = [Part("", optim.AdamW([parameter for _, parameter in pairs]))]
+    parts = [OptimizerPart("", optim.AdamW([parameter for _, parameter in pairs]))]
     assert uncuttable({ONLY: Share(pairs)}, parts, traits_of(parts)) == "empty has no elements"
 
 

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpctrain.backends.torch.reduce.reducer import measured_reducer  # noqa: E402
-from hpctrain.backends.torch.state.optimizer import Part, joined  # noqa: E402
+from hpctrain.backends.torch.state.optimizer import OptimizerPart, joined  # noqa: E402
 from hpctrain.backends.torch.task.shares import sparse_parameters  # noqa: E402
 from hpctrain.comm.world import alone  # noqa: E402 (after the skip)
 from hpctrain.config.sections import ReduceConfig  # noqa: E402
@@ -65,11 +65,11 @@ def test_rows_stay_alone_where_that_changes_no_number(optimizer: Callable[..., A
 
 def test_what_was_not_made_sparse_or_is_frozen_is_left_alone() -> None:
     model = Words(sparse=False)
-    parts = [Part("", plain_sgd(model))]
+    parts = [OptimizerPart("", plain_sgd(model))]
     assert sparse_parameters(model, parts, "auto") == []
     model = Words()
-    assert sparse_parameters(model, [Part("", plain_sgd(model))], "densify") == []
-    assert sparse_parameters(model.requires_grad_(False), [Part("", plain_sgd(model))], "auto") == []
+    assert sparse_parameters(model, [OptimizerPart("", plain_sgd(model))], "densify") == []
+    assert sparse_parameters(model.requires_grad_(False), [OptimizerPart("", plain_sgd(model))], "auto") == []
 
 
 @pytest.mark.parametrize("loss", [mean_loss, weighted_loss])

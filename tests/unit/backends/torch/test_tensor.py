@@ -21,7 +21,7 @@ from hpctrain import UserError, columns, rows, vocabulary
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.tensor import cut_model, layers_to_cut, slices_of, tilings
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
 from hpctrain.config.loading import load
 from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, TrainConfig, WrongValue
@@ -157,7 +157,7 @@ def test_rows_of_the_parts_of_all_ranks_make_up_the_whole(
     for rank, place in itertools.product(range(ranks), range(data)):
         own = slices_of(tuple(shape), axis, parts, OneOf(rank, ranks), OneOf(place, data))
         held = own.of(whole)
-        tensor = Partition(Region(OneOf(rank, ranks)), {"weight": own}, frozenset())
+        tensor = Partition(TPGroup(OneOf(rank, ranks)), {"weight": own}, frozenset())
         begin, end = (len(held) * each // data for each in (place, place + 1))
         rows_of = tensor.rows("weight", tuple(held.shape), begin, end)
         assert rows_of.is_cut == (ranks > 1)
@@ -171,7 +171,7 @@ def test_rows_of_the_parts_of_all_ranks_make_up_the_whole(
 
 
 def test_what_a_group_has_alike_is_shared_out_alike() -> None:
-    tensor = Partition(Region(OneOf(1, 2)), {}, frozenset())
+    tensor = Partition(TPGroup(OneOf(1, 2)), {}, frozenset())
     found = tensor.rows("norm", (6,), 2, 5)
     assert [cut for _, cut in found.views(torch.zeros(3))] == [Cut((6,), (2,), 1, 2)]
     assert [cut for _, cut in tensor.rows("scale", (), 0, 1).views(torch.zeros(()))] == [Cut((), (), 1, 2)]
@@ -181,7 +181,7 @@ def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_to
     model = Gpt()
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
     qkv, before = model.blocks[0].qkv.weight, model.blocks[0].qkv.weight.detach().clone()
-    tensor = cut_model(model, layers_to_cut(model, LAYERS, 2), Region(OneOf(1, 2)), OneOf(0, 1), [optimizer])
+    tensor = cut_model(model, layers_to_cut(model, LAYERS, 2), TPGroup(OneOf(1, 2)), OneOf(0, 1), [optimizer])
     assert model.blocks[0].qkv.weight is qkv and type(qkv) is nn.Parameter
     assert qkv.shape == optimizer.state[qkv]["sum"].shape == (24, 16)
     assert torch.equal(qkv, torch.cat([before[8:16], before[24:32], before[40:48]]))
@@ -194,7 +194,7 @@ def test_parameters_stay_what_optimizers_hold_and_state_from_the_start_is_cut_to
 
 def test_values_that_are_whole_where_parts_should_come_are_refused() -> None:
     model = Gpt()
-    cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), Region(OneOf(0, 2)), OneOf(0, 1), [])
+    cut_model(model, layers_to_cut(model, {"blocks.*.down": rows}, 2), TPGroup(OneOf(0, 2)), OneOf(0, 1), [])
     with pytest.raises(UserError, match=r"blocks\.0\.down gets 64 inputs, but each rank has weights for 32"):
         model(torch.zeros(1, 7, dtype=torch.int64))
 
@@ -203,13 +203,13 @@ def test_random_numbers_inside_are_made_of_those_outside() -> None:
     drawn: dict[int, list[Tensor]] = {}
     for rank in range(2):
         torch.manual_seed(5)
-        region = Region(OneOf(rank, 2))
-        region.enter(torch.device("cpu"))
+        tp_group = TPGroup(OneOf(rank, 2))
+        tp_group.enter(torch.device("cpu"))
         inside = torch.rand(3)
-        region.enter(torch.device("cpu"))
+        tp_group.enter(torch.device("cpu"))
         again = torch.rand(3)
-        region.leave()
-        region.leave()
+        tp_group.leave()
+        tp_group.leave()
         drawn[rank] = [inside, again, torch.rand(3)]
     assert [torch.equal(*pair) for pair in zip(*drawn.values(), strict=True)] == [False, False, True]
 
@@ -240,7 +240,7 @@ def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
 
     def on_a_rank(group: Group) -> float:
         own = copy.deepcopy(model)
-        cut = cut_model(own, layers_to_cut(own, words, 2), Region(group), Group("data"), [])
+        cut = cut_model(own, layers_to_cut(own, words, 2), TPGroup(group), Group("data"), [])
         found = of_forces(own)
         return max(
             float((found[name] - (cut.slices[name].of(whole) if name in cut.slices else whole)).abs().max())
@@ -256,7 +256,7 @@ def test_ranks_of_a_group_that_see_other_samples_are_found(other: float, goes: b
 
     def on_a_rank(group: Group) -> str:
         try:
-            Partition(Region(group), slices, frozenset()).require_same_loss((other if group.rank else 2.0, 3.0), 7)
+            Partition(TPGroup(group), slices, frozenset()).require_same_loss((other if group.rank else 2.0, 3.0), 7)
         except UserError as error:
             return error.what
         return ""
@@ -329,22 +329,22 @@ def test_what_the_model_computes_again_itself_may_end_where_values_are_cut() -> 
     """By a checkpoint of torch around a layer with columns and dropout: both passes drop the same, twice in a row."""
 
     def gradient(call: Any) -> torch.Tensor:
-        region, values = Region(Group("tensor")), torch.ones(64, requires_grad=True)
+        tp_group, values = TPGroup(Group("tensor")), torch.ones(64, requires_grad=True)
 
         def part(x: torch.Tensor) -> torch.Tensor:
-            region.leave(always=False)  # as a layer with columns does
-            region.enter(x.device)
+            tp_group.leave(always=False)  # as a layer with columns does
+            tp_group.enter(x.device)
             return torch.nn.functional.dropout(x * x, 0.5)
 
         def layer(x: torch.Tensor) -> torch.Tensor:
             outputs = call(part, x)
-            region.leave(always=False)  # as one with rows does
+            tp_group.leave(always=False)  # as one with rows does
             return outputs
 
         torch.manual_seed(5)
         for _ in range(2):  # micro-batches
             outputs = layer(layer(values) + 1)
-            region.leave()
+            tp_group.leave()
             outputs.sum().backward()
         assert values.grad is not None
         return values.grad

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpctrain.data.formats import away
-from hpctrain.data.formats.away import StoreAway, noticing, patient, patiently
+from hpctrain.data.formats.away import StoreDown, noticing, patient, patiently
 from hpctrain.errors import UserError
 
 
@@ -33,7 +33,7 @@ LASTING = [
 
 @pytest.mark.parametrize("error", PASSING, ids=str)
 def test_faults_that_pass(error: Exception) -> None:
-    with pytest.raises(StoreAway, match="s3://b/x does not answer"), noticing("s3://b/x", remote=True):
+    with pytest.raises(StoreDown, match="s3://b/x does not answer"), noticing("s3://b/x", remote=True):
         raise error
 
 
@@ -44,7 +44,7 @@ def test_faults_that_do_not_pass_propagate(error: Exception) -> None:
 
 
 def test_a_file_server_may_be_away_too() -> None:
-    with pytest.raises(StoreAway), noticing("/scratch/x", remote=False):
+    with pytest.raises(StoreDown), noticing("/scratch/x", remote=False):
         raise OSError(errno.ESTALE, "Stale file handle")
     with pytest.raises(OSError, match="Permission"), noticing("/scratch/x", remote=False):
         raise OSError(errno.EACCES, "Permission denied")
@@ -60,9 +60,9 @@ def test_the_store_is_asked_again_for_longer_than_a_minute(monkeypatch: pytest.M
     monkeypatch.setattr("time.sleep", waited.append)
 
     def never() -> None:
-        raise StoreAway("it does not answer", "wait")
+        raise StoreDown("it does not answer", "wait")
 
-    with pytest.raises(StoreAway):
+    with pytest.raises(StoreDown):
         patiently(never)
     assert tuple(waited) == away.PAUSES_S
     assert sum(waited) > 60
@@ -76,7 +76,7 @@ def test_rows_that_came_are_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> N
         begun.append(len(begun))
         for row in range(4):
             if row == len(begun):  # each call gives one more; the wait starts over with each row that came
-                raise StoreAway("it does not answer", "wait")
+                raise StoreDown("it does not answer", "wait")
             yield row
 
     assert list(patient(rows)) == [0, 1, 2, 3]

@@ -15,7 +15,7 @@ from hpctrain.data.dataset import Samples
 from hpctrain.data.formats.block_cache import BlockCache
 from hpctrain.data.formats.segments import Segment, Segments
 from hpctrain.data.formats.table_dataset import open_table_dataset
-from hpctrain.data.formats.tables import Part, Table
+from hpctrain.data.formats.tables import Table, TablePart
 from hpctrain.errors import RunFailed
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
@@ -32,7 +32,7 @@ class Store:
         self.reads = 0
         self.failure: OSError | None = None
 
-    def part(self, index: int) -> Part:
+    def part(self, index: int) -> TablePart:
         def scan(columns: Sequence[str], expression: Any) -> Iterator[Any]:
             if self.failure is not None:
                 raise self.failure
@@ -41,7 +41,7 @@ class Store:
             self.reads += "x" in columns
             yield from [batch.select(list(columns))] if ids else []
 
-        return Part(f"part {index}", f"part {index}", None, scan)
+        return TablePart(f"part {index}", f"part {index}", None, scan)
 
     def open(self, ragged: bool = False) -> Any:
         parts = [self.part(index) for index in range(len(self.counts))]

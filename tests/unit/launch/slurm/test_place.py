@@ -12,7 +12,7 @@ from hpctrain.config.sections import Config, LaunchConfig, ParallelConfig, Slurm
 from hpctrain.errors import Code, ExitCode
 from hpctrain.launch.attempt import Launch
 from hpctrain.launch.engines.slurm import allocation, client, leave_out, preflight
-from hpctrain.launch.engines.slurm.allocation import Place
+from hpctrain.launch.engines.slurm.allocation import JobNodes
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.launch.engines.slurm.launcher import Launcher, Mpirun, Srun
 from hpctrain.launch.mpi_library import Flavour, MpiRun
@@ -30,20 +30,20 @@ KILLED = failed_with(Code.KILLED, "rank 3 on n2 was killed by SIGKILL", "", 3, "
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobNodes:
     """A job whose first attempt was prepared, and which runs on."""
     run = RunDir(tmp_path)
     run.create()
     monkeypatch.setattr(client, "job_fields", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2"])
     monkeypatch.setattr(client, "unreached", lambda hosts: set())
-    return Place(CONFIG, run, JOB, JOB, allocation.Prepared(SRUN, "python", {}, {}))
+    return JobNodes(CONFIG, run, JOB, JOB, allocation.PreparedRanks(SRUN, "python", {}, {}))
 
 
 def test_what_was_prepared_once_holds_for_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, asked = allocation.Prepared(SRUN, "python", {"a": "b"}, {0: "n1"}), []
+    prepared, asked = allocation.PreparedRanks(SRUN, "python", {"a": "b"}, {0: "n1"}), []
     monkeypatch.setattr(allocation, "prepare", lambda *args: asked.append(args) or prepared)
-    place = Place.of(CONFIG, RunDir(tmp_path), JOB)
+    place = JobNodes.of(CONFIG, RunDir(tmp_path), JOB)
     assert place.prepare() is prepared
     again = place.prepare()
     assert len(asked) == 1
@@ -61,7 +61,7 @@ def test_a_step_after_a_failed_one_shares_what_that_may_still_hold(launcher: Lau
     assert "--mem=0" not in how(launcher) and ("--mem=0" in how(launcher.after_failure(JOB))) is (launcher is SRUN)
 
 
-def test_a_killed_rank_is_started_again_in_the_job(place: Place) -> None:
+def test_a_killed_rank_is_started_again_in_the_job(place: JobNodes) -> None:
     assert place.serves(KILLED)
 
 
@@ -74,13 +74,13 @@ def test_a_killed_rank_is_started_again_in_the_job(place: Place) -> None:
     ],
 )
 def test_a_job_that_ends_serves_no_longer(
-    place: Place, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
+    place: JobNodes, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
 ) -> None:
     monkeypatch.setattr(client, "job_fields", lambda job: fields)
     assert not place.serves(KILLED)
 
 
-def test_a_job_that_lost_a_node_or_has_one_to_leave_out_serves_no_longer(place: Place) -> None:
+def test_a_job_that_lost_a_node_or_has_one_to_leave_out_serves_no_longer(place: JobNodes) -> None:
     bad_nodes.of_run(place.run_dir).add(BadNode("n9", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
     assert place.serves(KILLED), "it is not ours"
     bad_nodes.of_run(place.run_dir).add(BadNode("n2", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
@@ -93,7 +93,7 @@ def test_a_job_that_lost_a_node_or_has_one_to_leave_out_serves_no_longer(place: 
 
 @pytest.mark.parametrize(("min_nodes", "answers", "lost"), [(1, False, True), (1, True, False), (None, False, False)])
 def test_a_node_that_the_monitor_cannot_reach_is_lost_if_slurm_cannot_either_and_others_are_left(
-    place: Place, monkeypatch: pytest.MonkeyPatch, min_nodes: int | None, answers: bool, lost: bool
+    place: JobNodes, monkeypatch: pytest.MonkeyPatch, min_nodes: int | None, answers: bool, lost: bool
 ) -> None:
     launch = dataclasses.replace(place.config.launch, min_nodes=min_nodes)
     place.config = dataclasses.replace(place.config, launch=launch)
@@ -101,7 +101,7 @@ def test_a_node_that_the_monitor_cannot_reach_is_lost_if_slurm_cannot_either_and
     assert place.can_lose("n2.cluster") is lost
 
 
-def test_a_controller_that_is_away_leaves_it_to_requeueing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_is_away_leaves_it_to_requeueing(place: JobNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(nodelist: str) -> list[str]:
         raise client.Unanswered("Slurm does not answer", "wait")
 
@@ -137,7 +137,7 @@ def test_what_is_left_of_a_job_serves_if_the_run_stays_the_same(
 
 
 def test_nodes_lost_together_are_left_together_unless_too_few_are_left(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: JobNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.config = config(min_nodes=1)
     monkeypatch.setattr(client, "hosts", lambda nodelist: ["n1", "n2", "n3"])
@@ -151,7 +151,7 @@ def test_nodes_lost_together_are_left_together_unless_too_few_are_left(
     assert (place.facts.nodes, place.lost) == (2, {"n3"}), "none can be reached from here: that says nothing"
 
 
-def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place: Place) -> None:
+def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place: JobNodes) -> None:
     place.config = config(min_nodes=1)
     assert place.serves(failed_with(Code.NODE, "n2.site.org was lost", "", host="n2.site.org"))
     assert (place.facts.nodes, place.facts.ranks) == (1, 2)
@@ -160,8 +160,8 @@ def test_a_run_that_allows_it_continues_on_the_nodes_that_are_left(place: Place)
     assert place.serves(KILLED) and place.facts.nodes == 1, "a lost node stays lost"
 
 
-def test_after_a_move_the_hosts_of_ranks_are_no_longer_known(place: Place) -> None:
-    place.config, place.prepared = config(min_nodes=1), allocation.Prepared(SRUN, "python", {}, {0: "n1", 2: "n2"})
+def test_after_a_move_the_hosts_of_ranks_are_no_longer_known(place: JobNodes) -> None:
+    place.config, place.prepared = config(min_nodes=1), allocation.PreparedRanks(SRUN, "python", {}, {0: "n1", 2: "n2"})
     assert place.serves(KILLED) and place.prepare().hosts == {0: "n1", 2: "n2"}
     bad_nodes.of_run(place.run_dir).add(BadNode("n1", time.time() + 3600, 1, "slow", str(place.run_dir.path)))
     assert place.serves(KILLED) and place.job.part == ("n2",) and place.prepare().hosts == {}
@@ -173,9 +173,9 @@ def test_spare_nodes_wait_until_one_is_lost(tmp_path: Path, monkeypatch: pytest.
     run = RunDir(tmp_path)
     run.create()
     job = Job("7", nodes=3, ranks=6, restarts=0, nodelist="n[1-3]")
-    place = Place.of(config(spare_nodes=1), run, job)
+    place = JobNodes.of(config(spare_nodes=1), run, job)
     assert (place.job.part, place.facts.ranks) == (("n1", "n2"), 4)
-    place.prepared = allocation.Prepared(SRUN, "python", {}, {})
+    place.prepared = allocation.PreparedRanks(SRUN, "python", {}, {})
     assert place.serves(failed_with(Code.NODE, "n1 was lost", "", host="n1"))
     assert (place.job.part, place.facts.ranks) == (("n2", "n3"), 4)
 
@@ -202,7 +202,7 @@ def silent(host: str) -> preflight.Fault:
     ],
 )
 def test_a_node_that_starts_no_rank_in_the_preflight_is_left_out_and_the_job_requeued(
-    place: Place,
+    place: JobNodes,
     monkeypatch: pytest.MonkeyPatch,
     faults: list[preflight.Fault | None],
     gone: bool,

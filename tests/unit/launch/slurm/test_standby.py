@@ -13,7 +13,7 @@ import yaml
 from hpctrain.config.sections import Config, LaunchConfig
 from hpctrain.errors import Code
 from hpctrain.launch.engines.slurm import client, standby
-from hpctrain.launch.engines.slurm.allocation import Place
+from hpctrain.launch.engines.slurm.allocation import JobNodes
 from hpctrain.launch.engines.slurm.job import Job
 from hpctrain.run.attempts import Attempt, Attempts
 from hpctrain.run.folder import RunDir
@@ -101,7 +101,7 @@ def test_a_job_that_slurm_keeps_is_watched_from_its_last_node(
     monkeypatch.setattr(client, "begin_step", lambda words: begun.append(list(words)) or Step())
     config = Config("r", launch=LaunchConfig(command=("true",), **launch))  # type: ignore[arg-type]
     job = Job("7", nodes=2, ranks=2, restarts=0, nodelist="n[1-2]")
-    place = Place(config, RunDir(tmp_path), job, job)
+    place = JobNodes(config, RunDir(tmp_path), job, job)
     place.watch_supervisor()
     assert len(begun) == watched
     if watched:

@@ -23,7 +23,7 @@ from hpctrain.run.events import decode
 from hpctrain.run.folder import RunDir
 from hpctrain.run.live_lock import LiveLock, myself
 from hpctrain.run.progress import Progress
-from hpctrain.run.run_status import QueueEntry, RunSnapshot, State, Word
+from hpctrain.run.run_status import QueueEntry, RunSnapshot, RunState, Word
 from hpctrain.run.verdict import Action, RunVerdict
 
 
@@ -40,7 +40,7 @@ def found(*events: dict[str, Any], attempts: Sequence[dict[str, Any]] = (), **fi
 
 
 def of(run: RunSnapshot, word: Word = Word.RUNNING, job: str = "", job_state: str = "", now: float = 0.0) -> RunStatus:
-    return RunStatus(run, State(word), QueueEntry(job, job_state, "", "", "", "", "n1" if job else "", ""), now)
+    return RunStatus(run, RunState(word), QueueEntry(job, job_state, "", "", "", "", "n1" if job else "", ""), now)
 
 
 SQUEUE = """#!/bin/sh

@@ -19,7 +19,7 @@ from hpctrain.backends.torch.strategies.pipeline.stage import Entered, described
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import StageChoice, agreed_times
 from hpctrain.backends.torch.strategies.pipeline.stages import Layer, Stages, as_before, staged
 from hpctrain.backends.torch.task.checks import try_loss
-from hpctrain.backends.torch.task.task_state import Holdings
+from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.comm.world import World
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask, kept_objects
@@ -36,7 +36,7 @@ class Whole:
     task: TorchTask
     model: Module
     """The whole model, or this rank's part of it with tensor parallelism."""
-    holdings: Holdings
+    task_state: TaskState
     partition: Partition
     """The part of the model that this rank has."""
     compute: Compute
@@ -59,7 +59,7 @@ class Whole:
         before = as_before(self.model, stages.layers, choice.kept, len(stages.ranges))
         if before is not None:
             return before
-        with passes_leave(self.model, self.holdings, kept_objects(self.task), self.compute.device):
+        with passes_leave(self.model, self.task_state, kept_objects(self.task), self.compute.device):
             batch = choice.batch()
             seconds = agreed_times(lambda: self._one_pass(stages.layers, batch), world.everyone)
         if seconds:

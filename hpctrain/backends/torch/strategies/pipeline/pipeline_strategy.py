@@ -52,7 +52,7 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     """Leaves this rank the layers of its stage."""
     world, partition = opening.world, prepared.partition
     task, model, compute = opening.task, opening.model, opening.compute
-    whole = Whole(task, model, opening.holdings, partition, compute)
+    whole = Whole(task, model, opening.task_state, partition, compute)
     stages = whole.chosen(stages, opening.stage_choice, world)
     exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
     elsewhere = keep_stage(model, stages, world.pipeline.rank, opening.optimizers)

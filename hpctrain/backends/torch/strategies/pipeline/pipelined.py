@@ -23,9 +23,9 @@ from hpctrain.backends.torch.strategies.partition import Partition
 from hpctrain.backends.torch.strategies.pipeline.stage import ACTIVATION, OUTPUT, Received, Stage
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import one_forward_one_backward
 from hpctrain.backends.torch.strategies.pipeline.stages import Layer, is_chain
-from hpctrain.backends.torch.strategies.tp_group import Region
+from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.backends.torch.task.checks import try_loss
-from hpctrain.backends.torch.task.task_state import Holdings, attributes
+from hpctrain.backends.torch.task.task_state import TaskState, attributes
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import Feature, used
 from hpctrain.errors import UserError
@@ -81,7 +81,7 @@ class Pipelined:
     meets = True
 
     def __post_init__(self) -> None:
-        self.streams = Region(self.stage.group)
+        self.streams = TPGroup(self.stage.group)
         self.called: Any = self
 
     @property
@@ -249,13 +249,13 @@ def captured(task: TorchTask, model: Module) -> str | None:
     )
 
 
-def pipeline_features(task: TorchTask, holdings: Holdings) -> dict[Feature, Any]:
+def pipeline_features(task: TorchTask, task_state: TaskState) -> dict[Feature, Any]:
     """Features of a task that matter to pipelines."""
     is_known = task.layers is not None or (isinstance(task.model, Module) and is_chain(task.model))
     of_ranks = [name for name, one in task.state.items() if isinstance(one, PerRank)]
     given = {
-        Feature.EXTRA_STATE: next((type(module).__name__ for _, module in holdings.extra_state), None),
-        Feature.CAPTURED_MODEL: captured(task, holdings.model),
+        Feature.EXTRA_STATE: next((type(module).__name__ for _, module in task_state.extra_state), None),
+        Feature.CAPTURED_MODEL: captured(task, task_state.model),
         Feature.NO_LAYERS: not is_known,
         Feature.PER_RANK: next(iter(of_ranks), None),
     }
