@@ -152,7 +152,7 @@ def task(
         hidden: inner width of the feed-forward network; by default 4 times the model's width, or 8/3 times if gated.
         feed_forward: swiglu or gelu.
         norm: rms or layer.
-        tied: share the weight of the first and last layer, which must then be in the same pipeline stage.
+        tied: share the weight of the first and last layer.
         dtype: dtype of the parameters; float64 for tests.
         lr: learning rate.
         weight_decay: weight decay of matrices; vectors have none.

@@ -58,16 +58,16 @@ def pieces_of_cut(tensors: Sequence[tuple[int, TensorSpec, Cut | None]]) -> list
     Raises:
         UserError: a location is missing, or the part is not inside the whole tensor.
     """
-    of_copy: dict[tuple[int, int], list[tuple[int, TensorSpec, Cut]]] = {}
+    held_by: dict[tuple[int, int, Sequence[int]], list[tuple[int, TensorSpec, Cut]]] = {}
     for index, spec, cut in tensors:
         if cut is None or not lies_in(cut.begin, spec.shape, cut.shape) or not 0 <= cut.copy < cut.copies:
             raise UserError(
                 f"{spec.name}, of shape {list(spec.shape)}, is not a part of a tensor as its cut says: {cut}",
                 "give the shape of the whole tensor, and the index of the part's first value in every axis",
             )
-        of_copy.setdefault((cut.copy, cut.copies), []).append((index, spec, cut))
+        held_by.setdefault((cut.copy, cut.copies, cut.stages), []).append((index, spec, cut))
     pieces = []
-    for (copy, copies), same in of_copy.items():
+    for (copy, copies, _), same in held_by.items():
         place_of = {id(spec): (index, cut) for index, spec, cut in same}  # several may have one name
         for piece in partition([spec for _, spec, _ in same], copies)[copy]:
             index, where = place_of[id(piece.tensor)]

@@ -72,6 +72,8 @@ class Cut:
     """Index of this rank among those that hold exactly this part; they split the work of writing it."""
     copies: int = 1
     """Number of ranks that hold exactly this part."""
+    stages: tuple[int, ...] = ()
+    """Pipeline stages of these ranks: as many ranks of other stages may hold other parts."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ ALONE = {
     "auto": "alone-unclipped",
     "adagrad": "alone-adagrad",
     "norms": "alone-norms",
+    "tied": "alone-tied",
     "initial": "alone-initial",
 }
 """The run of one process that each run of four ranks must match."""

@@ -121,6 +121,19 @@ def gpt(dropout: float = 0.0, dtype: str = "float64", optimizer: str = "adamw") 
     )
 
 
+def tied() -> TorchTask:
+    """The GPT, whose first and last layers share a table."""
+    task = gpt()
+    model: Any = task.model
+    model.head.words.weight = model.table.weight
+    torch.nn.init.normal_(model.table.weight, std=0.1)
+    groups = [
+        {"params": [one for one in model.parameters() if one.ndim > 1], "weight_decay": 0.1},
+        {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
+    ]
+    return dataclasses.replace(task, optimizer=torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), tensor={})
+
+
 def numbered(dropout: float = 0.0) -> TorchTask:
     """The GPT on samples with an ``id``."""
     return dataclasses.replace(gpt(dropout), train=tokens() | {"id": np.arange(SAMPLES)})

@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import layout as module
 from hpctrain.checkpoint.format.boxes import Box, tiling_problem
-from hpctrain.checkpoint.format.layout import (
-    TensorPiece,
-    TensorSpec,
-    named_apart,
-    partition,
-    rows_of,
-    tiles,
-    whole,
-)
+from hpctrain.checkpoint.format.layout import TensorPiece, TensorSpec, named_apart, partition, rows_of, tiles, whole
+from hpctrain.checkpoint.writer_shares import pieces_of_cut
+from hpctrain.train.state import Cut
 from tests.support import tilings
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=20)
@@ -60,6 +54,18 @@ def test_an_empty_tensor_between_two_writers_is_written_once() -> None:
     tensors = [TensorSpec(name, (rows,), "float32") for name, rows in (("a", 15), ("empty", 0), ("b", 10))]
     names = [[piece.tensor.name for piece in part] for part in partition(tensors, 2)]
     assert names == [["a"], ["empty", "b"]]
+
+
+def test_each_set_of_ranks_that_has_a_part_splits_it_among_itself() -> None:
+    """Rank 0 has ``a`` with rank 1, and ``b`` with rank 2."""
+    held = {0: {"a": (0, 1), "b": (0, 2)}, 1: {"a": (0, 1)}, 2: {"b": (0, 2)}}
+    written = []
+    for rank, own in held.items():
+        spec = [TensorSpec(name, (40,), "float32") for name in own]
+        cuts = [Cut((40,), (0,), stages.index(rank), 2, stages) for stages in own.values()]
+        written += [piece for _, piece in pieces_of_cut(list(zip(range(len(own)), spec, cuts, strict=True)))]
+    for name in ("a", "b"):
+        assert tiling_problem((40,), [piece.box for piece in written if piece.tensor.name == name]) is None
 
 
 @pytest.mark.parametrize(("rows", "writers"), [(1023, 1), (1024, 2)])

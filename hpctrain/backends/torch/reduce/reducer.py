@@ -105,6 +105,10 @@ class WithNorm:
         """See SummedGradients."""
         return float(norm_of(self.gradients())) if self.known_norm is None else self.known_norm
 
+    def forget_norm(self) -> None:
+        """Gradients have changed since ``exchange``."""
+        self.known_norm = None
+
 
 class NoReducer(WithNorm):
     """For one rank: gradients stay where autograd puts them."""

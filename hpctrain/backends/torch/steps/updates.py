@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from hpctrain.backends.torch.reduce.reducer import FlatReducer, Number, Reducer
-from hpctrain.backends.torch.strategies.partition import Partition
+from hpctrain.backends.torch.reduce.reducer import FlatReducer, Number, Reducer, SummedGradients
 from hpctrain.backends.torch.strategies.tp_group import HALVES
 from hpctrain.backends.torch.task.checks import has_hooks, require_scalar
 from hpctrain.backends.update import Decision, NotFinite, UpdateRule
@@ -140,9 +139,9 @@ class Trained:
     train: TrainConfig
     """The run file's settings for updates."""
     rule: UpdateRule
-    partition: Partition
-    """Which part of the model this rank has."""
-    total_norm: Callable[[float], float] = float
+    total_norm: Callable[[SummedGradients], float]
+    """L2 norm of the gradients of the whole model, on all ranks. Collective."""
+    complete: Callable[[SummedGradients], object] = id
     """See strategies.strategy.Prepared."""
 
     @property
@@ -166,7 +165,8 @@ class Trained:
         """
         early = reducer if isinstance(reducer, FlatReducer) and reducer.early else None
         try:
-            norm = self.total_norm(self.partition.norm(reducer)) if self.rule.needs_norm else None
+            self.complete(reducer)
+            norm = self.total_norm(reducer) if self.rule.needs_norm else None
             decision = self.rule.decide(totals, norm)
         except NotFinite:
             if early:

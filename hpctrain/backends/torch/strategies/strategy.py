@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.device import Compute
-from hpctrain.backends.torch.reduce.reducer import TorchReducers
+from hpctrain.backends.torch.reduce.reducer import SummedGradients, TorchReducers
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, Slots
 from hpctrain.backends.torch.steps.update_step import PassRunner
 from hpctrain.backends.torch.steps.updates import ReducerSource
@@ -129,8 +129,10 @@ class Prepared:
     """Runs passes, replacing the model in them; None if the model itself is called."""
     num_layers: int = 0
     """See train.framework.Facts."""
-    total_norm: Callable[[float], float] = float
-    """Maps the gradient norm over this rank's partition to that of the whole model. Collective."""
+    total_norm: Callable[[SummedGradients], float] | None = None
+    """L2 norm of the gradients of the whole model, on all ranks; None if it is the partition's. Collective."""
+    complete: Callable[[SummedGradients], object] = id
+    """Completes the gradients that ranks have summed, before they are scaled. Collective; ``passes`` must meet."""
     placed: Callable[[Iterable[StateTensor]], list[StateTensor]] = list
     """Selects the state that this rank saves, and sets its place in the whole."""
     compile_model: Callable[[Any], Any] = identity

@@ -206,8 +206,8 @@ def assembled(
             average=averages.of([parameter for _, parameter in share.pairs]),
             train=train,
             rule=rule_of(train, name),
-            partition=partition,
-            total_norm=prepared.total_norm,
+            total_norm=prepared.total_norm or partition.norm,
+            complete=prepared.complete,
         )
         for name, share in updates.shares.items()
     }

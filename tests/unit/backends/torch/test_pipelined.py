@@ -167,9 +167,9 @@ def saved_by(stage: int) -> list[StateTensor]:
 def test_state_of_a_parameter_is_that_of_the_ranks_of_its_stage() -> None:
     cuts = {tensor.name: tensor.cut for tensor in saved_by(1) if tensor.placement is Placement.CUT}
     assert cuts == {
-        "model/1.weight": Cut((4, 2), (0, 0), 5, 6),
-        "optimizer/step/1.weight": Cut((), (), 5, 6),
-        "ema/k": Cut((1,), (0,), 5, 6),
+        "model/1.weight": Cut((4, 2), (0, 0), 5, 6, (1,)),
+        "optimizer/step/1.weight": Cut((), (), 5, 6, (1,)),
+        "ema/k": Cut((1,), (0,), 5, 6, (1,)),
     }
 
 

@@ -16,7 +16,14 @@ from torch import nn
 from hpctrain.backends.torch.strategies.exchange import host_bytes
 from hpctrain.backends.torch.strategies.pipeline.stage import described, described_tensors, rebuilt
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import Pass, balanced, bubble, one_forward_one_backward
-from hpctrain.backends.torch.strategies.pipeline.stages import as_before, is_chain, keep_stage, layers_of, staged
+from hpctrain.backends.torch.strategies.pipeline.stages import (
+    as_before,
+    is_chain,
+    keep_stage,
+    layers_of,
+    staged,
+    tied_parameters,
+)
 from hpctrain.errors import UserError
 from tests.tasks.pipeline_tasks import Gpt, layers
 
@@ -204,8 +211,7 @@ def of(model: nn.Module, chain: Any, stages: int = 2) -> Any:
 @pytest.mark.parametrize(
     ("model", "chain", "said"),
     [
-        (tied(), lambda m: [m.one, m.other], "^one.weight is used by layers in stages 0 and 1 of the pipeline"),
-        (with_table(True), lambda m: [m.one, m.other], "^one.1.values is used by layers in stages 0 and 1"),
+        (with_table(True), lambda m: [m.one, m.other], "^one.1.values, a buffer, is used by layers in stages 0 and 1"),
         (two(nn.Linear(3, 3), nn.Linear(3, 3)), lambda m: [m.one, torch.relu], "^other.weight of the model is in none"),
         (
             two(nn.Linear(3, 3), nn.Linear(3, 3)),
@@ -228,10 +234,25 @@ def test_what_is_refused_by_name(model: nn.Module, chain: Any, said: str) -> Non
         of(model, chain)
 
 
-def test_tied_ends_are_told_what_to_do_instead() -> None:
-    with pytest.raises(UserError) as found:
-        of(tied(), lambda m: [m.one, m.other])
-    assert "untie" in found.value.fix and "parallel.shard: parameters" in found.value.fix
+def test_stages_have_copies_of_tied_parameters_only_where_they_must() -> None:
+    """Also of frozen ones."""
+    model = tied()
+    both = of(model, lambda m: [m.one, m.other])
+    assert both.ranges == [range(1), range(1, 2)]
+    assert tied_parameters(model, both) == {"one.weight": [0, 1]}
+    model.third = nn.Linear(3, 3)
+    apart = of(model, lambda m: [m.one, m.other, m.third])
+    assert apart.ranges == [range(2), range(2, 3)] and not tied_parameters(model, apart)
+    model.one.weight.requires_grad_(False)  # type: ignore[union-attr]
+    again = of(model, lambda m: [m.third, m.one, m.other], 3)
+    assert tied_parameters(model, again) == {"one.weight": [1, 2]}
+
+
+def test_a_buffer_that_layers_share_stays_in_one_stage_though_ends_are_tied() -> None:
+    table = Table(True)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), table) for _ in range(2)), nn.Linear(3, 3))
+    model[2].weight = model[0][0].weight  # type: ignore[union-attr]
+    assert of(model, None).ranges == [range(2), range(2, 3)]
 
 
 def three() -> nn.Module:
@@ -245,7 +266,6 @@ def three() -> nn.Module:
         (lambda m: [[m.one, m.other, m.third]], "gives the layers of 1 stage, and parallel.pipeline is 2"),
         (lambda m: [[m.one, m.other, m.third], []], "gives stage 1 no layers"),
         (lambda m: [[m.one, m.other, m.third], [torch.relu]], "stage 1, as layers= .* has no parameter to train"),
-        (lambda m: [[m.one, m.other], [m.third, m.one]], "^one.weight is used by layers in stages 0 and 1"),
         (lambda m: [[m.one, m.other], m.third], "does not return a list of layers"),
     ],
 )
@@ -288,9 +308,10 @@ def test_stages_have_equal_costs_and_weights_of_their_own() -> None:
     ],
 )
 def test_stages_of_an_earlier_attempt_are_kept_if_they_fit(counts: list[int], fits: bool) -> None:
-    """The second and the third layer share a weight."""
+    """The second and the third layer share a buffer."""
     model = two(nn.Linear(3, 3), nn.Linear(3, 3), third=nn.Linear(3, 3), last=nn.Linear(3, 3))
-    model.other.weight = model.third.weight  # type: ignore[union-attr]
+    model.other.register_buffer("shift", torch.ones(3))  # type: ignore[union-attr]
+    model.third.register_buffer("shift", model.other.shift)  # type: ignore[union-attr]
     layers = layers_of(model, lambda m: [m.one, m.other, m.third, m.last])
     found = as_before(model, layers, counts, stages=2)
     assert (found is not None) == fits

@@ -69,7 +69,7 @@ def test_what_watches_an_optimizer_sees_whole_gradients_and_changes_no_message(h
         def watch(*given: object, model: nn.Module = model, whole: list[bool] = whole) -> None:
             whole.append(all(parameter.grad is not None for parameter in model.parameters()))
 
-        trained = Trained("", optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut())
+        trained = Trained("", optimizer, [], [], TrainConfig(steps=1), UpdateRule(None, None), uncut().norm)
         reducer, recorder = make(model, 64)
         arrivals: list[float] = []
         reducer.arrive = arrivals.append

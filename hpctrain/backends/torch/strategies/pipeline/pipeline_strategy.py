@@ -10,14 +10,23 @@ import numpy as np
 from torch.nn import Module
 
 from hpctrain.backends.named_state import parameter_of, plain_name
+from hpctrain.backends.torch.reduce.reducer import SummedGradients
 from hpctrain.backends.torch.strategies.estimated import Estimated
 from hpctrain.backends.torch.strategies.memory_estimate import MemoryEstimate, of_state
 from hpctrain.backends.torch.strategies.pipeline.layer_times import Whole
 from hpctrain.backends.torch.strategies.pipeline.pipelined import Pipelined
 from hpctrain.backends.torch.strategies.pipeline.stage import Stage
-from hpctrain.backends.torch.strategies.pipeline.stages import FIELD, Stages, keep_stage, layers_of, staged
+from hpctrain.backends.torch.strategies.pipeline.stages import (
+    FIELD,
+    Stages,
+    keep_stage,
+    layers_of,
+    staged,
+    tied_parameters,
+)
+from hpctrain.backends.torch.strategies.pipeline.tied import Tied
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
-from hpctrain.config.combinations import Feature
+from hpctrain.config.combinations import Feature, stated
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.user_errors import own_line, words
@@ -31,7 +40,19 @@ def planned(opening: Opening) -> Strategy | None:
     stages = stages_of(opening.task, opening.model, opening.config.parallel.pipeline)
     if stages is None or opening.world.pipeline.size == 1:
         return None
+    require_copies(opening, stages)
     return functools.partial(divide, opening, stages)
+
+
+def require_copies(opening: Opening, stages: Stages) -> None:
+    """Raises UserError if stages cannot have copies of the parameters that they share."""
+    name = next(iter(tied_parameters(opening.model, stages)), None)
+    sharded = next((one for one in (Feature.SHARD, Feature.SHARD_GRADIENTS) if one in opening.features), None)
+    if name is not None and sharded is not None:
+        raise UserError(
+            f"layers of several stages share {name}, and {stated(sharded, None)}: no rank has the whole gradient",
+            "untie the layers, or leave parallel.shard out",
+        )
 
 
 def stages_of(task: TorchTask, model: Module, stages: int) -> Stages | None:
@@ -55,14 +76,17 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
     whole = Whole(task, model, opening.task_state, partition, compute)
     stages = whole.chosen(stages, opening.stage_choice, world)
     exchange = opening.exchange(world.pipeline, Neighbours.PIPELINE)
+    holders = tied_parameters(model, stages)
     elsewhere = keep_stage(model, stages, world.pipeline.rank, opening.optimizers)
     names = frozenset(plain_name(name) for name, _ in model.named_parameters())
     own = stages.of(world.pipeline.rank)
     stage = Stage(world.pipeline, compute.device, opening.clock, exchange)
-    pipelined = Pipelined(task, own, stage, compute, partition, world, names, elsewhere)
+    tied = Tied(world.pipeline.rank, holders, exchange, partition)
+    pipelined = Pipelined(task, own, stage, compute, partition, world, names, elsewhere, holders)
     waiting = Waiting(opening.clock, Neighbours.PIPELINE)
 
-    def total_norm(norm: float) -> float:
+    def total_norm(reducer: SummedGradients) -> float:
+        norm = tied.norm(reducer) if tied.holders else partition.norm(reducer)
         with waiting:
             squares = world.pipeline.gather(np.array([norm * norm]), "add up the squares of the gradients")
         return math.sqrt(float(squares.sum()))
@@ -72,6 +96,7 @@ def divide(opening: Opening, stages: Stages, prepared: Prepared) -> Prepared:
         passes=pipelined,
         num_layers=len(own),
         total_norm=total_norm,
+        complete=tied.add,
         placed=pipelined.placed,
         close=exchange.close,
     )

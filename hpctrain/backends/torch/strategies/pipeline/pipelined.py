@@ -76,6 +76,8 @@ class Pipelined:
     """Names of this stage's parameters."""
     elsewhere: Sequence[Tensor]
     """Parameters of other stages, kept so that their ids are not reused."""
+    holders: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    """Stages that have each tied parameter, by name."""
     calls: list[MicroBatch] | None = None
     """Calls in the current forward pass of an update; None in an evaluation."""
     meets = True
@@ -201,9 +203,14 @@ class Pipelined:
         data, own = self.world.data, self.world.tensor
         for tensor in tensors:
             assert isinstance(tensor, (TorchTensor, ArrayTensor)), "of this framework"
-            if tensor.placement is Placement.REPLICATED and parameter_of(tensor.name) in self.names:
-                begin, copy = (0,) * len(tensor.shape), data.rank * own.size + own.rank
-                cut = Cut(tuple(tensor.shape), begin, copy, data.size * own.size)
+            name, cut = parameter_of(tensor.name), tensor.cut
+            if tensor.placement is Placement.REPLICATED and name in self.names:
+                shape = tuple(tensor.shape)
+                cut = Cut(shape, (0,) * len(shape), data.rank * own.size + own.rank, data.size * own.size)
+            if cut is not None:
+                stages = tuple(self.holders.get(name or "", [self.stage.rank]))
+                copy, copies = stages.index(self.stage.rank) * cut.copies + cut.copy, len(stages) * cut.copies
+                cut = dataclasses.replace(cut, copy=copy, copies=copies, stages=stages)
                 found.append(dataclasses.replace(tensor, placement=Placement.CUT, cut=cut))
             elif self._saves(tensor):
                 found.append(tensor)

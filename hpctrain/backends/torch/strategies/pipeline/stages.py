@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Embedding, Module, Parameter, Sequential
 from torch.optim import Optimizer
 
+from hpctrain.backends.named_state import plain_name
 from hpctrain.backends.torch.state.tensors import saved_buffers
 from hpctrain.backends.torch.strategies.parameter_traits import replace_parameters
 from hpctrain.backends.torch.strategies.pipeline.layer_parts import used_by
@@ -145,23 +146,25 @@ def staged(
 
     Raises:
         UserError: the task assigns layers to another number of stages, or a stage trains nothing; there are too few
-            layers that can be separated; or two stages would have the same parameter or buffer.
+            layers that can be separated; or two stages would have the same buffer.
     """
     users = users_of(model, layers)
     trained = [layer.is_trained for layer in layers]
     ranges = given_ranges(layers, stages)
     if ranges is None:
         costs = [layer.cost for layer in layers] if costs is None else costs
-        tied = joined(layers, users)
-        kept = list(map(operator.or_, tied, together)) if together else tied
-        ranges = balanced(costs, trained, stages, kept)
-        if ranges is None and any(together) and balanced(costs, trained, stages, tied):
+        parameters = {name for name, _ in model.named_parameters()}
+        buffers = {name: own for name, own in users.items() if name not in parameters}
+        for shared in (users, buffers, {}):  # a parameter of several stages costs memory and messages
+            tied = joined(layers, shared)
+            kept = list(map(operator.or_, tied, together)) if together else tied
+            ranges = ranges or balanced(costs, trained, stages, kept)
+        if ranges is None and any(together) and balanced(costs, trained, stages):
             raise UserError(
                 f"parallel.pipeline is {stages}, and layer {together.index(True) - 1} of {FIELD} passes on a value "
                 "that another rank could not use",
                 "let layers pass on tensors, by themselves or in tuples, lists and dicts",
             )
-        ranges = ranges or balanced(costs, trained, stages)
     if ranges is None:
         count = sum(trained)
         raise UserError(
@@ -169,14 +172,14 @@ def staged(
             "parameters to train",
             f"choose a parallel.pipeline of {max(count, 1)} or less, or give finer layers",
         )
-    for name, own in users.items():
-        found = [stage for stage, numbers in enumerate(ranges) if any(number in numbers for number in own)]
-        if len(found) > 1:
-            raise UserError(
-                f"{name} is used by layers in stages {found[0]} and {found[1]} of the pipeline",
-                "untie the layers (give each its own weights), choose a parallel.pipeline that leaves them in "
-                "one stage, or use parallel.shard: parameters or parallel.tensor in place of parallel.pipeline",
-            )
+    wrong = shared_buffer(model, layers, ranges)
+    if wrong is not None:
+        name, found = wrong
+        raise UserError(
+            f"{name}, a buffer, is used by layers in stages {found[0]} and {found[1]} of the pipeline",
+            "give each layer its own, choose a parallel.pipeline that leaves these layers in one stage, or use "
+            "parallel.shard: parameters or parallel.tensor in place of parallel.pipeline",
+        )
     return Stages(layers, ranges)
 
 
@@ -206,6 +209,27 @@ def users_of(model: Module, layers: Sequence[Layer]) -> dict[str, list[int]]:
     }
 
 
+def holders_of(model: Module, layers: Sequence[Layer], ranges: Sequence[range]) -> dict[str, list[int]]:
+    """Stages of each parameter and buffer that several stages use, by name."""
+    stages = {
+        name: [stage for stage, numbers in enumerate(ranges) if any(number in numbers for number in own)]
+        for name, own in users_of(model, layers).items()
+    }
+    return {name: found for name, found in stages.items() if len(found) > 1}
+
+
+def shared_buffer(model: Module, layers: Sequence[Layer], ranges: Sequence[range]) -> tuple[str, list[int]] | None:
+    """Name and stages of a buffer that several stages use, if any: nothing would keep its copies equal."""
+    parameters = {name for name, _ in model.named_parameters()}
+    found = holders_of(model, layers, ranges)
+    return next(((name, own) for name, own in found.items() if name not in parameters), None)
+
+
+def tied_parameters(model: Module, stages: Stages) -> dict[str, list[int]]:
+    """Stages of each parameter that several stages use, by plain name."""
+    return {plain_name(name): own for name, own in holders_of(model, stages.layers, stages.ranges).items()}
+
+
 def joined(layers: Sequence[Layer], users: Mapping[str, Sequence[int]]) -> list[bool]:
     """Whether each layer must be in the previous one's stage: it or a later one shares a tensor with an earlier one."""
     found = [False] * len(layers)
@@ -220,9 +244,8 @@ def as_before(model: Module, layers: Sequence[Layer], counts: Sequence[int], sta
     if len(counts) != stages or min(counts) < 1 or sum(counts) != len(layers):
         return None
     ranges = [range(end - own, end) for own, end in zip(counts, itertools.accumulate(counts), strict=True)]
-    apart = joined(layers, users_of(model, layers))
     trains = all(any(layers[number].is_trained for number in own) for own in ranges)
-    return Stages(layers, ranges) if trains and not any(apart[own.start] for own in ranges) else None
+    return Stages(layers, ranges) if trains and shared_buffer(model, layers, ranges) is None else None
 
 
 def keep_stage(model: Module, stages: Stages, stage: int, optimizers: Sequence[Optimizer]) -> list[Tensor]:
