@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_file", nargs="?", help="a run file: its folder, task and job script are checked too")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("-n", "--ranks", type=positive, default=1, help="start this many ranks, up to the first step")
+    parser.add_argument(
+        "-n",
+        "--ranks",
+        type=positive,
+        default=1,
+        help="start this many ranks: up to the first step, and to measure links and devices",
+    )
     parser.set_defaults(overrides=[])
     parser.epilog = "Any key of the run file can be given as an option, which overrides the file: --data.workers 4"
 
@@ -46,7 +52,20 @@ def run(args: argparse.Namespace) -> int:
         found.append(trial(config))  # last: loading a task may change what other checks see
         if args.ranks > 1 and found[-1].status is not Status.PROBLEM:
             found.append(trial_on_ranks(args.ranks, [args.run_file, *args.overrides]))
+    if args.ranks > 1 and software.is_installed("torch"):
+        found += speeds(args.ranks)
     return show(found, args.json)
+
+
+def speeds(ranks: int) -> list[Check]:
+    """Measures the links and devices of that many ranks."""
+    from hpctrain.doctor.check import problem
+    from hpctrain.doctor.mpi_ranks import speeds as measured
+
+    try:
+        return list(measured(ranks))
+    except HpctrainError as error:
+        return [problem("links", error.what, error.fix)]
 
 
 def trial(config: Config) -> Check:
@@ -83,11 +102,11 @@ def trial_on_ranks(ranks: int, words: Sequence[str]) -> Check:
 
 def on_ranks(ranks: int, as_json: bool) -> int:
     """Checks MPI between ranks of this machine: ``hpctrain run -n 2 --doctor``."""
-    from hpctrain.doctor import mpi_ranks as between
+    from hpctrain.doctor import mpi_ranks, software
     from hpctrain.doctor.check import problem
 
     try:
-        found = between.findings(ranks)
+        found = [*mpi_ranks.findings(ranks), *(speeds(ranks) if software.is_installed("torch") else [])]
     except HpctrainError as error:
         found = [problem("ranks", error.what, error.fix)]
     return show(found, as_json)

@@ -759,7 +759,7 @@ class LaunchConfig(Section, key="launch"):
     stage_environment: bool | None = None
     """Also copy the Python environment there; the default on 32 or more nodes: imports from a shared disk are slow."""
     preflight: bool = True
-    """Check ranks, hosts, devices, folders and one small allreduce before the launch, in a Slurm job."""
+    """Check ranks, hosts, devices, folders and an allreduce before the launch in a Slurm job; measure GPUs, links."""
     max_failures: Natural | None = None
     """Failures in a row without a new checkpoint after which a run is not restarted; lost nodes do not count. By
     default 3; for launch.command under hpctrain run 0, so that its first failure ends it."""

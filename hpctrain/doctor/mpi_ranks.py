@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.comm.speeds import MARK as SPEEDS
+from hpctrain.comm.speeds import Speeds
+from hpctrain.comm.speeds import judge as judge_speeds
 from hpctrain.comm.world import EXPECTED_RANKS
 from hpctrain.doctor.check import Check, note, problem
 from hpctrain.errors import RunFailed
@@ -49,6 +52,20 @@ def findings(ranks: int) -> list[Check]:
     facts = json.loads(line.removeprefix(MARK))
     who = Check("ranks", f"{facts['ranks']} on {', '.join(facts['hosts'])}")
     return [who, *judge(facts, transport(text, library.version))]
+
+
+def speeds(ranks: int) -> Iterator[Check]:
+    """Measures links and devices with PyTorch, as gradients travel. Raises as ``findings``."""
+    ended = started(["hpctrain.backends.torch.measure"], ranks)
+    line = next((line for line in ended.output.splitlines() if line.startswith(SPEEDS)), None)
+    if line is None:
+        said = [line for line in ended.messages.splitlines() if line.strip(" -\0")]
+        raise RunFailed(
+            f"links are not measured: {said[-1][:300] if said else 'no output'}", "hpctrain doctor says more"
+        )
+    found = Speeds.read(json.loads(line.removeprefix(SPEEDS)))
+    yield from (Check(topic, figure) for topic, figure in found.sentences())
+    yield from ((problem if one.fatal else note)("slow", one.what, one.fix) for one in judge_speeds(found))
 
 
 def started(words: Sequence[str], ranks: int) -> ProgramResult:

@@ -120,3 +120,11 @@ def routed_address(others: Sequence[Sequence[str]]) -> str | None:
             if not ipaddress.ip_address(source).is_loopback:
                 return source
     return None
+
+
+def interface_of(address: str) -> str | None:
+    """Returns the name of the interface with this address of this host; None if there is none."""
+    named = psutil.net_if_addrs().items()
+    return next(
+        (name for name, entries in named if address in [one.address.partition("%")[0] for one in entries]), None
+    )

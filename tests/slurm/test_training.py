@@ -133,3 +133,12 @@ def test_time_limit_without_a_signal_resumes(unsignalled_run: SideRun, undisturb
     assert run.verdicts() == ["requeue", "done"], run.log()
     assert run.events("resumed")
     assert run.weights() == undisturbed
+
+
+def test_links_between_gpus_are_measured_before_the_ranks_start(train: Callable[..., Run]) -> None:
+    run = train(slurm={"gpus_per_node": 2})
+    run.wait(run.submit(), "COMPLETED", "FAILED")
+    assert_trained_on_two_nodes(run)
+    links = next((line for line in run.log().splitlines() if "preflight: links: " in line), run.log())
+    assert "GB/s within a node" in links and "GB/s between nodes" in links
+    assert "preflight: matrix product: " in run.log()

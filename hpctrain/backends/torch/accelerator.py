@@ -166,6 +166,13 @@ def identity(device: torch.device) -> str:
     return " ".join(str(getattr(known, name)) for name in ("uuid", "pci_bus_id") if hasattr(known, name))
 
 
+def pci_address(device: torch.device) -> str:
+    """Address of a device as the kernel writes it: ``0000:3b:00.0``; empty if this PyTorch does not know it."""
+    known = api(device).get_device_properties(device)
+    parts: list[Any] = [getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+
+
 def nccl_version(device: torch.device) -> str:
     """The version of NCCL, or of RCCL on AMD's devices."""
     return ".".join(map(str, api(device).nccl.version()))

@@ -24,6 +24,7 @@ from hpctrain.errors import UserError
 from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE
 from hpctrain.monitor.window import ENDED, REST, WORK
+from hpctrain.system.fabric import cores_near, keep_to, own_cores
 from hpctrain.train.clock import Phase
 from hpctrain.train.framework import HostBatch
 
@@ -140,6 +141,14 @@ def require_same_kind(device: torch.device, world: World) -> None:
             f"rank {blind} on {everywhere[blind][1]} sees no GPU, though other ranks do",
             "run hpctrain doctor there (driver, CUDA_VISIBLE_DEVICES, a PyTorch for CPUs), or leave the host out",
         )
+
+
+def stay_near(device: torch.device, world: World) -> None:
+    """Binds this process to the cores next to its GPU; see ``own_cores``. Collective."""
+    near = set() if device.type == "cpu" else cores_near(accelerator.pci_address(device))
+    mine = [sorted(os.sched_getaffinity(0)), sorted(near)]
+    if cores := own_cores(world.local_rank, world.local.allgather(mine, "share the cores")):
+        keep_to(cores)
 
 
 LONGEST_QUEUE = 4096

@@ -25,7 +25,7 @@ from hpctrain.backends.torch.device import gpu_for_nccl
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World
 from hpctrain.errors import RunFailed, UserError
-from hpctrain.system.address import interfaces, listen, meeting_address, routed_address
+from hpctrain.system.address import interface_of, interfaces, listen, meeting_address, routed_address
 from hpctrain.system.processes import threads_sleep
 
 GLOO = "hpctrain_gloo"
@@ -38,6 +38,8 @@ OWN_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_SHOW_EAGER_INI
 """Read by torch when it creates an NCCL group: errors are raised where a rank waits, and messages are sent in order."""
 IN_SWITCHES = ("NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE")
 """Variables that let NCCL add in switches, in an order that may differ from run to run."""
+INTERFACE = "NCCL_SOCKET_IFNAME"
+"""Variable with the interfaces that NCCL may use; "=" before a name that must match as a whole."""
 WORDS: dict[str, Literal["nccl", "xccl"]] = {"cuda": "nccl", "xpu": "xccl"}
 """Backends by type of device; ROCm's PyTorch says ``cuda``, and its RCCL is ``nccl``."""
 WHAT = "open a process group of torch"
@@ -66,13 +68,13 @@ def sum_exactly() -> None:
 
 
 def settings_of(device: torch.device) -> dict[str, str]:
-    """What sums on a GPU depend on: version and variables of NCCL; empty without it."""
+    """What sums on a GPU depend on: version and variables of NCCL, except for the interface; empty without it."""
     if word_of(device) != "nccl":
         return {}
     version = accelerator.nccl_version(device)
     return {
         "version": version,
-        **{name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_") and name != INTERFACE},
     }
 
 
@@ -113,6 +115,21 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Rendezvous:
     agree(group, problem)
     assert store is not None, "agreed"
     return Rendezvous(address, dist.PrefixStore(name, store))
+
+
+def use_shared_network(world: World, device: torch.device) -> None:
+    """Has NCCL connect over the interface at which the hosts meet, unless the user names one. Collective.
+
+    NCCL itself takes the first interface, which on some hosts leads only to others of its kind. It reads the variable
+    once, so this must come before the first process group.
+    """
+    if word_of(device) != "nccl" or world.nodes == 1:
+        return
+    own = interfaces()
+    others = world.everyone.allgather([one.address for one in own], WHAT)
+    address = meeting_address(own, others) or routed_address(others)
+    if name := interface_of(address or ""):
+        os.environ.setdefault(INTERFACE, f"={name}")
 
 
 def agree(group: Group, problem: str | None) -> None:

@@ -223,7 +223,7 @@ def test_ranks_are_started_with_the_options_of_the_run_file(monkeypatch, code, s
     words = []
 
     def started(given, ranks):
-        words.extend([mpi_ranks, *given])
+        words.extend([ranks, *given])
         return ProgramResult(code, "", said)
 
     monkeypatch.setattr("hpctrain.doctor.mpi_ranks.started", started)

@@ -12,8 +12,8 @@ from torch.nn import Module, Parameter
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
 from hpctrain.backends.torch import accelerator
-from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind
-from hpctrain.backends.torch.process_groups import ProcessGroup, by_group, peers_of, sum_exactly
+from hpctrain.backends.torch.device import Compute, compute_of, require_same_kind, stay_near
+from hpctrain.backends.torch.process_groups import ProcessGroup, by_group, peers_of, sum_exactly, use_shared_network
 from hpctrain.backends.torch.reduce.reducer import broadcast
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerState
 from hpctrain.backends.torch.state.tensors import layout_of, module_tensors, other_names, shared_buffers
@@ -75,8 +75,11 @@ def open_torch(
     train = config.train
     device = accelerator.pick(world.local_rank)
     require_same_kind(device, world)
-    if config.reduce.exact and device.type != "cpu":
-        sum_exactly()
+    if device.type != "cpu":
+        stay_near(device, world)
+        use_shared_network(world, device)
+        if config.reduce.exact:
+            sum_exactly()
     if train.threads is not None:  # a supervisor sets it in the environment, but mpirun does not
         torch.set_num_threads(train.threads)
     set_kernels(train)

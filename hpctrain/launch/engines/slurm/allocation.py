@@ -32,8 +32,10 @@ from hpctrain.system.output import say, tell
 
 EMPTY_STEP_S = 30.0
 """Timeout in seconds for a step that does nothing."""
-PMIX_STEPS = 2
-"""Number of an attempt's steps with a PMIx server: preflight and launch."""
+PMIX_STEPS = 3
+"""Most steps with a PMIx server that an attempt has: preflight, its measurements on GPUs, launch."""
+MEASURE_S = 180.0
+"""Timeout in seconds for measuring links and GPUs, which imports PyTorch on every rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,13 @@ def check(
     _, output = client.heard(run, launcher.words(command, env), env, 60 + job.ranks / 20)
     reports = preflight.reports(output.splitlines())
     problems = preflight.judge(reports, expected, client.hosts(job.nodelist))
+    if needs_mpi and gpus and not any(problem.fatal for problem in problems):
+        command = [*slurm.wrap, *python.module("hpctrain.backends.torch.measure", interpreter=interpreter)]
+        _, output = client.heard(run, launcher.words(command, env), env, MEASURE_S + job.ranks / 20)
+        speeds = preflight.speeds(output.splitlines())
+        for topic, figure in speeds.sentences() if speeds else [("links", f"not measured: {last_line(output)}")]:
+            say(f"preflight: {topic}: {figure}")
+        problems += preflight.slow(speeds) if speeds else []
     if any(problem.fatal for problem in problems):
         tell(output)
     return problems, preflight.hosts_of_tasks(reports)

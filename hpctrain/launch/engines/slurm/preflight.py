@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.comm.speeds import MARK as MEASURED
+from hpctrain.comm.speeds import Speeds
+from hpctrain.comm.speeds import judge as judge_speeds
 from hpctrain.errors import Code
 from hpctrain.launch.engines.slurm.probe import MARK
 
@@ -56,6 +59,16 @@ def reports(lines: Iterable[str], mark: str = MARK) -> list[dict[str, Any]]:
             except ValueError:
                 continue
     return found
+
+
+def speeds(lines: Iterable[str]) -> Speeds | None:
+    """Extracts the measurements of links and GPUs from the ranks' output; None if there are none."""
+    return next(map(Speeds.read, reports(lines, MEASURED)), None)
+
+
+def slow(found: Speeds) -> list[Fault]:
+    """Returns the slow links and GPUs; they do not end a job, but a network that NCCL leaves unused does."""
+    return [Fault(one.what, one.fix, one.host, fatal=one.fatal) for one in judge_speeds(found)]
 
 
 def hosts_of_tasks(found: Reports) -> dict[int, str]:

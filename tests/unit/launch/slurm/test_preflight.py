@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpctrain.launch.engines.slurm import probe
-from hpctrain.launch.engines.slurm.preflight import Expected, hosts_of_tasks, judge, reports
+from hpctrain.launch.engines.slurm.preflight import Expected, Fault, hosts_of_tasks, judge, reports, slow, speeds
 from hpctrain.launch.engines.slurm.probe import MARK
 
 EXPECTED = Expected(nodes=2, ranks=4, gpus_per_node=2, cpus_per_rank=2)
@@ -188,3 +188,13 @@ def test_ranks_that_share_out_layers_on_two_nodes_are_found(
     [problem] = problems
     assert problem.what == f"{torn}, which hold parts of a layer (parallel.tensor), are on n1 and n2"
     assert problem.fatal and problem.launcher and "--distribution" in problem.fix
+
+
+def test_what_is_slow_is_told_and_an_unused_network_is_fatal() -> None:
+    links = {"device": "cuda", "within": {"n1": 200.0}, "between": [("n1", "n2", 0.5)]}
+    line = f"srun: starting\nhpctrain-speeds {json.dumps({**links, 'network': 'Socket', 'fabrics': {'n1': 'EFA'}})}\n"
+    found = speeds(line.splitlines())
+    assert found is not None and speeds(["no line"]) is None
+    sockets, link = slow(found)
+    assert sockets.fatal and not sockets.launcher and "aws-ofi-nccl" in sockets.fix
+    assert link == Fault("n1 and n2 exchange at 0.5 GB/s, less than 1", link.fix, fatal=False)
