@@ -28,6 +28,7 @@ from hpctrain.checkpoint.remote import open_remote
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tiers import open_tiers
 from hpctrain.comm.group import Group
+from hpctrain.comm.step_vote import Ballot
 from hpctrain.comm.world import World, connect
 from hpctrain.config.sections import CheckpointConfig, StoreTierConfig, TierConfig, TiersConfig
 from hpctrain.run.attempts import Attempts
@@ -117,10 +118,12 @@ def main() -> None:
             name: hook(world, Path(runs, name), config, events[name], training)
             for name, config in zip(events, configs, strict=True)
         }
+        ballots = {name: Ballot(world.everyone) for name in hooks}
         times: Mapping[str, list[float]] = {name: [] for name in hooks}
         processor: Mapping[str, list[float]] = {name: [] for name in hooks}
         for turn in range(args.pairs + 1):
             for name, each in hooks.items():
+                training.ballot = ballots[name]
                 world.everyone.meet("begin a turn")
                 begin, begin_cpu = time.perf_counter(), time.process_time()
                 for _ in range(args.every):
@@ -128,6 +131,7 @@ def main() -> None:
                         matrix @ matrix
                     training.state.step += 1
                     each.after_hooks(training)
+                    training.ballot.begin()
                 if turn:  # the first one makes the staging memory
                     times[name].append(time.perf_counter() - begin)
                     processor[name].append(time.process_time() - begin_cpu)

@@ -27,6 +27,7 @@ from hpctrain.checkpoint.saver import Saver, SaveResult
 from hpctrain.checkpoint.store import CheckpointStore, compare_model, open_saver, resume
 from hpctrain.checkpoint.tiers import Tiers, open_tiers
 from hpctrain.comm.group import Group
+from hpctrain.comm.step_vote import SaveVote
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.errors import RunFailed, UserError
@@ -40,9 +41,6 @@ from hpctrain.train.hooks import BaseHook, Hook, StopReason, Training
 from hpctrain.train.state import Placement, StateTensor
 from hpctrain.train.stateful import HOOKS, Kept
 from hpctrain.train.watchers import unreported
-
-NOTHING = np.array([0, 0, 1], dtype=np.int64)
-"""Initial agreement: no save finished, none sound, none due by the clock."""
 
 UNDECLARED = (
     "warning: checkpoints leave out what changes here: {}; if it is state, give its owner state_dict and "
@@ -61,8 +59,7 @@ and undeclared state is reported early. The task's own state is compared between
 class CheckpointHook(BaseHook):
     """Resumes, saves and reports. Create it with ``checkpoint_hook``.
 
-    At each step the ranks start a nonblocking minimum of flags (finished, sound, not due by rank 0's clock, and those
-    of tiers and object store) and use its result after the next step, so that it overlaps with training.
+    At each step the ranks vote on the saves in flight, and on whether one is due by rank 0's clock; see ``StepVote``.
     """
 
     name = "checkpoint"
@@ -88,7 +85,6 @@ class CheckpointHook(BaseHook):
     remote: Remote | None = None
     """Object store to which checkpoints are copied."""
     saver: Saver | None = field(default=None, init=False)
-    agreement: Callable[[], Any] | None = field(default=None, init=False)
     cost: Cost | None = field(default=None, init=False)
     constant: dict[str, Any] = field(default_factory=dict, init=False)
     last_s: float = field(default_factory=time.monotonic, init=False)
@@ -203,16 +199,14 @@ class CheckpointHook(BaseHook):
         """Advance the checkpoint in flight, and start one that is due."""
         assert self.saver is not None, "before_fit opens the saver"
         self._look_at_first_steps(training)
-        least = self._agreed()
-        self._settle(self.saver.advance(least[:2]))
-        state = training.state
+        agreed, state = training.ballot.agreed(), training.state
+        self._settle(self.saver.advance(agreed.checkpoint))
         if self.remote:
-            least, flags = least[:-3], least[-3:]
-            self._report(*self.remote.advance(flags, state.step))
+            self._report(*self.remote.advance(agreed, state.step))
             self._protect()
-        self._advance_tiers(least[3:])
+        self._advance_tiers(agreed.tiers)
         by_position = self.policy.due_at(state.step, state.epoch, state.batch == 0)
-        self.due = self.due or by_position or not least[2]
+        self.due = self.due or by_position or agreed.checkpoint.due
         if self.is_best or (self.due and self.saver.idle):  # the best state must be saved at this step
             self._begin(training)
             if self.config.mode == "sync":
@@ -230,11 +224,12 @@ class CheckpointHook(BaseHook):
             for saver in savers:
                 saver.begin(tensors, state.step, meta, training.framework.host.synchronize)
         training.clock.mark(Phase.CHECKPOINT)
-        late = time.monotonic() - self.last_s >= self._interval_s()
-        not_due = not (late and self.saver.idle and self.store.group.rank == 0)
-        others = [each.flags() for each in (self.tiers, self.remote) if each]
-        flags = np.concatenate([self.saver.flags(), [np.int64(not_due)], *others]).astype(np.int64)
-        self.agreement = self.store.group.begin_min(flags, "agree on the checkpoint")
+        is_late = self.store.group.rank == 0 and time.monotonic() - self.last_s >= self._interval_s()
+        tiers = self.tiers.vote() if self.tiers else ()
+        training.ballot.cast(checkpoint=self.saver.vote(is_late), tiers=tiers)
+        if self.remote:
+            away = self.remote.vote()
+            training.ballot.cast(store=away.store, store_away=away.store_away)
 
     def after_fit(self, training: Training, reason: StopReason) -> None:
         """Save the final state and wait until it is durable. Raises RunFailed if it cannot be saved.
@@ -242,7 +237,7 @@ class CheckpointHook(BaseHook):
         If the run was asked to stop, time is short: a checkpoint in flight is dropped unless it is the best so far.
         """
         assert self.saver is not None, "before_fit opens the saver"
-        self._settle(self.saver.advance(self._agreed()[:2]))
+        self._settle(self.saver.advance(training.ballot.agreed().checkpoint))
         if reason is StopReason.REQUESTED and self.saved_step != training.state.step:
             self.saver.drop(self.best_steps | {training.state.step})
         self._finish()
@@ -293,13 +288,6 @@ class CheckpointHook(BaseHook):
                     [UNDECLARED.format(", ".join(list(names)[:MOST_NAMED]) + ", ..." * (len(names) > MOST_NAMED))]
                 )
 
-    def _agreed(self) -> Any:
-        """The result of the last minimum, int64[3 + 3 * tiers], plus 3 for the object store at the end."""
-        nothing = np.tile(NOTHING, 1 + (len(self.tiers.tiers) if self.tiers else 0) + bool(self.remote))
-        taken = self.agreement() if self.agreement else nothing
-        self.agreement = None
-        return taken
-
     def _interval_s(self) -> float:
         """Seconds from the last save to the next one by the clock."""
         interval_s = self.policy.interval_s(self.cost)
@@ -342,9 +330,9 @@ class CheckpointHook(BaseHook):
         }
         return tensors, meta
 
-    def _advance_tiers(self, least: Any) -> None:
+    def _advance_tiers(self, agreed: Sequence[SaveVote]) -> None:
         """Advance the tiers' snapshots and report those that ended; a tier that fails is disabled for this attempt."""
-        for tier, outcome in self.tiers.advance(least) if self.tiers else ():
+        for tier, outcome in self.tiers.advance(agreed) if self.tiers else ():
             if outcome.is_final:
                 outcome.path_or_raise()
             if outcome.error:

@@ -18,13 +18,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.durable_files import make_durable_folder
 from hpctrain.checkpoint.format.layout import MANIFEST_FILE, UnreadableCheckpoint
@@ -34,6 +31,7 @@ from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.read_retry import read_among
 from hpctrain.checkpoint.reading import step_of
 from hpctrain.comm.group import Group
+from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.config.sections import StoreTierConfig
 from hpctrain.errors import HpctrainError, Replaced
 from hpctrain.run.events import CheckpointStored, Event, StoreAway
@@ -224,24 +222,24 @@ class Remote:
         waiting = {self.pending[0]} if self.pending else set()
         return waiting | ({self.job.step} if self.job and self.job.folder else set())
 
-    def flags(self) -> NDArray[np.int64]:
-        """int64[3]: whether this rank has finished its stage, succeeded, and has no problem."""
-        done = self.job is None or self.job.future.done()
-        sound = not self.job or (done and self.job.future.exception() is None)
-        return np.array([done, sound, self.problem is None], np.int64)
+    def vote(self) -> StepVote:
+        """This rank's vote: ``store`` and ``store_away``."""
+        done = self.job.future.done() if self.job else True
+        sound = done and not (self.job and self.job.future.exception())
+        return StepVote(store=SaveVote(done, sound), store_away=self.problem is not None)
 
-    def advance(self, least: NDArray[np.int64], step: int) -> list[Event]:
-        """Enter the next stage if all ranks have finished.
+    def advance(self, agreed: StepVote, step: int) -> list[Event]:
+        """Enter the next stage if all ranks have finished; ``step`` is the run's current step.
 
-        ``least`` is the minimum of the ranks' flags, ``step`` the run's current step. Returns the events to report.
+        Returns the events to report.
         """
         events: list[Event] = []
-        if not least[2] and not self.is_away:
+        if agreed.store_away and not self.is_away:
             self.is_away = True
             events.append(self._away(step, self.problem or "another rank cannot reach the store"))
         job = self.job
-        if job and least[0]:
-            if not least[1]:
+        if job and agreed.store.finished:
+            if not agreed.store.sound:
                 error = job.future.exception()
                 self.problem = error.what if isinstance(error, HpctrainError) else self.problem
                 self.job = None
@@ -261,11 +259,11 @@ class Remote:
         while self.job or self.pending:
             if self.job:
                 wait([self.job.future], 0.2)
-            is_early = self.group.rank != 0 or time.monotonic() < deadline
-            flags = np.append(self.flags(), np.int64(is_early))
-            least = self.group.begin_min(flags, "send the last checkpoint to the store", wait_s + 3600.0)()
-            events += self.advance(least[:3], step)
-            if not least[3]:
+            is_late = self.group.rank == 0 and time.monotonic() >= deadline
+            vote = replace(self.vote(), stop=int(is_late))
+            agreed = vote.begin(self.group, "send the last checkpoint to the store", wait_s + 3600.0)()
+            events += self.advance(agreed, step)
+            if agreed.stop:
                 break
         if self.stored < step:
             why = self.problem or "it takes too long"

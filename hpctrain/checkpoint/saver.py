@@ -1,7 +1,7 @@
 """Saves during training: takes a snapshot between steps, writes it in the background, commits when all ranks have.
 
-The background thread makes no MPI calls. The caller reduces the ranks' ``flags()`` to their minimum and passes the
-result to ``advance()``, so that all ranks enter the next stage at the same point of the program.
+The background thread makes no MPI calls. The ranks agree on their ``vote()`` and pass the result to ``advance()``, so
+that all enter the next stage at the same point of the program.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hpctrain.checkpoint.format.shard import ShardImage, Skeleton, host_buffer, 
 from hpctrain.checkpoint.policy import Retention
 from hpctrain.checkpoint.writer_shares import place_in, share_of
 from hpctrain.comm.group import Group
+from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.errors import Code, HpctrainError, NoRequeue, Replaced, RunFailed, code_of
 from hpctrain.train.framework import SPOILED_FIX
 from hpctrain.train.state import ArrayTensor, Cut, Placement, StateTensor, Tiling
@@ -263,24 +264,20 @@ class Saver:
         if self.job and self.job.stage is SaveStage.WRITING and self.job.step not in wanted:
             self.job.dropped.set()
 
-    def flags(self) -> NDArray[np.int64]:
-        """int64[2]: this rank's (finished, sound). ``advance`` takes their minimum over the ranks."""
-        if self.job is None:
-            return np.array([1, 1], dtype=np.int64)
-        finished = self.job.future.done()
-        sound = finished and self.job.future.exception() is None
-        return np.array([finished, sound], dtype=np.int64)
+    def vote(self, is_late: bool = False) -> SaveVote:
+        """This rank's vote; ``is_late`` if a save is due by its clock."""
+        done = self.job.future.done() if self.job else True
+        return SaveVote(done, done and not (self.job and self.job.future.exception()), is_late and self.idle)
 
-    def advance(self, least: NDArray[np.int64]) -> SaveResult | None:
+    def advance(self, agreed: SaveVote) -> SaveResult | None:
         """Enter the next stage if all ranks have finished the current one; returns the result after the last stage.
 
-        ``least`` is the elementwise minimum of all ranks' ``flags()``, taken since the last change of stage.
-        Communicates only if a rank failed.
+        The ranks agreed since the last change of stage. Communicates only if a rank failed.
         """
         job = self.job
-        if job is None or not least[0]:
+        if job is None or not agreed.finished:
             return None
-        if not least[1] and job.stage is not SaveStage.ABANDONING:
+        if not agreed.sound and job.stage is not SaveStage.ABANDONING:
             job.failure = self._reasons(job)
             self._enter(job, SaveStage.ABANDONING, self.folder.discard, job.partial)
             return None
@@ -289,13 +286,17 @@ class Saver:
             return None
         return self._end(job)
 
+    def poll(self) -> SaveResult | None:
+        """Advance the checkpoint in flight; returns its result if it ended. Collective; waits for the other ranks."""
+        vote = StepVote(checkpoint=self.vote()).begin(self.group, "finish the checkpoint", WRITE_TIMEOUT_S)
+        return self.advance(vote().checkpoint)
+
     def finish(self) -> SaveResult:
         """Wait until the checkpoint in flight is committed or abandoned. Collective."""
         while True:
             assert self.job is not None, "a checkpoint is in flight"
             self.job.future.exception()
-            outcome = self.advance(self.group.begin_min(self.flags(), "finish the checkpoint", WRITE_TIMEOUT_S)())
-            if outcome:
+            if outcome := self.poll():
                 return outcome
 
     def rest(self) -> None:

@@ -25,6 +25,7 @@ from hpctrain.checkpoint.snapshots import ATTEMPT, PREFIX, MemoryStore, Snapshot
 from hpctrain.checkpoint.store import open_saver
 from hpctrain.checkpoint.survivors import Snapshot, complete, survey
 from hpctrain.comm.group import Group
+from hpctrain.comm.step_vote import SaveVote
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig
 from hpctrain.run.attempts import Attempts
@@ -71,17 +72,16 @@ class Tier:
             self.store.close()
         self.saver = self.replica = None
 
-    def flags(self, decides: bool) -> NDArray[np.int64]:
-        """int64[3]: ``Saver.flags``, and whether no snapshot is due by the clock of the deciding rank."""
+    def vote(self, decides: bool) -> SaveVote:
+        """This rank's vote. A snapshot is due by the clock of the rank that decides."""
         if self.saver is None:
-            return np.ones(3, np.int64)
-        late = time.monotonic() - self.last_s >= self.policy.interval_s(self.cost)
-        return np.append(self.saver.flags(), np.int64(not (decides and late and self.saver.idle)))
+            return SaveVote(finished=True, sound=True)
+        return self.saver.vote(decides and time.monotonic() - self.last_s >= self.policy.interval_s(self.cost))
 
-    def advance(self, least: NDArray[np.int64]) -> SaveResult | None:
+    def advance(self, agreed: SaveVote) -> SaveResult | None:
         """Advance the snapshot in flight; returns its result if it ended."""
-        self.is_due = self.is_due or not least[2]
-        outcome = self.saver.advance(least[:2]) if self.saver else None
+        self.is_due = self.is_due or agreed.due
+        outcome = self.saver.advance(agreed) if self.saver else None
         if outcome:
             self.cost = Cost(outcome.stall_s, outcome.write_s)
             if outcome.error:
@@ -179,14 +179,16 @@ class Tiers:
             if tier.saver and tier.saver.idle:
                 tier.saver.prepare(tensors)
 
-    def flags(self) -> NDArray[np.int64]:
-        """int64[3 * tiers], for the minimum over the ranks; see ``Tier.flags``."""
-        each = [tier.flags(decides=self.world.rank == 0) for tier in self.tiers]
-        return np.concatenate([np.empty(0, np.int64), *each])
+    def vote(self) -> tuple[SaveVote, ...]:
+        """This rank's votes, by tier."""
+        return tuple(tier.vote(decides=self.world.rank == 0) for tier in self.tiers)
 
-    def advance(self, least: NDArray[np.int64]) -> list[tuple[str, SaveResult]]:
-        """Advance the snapshots in flight; returns the results of those that ended. A tier that failed is disabled."""
-        ended = [(tier.name, tier.advance(flags)) for tier, flags in zip(self.tiers, least.reshape(-1, 3), strict=True)]
+    def advance(self, agreed: Sequence[SaveVote]) -> list[tuple[str, SaveResult]]:
+        """Advance the snapshots in flight; returns the results of those that ended. A tier that failed is disabled.
+
+        Before the first vote, nothing is agreed on.
+        """
+        ended = [(tier.name, tier.advance(vote)) for tier, vote in zip(self.tiers, agreed, strict=False)]
         return [(name, outcome) for name, outcome in ended if outcome]
 
     def due(self, step: int) -> list[Saver]:

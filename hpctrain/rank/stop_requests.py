@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-
+from hpctrain.comm.step_vote import StepVote
 from hpctrain.errors import Replaced
 from hpctrain.run.attempts import Attempts
 from hpctrain.run.events import Event, StopRequested
@@ -24,9 +21,7 @@ from hpctrain.train.framework import StepResult
 from hpctrain.train.hooks import BaseHook, StopReason, Training
 
 STOP_FILE = 128
-"""Flag that rank 0 sends in place of a signal number when it finds the STOP file."""
-REPLACED = 256
-"""Flag that rank 0 sends when it finds that a newer attempt has begun."""
+"""Rank 0's vote in place of a signal number when it finds the STOP file."""
 POLL_S = 1.0
 """Seconds between checks for the STOP file, each of which may be a round trip to a metadata server."""
 
@@ -37,8 +32,7 @@ class StopRequests(BaseHook):
     If rank 0 finds that a newer attempt has replaced this one, all ranks fail after the same step instead and save
     nothing. That works even if their supervisor is gone or suspended.
 
-    After each step the ranks start a non-blocking maximum of their flags (MPI_Iallreduce) and read the result of the
-    one before, whose messages travelled during the step, so reading it does not block.
+    After each step the ranks vote, and read the result of the vote before; see ``StepVote``.
     """
 
     def __init__(self, signals: StopSignals, run_dir: RunDir, report: Callable[[Event], object]) -> None:
@@ -46,10 +40,6 @@ class StopRequests(BaseHook):
         self.signals = signals
         self.run_dir = run_dir
         self.report = report
-        self.comm: Any = None
-        self.request: Any = None
-        self.mine = np.zeros(1, dtype=np.int32)
-        self.agreed = np.zeros(1, dtype=np.int32)
         self.attempt = current_attempt()
         self.looks_for_file = False
         self.stop_path = os.fspath(run_dir.stop_file)
@@ -58,44 +48,29 @@ class StopRequests(BaseHook):
 
     def before_fit(self, training: Training) -> None:
         self.looks_for_file = training.world.rank == 0
-        if training.world.everyone.comm is not None:
-            from mpi4py import MPI
-
-            self.comm = training.world.everyone.comm.Dup()
-            self.operation = MPI.MAX
 
     def after_step(self, training: Training, result: StepResult) -> StopReason | None:
-        flag = self.agree()
-        if not flag:
-            return None
-        if flag == REPLACED:
+        is_alone = training.world.everyone.comm is None
+        agreed = self.vote() if is_alone else training.ballot.agreed()
+        if agreed.replaced:
             raise Replaced(f"attempt {self.attempt} of {self.run_dir.path} has been replaced by a newer one")
-        if training.world.rank == 0:
-            asked = self.request_behind(flag)
-            self.report(StopRequested(step=training.state.step, by=asked.by, code=asked.code))
-        return StopReason.REQUESTED
+        if agreed.stop:
+            if training.world.rank == 0:
+                asked = self.request_behind(agreed.stop)
+                self.report(StopRequested(step=training.state.step, by=asked.by, code=asked.code))
+            return StopReason.REQUESTED
+        if not is_alone:
+            mine = self.vote()
+            training.ballot.cast(stop=mine.stop, replaced=mine.replaced)
+        return None
 
-    def agree(self) -> int:
-        """Returns the flag agreed on at the step before, 0 for no request; starts the exchange of this step's flag."""
-        if self.comm is None:
-            return self.flag()
-        flag = 0
-        if self.request is not None:
-            self.request.Wait()
-            flag = int(self.agreed[0])
-            self.request = None
-        if not flag:
-            self.mine[0] = self.flag()
-            self.request = self.comm.Iallreduce(self.mine, self.agreed, self.operation)
-        return flag
-
-    def flag(self) -> int:
-        """Returns this rank's own flag: REPLACED, a signal number, STOP_FILE, or 0."""
+    def vote(self) -> StepVote:
+        """This rank's vote: whether it is replaced, or else whether it is asked to stop."""
         if self.looks_for_file and self.finds_replacement():
-            return REPLACED
+            return StepVote(replaced=True)
         if self.signals.received:
-            return self.signals.first
-        return STOP_FILE if self.looks_for_file and self.finds_file() else 0
+            return StepVote(stop=self.signals.first)
+        return StepVote(stop=STOP_FILE if self.looks_for_file and self.finds_file() else 0)
 
     def finds_file(self) -> bool:
         """Whether the STOP file exists; checks at most every POLL_S seconds, else returns False."""
@@ -119,23 +94,10 @@ class StopRequests(BaseHook):
             pass
         return False
 
-    def request_behind(self, flag: int) -> StopRequest:
-        """Returns who asked: the STOP file's author if there is one, as the supervisor reports; else by the flag."""
-        told = BY_PERSON if flag == STOP_FILE else StopRequest.of_signal(flag)
+    def request_behind(self, stop: int) -> StopRequest:
+        """Returns who asked: the STOP file's author if there is one, as the supervisor reports; else by the vote."""
+        told = BY_PERSON if stop == STOP_FILE else StopRequest.of_signal(stop)
         return requested_stop(self.run_dir) or told
-
-    def after_fit(self, training: Training, reason: StopReason) -> None:
-        """Completes a pending exchange; all ranks get here after the same step."""
-        if self.request is not None:
-            self.request.Wait()
-            self.request = None
-
-    def close(self) -> None:
-        """Frees the communicator, unless an exchange is pending: after an error other ranks may never complete it."""
-        if self.comm is not None and self.request is None:
-            with contextlib.suppress(Exception):
-                self.comm.Free()
-        self.comm = None
 
 
 LOOK_S = 1.0

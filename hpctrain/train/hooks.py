@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from hpctrain.comm.step_vote import Ballot
 from hpctrain.comm.world import World
 from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import Framework, StepResult
@@ -37,6 +38,11 @@ class Training:
     """The run folder, where hooks may write files."""
     evaluation: Evaluation = field(default_factory=Evaluation, kw_only=True)
     """The last evaluation in this attempt."""
+    ballot: Ballot = field(init=False)
+    """What ranks agree on between steps."""
+
+    def __post_init__(self) -> None:
+        self.ballot = Ballot(self.world.everyone)
 
 
 class StopReason(StrEnum):

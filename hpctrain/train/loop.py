@@ -58,6 +58,7 @@ class Trainer(Training):
         reason = first_reason([hook.before_fit(self) for hook in self.hooks]) or self.run_steps()
         for hook in self.hooks:
             hook.after_fit(self, reason)
+        self.ballot.agreed()  # completes the last vote
         return RunSummary(reason, self.state.step, time.monotonic() - begin, self.metrics)
 
     def run_steps(self) -> StopReason:
@@ -75,6 +76,7 @@ class Trainer(Training):
             self.clock.mark(Phase.CALLBACKS)
             for hook in self.hooks:
                 hook.after_hooks(self)
+            self.ballot.begin()
             self.clock.end_step(batch.local_samples)
             if reason is not None:
                 return reason

@@ -23,6 +23,7 @@ from hpctrain.checkpoint.remote import Remote, Sending, look, open_remote
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli import main
 from hpctrain.comm.group import Group
+from hpctrain.comm.step_vote import SaveVote, StepVote
 from hpctrain.comm.world import World
 from hpctrain.config.sections import CheckpointConfig, StoreTierConfig, TiersConfig
 from hpctrain.errors import Replaced, UserError
@@ -425,5 +426,5 @@ def test_what_has_arrived_ends_the_problems_of_ranks_that_had_nothing_to_send(si
     remote = site.make_remote()
     remote.problem, remote.job = "the store does not answer", Sending(0, stage=1)
     remote.job.future.set_result(0)
-    (away,) = remote.advance(remote.flags(), 0)
-    assert isinstance(away, StoreAway) and remote.flags().tolist() == [1, 1, 1] and not remote.is_away
+    (away,) = remote.advance(remote.vote(), 0)
+    assert isinstance(away, StoreAway) and remote.vote() == StepVote(store=SaveVote(True, True)) and not remote.is_away
