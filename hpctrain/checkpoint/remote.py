@@ -156,7 +156,7 @@ class Remote:
         """Local folders, newest first, to which ``fetch`` can fetch the checkpoints in the store.
 
         Args:
-            has_other: whether rank 0 knows of a checkpoint elsewhere.
+            has_other: whether there is a checkpoint elsewhere.
 
         Raises:
             UnreadableCheckpoint: the store cannot be listed and may have the only checkpoints.
@@ -177,17 +177,15 @@ class Remote:
             self.problem = problem[0]
         return [self.home / name_of_step(step) for step in self.files]
 
-    def has(self, folder: Path) -> bool:
-        """Whether a checkpoint's folder is one that is fetched from the store."""
-        return folder.parent == self.home
-
-    def url_of(self, step: int) -> str:
-        """URL of a checkpoint in the store."""
-        return f"{self.objects.url}/{self.files[step][0].partition('/')[0]}"
+    def place_of(self, folder: Path) -> tuple[str, str] | None:
+        """See resume.Source."""
+        if folder.parent != self.home:
+            return None
+        return "store", f"{self.objects.url}/{self.files[step_of(folder)][0].partition('/')[0]}"
 
     def fetch(self, folder: Path) -> None:
         """Fetch a checkpoint before it is read. Raises DamagedCheckpoint, UnreadableCheckpoint on all ranks."""
-        if not self.has(folder):
+        if folder.parent != self.home:
             return
         names = self.files[step_of(folder)]
 

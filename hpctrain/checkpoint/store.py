@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.checkpoint.checkpoint_folder import CheckpointFolder, no_fence
 from hpctrain.checkpoint.export import MODEL
-from hpctrain.checkpoint.format.durable_files import REFUSED, judged
 from hpctrain.checkpoint.format.shard import host_buffer
 from hpctrain.checkpoint.object_state import restore
 from hpctrain.checkpoint.policy import KEEP_ALL, Retention
-from hpctrain.checkpoint.read_retry import patiently
-from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened, step_of
-from hpctrain.checkpoint.resume_compat import differences, model_changes, refuse_changes
+from hpctrain.checkpoint.reading import Loaded, Use, load_newest, opened
+from hpctrain.checkpoint.resume_compat import model_changes
 from hpctrain.checkpoint.saver import Saver, array_tensors
 from hpctrain.comm.group import Group
 from hpctrain.errors import UserError
 from hpctrain.run.resolve_run import BEST
 from hpctrain.train.framework import StateSource
-from hpctrain.train.state import TrainState
-from hpctrain.train.stateful import HOOKS, STATE, Kept, make_equal
+from hpctrain.train.stateful import HOOKS, STATE, Kept
 
 
 class CheckpointStore(CheckpointFolder):
@@ -179,88 +176,10 @@ def open_saver(
     return Saver(store, store.keep, store.group, among, token, allocate, store.peers, store.copies, store.local)
 
 
-REUNITED = ("sync.kind", "local", "every_step")
-"""Entry of ``differences``: ranks had separate weights and optimizer state (local SGD) and now need equal ones."""
-
-
-def resume(
-    store: CheckpointStore,
-    framework: StateSource,
-    state: TrainState,
-    identity: Mapping[str, Any],
-    fresh: bool = False,
-    snapshots: Sequence[Path] = (),
-    prepare: Callable[[Path], None] = lambda folder: None,
-    remote: Sequence[Path] = (),
-) -> Loaded | None:
-    """Load the newest sound checkpoint into framework and state; returns None if there is none. Collective.
-
-    Removes what killed attempts left behind, and renames damaged checkpoints.
-
-    Args:
-        store: the run's checkpoints.
-        framework: receives the arrays.
-        state: receives the position.
-        identity: what must not have changed; see ``resume_compat``.
-        fresh: start over: existing checkpoints are renamed, not used.
-        snapshots: folders of checkpoints elsewhere, preferred to those of the store at equal steps.
-        prepare: see ``load_newest``.
-        remote: folders that ``prepare`` fetches, used last at equal steps.
-
-    Raises:
-        UserError: the run file differs from the checkpoint's run.
-        DamagedCheckpoint: there are checkpoints, but none is sound.
-        UnreadableCheckpoint: a checkpoint cannot be read now; it stays where it is.
-    """
-    steps = store.group.broadcast(tidy(store, fresh) if store.group.rank == 0 else None, "list the checkpoints")
-    candidates = [*snapshots, *map(store.folder, steps), *remote]
-    if not candidates:
-        return None
-    candidates.sort(key=step_of, reverse=True)
-
-    def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
-        if "identity" not in loaded.meta or "state" not in loaded.meta:
-            fix = "choose another run_dir, or begin with --fresh"
-            raise UserError(f"{loaded.path} is not from a training run", fix)
-        refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
-        return load_framework(framework, loaded)
-
-    loaded = load_newest(candidates, store.group, store.peers, take, prepare)
-    if store.group.rank == 0:
-        for rejected in loaded.rejected:
-            with suppress(OSError):  # it is skipped again at the next resume
-                if rejected.path.parent == store.path:  # others are removed with their tier
-                    store.put_aside(rejected.step, "damaged")
-    if REUNITED in differences(loaded.meta["identity"], identity) and loaded.ranks == store.peers.size:
-        make_equal(framework, store.peers)  # with another number of ranks, means were loaded
-    if loaded.ranks != store.peers.size:  # otherwise the random streams would repeat those of the first steps
-        framework.reseed(loaded.step)
-    state.restore(loaded.meta["state"])
-    return loaded
-
-
 def load_framework(framework: StateSource, loaded: Loaded) -> dict[str, NDArray[Any]]:
     """Load a framework's arrays, one at a time in memory, and return those of hooks and other objects."""
     framework.load(loaded.arrays)
     return {name: loaded.arrays[name] for name in loaded.arrays if name.startswith((HOOKS, STATE))}
-
-
-def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
-    """Remove leftovers, on rank 0; returns the steps to resume from. Raises UserError if access is denied."""
-
-    def clear() -> None:
-        try:
-            store.sweep()
-            for step in store.steps() if fresh else ():
-                store.put_aside(step, "superseded")
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise judged(error, store.path) from error
-            fix = "make the folder readable and writable, or set run_dir to another one"
-            raise UserError(f"{store.path} cannot be used: {error.strerror or error}", fix) from error
-
-    patiently(clear)
-    return store.steps()
 
 
 def compare_model(

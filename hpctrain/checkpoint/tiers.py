@@ -117,27 +117,29 @@ class Tiers:
     lost: list[NotUsed] = field(default_factory=list, init=False)
     """Snapshots that are missing shards."""
 
-    def found(self) -> list[Path]:
-        """Folders on this node, which may not exist, of the snapshots that a resume may use; not verified."""
+    def found(self, has_other: bool) -> list[Path]:
+        """Folders of the snapshots that the nodes together have whole; see resume.Source."""
         if not self.tiers:
             return []
         trained = self.attempts.info().get("trained") or 0 if self.world.rank == 0 else None
         trained = self.world.everyone.broadcast(trained, "find the attempt that trained last")
         found = survey(self.world, [tier.home for tier in self.tiers], trained)
         self.lost = [
-            NotUsed(step_of(it.folder), f"{self.tier_of(it.folder)}: {it.lost}", it.folder) for it in found if it.lost
+            NotUsed(step_of(it.folder), f"{place[0]}: {it.lost}", it.folder)
+            for it in found
+            if it.lost and (place := self.place_of(it.folder))
         ]
         self.snapshots = {it.folder: it for it in found if not it.lost}
         return list(self.snapshots)
 
-    def complete(self, folder: Path) -> None:
-        """Copy missing shards of a snapshot to each node before it is read. Raises DamagedCheckpoint, on all ranks."""
+    def fetch(self, folder: Path) -> None:
+        """Copy missing shards of a snapshot to each node. Raises DamagedCheckpoint, on all ranks."""
         if folder in self.snapshots:
             complete(self.snapshots[folder], self.world, self.firsts)
 
-    def tier_of(self, folder: Path) -> str | None:
-        """Name of the tier that holds this folder, or None."""
-        return next((tier.name for tier in self.tiers if tier.home in folder.parents), None)
+    def place_of(self, folder: Path) -> tuple[str, str] | None:
+        """See resume.Source."""
+        return next(((tier.name, str(folder)) for tier in self.tiers if tier.home in folder.parents), None)
 
     def take_over(self, resumed: Path | None, allocate: Callable[[int], NDArray[np.uint8]]) -> list[str]:
         """Remove all snapshots except the one resumed from, which becomes this attempt's; returns warnings to print.

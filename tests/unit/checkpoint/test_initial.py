@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint import safetensors
-from hpctrain.checkpoint.hook import trained_alone
+from hpctrain.checkpoint.contents import trained_alone
 from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import Match, WeightSource, renamed, require_meant
 from hpctrain.checkpoint.lora import merge_lora

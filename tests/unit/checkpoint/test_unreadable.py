@@ -17,8 +17,9 @@ import pytest
 from hpctrain.checkpoint import initial, read_retry
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.hook import best_steps
+from hpctrain.checkpoint.resume import resume
 from hpctrain.checkpoint.safetensors import encode
-from hpctrain.checkpoint.store import CheckpointStore, resume
+from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.verify import verify_checkpoint
 from hpctrain.cli import main
 from hpctrain.comm.group import Group
@@ -117,9 +118,9 @@ def test_what_may_not_be_read_is_the_users_to_solve_and_said_at_once(
 
 MEMORY = """
 import resource, sys
-from hpctrain.checkpoint import patience
+from hpctrain.checkpoint import read_retry
 from hpctrain.checkpoint.store import CheckpointStore
-patience.PAUSES_S = (0.001,)
+read_retry.PAUSES_S = (0.001,)
 store = CheckpointStore(sys.argv[1])
 store.load(1)
 pages = int(open("/proc/self/statm").read().split()[0])

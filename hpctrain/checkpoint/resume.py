@@ -1,0 +1,148 @@
+"""Resumes a run from the newest sound checkpoint, wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.format.durable_files import REFUSED, judged
+from hpctrain.checkpoint.read_retry import patiently
+from hpctrain.checkpoint.reading import Loaded, load_newest, step_of
+from hpctrain.checkpoint.resume_compat import differences, in_words, refuse_changes
+from hpctrain.checkpoint.store import CheckpointStore, load_framework
+from hpctrain.errors import UserError
+from hpctrain.train.framework import StateSource
+from hpctrain.train.state import TrainState
+from hpctrain.train.stateful import make_equal
+
+REUNITED = ("sync.kind", "local", "every_step")
+"""Entry of ``differences``: ranks had separate weights and optimizer state (local SGD) and now need equal ones."""
+
+
+class Source(Protocol):
+    """A place where a run's checkpoints may be. All ranks call each method."""
+
+    def found(self, has_other: bool) -> Sequence[Path]:
+        """Folders of the checkpoints there, which may have no files on this node before ``fetch``.
+
+        Args:
+            has_other: whether sources before this one have a checkpoint.
+
+        Raises:
+            UnreadableCheckpoint: they cannot be listed, and may be the only ones.
+        """
+
+    def fetch(self, folder: Path) -> None:
+        """Get the missing files of a folder, if it is one of ``found``. Raises DamagedCheckpoint, UnreadableCheckpoint,
+        on all ranks."""
+
+    def place_of(self, folder: Path) -> tuple[str, str] | None:
+        """The tier's name, and where a folder of ``found`` is, for messages; None for folders of other sources."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The run folder as a source. Listing it removes what killed attempts left behind."""
+
+    store: CheckpointStore
+    fresh: bool = False
+    """Start over: existing checkpoints are renamed, not used."""
+
+    def found(self, has_other: bool) -> list[Path]:
+        group = self.store.group
+        steps = group.broadcast(tidy(self.store, self.fresh) if group.rank == 0 else None, "list the checkpoints")
+        return [self.store.folder(step) for step in steps]
+
+    def fetch(self, folder: Path) -> None:
+        """Does nothing: the files are there."""
+
+    def place_of(self, folder: Path) -> tuple[str, str] | None:
+        """None: the run folder is no tier."""
+
+
+def resume(
+    store: CheckpointStore,
+    framework: StateSource,
+    state: TrainState,
+    identity: Mapping[str, Any],
+    sources: Sequence[Source] = (),
+) -> Loaded | None:
+    """Load the newest sound checkpoint into framework and state; returns None if there is none. Collective.
+
+    Renames damaged checkpoints.
+
+    Args:
+        store: the run's checkpoints.
+        framework: receives the arrays.
+        state: receives the position.
+        identity: what must not have changed; see ``resume_compat``.
+        sources: where checkpoints may be, the preferred ones at equal steps first; by default the run folder.
+
+    Raises:
+        UserError: the run file differs from the checkpoint's run.
+        DamagedCheckpoint: there are checkpoints, but none is sound.
+        UnreadableCheckpoint: a checkpoint cannot be read now; it stays where it is.
+    """
+    sources = sources or [RunFolder(store)]
+    candidates: list[Path] = []
+    for source in sources:
+        candidates += source.found(bool(candidates))
+    if not candidates:
+        return None
+    candidates.sort(key=step_of, reverse=True)
+
+    def take(loaded: Loaded) -> dict[str, NDArray[Any]]:
+        if "identity" not in loaded.meta or "state" not in loaded.meta:
+            fix = "choose another run_dir, or begin with --fresh"
+            raise UserError(f"{loaded.path} is not from a training run", fix)
+        refuse_changes(loaded.meta["identity"], identity, str(loaded.path))
+        return load_framework(framework, loaded)
+
+    def fetch(folder: Path) -> None:
+        for source in sources:
+            source.fetch(folder)
+
+    loaded = load_newest(candidates, store.group, store.peers, take, fetch)
+    if store.group.rank == 0:
+        for rejected in loaded.rejected:
+            with suppress(OSError):  # it is skipped again at the next resume
+                if rejected.path.parent == store.path:  # others are removed with their tier
+                    store.put_aside(rejected.step, "damaged")
+    if REUNITED in differences(loaded.meta["identity"], identity) and loaded.ranks == store.peers.size:
+        make_equal(framework, store.peers)  # with another number of ranks, means were loaded
+    if loaded.ranks != store.peers.size:  # otherwise the random streams would repeat those of the first steps
+        framework.reseed(loaded.step)
+    state.restore(loaded.meta["state"])
+    return loaded
+
+
+def tidy(store: CheckpointStore, fresh: bool) -> list[int]:
+    """Remove leftovers, on rank 0; returns the steps to resume from. Raises UserError if access is denied."""
+
+    def clear() -> None:
+        try:
+            store.sweep()
+            for step in store.steps() if fresh else ():
+                store.put_aside(step, "superseded")
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise judged(error, store.path) from error
+            fix = "make the folder readable and writable, or set run_dir to another one"
+            raise UserError(f"{store.path} cannot be used: {error.strerror or error}", fix) from error
+
+    patiently(clear)
+    return store.steps()
+
+
+def changes(loaded: Loaded, identity: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on how this run differs from the one that was saved."""
+    before, now = loaded.meta["identity"].get("code"), identity.get("code")
+    if before and now and before != now:
+        yield "the task's file has changed since this checkpoint was saved: the run continues with the new"
+    if accepted := differences(loaded.meta["identity"], identity):
+        yield f"not the run that was saved, as accepted: {in_words(accepted)}"
