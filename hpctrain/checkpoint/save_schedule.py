@@ -73,7 +73,7 @@ class SaveSchedule:
         return self.failures
 
     def saved(self, write_s: float) -> Cost:
-        """A save has ended well; returns its cost."""
+        """A save has succeeded; returns its cost."""
         self.failures = 0
         self.cost = Cost(write_s if self.config.mode == "sync" else self.stall_s, write_s)
         return self.cost
