@@ -114,13 +114,11 @@ class CheckpointHook(BaseHook):
             self._load_initial(training)
         self.copies.open_store(loaded, self.fresh, is_local=tier is None)
         self._protect()
-        self.schedule.last_s = time.monotonic()
+        self.schedule.begin(is_due=tier is not None)  # then the run folder does not have this checkpoint yet
 
     def _take_over(self, loaded: Loaded, tier: str | None, path: str) -> None:
         """Continue from a checkpoint, and report it."""
-        if tier:
-            self.schedule.is_due = True  # the run folder does not have this checkpoint yet
-        else:
+        if not tier:
             self.saved_step = loaded.step
             self.saver.sound.add(loaded.step)
         self.best_saved = best_steps(self.store)

@@ -37,6 +37,10 @@ class SaveSchedule:
         self.last_s = time.monotonic()
         """When the last save began or failed."""
 
+    def begin(self, is_due: bool) -> None:
+        """Training begins, with a save at once if one is due."""
+        self.is_due, self.last_s = is_due, time.monotonic()
+
     def look(self, metrics: Mapping[str, float]) -> None:
         """Note whether the watched metric is better than before. Raises UserError if the task does not report it."""
         watched = self.config.best_metric
