@@ -183,7 +183,8 @@ def our_contenders(args: argparse.Namespace, world: World) -> Contenders:
 
         return Contenders(problem, world, args.compression)
     from hpctrain.backends.tensorflow.keras_bench_models import problem as keras_problem
-    from hpctrain.backends.tensorflow.runtime import choose_gpu, set_environment
+    from hpctrain.backends.tensorflow.runtime import choose_gpu
+    from hpctrain.tasks.tf_environment import set_environment
 
     set_environment(threads=None)
     choose_gpu(world.local_rank)

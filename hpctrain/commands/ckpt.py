@@ -188,7 +188,6 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     """Exports through the model of the run's task: Keras files number layers in the model's order."""
     import numpy as np
 
-    from hpctrain.backends.tensorflow import runtime
     from hpctrain.checkpoint.export import Selection, model_weights
     from hpctrain.checkpoint.format.strict_json import JsonReader
     from hpctrain.comm.world import alone
@@ -196,6 +195,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     from hpctrain.system.files import replace_whole
     from hpctrain.tasks.definition import KerasTask
     from hpctrain.tasks.load_task import load_task
+    from hpctrain.tasks.tf_environment import without_chatter
     from hpctrain.train.saved_arrays import DerivedArrays, HeldArrays, Place
 
     if dataclasses.replace(selection, averaged=None, lora_alpha=None) != Selection():
@@ -208,7 +208,7 @@ def export_weights_h5(loaded: Loaded, output: Path, selection: Selection) -> Non
     train = JsonReader(config.get("train", dict, "an object"), identity.where)
     name, arguments = config.get("task", str, "a string"), config.get("task_args", dict, "an object")
     seed, precision = config.integer("seed", 0, 2**64 - 1), train.get("precision", str, "a string")
-    with runtime.without_chatter():
+    with without_chatter():
         task = load_task(name, arguments, alone(), partial(seed_task, seed, precision, 0))
     if not isinstance(task, KerasTask):
         raise UserError(f"{name} is not a Keras task", "export it to a .pt or .safetensors file")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import yaml
 
-from hpctrain.config.combinations import Feature, values_of
+from hpctrain.config.features import Feature, values_of
 from hpctrain.config.sections import Config
 from hpctrain.config.values import in_words, json_type
 from hpctrain.system import foreign_text

@@ -25,7 +25,8 @@ from typing import (
 )
 from urllib.parse import urlsplit
 
-from hpctrain.config.combinations import Feature, refuse, used, values_of
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used, values_of
 from hpctrain.config.values import KEPT_BY_LIBRARIES, holds_credentials, refuse_credentials
 from hpctrain.errors import UserError
 

@@ -27,6 +27,24 @@ def restore(kept: tuple[Any, ...]) -> None:
         sys.modules["torch"].default_generator.set_state(kept[2])
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Restore the generators' states after the body."""
+    before = states()
+    try:
+        yield
+    finally:
+        restore(before)
+
+
 class GlobalGenerators:
     """Global generators as one stream sees them: ``used`` swaps its states in while the stream is read."""
 
@@ -47,11 +65,7 @@ class GlobalGenerators:
             restore(self.own)
         if self.next is not None:
             epoch, batch = self.next
-            seed = int(keyed_generator(self.seed, epoch, RandomStream.DATASET, batch).integers(2**63))
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            if before[2] is not None:
-                sys.modules["torch"].default_generator.manual_seed(seed)
+            seed_all(int(keyed_generator(self.seed, epoch, RandomStream.DATASET, batch).integers(2**63)))
             self.next = None
         try:
             yield

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -165,9 +164,10 @@ def opened(source: Any, fields: tuple[str, ...] | list[str] | None, decode: Call
     if "torch.DataLoader" in bases_of(source):
         raise UserError(f"{kind} gives batches, not samples", "give its .dataset: hpctrain batches and prefetches")
     if has_skip(source):
-        adapter = importlib.import_module("hpctrain.backends.tensorflow.task.tf_dataset")
-        pipeline = adapter.in_order(source)
-        names = names or adapter.names_of(pipeline.element_spec)
+        from hpctrain.data.formats import tf_dataset
+
+        pipeline = tf_dataset.in_order(source)
+        names = names or tf_dataset.names_of(pipeline.element_spec)
 
         def without(count: int) -> Iterable[Any]:
             elements: Iterable[Any] = pipeline.skip(count).as_numpy_iterator()

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backends.tensorflow import runtime
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used
 from hpctrain.config.sections import Config, DataConfig, OptimizerConfig
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.formats.sources import open_dataset
@@ -30,6 +30,7 @@ from hpctrain.rank.model_input import input_first, takes_first
 from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
 from hpctrain.tasks.load_task import load_task, require_callables, require_fields, require_function, require_shares
+from hpctrain.tasks.tf_environment import set_environment, without_chatter
 from hpctrain.train.hooks import Hook, rate_hook
 from hpctrain.train.schedule import global_batch, validation_batch
 from hpctrain.train.seeds import seed_python
@@ -62,6 +63,8 @@ def seed_task(seed: int, precision: str, local_rank: int) -> None:
 
         begin_task(seed, local_rank)
     if "tensorflow" in sys.modules:
+        from hpctrain.backends.tensorflow import runtime
+
         runtime.begin_task(seed, precision, local_rank)
 
 
@@ -122,8 +125,8 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
         UserError: the task or its data cannot be loaded.
     """
     seed = partial(seed_task, config.seed, config.train.precision, world.local_rank)
-    runtime.set_environment(config.train.threads, verbose)
-    with runtime.without_chatter(verbose):
+    set_environment(config.train.threads, verbose)
+    with without_chatter(verbose):
         task = load_task(config.task, staged_args(config.task_args), world, seed)
     require_fields(task)
     data = config.data

@@ -21,7 +21,8 @@ from hpctrain.checkpoint.initial import load_initial
 from hpctrain.checkpoint.initial_match import WeightSource
 from hpctrain.comm.group import TIMEOUT_S, Group
 from hpctrain.comm.world import World, alone
-from hpctrain.config.combinations import Feature, clash
+from hpctrain.config.combinations import clash
+from hpctrain.config.features import Feature
 from hpctrain.config.sections import SHARDS, Config, ParallelConfig
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.rank import wiring
@@ -194,7 +195,7 @@ def estimate(
         return whole, reasons
     with made(config, tensor) as model:
         framework = model.framework  # new, so that its optimizers have no state yet
-    module_of = {one.feature: one for one in STRATEGIES}
+    estimates = {one.shard: one.estimate for one in STRATEGIES if one.estimate}
     for word, feature in SHARDS.items():
         if tensor > 1 and clash({Feature.TENSOR: tensor, feature: True}):
             continue
@@ -202,7 +203,7 @@ def estimate(
             uses = dataclasses.replace(config, parallel=ParallelConfig(tensor=tensor, shard=word)).features()
             is_asked = word == config.parallel.shard
             plan = Estimated(framework, state, whole, uses, data, 1, accumulate, is_asked)
-            if (found := module_of[feature].load().estimate(plan)) is not None:
+            if (found := estimates[feature](plan)) is not None:
                 shards[word] = found
         except UserError as error:
             reasons[word] = error.what

@@ -11,7 +11,8 @@ from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAME
 from hpctrain.checkpoint.hook import checkpoint_hook
 from hpctrain.checkpoint.resume_compat import identity_of
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature
 from hpctrain.config.sections import LARGEST_SEED, Config
 from hpctrain.data.pipeline import BatchSource
 from hpctrain.errors import UserError
@@ -34,7 +35,6 @@ from hpctrain.train.clock import StepClock
 from hpctrain.train.framework import Framework, StepSettings
 from hpctrain.train.hooks import Hook, RateHook
 from hpctrain.train.loop import Trainer
-from hpctrain.train.refusals import WATCHED
 from hpctrain.train.schedule import Schedule, duration_of, make_schedule
 from hpctrain.train.seeds import derive
 from hpctrain.train.state import TrainState
@@ -184,6 +184,10 @@ def reported(task: Task) -> list[str]:
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
     return reported_by_keras(task)
+
+
+WATCHED = (Feature.EARLY_STOP, Feature.BEST, Feature.PLATEAU)
+"""Features whose value is the name of a metric."""
 
 
 def require_watched(features: Mapping[Feature, Any], validation: Iterable[str], task: Task) -> None:

@@ -4,5 +4,5 @@
 ``host_allreduce`` opens the sums in host memory: ``mpi_allreduce``, ``shm_allreduce``, ``ring_allreduce``,
 ``streamed_allreduce``, which may send 16 bits per value, and ``int8_sum``, which sends 8, with error feedback.
 ``horovod_setup`` checks and starts Horovod. ``row_exchange`` sums rows of embeddings; ``outer_step`` is for local
-training. ``refusals`` lists combinations that do not work.
+training.
 """

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.system.shared_memory import FOLDER
 

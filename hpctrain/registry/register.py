@@ -20,7 +20,8 @@ import numpy as np
 from hpctrain.checkpoint.export import export_safetensors
 from hpctrain.checkpoint.format.layout import DamagedCheckpoint, UnreadableCheckpoint
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.config.combinations import Feature, refusal
+from hpctrain.config.combinations import refusal
+from hpctrain.config.features import Feature
 from hpctrain.config.loading import load
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError, requires

@@ -6,6 +6,5 @@ its named tensors, ``schedule`` its length and learning rates, ``seeds`` its ran
 ``flops`` estimates model FLOPs utilisation; ``clock`` times the phases of a step.
 
 ``walk_objects`` and ``tree`` find and flatten what the user's objects hold, ``stateful`` covers objects with a
-``state_dict``, and ``saved_arrays`` reads saved values, whole or in part. ``refusals`` lists combinations that are not
-supported.
+``state_dict``, and ``saved_arrays`` reads saved values, whole or in part.
 """

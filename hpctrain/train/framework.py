@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
-from hpctrain.config.combinations import Feature
+from hpctrain.config.features import Feature
 from hpctrain.config.sections import ParallelConfig, ReduceConfig, TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.train.flops import Flops

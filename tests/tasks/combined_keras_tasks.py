@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from hpctrain.config.combinations import Feature
+from hpctrain.config.features import Feature
 from hpctrain.tasks.definition import KerasTask, TorchScheduler
 from tests.tasks.combined_tasks import SAMPLES, Halved, training_data
 

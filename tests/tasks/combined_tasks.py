@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpctrain import CarriedState, PerRank
-from hpctrain.config.combinations import Feature
+from hpctrain.config.features import Feature
 from hpctrain.data.stream import open_stream
 from hpctrain.tasks.definition import TorchScheduler, TorchTask, rows, vocabulary
 from hpctrain.train.hooks import RateHook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import io
 import re
 import subprocess
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.backends.torch.strategies import listed
 from hpctrain.config import combinations, sections
 
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
@@ -40,16 +40,17 @@ ROOMS: dict[str, str] = {
     "launch": "errors system config comm run checkpoint",
     "report": "errors run system",
     "watch": "errors system run launch",
-    "doctor": "errors system config comm run reduce track launch",
+    "doctor": "errors system config comm run reduce backends track launch",
     "horovod_wheel": "errors system",
-    "bench": "errors system config comm run data reduce train backends checkpoint launch report",
+    "bench": "errors system config comm run data reduce train tasks backends checkpoint launch report",
     "commands": "errors system config comm run data train tasks backends checkpoint track rank registry "
-    "launch report watch doctor horovod_wheel",
-    "cli": "errors system",
+    "launch report watch doctor bench horovod_wheel",
+    "cli": "errors system commands",
     "__main__": "system cli",
     "__init__": "",
 }
-"""What each room imports besides itself, imports for type checkers included. Who imports less, loses the permission."""
+"""What each room imports besides itself, imports for type checkers and by name included. Who imports less, loses the
+permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 779,
@@ -81,9 +82,17 @@ TOKENS: dict[str, int] = {
 """Most tokens of each room: what must be read, whatever the lines. Who needs more raises the number in the commit that
 needs it, and says in its message what was bought; who removes some lowers it."""
 
+ADAPTERS = {Path("data/formats/torch_dataset.py"): "torch", Path("data/formats/tf_dataset.py"): "tensorflow"}
+"""They import the framework whose datasets they read, and are imported for those."""
 HEAVY = {
-    "torch": lambda path: path.parts[:2] == ("backends", "torch") or is_task(path, "torch"),
-    "tensorflow": lambda path: path.parts[:2] == ("backends", "tensorflow") or is_task(path, "tensorflow"),
+    "torch": lambda path: (
+        path.parts[:2] == ("backends", "torch") or is_task(path, "torch") or ADAPTERS.get(path) == "torch"
+    ),
+    "tensorflow": lambda path: (
+        path.parts[:2] == ("backends", "tensorflow")
+        or is_task(path, "tensorflow")
+        or ADAPTERS.get(path) == "tensorflow"
+    ),
     "keras": lambda path: path.parts[:2] == ("backends", "tensorflow") or is_task(path, "tensorflow"),
     "horovod": lambda path: "reduce" in path.parts,
 }
@@ -129,6 +138,31 @@ def ours(path: Path) -> set[str]:
     return {module for module in imported(path) if module.split(".")[0] == "hpctrain"}
 
 
+PRELOADED = PACKAGE / "launch" / "forks" / "forking.py"
+"""Names what the process that ranks are forked from imports: it becomes the ranks."""
+
+
+def named(path: Path) -> Iterator[str]:
+    """Modules of ours that a file names in strings, to import them by name: in full, or up to a dot in an f-string.
+
+    Programs that it starts in other processes (``python.module``) are not meant.
+    """
+    started = {
+        id(word)
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "python.module"
+        for word in node.args
+    }
+    for node in nodes(path):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if id(node) in started or node.lineno in docstrings(path):
+            continue
+        for name, dot in re.findall(r"\b(hpctrain(?:\.\w+)+)(\.?)", node.value):
+            if name in FILES and (dot or FILES[name].name != "__init__.py"):
+                yield name
+
+
 def test_every_room_is_on_the_map() -> None:
     assert {room_of(module) for module in FILES} == set(ROOMS)
 
@@ -157,7 +191,7 @@ def test_a_room_imports_what_the_map_says(room: str) -> None:
         room_of(other): f"{module} imports {other}"
         for module, path in FILES.items()
         if room_of(module) == room
-        for other in ours(path)
+        for other in {*ours(path), *(named(path) if path != PRELOADED else ())}
         if other != "hpctrain"  # the version
     }
     found.pop(room, None)
@@ -166,20 +200,25 @@ def test_a_room_imports_what_the_map_says(room: str) -> None:
     assert allowed - set(found) == set(), "permissions that nobody uses"
 
 
+@functools.cache
+def docstrings(path: Path) -> set[int]:
+    """Lines of docstrings, also of fields."""
+    return {
+        line
+        for node in nodes(path)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+
+
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @functools.cache
 def weight(path: Path) -> int:
     """Tokens of a file: what must be read of it, without comments, docstrings (of fields too) and layout."""
-    docstrings = {
-        line
-        for node in nodes(path)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or 0) + 1)
-    }
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-    return sum(one.type not in LAYOUT and one.start[0] not in docstrings for one in tokens)
+    return sum(one.type not in LAYOUT and one.start[0] not in docstrings(path) for one in tokens)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -239,32 +278,13 @@ def test_no_two_files_import_each_other() -> None:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
-def test_config_gathers_every_file_with_rows_of_refusals() -> None:
-    """By name, since ``config`` lies below their rooms: the one list of modules that is no import statement."""
-    with_rows = {
-        module
-        for module, path in FILES.items()
-        if any(isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ROWS" for node in nodes(path))
-        and "hpctrain.config.combinations.Rows" in imported_names(path)
-    }
-    assert with_rows == set(combinations.MODULES) and len(with_rows) == len(combinations.MODULES)
-    assert {module.rpartition(".")[2] for module in with_rows} == {"refusals", "listed"}
-    for module in with_rows:
-        assert ours(FILES[module]) == {"hpctrain.config.combinations"}, module
-        assert not {library.split(".")[0] for library in imported(FILES[module])} & set(HEAVY), module
-
-
-def test_the_strategies_that_are_listed_are_there() -> None:
-    """They are imported by name, when a task is opened."""
-    named = {f"hpctrain.backends.torch.{one.module}" for one in listed.STRATEGIES}
-    assert named - set(FILES) == set()
-    assert {one for one in named if "planned" not in {getattr(node, "name", "") for node in nodes(FILES[one])}} == set()
-
-
-def imported_names(path: Path) -> set[str]:
-    """In full, whether they are modules or not."""
-    froms = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
-    return {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+def test_every_file_of_refusals_is_in_the_table() -> None:
+    rows = [getattr(importlib.import_module(module), "ROWS", {}) for module in FILES if ".refusals." in module]
+    assert (
+        len(rows) > 1
+        and [row.features for row in combinations.TABLE if not any(row.features in one for one in rows)] == []
+    )
+    assert sum(map(len, rows)) == len(combinations.TABLE)
 
 
 @pytest.mark.parametrize("library", HEAVY)

@@ -22,7 +22,7 @@ LIGHT = [
     "hpctrain.rank.session",
     "hpctrain.run.run_view",
     "hpctrain.backends.update",
-    "hpctrain.backends.tensorflow.runtime",
+    "hpctrain.tasks.tf_environment",
 ]
 """What every command may import: formats, frameworks and MPI are loaded when they are needed."""
 

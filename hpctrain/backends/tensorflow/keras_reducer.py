@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce import horovod_setup
 from hpctrain.reduce.candidates import Candidate, candidates, look_around

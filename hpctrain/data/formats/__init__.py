@@ -2,6 +2,6 @@
 
 ``sources.open_dataset`` opens all of them and imports only what the given data needs. ``hdf5_files`` opens HDF5 files
 and follows their links, ``stored_hdf5`` does so in object stores, ``netcdf`` decodes arrays, ``tables`` opens tables at
-a version; ``away`` waits for stores that do not answer, ``segments`` caches their data on the node's disk. Backends
-adapt the datasets of their frameworks.
+a version; ``away`` waits for stores that do not answer, ``segments`` caches their data on the node's disk.
+``torch_dataset`` and ``tf_dataset`` adapt the datasets of frameworks.
 """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import glob
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -34,13 +33,6 @@ from hpctrain.data.samples import grouped, require_alike
 from hpctrain.errors import UserError
 
 CACHE_BYTES = 256 * 2**20
-ADAPTERS = {
-    "torch": "hpctrain.backends.torch.task.data_loader",
-    "datasets": "hpctrain.backends.torch.task.data_loader",
-    "tensorflow": "hpctrain.backends.tensorflow.task.tf_dataset",
-}
-"""Modules that adapt the datasets of frameworks and of Hugging Face. Backends are above this package, so they are
-imported by name on use."""
 
 
 def open_dataset(
@@ -88,9 +80,14 @@ def open_dataset(
     if isinstance(source, Mapping):
         chosen = choose(list(source), names, "the dict of arrays")
         return from_arrays({name: source[name] for name in chosen})
-    if framework := next((name for name in ADAPTERS if comes_from(source, name)), None):
-        adapter = importlib.import_module(ADAPTERS[framework])
-        return cast(Dataset, adapter.adapted(source, names, ragged))
+    if comes_from(source, "torch") or comes_from(source, "datasets"):
+        from hpctrain.data.formats import torch_dataset
+
+        return torch_dataset.adapted(source, names, ragged)
+    if comes_from(source, "tensorflow"):
+        from hpctrain.data.formats import tf_dataset
+
+        return tf_dataset.adapted(source, names, ragged)
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, Path)) for item in source):
         paths = [path for item in source for path in expand(item)]
         return open_files(paths, names, BlockCache(cache_bytes), allow_outside, ragged, decode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import re
 import subprocess
@@ -12,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.backends.torch.strategies.listed import STRATEGIES
-from hpctrain.config.combinations import Feature, Row, Trait, clash, page, refusal, stated, table, traits, values_of
+from hpctrain.config.combinations import TABLE, Row, clash, page, refusal, stated
+from hpctrain.config.features import TRAITS, Feature, Trait, values_of
 
 PACKAGE = Path(__file__).parents[3] / "hpctrain"
-ROWS = pytest.mark.parametrize("row", table(), ids=lambda row: "-".join(one.name for one in row.features))
+ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(one.name for one in row.features))
 
 
 def choices(row: Row) -> Iterator[tuple[Feature, ...]]:
     """Features that a row holds for: of each trait one that has it."""
-    having = [[one for one in traits() if has in traits()[one]] if has in Trait else [has] for has in row.features]
+    having = [[one for one in TRAITS if has in TRAITS[one]] if has in Trait else [has] for has in row.features]
     for chosen in itertools.product(*having):
         yield tuple(map(Feature, chosen))
 
@@ -49,28 +48,18 @@ def test_a_row_reads_as_two_sentences(row: Row) -> None:
 
 
 def test_no_row_stands_twice() -> None:
-    every = [frozenset(features) for row in table() for features in choices(row)]
+    every = [frozenset(features) for row in TABLE for features in choices(row)]
     assert len(every) == len(set(every))
 
 
 def test_every_feature_is_in_a_row_and_is_reported_by_someone() -> None:
     """The rooms report features by name, in files that have no rows; the run file by its words."""
-    named = {feature for row in table() for features in choices(row) for feature in features}
-    assert set(Feature) - named == set() and set(traits()) <= named
-    assert {trait for row in table() for trait in row.features if trait in Trait} == set(Trait)
-    sources = [
-        path for path in PACKAGE.rglob("*.py") if path.name not in ("combinations.py", "refusals.py", "listed.py")
-    ]
+    named = {feature for row in TABLE for features in choices(row) for feature in features}
+    assert set(Feature) - named == set() and set(TRAITS) <= named
+    assert {trait for row in TABLE for trait in row.features if trait in Trait} == set(Trait)
+    sources = [path for path in PACKAGE.rglob("*.py") if path.name != "features.py" and path.parent.name != "refusals"]
     reported = {name for path in sources for name in re.findall(r"\bFeature\.([A-Z_\d]+)", path.read_text("utf-8"))}
     assert reported | {one.name for one in values_of("parallel.shard").values()} == set(Feature.__members__)
-
-
-def test_the_values_of_shard_are_strategies_whose_modules_can_plan_and_estimate() -> None:
-    listed = {one.feature: one.module for one in STRATEGIES}
-    for feature in values_of("parallel.shard").values():
-        path = PACKAGE / "backends" / "torch" / f"{listed[feature].replace('.', '/')}.py"
-        functions = {one.name for one in ast.parse(path.read_text("utf-8")).body if isinstance(one, ast.FunctionDef)}
-        assert {"planned", "estimate"} <= functions
 
 
 def test_the_page_is_in_step() -> None:
@@ -119,8 +108,7 @@ def test_a_trait_is_told_by_the_first_feature_that_has_it() -> None:
 def test_a_login_node_without_frameworks_has_the_whole_table() -> None:
     program = (
         "import sys; from hpctrain.config import combinations\n"
-        "assert not [name for name in sys.modules if name.endswith('refusals')], 'gathered too early'\n"
-        "combinations.table()\n"
+        "combinations.TABLE\n"
         "print(*sorted({'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -18,7 +18,8 @@ import torch
 from hpctrain.backends.torch.task import opening
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World, alone
-from hpctrain.config.combinations import Feature, Refused, clash
+from hpctrain.config.combinations import Refused, clash
+from hpctrain.config.features import Feature
 from hpctrain.config.loading import load
 from hpctrain.errors import UserError
 from hpctrain.rank.fit import fit

@@ -18,7 +18,8 @@ from hpctrain.backends.tensorflow.state.keras_tensors import VariableTensor, dig
 from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, KerasTaskState, optimizers_in
 from hpctrain.backends.update import LossScale, load_residues, residue_tensors
 from hpctrain.comm.group import Group
-from hpctrain.config.combinations import Feature, refusal
+from hpctrain.config.combinations import refusal
+from hpctrain.config.features import Feature
 from hpctrain.reduce.int8_sum import Residue
 from hpctrain.tasks.definition import KerasTask
 from hpctrain.train.schedule import Factors, OwnRates

@@ -12,7 +12,8 @@ import keras
 
 from hpctrain.backends.tensorflow.task.keras_task_state import optimizers_in
 from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
-from hpctrain.config.combinations import Feature, refusal
+from hpctrain.config.combinations import refusal
+from hpctrain.config.features import Feature
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import KerasTask, first_field
 from hpctrain.tasks.user_errors import no_mean, no_such_loss, not_called, target_of

@@ -26,7 +26,8 @@ from hpctrain.backends.tensorflow.task.keras_task_state import KerasLeaves, Kera
 from hpctrain.backends.tensorflow.task.overrides import evaluates_itself, trains_itself
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
 from hpctrain.tasks.definition import KerasTask, kept_objects

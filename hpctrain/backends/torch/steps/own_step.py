@@ -22,7 +22,8 @@ from hpctrain.backends.torch.steps.updates import Exchanges, Passes
 from hpctrain.backends.torch.strategies.tp_group import HALVES, mapped
 from hpctrain.backends.update import NotFinite, ranks_at_fault
 from hpctrain.comm.group import Group
-from hpctrain.config.combinations import Feature, refusal
+from hpctrain.config.combinations import refusal
+from hpctrain.config.features import Feature
 from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
 from hpctrain.tasks.user_errors import blamed, calling_line, shapes

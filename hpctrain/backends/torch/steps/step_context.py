@@ -15,7 +15,8 @@ from hpctrain.backends.torch.steps.updates import Trained
 from hpctrain.backends.torch.task.checks import describe, require_score
 from hpctrain.backends.torch.task.shares import ONLY
 from hpctrain.comm.group import Group
-from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used
 from hpctrain.data.order import part_of
 from hpctrain.errors import UserError
 from hpctrain.tasks.user_errors import calling_line

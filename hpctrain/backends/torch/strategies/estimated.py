@@ -17,7 +17,8 @@ from hpctrain.backends.torch.task.checks import model_features
 from hpctrain.backends.torch.task.shares import Share, shares_of
 from hpctrain.backends.torch.torch_framework import TorchFramework
 from hpctrain.backends.torch.torch_metrics import of_torchmetrics
-from hpctrain.config.combinations import Feature, Uses, refuse, used
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, Uses, used
 from hpctrain.train.framework import HostBatch, samples_of
 
 

@@ -44,7 +44,8 @@ from hpctrain.backends.torch.task.checks import try_sharded
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate

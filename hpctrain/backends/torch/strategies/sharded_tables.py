@@ -30,7 +30,7 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.backends.torch.strategies.tensor import CutLayer, keep_own, named_layers, require_same_cut
 from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.comm.group import Group
-from hpctrain.config.combinations import Feature
+from hpctrain.config.features import Feature
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import LayerCut
 from hpctrain.train.clock import Neighbours

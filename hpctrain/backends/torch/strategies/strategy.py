@@ -33,7 +33,8 @@ from hpctrain.backends.torch.task.task_state import TaskState
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Neighbours, StepClock, Waiting
 from hpctrain.train.framework import StepSettings

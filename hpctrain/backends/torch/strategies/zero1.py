@@ -37,7 +37,7 @@ from hpctrain.backends.torch.strategies.sharded_exchange import open_sharded_exc
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, Updates, needs_norm
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature
+from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.reduce.candidates import Candidate
 from hpctrain.reduce.flat_layout import SLOTS, SQUARE, ExchangeResult, Layout, plan, read_slots

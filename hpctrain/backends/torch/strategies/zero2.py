@@ -28,7 +28,7 @@ from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strat
 from hpctrain.backends.torch.strategies.zero1 import OwnGradients, Sharded, largest_share, shard_optimizers
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature
+from hpctrain.config.features import Feature
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.candidates import Candidate

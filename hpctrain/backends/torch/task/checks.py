@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from hpctrain.backends.torch.reduce.gradients import watched
 from hpctrain.backends.torch.state.optimizer import OptimizerPart
 from hpctrain.backends.torch.task.shares import of_sparse_adam
-from hpctrain.config.combinations import Feature, used
+from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
 from hpctrain.tasks.mean_check import TOLERANCE, TOLERANCE_16_BITS, LossReader, require_mean

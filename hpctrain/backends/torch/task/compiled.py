@@ -21,7 +21,7 @@ from torch.nn import Module
 from hpctrain.backends.torch.strategies.fully_sharded import layers_of
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy, identity
 from hpctrain.backends.torch.task.recompute import named_layers
-from hpctrain.config.combinations import Feature
+from hpctrain.config.features import Feature
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}
 """torch's modes by ``train.compile_mode``; torch's own max-autotune would record CUDA graphs as well."""

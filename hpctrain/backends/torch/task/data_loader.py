@@ -1,11 +1,9 @@
-"""Adapts torch Datasets, and DataLoaders given as data: takes their dataset, order and collate_fn, and refuses settings
-that would mean something else here."""
+"""DataLoaders that are given as data: takes their dataset, order and collate_fn, and refuses other settings."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +13,12 @@ from numpy.typing import NDArray
 from torch.utils import data
 
 from hpctrain.backends.torch.state.tensors import kept_random_state
-from hpctrain.data.dataset import Field, Samples, check_field, with_place
+from hpctrain.data.formats.torch_dataset import host
 from hpctrain.data.order import Epoch
 from hpctrain.data.samplers import WeightedSampler
-from hpctrain.data.samples import Sample, layout, named, stack
+from hpctrain.data.samples import Sample, named
 from hpctrain.errors import UserError, kind_of
 from hpctrain.tasks.definition import Task
-from hpctrain.train.seeds import seed_python
 
 Sampler = Callable[[Epoch], NDArray[np.int64]]
 
@@ -211,106 +208,3 @@ def as_kind(value: Any, example: Any) -> Any:
         items = np.asarray(value).tolist()
         return items if isinstance(example, list) else tuple(items)
     return np.asarray(value).item() if isinstance(example, (int, float)) else value
-
-
-class TorchDataset:
-    """Reads a torch Dataset sample by sample. Make it with ``adapted``, which checks the dataset."""
-
-    def __init__(self, source: Any, fields: Mapping[str, Field], names: tuple[str, ...] | None) -> None:
-        self.source = source
-        self.fields = fields
-        self.names = names
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, indices: NDArray[np.int64]) -> Samples:
-        return self._stack(indices, (sample_of(self.source, index, self.names) for index in indices.tolist()))
-
-    def _stack(self, indices: NDArray[np.int64], samples: Iterator[Sample]) -> Samples:
-        return stack(samples, indices.tolist(), type(self.source).__name__, self.fields)
-
-    def fingerprint(self) -> str:
-        """Hash of class, length and fields only: the content may be random and slow to read."""
-        source = type(self.source)
-        return hashlib.sha256(f"{source.__qualname__} {len(self)} {layout(self.fields)}".encode()).hexdigest()
-
-
-class SeededTorchDataset(TorchDataset):
-    """A torch Dataset whose code may draw random numbers."""
-
-    def read_seeded(self, indices: NDArray[np.int64], seeds: NDArray[np.int64]) -> Samples:
-        keys = zip(indices.tolist(), seeds.tolist(), strict=True)
-        with kept_random_state():
-            return self._stack(indices, (seeded_sample(self.source, index, self.names, seed) for index, seed in keys))
-
-
-def seeded_sample(source: Any, index: int, names: tuple[str, ...] | None, seed: int) -> Sample:
-    """Reads one sample after seeding the global generators."""
-    seed_python(seed)
-    torch.default_generator.manual_seed(seed)
-    return sample_of(source, index, names)
-
-
-def never_draws(source: Any) -> bool:
-    """Whether reading surely draws no random numbers: TensorDatasets, and subsets and concatenations of them."""
-    if type(source) is data.Subset:
-        return never_draws(source.dataset)
-    if type(source) is data.ConcatDataset:
-        return all(map(never_draws, source.datasets))
-    return type(source) is data.TensorDataset or (is_hugging_face(source) and source.format["type"] != "custom")
-
-
-def is_hugging_face(source: Any) -> bool:
-    """Whether this is a ``datasets.Dataset``; ``custom`` is the format of one with a transform."""
-    return any(
-        f"{kind.__module__}.{kind.__name__}" == "datasets.arrow_dataset.Dataset" for kind in type(source).__mro__
-    )
-
-
-def adapted(source: Any, names: tuple[str, ...] | None, ragged: bool = False) -> TorchDataset:
-    """Adapts a map-style torch Dataset whose samples are dicts, tuples or single tensors, arrays or numbers.
-
-    With ``ragged``, arrays may differ in shape, but not in the number of axes. Raises UserError.
-    """
-    kind = type(source).__name__
-    if isinstance(source, data.DataLoader):
-        fix = "give its .dataset: hpctrain orders, batches and prefetches"
-        raise UserError("a torch DataLoader was given as data", fix)
-    is_known = isinstance(source, data.Dataset) or is_hugging_face(source)
-    if not is_known or isinstance(source, data.IterableDataset):
-        fix = "give a map-style torch Dataset (__getitem__ and __len__), or pack it"
-        raise UserError(f"{kind} has no random access", fix)
-    try:
-        length = len(source)  # not all have one
-    except (TypeError, NotImplementedError) as error:
-        fix = "give it a __len__ that returns its number of samples"
-        raise UserError(f"the torch Dataset {kind} has no length", fix) from error
-    if length == 0:
-        raise UserError(f"the torch Dataset {kind} holds no samples", "give data with at least one sample")
-    with kept_random_state():
-        first = seeded_sample(source, 0, names, 0)
-    shapes = {name: (-1,) * value.ndim if ragged else value.shape for name, value in first.items()}
-    fields = {name: check_field(name, (length, *shapes[name]), value.dtype, kind) for name, value in first.items()}
-    return (TorchDataset if never_draws(source) else SeededTorchDataset)(source, fields, names)
-
-
-def sample_of(source: Any, index: int, names: tuple[str, ...] | None) -> Sample:
-    """Reads one sample's arrays. Raises UserError that names the sample if the user's code fails."""
-    try:
-        sample = source[index]
-        if isinstance(sample, Mapping):
-            return named({name: host(value) for name, value in sample.items()}, names)
-        return named(tuple(map(host, sample)) if isinstance(sample, (tuple, list)) else host(sample), names)
-    except Exception as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{type(source).__name__} failed on sample {index}: {with_place(error)}",
-            "correct the dataset, or the sample",
-        ) from error
-
-
-def host(value: Any) -> Any:
-    """Converts a tensor to an array in host memory; returns other values unchanged."""
-    return value.numpy(force=True) if isinstance(value, torch.Tensor) else value

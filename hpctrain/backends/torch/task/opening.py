@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from hpctrain.backends.joint_statistics import BatchNorms
 from hpctrain.backends.named_state import plain_name, require_same_model
@@ -39,7 +39,8 @@ from hpctrain.backends.torch.torch_metrics import TorchMetricMeter, of_torchmetr
 from hpctrain.backends.update import rule_of
 from hpctrain.comm.group import Group
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, refuse, used
+from hpctrain.config.combinations import refuse
+from hpctrain.config.features import Feature, used
 from hpctrain.config.sections import TrainConfig
 from hpctrain.errors import UserError
 from hpctrain.reduce.reducer_choice import ChosenReducer, ReducerChoice
@@ -86,7 +87,7 @@ def open_torch(
     compute = compute_of(train, device)
     opening = look_at(task, world, config, compute, clock, open_exchange, stage_choice)
     move(opening.model, device, compute.memory_format)
-    strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.load().planned(opening)) is not None]
+    strategies: list[Strategy] = [one for each in STRATEGIES if (one := each.planned(opening)) is not None]
     with ExitStack() as stack:
         peers: ProcessGroup | None = None
         if world.data.size == world.size > 1 and by_group(config.reduce.kind, world, device):
@@ -278,23 +279,3 @@ def move(model: Module, device: torch.device, memory_format: torch.memory_format
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
-
-
-def planned(opening: Opening) -> Strategy:
-    """The strategy that allocates parameters on the meta device; used by every run."""
-    return functools.partial(materialize, opening)
-
-
-def materialize(opening: Opening, prepared: Prepared) -> Prepared:
-    """Allocates parameters on the meta device after other strategies have partitioned them."""
-    give_memory(opening.model, opening.compute.device)
-    return prepared
-
-
-def give_memory(model: Module, device: torch.device) -> None:
-    """Allocates zeros for parameters on the meta device; the Parameter objects stay the same."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            made = Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
-            made.__dict__.update(vars(parameter))
-            torch.utils.swap_tensors(parameter, made)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.command import hpctrain, write_run
 
-PREFIX = "from hpctrain.backends.tensorflow.runtime import *; import os\n"
+PREFIX = "from hpctrain.tasks.tf_environment import *; from hpctrain.backends.tensorflow.runtime import *; import os\n"
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpctrain import BaseHook, StepResult, Training, UserError, fit, load_config
-from hpctrain.backends.torch.task.opening import give_memory
+from hpctrain.backends.torch.strategies.meta_init import give_memory
 from tests.tasks.valueless_tasks import on_meta, words, write_weights
 
 pytestmark = pytest.mark.usefixtures("environment_of_a_run")

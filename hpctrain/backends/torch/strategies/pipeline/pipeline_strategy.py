@@ -26,7 +26,8 @@ from hpctrain.backends.torch.strategies.pipeline.stages import (
 )
 from hpctrain.backends.torch.strategies.pipeline.tied import Tied
 from hpctrain.backends.torch.strategies.strategy import Opening, Prepared, Strategy
-from hpctrain.config.combinations import Feature, stated
+from hpctrain.config.combinations import stated
+from hpctrain.config.features import Feature
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.tasks.user_errors import own_line, words

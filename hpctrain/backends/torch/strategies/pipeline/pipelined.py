@@ -27,7 +27,7 @@ from hpctrain.backends.torch.strategies.tp_group import TPGroup
 from hpctrain.backends.torch.task.checks import try_loss
 from hpctrain.backends.torch.task.task_state import TaskState, attributes
 from hpctrain.comm.world import World
-from hpctrain.config.combinations import Feature, used
+from hpctrain.config.features import Feature, used
 from hpctrain.errors import UserError
 from hpctrain.tasks.definition import TorchTask
 from hpctrain.train.clock import Phase, StepClock

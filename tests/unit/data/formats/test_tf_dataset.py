@@ -37,7 +37,7 @@ def test_endless_empty_and_uneven_pipelines_are_refused() -> None:
 
 
 def test_a_pipeline_beyond_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpctrain.backends.tensorflow.task import tf_dataset
+    from hpctrain.data.formats import tf_dataset
 
     monkeypatch.setattr(tf_dataset, "MEMORY_BYTES", 10)
     with pytest.raises(UserError, match="every rank would hold"):

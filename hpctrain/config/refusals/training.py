@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Rows, Trait
+from hpctrain.config.features import Feature, Rows, Trait
 
-WATCHED = (Feature.EARLY_STOP, Feature.BEST, Feature.PLATEAU)
-"""Features whose value is the name of a metric."""
-TRAITS = {
-    **dict.fromkeys(
-        (Feature.EPOCHS, Feature.WARMUP_EPOCHS, Feature.STEP_EPOCHS, Feature.CYCLE_EPOCHS, Feature.EXPONENTIAL),
-        (Trait.COUNTS_EPOCHS,),
-    ),
-    Feature.BEST: (Trait.NEEDS_VALIDATION,),
-    **dict.fromkeys(
-        (Feature.EARLY_STOP, Feature.PLATEAU, Feature.EVALUATION_SCHEDULER),
-        (Trait.NEEDS_VALIDATION, Trait.NEEDS_EVALUATIONS),
-    ),
-}
 ROWS: Rows = {
     # a run without checkpoints
     (Feature.INITIAL_WEIGHTS, Feature.NO_CHECKPOINTS): (

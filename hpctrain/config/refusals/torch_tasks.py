@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Rows
+from hpctrain.config.features import Feature, Rows
 
 ROWS: Rows = {
     (Feature.COMPILE, Feature.SYNC_BATCHNORM): (

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Rows, Trait
+from hpctrain.config.features import Feature, Rows, Trait
 
-TRAITS = {
-    **dict.fromkeys((Feature.BF16, Feature.FP16), (Trait.LOW_PRECISION,)),
-    **dict.fromkeys(
-        (
-            *(Feature.CHANNELS_LAST, Feature.COMPILE_MODE, Feature.CUDNN_BENCHMARK, Feature.RECOMPUTE),
-            *(Feature.OVERLAP, Feature.PROCESS_GROUPS),
-        ),
-        (Trait.OF_PYTORCH,),
-    ),
-}
 OF_TRAIN_STEPS = {
     Feature.ACCUMULATE: (
         "train.accumulate: {1}",

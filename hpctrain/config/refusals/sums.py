@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.config.combinations import Feature, Rows, Trait
+from hpctrain.config.features import Feature, Rows, Trait
 
-TRAITS = {Feature.BF16_SUMS: (Trait.COMPRESSES,), Feature.FP16_SUMS: (Trait.COMPRESSES,)}
 NO_SYNC = "leave sync out of the run file"
 WITH_LOCAL_SYNC = {
     Feature.EMA: (
