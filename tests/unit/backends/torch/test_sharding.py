@@ -11,12 +11,14 @@ from torch.nn import Parameter
 
 from hpctrain.backends.torch.state.optimizer import OptimizerPart, OptimizerState, Slots
 from hpctrain.backends.torch.strategies.fully_sharded import uncuttable
+from hpctrain.backends.torch.strategies.listed import STRATEGIES
 from hpctrain.backends.torch.strategies.parameter_traits import OwnRows, ParameterTraits, replace_parameters, traits_of
 from hpctrain.backends.torch.strategies.partition import Slices, uncut
 from hpctrain.backends.torch.strategies.zero1 import Sharded, has_rows, shard, shared_out
 from hpctrain.backends.torch.strategies.zero2 import SlicedReducer, SlicedReducers
 from hpctrain.backends.torch.task.shares import ONLY, Share
 from hpctrain.comm.group import Group
+from hpctrain.config.features import values_of
 from hpctrain.config.sections import ReduceConfig
 from hpctrain.train.clock import NO_CLOCK, Neighbours, Waiting
 from hpctrain.train.state import Cut, Placement
@@ -168,3 +170,8 @@ def test_sliced_gradients_cross_the_wire_once_a_pass(eager: bool) -> None:
         assert window.sent == passes * sharded.layout.gradients
         for found, right in zip((part.grad for part in reducer.mine), wanted[::-1], strict=True):
             torch.testing.assert_close(found, right)
+
+
+def test_each_value_of_shard_is_a_strategy_that_plan_can_estimate() -> None:
+    estimated = [one.shard for one in STRATEGIES if one.estimate is not None]
+    assert sorted(filter(None, estimated)) == sorted(values_of("parallel.shard").values())
