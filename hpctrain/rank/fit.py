@@ -14,7 +14,6 @@ from hpctrain.monitor.rank_monitor import start as start_monitor
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_pair, first_validation, make_data
 from hpctrain.rank.kept_choices import kept_reducer, note_data, note_nccl, stage_choice
-from hpctrain.rank.model_input import described
 from hpctrain.rank.problem import make_problem, require_same_data
 from hpctrain.rank.session import Beginning, PeerFailed, RankResult, Session, attend
 from hpctrain.run.folder import RunDir
@@ -97,7 +96,7 @@ def train(
             for one, _ in even_batches([batch] if batch else [], framework.sync_group):
                 framework.dry_call(one, validation, first_pair(problem, batch))
         if session.world.rank == 0 and batch:
-            foreign_text.show(described(problem.task, problem.loading.recipe.names, batch))
+            foreign_text.show(problem.described(batch))
             for sentence in framework.facts.advice:
                 session.warn(sentence)
         data = stack.enter_context(closing(make_data(problem, session.world, framework.host.place)))

@@ -19,14 +19,14 @@ from hpctrain.comm.world import World
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature, used
 from hpctrain.config.sections import Config, DataConfig, OptimizerConfig
-from hpctrain.data.dataset import Dataset
+from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.formats.sources import open_dataset
 from hpctrain.data.info import sources_of
 from hpctrain.data.order import Order, first_draw
 from hpctrain.data.samples import Recipe, make_batch
 from hpctrain.data.stream import Stream, StreamOrder, is_stream, open_stream
 from hpctrain.errors import UserError, kind_of
-from hpctrain.rank.model_input import input_first, takes_first
+from hpctrain.rank.model_input import described, input_first, takes_first
 from hpctrain.run.rank_environment import STAGED
 from hpctrain.tasks.definition import KerasTask, Task, TorchScheduler, TorchTask, first_field
 from hpctrain.tasks.load_task import load_task, require_callables, require_fields, require_function, require_shares
@@ -86,6 +86,8 @@ class Loading:
     """Batches prepared ahead of use."""
     workers: int
     """Processes that read and transform training data; 0: a thread of this process does it."""
+    unused_workers: int = 0
+    """``num_workers`` of a DataLoader, in place of which ``workers`` counts."""
 
     @property
     def validation_recipe(self) -> Recipe:
@@ -110,6 +112,14 @@ class Problem:
         sampler = self.order.fingerprint()
         return self.train.fingerprint() + (f" sampler {sampler}" if sampler else "")
 
+    def described(self, batch: Samples) -> str:
+        """Says what becomes of a training batch, for the user."""
+        found, loading = described(self.task, self.loading.recipe.names, batch), self.loading
+        if loading.unused_workers and not loading.workers:
+            unused = f"num_workers={loading.unused_workers} of the DataLoader is not used"
+            found += f"\na thread of each rank reads the data, since data.workers is 0; {unused}"
+        return found
+
     def sources(self) -> list[dict[str, Any]]:
         """Returns the tables that the training data were read or copied from; empty for streams."""
         return [] if isinstance(self.train, Stream) else sources_of(self.train)
@@ -131,6 +141,7 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
     require_fields(task)
     data = config.data
     batch = global_batch(config.train, world.data.size, world.size // world.data.size)
+    unused_workers = getattr(task.train, "num_workers", 0)
     task = without_loaders(task, batch, batch // world.data.size, config.train.accumulate, data)
     task = with_optimizer(task, config.optimizer)
     order: Order | StreamOrder
@@ -158,6 +169,7 @@ def make_problem(config: Config, world: World, verbose: bool = False) -> Problem
         validation_batch(config.train, world.data.size),
         data.prefetch_batches,
         data.workers,
+        unused_workers,
     )
     return Problem(task, train, validation, order, loading)
 

@@ -27,7 +27,6 @@ from hpctrain.config.sections import SHARDS, Config, ParallelConfig
 from hpctrain.errors import UserError, foreign_errors
 from hpctrain.rank import wiring
 from hpctrain.rank.batches import first_batch, first_validation, make_data
-from hpctrain.rank.model_input import described
 from hpctrain.rank.problem import Problem, make_problem, require_same_data
 from hpctrain.rank.session import message
 from hpctrain.tasks.definition import TorchTask
@@ -79,7 +78,7 @@ def tried(
         with phase("read the first batch"), closing(make_data(problem, world, framework.host.place)) as data:
             if problem.loading.workers:
                 next(data.starting_at(0, 0))
-        return described(problem.task, problem.loading.recipe.names, batch)
+        return problem.described(batch)
 
 
 def in_short(error: Exception) -> UserError:

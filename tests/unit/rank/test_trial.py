@@ -363,3 +363,16 @@ def test_data_workers_are_started_with_any_option_of_the_run_file(tmp_path: Path
     assert config is not None
     with pytest.raises(UserError, match=r"cannot be sent to worker processes: a part of the data is .*lambda"):
         try_task(config)
+
+
+def test_workers_of_a_loader_that_are_not_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "import hpctrain, torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "def task(world):\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    train = DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), 8, shuffle=True, num_workers=3)\n"
+        "    return hpctrain.TorchTask(model, 'mse', torch.optim.SGD(model.parameters(), lr=1), train)\n"
+    )
+    found = try_task(Config(task=f"{tmp_path}/task.py:task", train=TrainConfig(steps=1, global_batch=8)))
+    assert "data.workers is 0; num_workers=3 of the DataLoader is not used" in found
