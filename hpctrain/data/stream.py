@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
@@ -92,9 +92,23 @@ class Stream:
         """The source's position; empty if it cannot save one."""
         return copy.deepcopy(dict(self.source.state_dict())) if resumes(self.source) else {}
 
-    def example(self) -> ArrayDataset:
-        """The first sample as a dataset."""
-        return from_arrays({name: value[None] for name, value in self.first.items()})
+    def example(self, most: int = 1) -> ArrayDataset:
+        """The first samples as a dataset, at most ``most`` and of one shape; more than one are read."""
+        samples = [self.first]
+        if most > 1:
+            begin, generators = self.state_dict(), GlobalGenerators(0)
+            generators.reseed(0, 0)
+            with generators.used():
+                raw = enumerate(islice(self.undecoded(), most))
+                samples = [copy.deepcopy(self.sample(each, number)) for number, each in raw]
+            if resumes(self.source):
+                self.source.load_state_dict(begin)
+
+        def fits(sample: Sample) -> bool:
+            return {name: Field(value.shape, value.dtype) for name, value in sample.items()} == self.fields
+
+        samples = list(takewhile(fits, samples)) or [self.first]
+        return from_arrays({name: np.stack([sample[name] for sample in samples]) for name in self.fields})
 
     def fingerprint(self) -> str:
         """sha256 of the source's class name and first sample."""

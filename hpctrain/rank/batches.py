@@ -15,6 +15,7 @@ from hpctrain.data.samples import make_batch
 from hpctrain.data.stream import Stream, StreamingData, StreamOrder
 from hpctrain.errors import UserError
 from hpctrain.rank.problem import Problem, examples_of
+from hpctrain.tasks.mean_check import MOST_SAMPLES
 from hpctrain.train.framework import StepResult, samples_of
 from hpctrain.train.hooks import BaseHook, Training
 
@@ -26,22 +27,23 @@ TRIED_SAMPLES = 32
 
 def first_batch(problem: Problem, world: World, most: int | None = None) -> Samples:
     """Returns this rank's first micro-batch, at most ``most`` samples; empty if the first batch has none for it."""
-    recipe = problem.loading.recipe
-    if not isinstance(problem.order, Order):
-        return make_batch(examples_of(problem.train), recipe, first_draw(np.arange(1)))
-    ids = problem.order.batch_indices(0, 0)
+    recipe, order, examples = problem.loading.recipe, problem.order, examples_of(problem.train, MOST_SAMPLES)
+    ids = order.batch_indices(0, 0) if isinstance(order, Order) else np.arange(order.global_batch)
     mine = ids[part_of(len(ids), world.data.rank, world.data.size)]
     mine = mine[part_of(len(mine), 0, min(problem.loading.micro_batches, max(len(mine), 1)))][:most]
-    return make_batch(examples_of(problem.train), recipe, first_draw(mine))
+    if isinstance(order, StreamOrder):
+        mine = np.arange(min(len(mine), len(examples)))
+    return make_batch(examples, recipe, first_draw(mine))
 
 
 def first_pair(problem: Problem, batch: Samples) -> Samples | None:
     """Returns two samples if the first micro-batch has only one, which does not show how a loss averages."""
-    if not isinstance(problem.order, Order) or not batch or samples_of(batch) > 1:
+    if not batch or samples_of(batch) > 1:
         return None
-    ids = problem.order.batch_indices(0, 0)[:2]
+    examples, order = examples_of(problem.train, 2), problem.order
+    ids = order.batch_indices(0, 0)[:2] if isinstance(order, Order) else np.arange(min(2, len(examples)))
     try:
-        return make_batch(examples_of(problem.train), problem.loading.recipe, first_draw(ids))
+        return make_batch(examples, problem.loading.recipe, first_draw(ids))
     except Exception:  # of a collate for single samples
         return None
 

@@ -291,9 +291,9 @@ def open_training_data(task: Task, allow_outside: Sequence[str] = ()) -> Dataset
         return open_dataset(task.train, allow_outside=allow_outside, ragged=task.collate is not None)
 
 
-def examples_of(train: Dataset | Stream) -> Dataset:
-    """Returns a dataset of example samples: the training data itself, or the first sample of a stream."""
-    return train.example() if isinstance(train, Stream) else train
+def examples_of(train: Dataset | Stream, most: int = 1) -> Dataset:
+    """Returns a dataset of example samples: the training data itself, or the first samples of a stream."""
+    return train.example(most) if isinstance(train, Stream) else train
 
 
 def with_input(task: Task, train: Dataset | Stream, seed: int) -> tuple[Task, Recipe]:

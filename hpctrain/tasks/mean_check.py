@@ -52,6 +52,7 @@ def require_mean(
     outputs: Any,
     batch: Mapping[str, Any],
     again: Callable[[Mapping[str, Any]], Any] | None = None,
+    fix: str = "",
 ) -> None:
     """Raises UserError if a loss or metric of some samples does not follow from those of two parts of them.
 
@@ -66,6 +67,7 @@ def require_mean(
         outputs: what it got.
         batch: what it got.
         again: again(batch) computes outputs in evaluation mode; None if passes are collective.
+        fix: how a mean is given, if not by a function that returns it.
     """
     samples = len(next(iter(batch.values())))
     if isinstance(judge, PerBatch) or samples < 2:
@@ -104,7 +106,7 @@ def require_mean(
     if found != [] and again is not None and (repeated := tried(lambda rows, part: again(part))) is not None:
         found = repeated
     if found:
-        raise uneven(field, *found)
+        raise uneven(field, fix, *found)
 
 
 def add_up(what: str, whole: Score, *parts: Score) -> bool:
@@ -113,7 +115,7 @@ def add_up(what: str, whole: Score, *parts: Score) -> bool:
     return not abs(total - sum(each)) > whole.tolerance * max(map(abs, (total, *each)))
 
 
-def uneven(field: str, whole: Score, first: Score, rest: Score) -> UserError:
+def uneven(field: str, fix: str, whole: Score, first: Score, rest: Score) -> UserError:
     """The error for a score of some samples that does not follow from those of two parts of them."""
 
     def values(of: Callable[[Score], float]) -> str:
@@ -128,7 +130,7 @@ def uneven(field: str, whole: Score, first: Score, rest: Score) -> UserError:
         return UserError(
             f"{field} is not a mean over the samples, which ranks and micro-batches could average: it is "
             f"{values(lambda one: one.total / one.samples)}, and not {mean:.6g}",
-            f"return (sum, weight), two scalars that add up, such as ((each * mask).sum(), mask.sum()); {meant}",
+            fix or f"return (sum, weight), two scalars that add up, such as ((each * mask).sum(), mask.sum()); {meant}",
         )
     if not add_up("weight", whole, first, rest):
         return UserError(

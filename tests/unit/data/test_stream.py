@@ -154,6 +154,14 @@ def test_transforms_are_keyed_by_position_and_collate_gets_own_samples() -> None
     assert len({x for *_, x in alone}) == len(alone)
 
 
+@pytest.mark.parametrize("source", [Resumable(), Again(), Resumable(4)])
+def test_example_samples_are_the_first_ones_and_leave_the_stream_where_it_was(source) -> None:
+    stream = open_stream(source, ("id", "x"))
+    found = stream.example(6)
+    assert found.arrays["id"].tolist() == list(range(min(6, source.length or 6)))
+    assert next(iter(stream.undecoded()))["id"] == 0
+
+
 class Coded(Again):
     """Gives text."""
 

@@ -371,8 +371,24 @@ def test_workers_of_a_loader_that_are_not_used_are_named(tmp_path: Path) -> None
         "from torch.utils.data import DataLoader, TensorDataset\n"
         "def task(world):\n"
         "    model = torch.nn.Linear(2, 1)\n"
-        "    train = DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), 8, shuffle=True, num_workers=3)\n"
+        "    train = DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), 8, shuffle=True, num_workers=1)\n"
         "    return hpctrain.TorchTask(model, 'mse', torch.optim.SGD(model.parameters(), lr=1), train)\n"
     )
-    found = try_task(Config(task=f"{tmp_path}/task.py:task", train=TrainConfig(steps=1, global_batch=8)))
-    assert "data.workers is 0; num_workers=3 of the DataLoader is not used" in found
+    found = try_task(Config(name="run", task=f"{tmp_path}/task.py:task", train=TrainConfig(steps=1, global_batch=8)))
+    assert "data.workers is 0; num_workers=1 of the DataLoader is not used" in found
+
+
+def test_a_loss_of_a_stream_that_is_no_mean_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "import hpctrain, torch\n"
+        "class Lines:\n"
+        "    def __iter__(self):\n"
+        "        return ({'x': torch.full((2,), float(i)).numpy()} for i in range(64))\n"
+        "def task(world):\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=1)\n"
+        "    data = hpctrain.open_stream(Lines())\n"
+        "    return hpctrain.TorchTask(model, lambda y, batch: (y**2).sum(), optimizer, data)\n"
+    )
+    with pytest.raises(UserError, match=r"loss is not a mean .* for 2 samples"):
+        try_task(Config("run", f"{tmp_path}/task.py:task", train=TrainConfig(steps=1, global_batch=8)))

@@ -35,6 +35,20 @@ def try_training(task: KerasTask, passes: KerasPasses, batch: Tensors) -> None:
         raise loss_of_nothing()
     if scores and any(gradient is not None for gradient in tape.gradient(scores[0].weight, variables)):
         raise trained_weight("loss", "tf.stop_gradient(weight)")
+    require_mean_penalties(task, passes, batch)
+
+
+def require_mean_penalties(task: KerasTask, passes: KerasPasses, batch: Tensors) -> None:
+    """Raises UserError if what layers give to ``add_loss`` is neither a mean over samples nor constant."""
+
+    def penalty(_: None, some: Tensors) -> tf.Tensor:
+        passes.outputs(some, training=False)
+        return tf.add_n([tf.cast(one, tf.float32) for one in task.model.losses])
+
+    regularizers = [one for one in task.model.trainable_variables if one.regularizer is not None]
+    if len(task.model.losses) > len(regularizers):
+        fix = "add the mean over the samples: self.add_loss(keras.ops.mean(...))"
+        require_mean(KERAS, "what layers give to add_loss", penalty, None, batch, fix=fix)
 
 
 def try_mean(task: KerasTask, passes: KerasPasses, batch: Tensors) -> None:

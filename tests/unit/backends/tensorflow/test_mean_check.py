@@ -67,6 +67,33 @@ def test_compiled_losses_are_accepted_and_those_that_ignore_a_class_refused() ->
         dry_call(IGNORING, compiled=True)
 
 
+class Small(keras.layers.Layer):
+    """Penalizes what it passes on."""
+
+    def __init__(self, reduce: Any) -> None:
+        super().__init__()
+        self.reduce = reduce
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(self.reduce(x**2))
+        return x
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_penalties_of_layers_are_means(is_mean: bool) -> None:
+    """Beside a regularizer, which is the same for any samples."""
+    layers = [keras.layers.Dense(1, kernel_regularizer="l2"), Small(ops.mean if is_mean else ops.sum)]
+    whole = {name: data()[name][:17] for name in ("x", "y")}
+    model = keras.Sequential([keras.Input(whole["x"].shape[1:]), *layers])
+    model.compile("sgd", "mse")
+    given = KerasTask(model, train=whole, fit_data=lambda batch: (batch["x"], batch["y"]))
+    framework = framework_of(lambda: given, alone())
+    if is_mean:
+        return framework.dry_call(whole)
+    with pytest.raises(UserError, match=r"(?s)what layers give to add_loss is not a mean .*add_loss\(keras.ops.mean"):
+        framework.dry_call(whole)
+
+
 def test_two_losses_are_no_sum_and_weight() -> None:
     with pytest.raises(UserError, match=r"(?s)weight that depends on the model's parameters.*return the sum"):
         dry_call(lambda outputs, batch: (ops.sum(squares(batch["y"], outputs)), ops.sum(outputs**2)))
