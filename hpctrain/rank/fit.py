@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 
 from hpctrain.backends.torch.strategies.pipeline.stage_schedule import BY_PARAMETERS
@@ -85,6 +85,8 @@ def train(
     note_data(problem, session, run_dir)
     with ExitStack() as stack:
         monitor = stack.enter_context(closing(start_monitor(session.world, run_dir.path, config.monitor)))
+        watched = wiring.watched_collectives(problem.task, monitor, run_dir, session.world, config.monitor)
+        stack.enter_context(closing(watched) if watched else nullcontext())
         reducer = kept_reducer(session.world, run_dir, session.warn)
         stages = stage_choice(problem, session, run_dir) if config.parallel.pipeline > 1 else BY_PARAMETERS
         framework = wiring.make_framework(config, session.world, problem.task, monitor.clock, reducer, stages)

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.resume_compat import identity_of
 from hpctrain.comm.world import World
 from hpctrain.config.combinations import refuse
 from hpctrain.config.features import Feature
-from hpctrain.config.sections import LARGEST_SEED, Config
+from hpctrain.config.sections import LARGEST_SEED, Config, MonitorConfig
 from hpctrain.data.pipeline import BatchSource
 from hpctrain.errors import UserError
 from hpctrain.monitor.rank_monitor import MonitorHook
@@ -43,6 +43,7 @@ from hpctrain.train.watchers import Profile, Profiler, VerifyWeights, unreported
 
 if TYPE_CHECKING:
     from hpctrain.backends.tensorflow.keras_framework import KerasFramework
+    from hpctrain.backends.torch.collective_watch import CollectiveWatch
     from hpctrain.backends.torch.torch_framework import TorchFramework
     from hpctrain.monitor.rank_monitor import MonitorSession
     from hpctrain.rank.session import Session
@@ -111,6 +112,17 @@ def open_framework(
 
     assert isinstance(task, KerasTask), "load_task returns one of the two"
     return open_keras(task, world, settings, clock, choice)
+
+
+def watched_collectives(
+    task: Task, monitor: MonitorSession, run_dir: RunDir, world: World, config: MonitorConfig
+) -> CollectiveWatch | None:
+    """Starts to watch the collectives of PyTorch's process groups; None if there will be none, or no monitor."""
+    if not (isinstance(task, TorchTask) and world.size > 1 and config.enabled):
+        return None
+    from hpctrain.backends.torch.collective_watch import watch_collectives
+
+    return watch_collectives(monitor.clock, run_dir, world.rank, config)
 
 
 def make_hooks(

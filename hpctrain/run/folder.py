@@ -71,6 +71,10 @@ class RunDir:
         """Log file of a rank, or of the launcher, in an attempt: logs/<job>-<attempt>-<rank>.out."""
         return self.logs / f"{os.environ.get('SLURM_JOB_ID', 'local')}-{attempt}-{rank}.out"
 
+    def collectives(self, attempt: int, rank: int) -> Path:
+        """File of the collectives in which a rank waits while the run hangs."""
+        return self.monitor / f"collectives-{attempt}-{rank}.json"
+
     def create(self) -> None:
         """Makes the folder and its subfolders.
 

@@ -54,11 +54,12 @@ def test_ranks_that_misbehave(
 
 @pytest.mark.tour
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
-    path = misbehaving_run(tmp_path, "sleep", monitor={"enabled": True, "hang_s": 8, "on_hang": "abort"})
+    monitor = {"enabled": True, "hang_s": 8, "on_hang": "abort"}
+    path = misbehaving_run(tmp_path, "sleep", monitor=monitor, reduce={"kind": "nccl"})
     hpctrain("run", "-n", 2, path, code=70, warm="torch")
     answer = explained(tmp_path)
     assert answer["cause"] == "hang", answer
-    assert "rank 1" in said(answer)
+    assert "rank 1 did not join all_reduce" in said(answer) and "in which rank 0 waits" in said(answer)
 
 
 def test_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -54,6 +54,8 @@ class Rendezvous:
     """Address of this rank's host that the others can reach."""
     store: dist.Store
     """Store on the first rank; lives as long as the group."""
+    members: Sequence[int]
+    """The group's ranks in MPI's world."""
 
 
 def word_of(device: torch.device) -> Literal["nccl", "xccl", "gloo"]:
@@ -89,9 +91,11 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Rendezvous:
     Raises:
         UserError: the hosts have no network in common, or the first rank cannot be reached; on all ranks.
     """
+    from mpi4py import MPI
+
     own = interfaces()
-    everywhere = group.allgather([one.address for one in own], WHAT)
-    others = [addresses for rank, addresses in enumerate(everywhere) if rank != group.rank]
+    everywhere = group.allgather([MPI.COMM_WORLD.rank, [one.address for one in own]], WHAT)
+    others = [addresses for rank, (_, addresses) in enumerate(everywhere) if rank != group.rank]
     address = meeting_address(own, others) or routed_address(others)
     agree(group, None if address else f"{socket.gethostname()} has no network in common with the other hosts")
     assert address is not None, "agreed"
@@ -114,7 +118,7 @@ def meet(group: Group, name: str, timeout_s: float = TIMEOUT_S) -> Rendezvous:
             problem = f"{first} cannot be reached from {address}: {error}"
     agree(group, problem)
     assert store is not None, "agreed"
-    return Rendezvous(address, dist.PrefixStore(name, store))
+    return Rendezvous(address, dist.PrefixStore(name, store), [member for member, _ in everywhere])
 
 
 def use_shared_network(world: World, device: torch.device) -> None:
@@ -199,27 +203,37 @@ def await_gloo(timeout_s: float = 5.0) -> None:
         asleep = asleep + 1 if threads_sleep(GLOO_THREAD) else 0
 
 
-def gloo(address: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A gloo process group on an address of this host."""
+def gloo(
+    address: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str = "",
+    members: Sequence[int] = (),
+) -> dist.ProcessGroupGloo:
+    """A gloo process group on an address of this host; name and world ranks are for torch's flight recorder."""
     ends_calmly()
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options.group_name, options.global_ranks_in_group = name, list(members)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def nccl(group: Group, store: dist.Store, device: torch.device, timeout: timedelta) -> dist.ProcessGroupNCCL:
+def nccl(group: Group, meeting: Rendezvous, device: torch.device, timeout: timedelta) -> dist.ProcessGroupNCCL:
     """An NCCL process group, connected at once. Collective. Raises UserError, on all ranks, if that fails.
 
     Callers wait for each operation with a timeout. NCCL's errors are then raised there, instead of ending the process
     from a thread, as torch does by default.
     """
-    options = dist.ProcessGroupNCCL.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.group_name, options.global_ranks_in_group = group.name, list(meeting.members)
     options._timeout = timeout
     ranks, problem = None, None
     try:
         with environment(OWN_ERRORS):
-            ranks = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+            ranks = dist.ProcessGroupNCCL(meeting.store, group.rank, group.size, options)
             # One communicator for all operations, also for messages, which are then sent in order.
             ranks.eager_connect_single_device(device)
     except RuntimeError as error:
@@ -317,9 +331,9 @@ def peers_of(group: Group, device: torch.device, timeout_s: float = TIMEOUT_S) -
             require_own_gpus(group, device)
         meeting, timeout = meet(group, group.name, timeout_s), timedelta(seconds=timeout_s)
         ranks: Any = (
-            gloo(meeting.address, meeting.store, group.rank, group.size, timeout)
+            gloo(meeting.address, meeting.store, group.rank, group.size, timeout, group.name, meeting.members)
             if word_of(device) == "gloo"
-            else nccl(group, meeting.store, device, timeout)
+            else nccl(group, meeting, device, timeout)
         )
         OPEN[group] = ProcessGroup(group, ranks, device)
     return OPEN[group].shared()

@@ -2,5 +2,6 @@
 
 ``chief`` receives the nodes' reports. ``stragglers`` reports slow ranks: ``judge`` turns windows into findings
 (``finding``), and ``sentence`` puts them into words. ``standstill`` reports ranks that have died or hang; ``hang``
-decides which. The other modules are parts of the judge: ``slowness``, ``peers`` and ``baseline``.
+decides which, and ``collectives`` names the rank that did not join one. The other modules are parts of the judge:
+``slowness``, ``peers`` and ``baseline``.
 """

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.errors import RunFailed
-from hpctrain.monitor.chief import sentence
+from hpctrain.monitor.chief import collectives, sentence
 from hpctrain.monitor.chief.finding import NodeCommand, Watched
 from hpctrain.monitor.chief.hang import ENDED, GONE, SILENT, STOPPED, Beat, HangFinding, HangWatch
 from hpctrain.monitor.connection import UNANSWERED_S
@@ -188,6 +188,9 @@ class Standstill:
                 self.run.say(f"the monitor cannot write stacks: {error.what}", True)
         action = self.run.config.on_hang
         text = sentence.of_hang(hang, self.run.hosts, action, self.run.grid)
+        waiting = {} if hang.died else collectives.read(self.run.folder, self.run.attempt, range(len(self.run.hosts)))
+        if missing := collectives.who_is_missing(waiting):
+            text = f"{text}; {missing}"
         self.run.say(text, True)
 
         self.tell(hang, "died" if hang.died else "hung", steps, action, text, files)

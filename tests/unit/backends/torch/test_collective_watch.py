@@ -1,0 +1,44 @@
+"""When a rank writes the collectives that it waits in."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.backends.torch import collective_watch
+from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor.ring_clock import RingClock
+from hpctrain.run.folder import RunDir
+from hpctrain.train.clock import Phase
+from tests.support.command import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("retired", "is_written"), [(False, True), (True, False)])
+def test_a_silent_rank_writes_what_it_waits_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retired: bool, is_written: bool
+) -> None:
+    asked = threading.Event()
+
+    def dump(**_: Any) -> bytes:
+        asked.set()
+        return json.dumps({"entries": [{"retired": retired}, {"retired": True}], "pg_config": {}}).encode()
+
+    monkeypatch.setattr(collective_watch, "DUMP", dump)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(name, "1")  # so that it is restored
+    run = RunDir(tmp_path)
+    run.monitor.mkdir()
+    clock = RingClock()
+    clock.mark(Phase.BACKWARD)
+    watch = collective_watch.watch_collectives(clock, run, 3, MonitorConfig(hang_s=0.2))
+    wait_for("the dump", asked.is_set)
+    watch.close()
+    written = list(run.monitor.iterdir())
+    assert [path.name for path in written] == (["collectives-1-3.json"] if is_written else [])
+    assert not written or json.loads(written[0].read_bytes())["entries"] == [{"retired": False}]
