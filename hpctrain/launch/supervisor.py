@@ -149,7 +149,7 @@ def record(run_dir: RunDir, number: int, verdict: RunVerdict, words: Sequence[La
 def report(verdict: RunVerdict, run_dir: RunDir, command: Sequence[str] = (), saves: bool = True) -> bool:
     """Prints how the run ended and what to do next, unless it is done; False if the message could not be written.
 
-    ``command`` resumes the run; ``saves`` says whether the run has hpctrain checkpoints to resume from.
+    ``command`` resumes the run; ``saves`` says whether hpctrain knows the run's checkpoints, even if it finds none.
     """
     if verdict.action is Action.DONE:
         return True
@@ -157,7 +157,8 @@ def report(verdict: RunVerdict, run_dir: RunDir, command: Sequence[str] = (), sa
     logs = "" if verdict.exit_code in (ExitCode.STOPPED, ExitCode.USER_ERROR) else f"\n  logs: {run_dir.logs}"
     resume = ""
     if command and verdict.exit_code is not ExitCode.USER_ERROR:
-        where = f" {begins(run_dir, run_dir.newest_checkpoint_step())}" if saves else ""
+        step = run_dir.newest_checkpoint_step()
+        where = f" {begins(run_dir, step)}" if saves or step is not None else ""
         resume = f"\n  resume{where}: {shlex.join(command)}"
     return say(f"{verdict.reason}{fix}{logs}{resume}")
 

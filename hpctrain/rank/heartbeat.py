@@ -14,6 +14,7 @@ from pathlib import Path
 from hpctrain.config.loading import load
 from hpctrain.monitor.rank_monitor import start
 from hpctrain.rank.folder_group import Place, folder_world
+from hpctrain.rank.own_loop import count_step
 from hpctrain.run.folder import RunDir
 from hpctrain.run.rank_environment import PLACE, WATCHED_DIR, current_attempt
 
@@ -52,6 +53,7 @@ def beat() -> Callable[[float], None]:
 
     def record(samples: float) -> None:
         session.clock.end_step(samples)
+        count_step()
         if next(steps) % POLL_STEPS == 0:
             session.poll()
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpctrain.comm.world import EXPECTED_RANKS, launched_rank
 from hpctrain.errors import Code, ExitCode, HpctrainError, Replaced, file_errors
@@ -28,6 +29,7 @@ from hpctrain.run.last_words import Ending, ErrorWord, LastWord, WordFile, first
 from hpctrain.run.live_lock import BEAT_S
 from hpctrain.run.rank_environment import CONVENTION, PLACE, RUN_DIR, STOP_SIGNAL, WATCHED_DIR, current_attempt
 from hpctrain.system import cgroups, processes
+from hpctrain.system.address import Interface, interfaces, meeting_address
 from hpctrain.system.output import redirect
 from hpctrain.system.signals import StopSignals, signal_name
 
@@ -130,14 +132,29 @@ def program_environment(
     if word.rank is None or word.rank >= size:
         return port, environment
     group = FolderGroup("program", run_dir, attempt, word.rank, size, lambda: bool(signals.received))
-    addresses = [tuple(each) for each in group.allgather([word.host, port.getsockname()[1]], "say where they are")]
+    mine = [word.host, port.getsockname()[1], [dataclasses.astuple(each) for each in interfaces()]]
+    found = group.allgather(mine, "say where they are")
+    addresses = [(host, number) for host, number, _ in found]
     place = place_of(word.rank, [host for host, _ in addresses])
-    ours = variables(convention, place, addresses)
+    ours = variables(convention, place, addresses, master_of([(host, own) for host, _, own in found]))
     environment |= {name: value for name, value in ours.items() if name not in given}
     return port, environment | {PLACE: json.dumps(dataclasses.asdict(place)), WATCHED_DIR: str(run_dir.path)}
 
 
-def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
+def master_of(interfaces_of_ranks: Sequence[tuple[str, Sequence[Sequence[Any]]]]) -> str | None:
+    """Returns rank 0's address on the fastest network that all hosts share; None if they share none.
+
+    Args:
+        interfaces_of_ranks: for each rank, its host and the fields of each ``Interface``.
+    """
+    by_host = {host: [Interface(*fields) for fields in found] for host, found in reversed(interfaces_of_ranks)}
+    own = by_host.pop(interfaces_of_ranks[0][0])
+    return meeting_address(own, [[each.address for each in others] for others in by_host.values()])
+
+
+def variables(
+    convention: str, place: Place, addresses: Sequence[tuple[str, int]], master: str | None = None
+) -> dict[str, str]:
     """Returns the environment variables of a rank.
 
     Args:
@@ -145,6 +162,7 @@ def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]
             (both), or ``mpi`` (none: the launcher's own suffice).
         place: place of the rank.
         addresses: host and free port of each rank, by rank. If there is only one node, 127.0.0.1 replaces the host.
+        master: MASTER_ADDR; by default rank 0's host.
     """
     reached = [("127.0.0.1" if place.nodes == 1 else host, port) for host, port in addresses]
     found: dict[str, str] = {}
@@ -157,7 +175,7 @@ def variables(convention: str, place: Place, addresses: Sequence[tuple[str, int]
             "GROUP_RANK": place.node,
             "MASTER_PORT": reached[0][1],
         }
-        found |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": reached[0][0]}
+        found |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": master or reached[0][0]}
     if convention in ("tensorflow", "auto"):
         workers = [f"{host}:{port}" for host, port in reached]
         task = {"type": "worker", "index": place.rank}

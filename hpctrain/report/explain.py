@@ -204,7 +204,11 @@ def by_life(data: RunHistory) -> Explanation | None:
     """A run that is still running."""
     if data.run.outcome is not Outcome.RUNNING or not data.train:
         return None
-    return Explanation(Code.RUNNING, "The run is under way")
+    steps = data.run.unsaved_steps
+    evidence = (
+        "" if steps is None else f"the newest checkpoint is from step {data.run.checkpoint_step}, {steps} steps ago"
+    )
+    return Explanation(Code.RUNNING, "The run is under way", (evidence,) if evidence else ())
 
 
 STANDING = {

@@ -32,7 +32,7 @@ def decide(
             failure ends it, with its own exit code.
         stop: the stop request of this attempt, if there was one.
         failure: why the supervisor itself ended the attempt (a hang, ranks that never appeared), if it did.
-        saves: whether the run saves checkpoints. If it does not, progress is unknown.
+        saves: whether hpctrain saves the checkpoints. If not, progress is known once the program has reported one.
         before: last words of the attempt before, whose error this one may repeat.
 
     Returns:
@@ -49,7 +49,8 @@ def decide(
         return dataclasses.replace(found, action=Action.STOP, reason=found.reason + asked)
     if found.code is Code.NODE:
         return found
-    if found.code is Code.STOP and saves and attempts and not attempts[-1].has_progressed:
+    knows = saves or (bool(attempts) and attempts[-1].to_step is not None)
+    if found.code is Code.STOP and knows and attempts and not attempts[-1].has_progressed:
         return _no_further(found.reason)
     if max_failures == 0:
         return dataclasses.replace(found, action=Action.DO_NOT_REQUEUE)
@@ -149,6 +150,10 @@ def _orderly(words: Sequence[LastWord], attempts: Sequence[Attempt], stop: Stop 
     reason = f"stopped by {stop.by if stop else 'a request'}{at}"
     if not saves and not (stop and stop.by_person):
         reason = f"stopped by {stop.by}" if stop else f"asked to be run again (exit code {ExitCode.STOPPED:d})"
+        saved = attempts[-1].to_step if attempts else None
+        if saved is not None and not attempts[-1].has_progressed:
+            return _no_further(reason)
+        reason += "" if saved is None else f", with a checkpoint of step {saved}"
         return RunVerdict(Action.REQUEUE, ExitCode.STOPPED, reason, again, code=code)
     if stop is None or stop.by_person:
         return RunVerdict(Action.STOP, ExitCode.STOPPED, reason, again, code=code)

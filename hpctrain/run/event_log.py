@@ -30,7 +30,7 @@ class EventWriter:
         say: shows a message to the user: once when events cannot be written, and at the end how many are lost.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, say: Callable[[str], object]) -> None:
         self.path = path
         self.say = say
         self.waiting: deque[bytes] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from hpctrain.errors import UserError
 from hpctrain.system.files import Diverted, make_folder
+from hpctrain.system.safe_read import NotPlain, head
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class RunDir:
     """Last words."""
     checkpoints = Inside("checkpoints")
     """Checkpoints."""
+    saved_step = Inside("checkpoints/saved-step")
+    """Step of the newest checkpoint that an unmodified program says it has saved, wherever it is; see ``own_loop``."""
     logs = Inside("logs")
     """Output of ranks and launchers."""
     stop_file = Inside("STOP")
@@ -97,8 +101,10 @@ class RunDir:
         return self.run_json.exists() or self.attempts.exists()
 
     def newest_checkpoint_step(self) -> int | None:
-        """Returns the step of the newest committed checkpoint (one with a manifest); None if there is none."""
-        found = (step_named(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json"))
+        """Returns the step of the newest checkpoint: one with a manifest, or a program's own; None if there is none."""
+        found = [step_named(path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json")]
+        with contextlib.suppress(FileNotFoundError, ValueError, NotPlain):
+            found.append(int(head(self.saved_step, 32)))
         return max((step for step in found if step is not None), default=None)
 
 

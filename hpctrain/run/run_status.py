@@ -341,6 +341,12 @@ class RunSnapshot:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def unsaved_steps(self) -> int | None:
+        """Steps that a failure now would lose, as far as events say; None if no checkpoint is known."""
+        step, saved = self.progress.step, self.checkpoint_step
+        return max(step - saved, 0) if step is not None and saved is not None else None
+
+    @property
     def outcome(self) -> Outcome:
         """The state of the run from its files; ``state`` also considers live processes and jobs."""
         return outcome(self.attempts, self.progress.newest(RunStarted), self.progress.newest(RunFinished))

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -27,7 +28,9 @@ class Interface:
     network: str
     """Network with prefix length, in the notation of ipaddress."""
     speed: int
-    """Mbit/s; 0 if unknown."""
+    """Mbit/s; 0 if unknown, which is common for InfiniBand."""
+    fast: bool = False
+    """Whether it is on InfiniBand or Slingshot."""
 
 
 def interfaces() -> list[Interface]:
@@ -45,8 +48,15 @@ def interfaces() -> list[Interface]:
                 network = ipaddress.ip_network(
                     (str(address), prefix_of(entry.netmask, address.max_prefixlen)), strict=False
                 )
-                found.append(Interface(str(address), str(network), speeds[name]))
+                found.append(Interface(str(address), str(network), speeds[name], is_fast(name)))
     return found
+
+
+def is_fast(name: str, root: Path = Path("/sys/class/net")) -> bool:
+    """Whether an interface is on InfiniBand (its hardware type is 32) or Slingshot (it is called hsn0, hsn1, ...)."""
+    with contextlib.suppress(OSError):
+        return name.startswith("hsn") or (root / name / "type").read_text().strip() == "32"
+    return False
 
 
 def listen(address: str | None, port: int = 0) -> socket.socket:
@@ -87,6 +97,8 @@ def prefix_of(netmask: str | None, whole: int) -> int:
 def meeting_address(own: Sequence[Interface], others: Sequence[Sequence[str]]) -> str | None:
     """Returns the address at which every other host of the job reaches this one directly, on the fastest network.
 
+    InfiniBand and Slingshot come before Ethernet, then the speed decides.
+
     Hosts with the same addresses as this one are this host (tests run several nodes on one machine); if there are no
     others, loopback is used.
 
@@ -107,7 +119,7 @@ def meeting_address(own: Sequence[Interface], others: Sequence[Sequence[str]]) -
         network, address = ipaddress.ip_network(interface.network), ipaddress.ip_address(interface.address)
         if all(address not in host and any(one in network for one in host) for host in parsed):
             shared.append(interface)
-    return max(shared, key=lambda interface: interface.speed).address if shared else None
+    return max(shared, key=lambda interface: (interface.fast, interface.speed)).address if shared else None
 
 
 def routed_address(others: Sequence[Sequence[str]]) -> str | None:

@@ -36,6 +36,7 @@ ROOMS: dict[str, str] = {
     "monitor": "errors system config comm run train",
     "track": "errors system config run train",
     "rank": "errors system config comm run data reduce train tasks backends checkpoint monitor track",
+    "callbacks": "errors rank",
     "registry": "errors config run data checkpoint track rank report",
     "launch": "errors system config comm run checkpoint",
     "report": "errors run system",
@@ -54,22 +55,23 @@ permission."""
 
 TOKENS: dict[str, int] = {
     "errors": 779,
-    "system": 11492,
+    "system": 11566,
     "config": 12202,
     "comm": 5107,
-    "run": 25532,
+    "run": 25687,
     "data": 49275,
     "reduce": 14909,
     "train": 13855,
     "tasks": 7862,
-    "backends": 115414,
+    "backends": 115539,
     "checkpoint": 49459,
     "monitor": 29800,
     "track": 6535,
-    "rank": 17475,
+    "rank": 18898,
     "registry": 1497,
-    "launch": 55926,
-    "report": 12359,
+    "launch": 55987,
+    "report": 12387,
+    "callbacks": 861,
     "watch": 4658,
     "doctor": 4517,
     "horovod_wheel": 4125,
@@ -95,6 +97,7 @@ HEAVY = {
     ),
     "keras": lambda path: path.parts[:2] == ("backends", "tensorflow") or is_task(path, "tensorflow"),
     "horovod": lambda path: "reduce" in path.parts,
+    **dict.fromkeys(("transformers", "lightning", "accelerate"), lambda path: path.parts[0] == "callbacks"),
 }
 """Which files, by their path in the package, may import a library that is slow to load or may be missing."""
 
@@ -343,6 +346,7 @@ def test_everything_that_is_printed_goes_through_one_function() -> None:
 SET_FROM_OUTSIDE = {
     *("grad", "data", "weight", "forward", "training", "deterministic", "atexit", "state", "no_wrap", "globals"),
     *("minimum_version", "check_hostname", "verify_mode"),
+    *("should_save", "should_training_stop"),  # how callbacks of the Hugging Face Trainer tell it what to do
     *("nargs", "epilog", "overrides", "program", "extraction_filter", "_devices", "_timeout"),
     *("group_name", "global_ranks_in_group"),
     *("last_backward", "batch_norm", "_moments", "embeddings", "update_step", "joint"),

@@ -103,11 +103,13 @@ def rank_command(config: Config, rank_words: Sequence[str], fresh: bool) -> Call
     It has ``--fresh``, if asked for, until an attempt has put the existing checkpoints aside.
     """
     run_dir = RunDir.of(config.name, config.run_dir)
-    old, mark = step_folders(run_dir), begun_again(run_dir)
+    old, mark, forgotten = step_folders(run_dir), begun_again(run_dir), [run_dir.saved_step] if fresh else []
     has_store = config.checkpoint.tiers.store.url is not None
 
     def words() -> list[str]:
         if config.launch.command:
+            while forgotten:  # the program's first attempt with --fresh
+                forgotten.pop().unlink(missing_ok=True)
             return [*plain_command(), *config.launch.command]
         is_first = old & step_folders(run_dir) or (has_store and begun_again(run_dir) == mark)
         flags = ["--fresh"] if fresh and is_first else []

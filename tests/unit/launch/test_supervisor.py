@@ -433,8 +433,13 @@ def test_the_end_of_a_run_names_the_step_and_the_command_that_resumes_it(
     (run.checkpoints / "step-000000120" / "manifest.json").touch()
     report(verdict, run, command)
     assert f"resume from step 120: {shlex.join(command)}" in capfd.readouterr().err
-    report(verdict, run, command, saves=False)
+    program = RunDir(tmp_path / "program")
+    report(verdict, program, command, saves=False)
     assert f"resume: {shlex.join(command)}" in capfd.readouterr().err
+    program.create()
+    program.saved_step.write_text("7\n")
+    report(verdict, program, command, saves=False)
+    assert f"resume from step 7: {shlex.join(command)}" in capfd.readouterr().err
     report(dataclasses.replace(verdict, exit_code=ExitCode.USER_ERROR), run, command)
     assert "resume" not in capfd.readouterr().err
     writer = EventWriter(run.events, print)

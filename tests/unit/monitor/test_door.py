@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import resource
 import secrets
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +27,7 @@ from hpctrain.monitor.node.node import Node, NodePlan
 from hpctrain.monitor.ring_clock import RingClock
 from hpctrain.monitor.shared import PID, STARTED, RingLayout, Slot, SlotReader
 from hpctrain.system import processes
-from hpctrain.system.address import LOOPBACK, Interface, meeting_address
+from hpctrain.system.address import LOOPBACK, Interface, is_fast, meeting_address
 
 INTRUDERS = int(os.environ.get("HPCTRAIN_INTRUDERS", "300"))
 TOKEN = b"t" * 32
@@ -241,6 +243,15 @@ OWN = [network("10.0.1.1", 1000), network("192.168.7.1", 100_000), network("172.
 )
 def test_the_first_node_listens_on_the_jobs_network_only(others: list[list[str]], address: str | None) -> None:
     assert meeting_address(OWN, others) == address
+
+
+def test_a_fast_network_comes_before_ethernet_whatever_its_speed(tmp_path: Path) -> None:
+    slow, infiniband = network("10.0.1.1", 100_000), dataclasses.replace(network("10.4.0.1"), fast=True)
+    assert meeting_address([slow, infiniband], [["10.0.1.2", "10.4.0.2"]]) == "10.4.0.1"
+    for name, kind in (("ib0", "32"), ("eth0", "1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text(f"{kind}\n")
+    assert [is_fast(name, tmp_path) for name in ("ib0", "eth0", "hsn0", "gone")] == [True, False, True, False]
 
 
 def test_a_listener_is_bound_to_its_address() -> None:

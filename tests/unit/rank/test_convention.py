@@ -14,7 +14,7 @@ from hpctrain.cli import before_program
 from hpctrain.errors import RunFailed
 from hpctrain.rank.folder_group import FolderGroup, MeetingStopped, folder_world, place_of
 from hpctrain.rank.heartbeat import beat, heartbeat
-from hpctrain.rank.plain_command import reserve_port, variables
+from hpctrain.rank.plain_command import master_of, reserve_port, variables
 from hpctrain.run.folder import RunDir
 
 HOSTS = ["n1", "n1", "n2", "n2", "n2"]
@@ -46,6 +46,19 @@ def test_a_convention_gives_its_own_variables(convention: str, has: str | None) 
 def test_ranks_of_one_host_need_no_name_of_it() -> None:
     found = variables("auto", place_of(1, ["n1", "n1"]), ADDRESSES[:2])
     assert found["MASTER_ADDR"] == "127.0.0.1" and "127.0.0.1:5001" in found["TF_CONFIG"]
+
+
+def test_the_first_rank_is_reached_on_the_fastest_network_of_all_hosts() -> None:
+    ethernet, infiniband = ("10.0.0.{}", "10.0.0.0/24", 25_000, False), ("10.4.0.{}", "10.4.0.0/24", 0, True)
+
+    def on(host: int, *networks: tuple[str, str, int, bool]) -> tuple[str, list[list[Any]]]:
+        return f"n{host}", [[address.format(host), *rest] for address, *rest in networks]
+
+    both = [on(host, ethernet, infiniband) for host in (1, 1, 2)]
+    assert master_of(both) == "10.4.0.1"
+    assert master_of([*both, on(3, ethernet)]) == "10.0.0.1", "n3 has no InfiniBand"
+    assert master_of([on(1, ethernet), on(2, infiniband)]) is None
+    assert variables("torch", place_of(2, HOSTS), ADDRESSES, "10.4.0.1")["MASTER_ADDR"] == "10.4.0.1"
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])

@@ -19,6 +19,8 @@ from hpctrain.run.verdict import Action, RunVerdict, Stop, failed_with
 PERSON = Stop("signal SIGINT", by_person=True)
 SCHEDULER = Stop("signal SIGUSR1", by_person=False, code=Code.TIME_LIMIT)
 ADVANCED = Attempt(1, from_step=10, to_step=20)
+UNREPORTED = Attempt(1)
+"""An attempt of a program that does not call checkpoint_saved."""
 STUCK = Attempt(1, from_step=10, to_step=10, verdict=failed_with(Code.EXCEPTION, "x", ""))
 
 
@@ -165,7 +167,8 @@ def test_progress_and_orderly_stops_start_the_count_of_failures_anew():
         (STUCK, SCHEDULER, True, Action.DO_NOT_REQUEUE),
         (ADVANCED, SCHEDULER, True, Action.REQUEUE),
         (STUCK, PERSON, True, Action.STOP),
-        (STUCK, SCHEDULER, False, Action.REQUEUE),
+        (UNREPORTED, SCHEDULER, False, Action.REQUEUE),
+        (STUCK, SCHEDULER, False, Action.DO_NOT_REQUEUE),
     ],
 )
 def test_ranks_that_do_not_stop_before_the_limit_get_no_further_next_time(
@@ -173,6 +176,14 @@ def test_ranks_that_do_not_stop_before_the_limit_get_no_further_next_time(
 ) -> None:
     late = failed_with(Code.STOP, "the ranks did not stop in time", "")
     assert decide([], [attempt], 3, stop, late, saves).action is action
+
+
+@pytest.mark.parametrize("stop", [None, SCHEDULER], ids=["exit code 75", "time limit"])
+def test_a_program_that_reports_its_checkpoints_is_requeued_only_after_a_new_one(stop: Stop | None) -> None:
+    stopped = [word(rank, Ending.STOPPED, step=None) for rank in range(2)]
+    advanced, stuck = (decide(stopped, [each], 3, stop, saves=False) for each in (ADVANCED, STUCK))
+    assert advanced.action is Action.REQUEUE and advanced.reason.endswith(", with a checkpoint of step 20")
+    assert stuck.action is Action.DO_NOT_REQUEUE and "without a new checkpoint" in stuck.reason
 
 
 def test_lost_nodes_are_not_counted_as_failures_of_the_run():
@@ -209,7 +220,7 @@ def test_what_the_supervisor_ended_the_attempt_for_wins():
     ],
 )
 def test_of_a_plain_command_no_checkpoint_is_expected(stop: Stop | None, action: Action, reason: str) -> None:
-    verdict = decide(both(Ending.STOPPED), [STUCK], max_failures=3, stop=stop, saves=False)
+    verdict = decide(both(Ending.STOPPED), [UNREPORTED], max_failures=3, stop=stop, saves=False)
     assert (verdict.action, verdict.exit_code) == (action, 75)
     assert reason in verdict.reason
 
@@ -271,7 +282,7 @@ def test_a_run_that_ended_before_its_first_step_ended_at_step_0(step: int | None
 
 def test_a_run_that_saves_nothing_is_started_again_unless_a_person_stopped_it() -> None:
     def verdict(stop: Stop | None) -> tuple[Action, str]:
-        decided = decide(both(Ending.STOPPED), [STUCK], 3, stop, saves=False)
+        decided = decide(both(Ending.STOPPED), [UNREPORTED], 3, stop, saves=False)
         return decided.action, decided.reason
 
     assert verdict(SCHEDULER) == (Action.REQUEUE, "stopped by signal SIGUSR1")
