@@ -366,7 +366,8 @@ class ReduceConfig(Section, key="reduce"):
     """Sparse gradients of embeddings: auto sends only rows if that does not change the result, densify makes them
     dense, refuse names them and ends the run."""
     verify_every_steps: Positive | None = None
-    """Compare a hash of the weights over all ranks every N steps, and fail on a difference."""
+    """Compare a hash of the weights over all ranks every N steps, and fail on a difference; by default once, after the
+    first step."""
 
     def features(self) -> dict[Feature, Any]:
         """What of this section does not work with everything."""

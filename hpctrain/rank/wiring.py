@@ -146,7 +146,7 @@ def make_hooks(
     world = session.world
     writer = EventWriter(run_dir.events, session.warn)
     yield StopRequests(session.signals, run_dir, writer.append)
-    if config.reduce.verify_every_steps is not None:
+    if world.everyone.size > 1 and config.parallel.shard != "parameters" and config.sync.kind != "local":
         yield VerifyWeights(config.reduce.verify_every_steps, config.parallel.shard == "tables")
     watch = watching(config.train.early_stop, config.schedule)
     what = config.track.profile

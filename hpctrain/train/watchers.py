@@ -142,16 +142,21 @@ class VerifyWeights(BaseHook):
     corresponding rank of the stage's first tensor group.
 
     Args:
-        every_steps: compare every N steps.
+        every_steps: compare every N steps; None: only after the first step, which finds weights that depend on the
+            rank or on its samples, such as those that forward initialises.
         has_tables: embedding tables are sharded over data-parallel ranks, so they are not compared.
     """
 
-    def __init__(self, every_steps: int, has_tables: bool = False) -> None:
+    def __init__(self, every_steps: int | None, has_tables: bool = False) -> None:
         self.every_steps, self.has_tables = every_steps, has_tables
+        self.steps = 0
+        """Steps of this attempt."""
 
     def after_step(self, training: Training, result: StepResult) -> None:
         step, world, framework = training.state.step, training.world, training.framework
-        if step % self.every_steps == 0:
+        self.steps += 1
+        is_due = self.steps == 1 if self.every_steps is None else step % self.every_steps == 0
+        if is_due:
             shared = framework.weights_hash(shared_only=True) if world.tensor.size > 1 else ""
             own = framework.weights_hash(shared_only=self.has_tables)
             hashes = world.everyone.allgather([own, shared], "compare the weights")
@@ -168,8 +173,8 @@ class VerifyWeights(BaseHook):
                 shown = " and those of ".join(f"rank {ranks} differ from those of rank {one}" for ranks, one in named)
                 raise NoRequeue(
                     f"after step {step} the weights of {shown}",
-                    "look for code in the task that changes weights by itself or depends on the rank; else suspect the "
-                    "hardware or MPI of these ranks",
+                    "look for code in the task that changes weights by itself or depends on the rank, and initialise "
+                    "weights in the task's function, not in forward; else suspect the hardware or MPI of these ranks",
                 )
 
 

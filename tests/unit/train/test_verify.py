@@ -43,6 +43,15 @@ def test_equal_weights_pass_and_only_every_so_many_steps_are_compared() -> None:
     assert seen == [(3, ["a", ""]), (6, ["a", ""])], "without tensor parallelism weights are hashed once"
 
 
+def test_the_first_step_of_an_attempt_is_compared_by_default() -> None:
+    hook, seen = VerifyWeights(None), []
+    for step in (8, 9):
+        made = trainer(step, ["a", "a"])
+        hook.after_step(made, None)  # type: ignore[arg-type]
+        seen += [step for _ in made.gathered]
+    assert seen == [8]
+
+
 def test_a_rank_that_drifted_is_named() -> None:
     with pytest.raises(NoRequeue, match="after step 4 the weights of rank 1, 3 differ from those of rank 0"):
         VerifyWeights(2).after_step(trainer(4, ["a", "b", "a", "c"]), None)  # type: ignore[arg-type]
