@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import time
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from hpctrain.system import processes, shared_memory
 
 # Heartbeat: indexes of the first numbers of a slot.
 PID, STARTED, STATE, STEPS, MARKED_AT, MARKED_PHASE, FIRST_STEP, DUMP_SIGNAL, DUMP_FILE, WAITS_FOR, LAYERS = range(11)
+GPU_PLACE, PEAK_BYTES, RESERVED_BYTES = range(11, 14)
+"""The rank's GPU (``place_of``; 0 without one), and the memory that its tensors used at most and that PyTorch holds."""
 HEADER = 16
 ROW = 16
 assert COLUMNS <= ROW
@@ -71,6 +74,12 @@ class Slot:
         self.head[MARKED_PHASE] = NO_PHASE
         self.head[MARKED_AT] = time.monotonic()  # otherwise silence would count from the host's boot
         self.head[STATE] = RUNNING
+
+
+def place_of(pci: str) -> int:
+    """A PCI address (domain:bus:device.function, in any width) as a number; 0 if it is empty."""
+    domain, bus, device = re.split("[:.]", pci)[:3] if pci else ("0", "0", "0")
+    return int(domain, 16) << 16 | int(bus, 16) << 8 | int(device, 16)
 
 
 def own_slot() -> Slot:

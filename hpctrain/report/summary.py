@@ -52,6 +52,8 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "mfu_median": median(data.train.get("mfu")),
         "flops_per_sample": start.get("flops_per_sample"),
         "phase_share": phase_share(data),
+        "kwh": kwh(data),
+        "devices": [{**vars(one), "slowed": ", ".join(one.slowed)} for one in newest_devices(data)],
         "goodput": run.account.goodput,
         "account": vars(run.account),
         "rank_hours": rank_hours(data, spans),
@@ -63,6 +65,18 @@ def summarize(data: RunHistory) -> dict[str, Any]:
         "hangs": [without_name(event) for event in data.all(events.Hang)],
         "events": data.counts,
     }
+
+
+def kwh(data: RunHistory) -> float | None:
+    """Energy of all attempts' GPUs and, where it can be read, processors; None if nothing is known."""
+    newest = {event.attempt: event for event in data.all(events.Devices)}
+    joules = [part for event in newest.values() for part in (event.cpu_joules, event.gpu_joules) if part is not None]
+    return sum(joules) / 3.6e6 if joules else None
+
+
+def newest_devices(data: RunHistory) -> tuple[events.RankDevice, ...]:
+    """The ranks' GPUs in the newest event that has them."""
+    return next((event.ranks for event in reversed(data.all(events.Devices)) if event.ranks), ())
 
 
 def last_step(data: RunHistory) -> int:

@@ -81,6 +81,18 @@ class BadNodes:
         return cleared
 
 
+def exclude(nodes: BadNodes, new: BadNode, now: float) -> bool:
+    """Adds a host to the list. Returns False if this attempt has already added one, or the host is listed.
+
+    Raises:
+        RunFailed: the list cannot be written.
+    """
+    if any(entry.attempt == new.attempt or entry.node == new.node for entry in nodes.entries(now)):
+        return False
+    nodes.add(new)
+    return True
+
+
 def of_run(run: RunDir) -> BadNodes:
     """Returns the list of one run."""
     return BadNodes(run.monitor, run.path)

@@ -259,6 +259,30 @@ class Hang(Event, name="hang"):
         return self.sentence or "no rank moves"
 
 
+@dataclasses.dataclass(frozen=True)
+class RankDevice:
+    """A rank's GPU at one time; docs/events.md explains the fields."""
+
+    rank: int | None = None
+    host: str | None = None
+    peak_bytes: float | None = None
+    reserved_bytes: float | None = None
+    busy: float | None = None
+    watts: float | None = None
+    mhz: float | None = None
+    most_mhz: float | None = None
+    celsius: float | None = None
+    slowed: tuple[str, ...] = ()
+
+
+class Devices(Event, name="devices"):
+    """What the attempt's hosts and GPUs have used so far."""
+
+    cpu_joules: float | None = None
+    gpu_joules: float | None = None
+    ranks: tuple[RankDevice, ...] = ()
+
+
 class Recovered(Event, name="recovered"):
     """The first new step after a failed attempt."""
 
@@ -282,7 +306,7 @@ KINDS: Mapping[str, type[Event]] = {
     kind.NAME: kind
     for kind in (
         *(RunStarted, Train, Eval, RunFinished, StopRequested, CheckpointSaved, CheckpointFailed),
-        *(CheckpointStored, StoreAway, SnapshotSaved, Resumed, InitialWeights, Straggler, Hang, Recovered),
+        *(CheckpointStored, StoreAway, SnapshotSaved, Resumed, InitialWeights, Straggler, Hang, Recovered, Devices),
     )
 }
 """Event types by name."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.errors import Code, ExitCode
 from hpctrain.run.attempts import Attempt
-from hpctrain.run.events import RunFinished, RunStarted
+from hpctrain.run.events import RankDevice, RunFinished, RunStarted
 from hpctrain.run.last_words import AttemptWords
 from hpctrain.run.live_lock import STALE_S
 from hpctrain.run.progress import Progress
@@ -296,6 +296,8 @@ class LiveWindow:
     verdicts: tuple[str, ...] | None = None
     """The monitor's current findings, including suspicions, as sentences; None if not given."""
     dropped_windows: int = 0
+    devices: tuple[RankDevice, ...] = ()
+    """GPUs of these ranks."""
 
 
 @dataclass(frozen=True)

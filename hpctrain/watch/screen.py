@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
+from hpctrain.run.events import RankDevice
 from hpctrain.run.run_status import LiveRank, Word
 from hpctrain.system.foreign_text import line as clean
 from hpctrain.system.quantities import duration, number, size
@@ -201,8 +202,10 @@ def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
         shown = sorted(view.ranks, key=lambda rank: -rank.excess)[: room - 1]
     longest = max(rank.busy_s + rank.wait_s for rank in shown) or 1e-9
     host = min(max(4, *(len(rank.host) for rank in shown)), 24)
-    bar = max(8, width - host - 34)
-    title = f"{'rank':>5} {'host':<{host}} {'busy ms':>8} {'wait ms':>8} {'excess':>7}"
+    devices = {device.rank: device for device in view.devices}
+    heads = f" {'GiB':>6} {'GPU':>4} {'W':>4} {'MHz':>5}" if devices else ""
+    bar = max(8, width - host - 34 - len(heads))
+    title = f"{'rank':>5} {'host':<{host}} {'busy ms':>8} {'wait ms':>8} {'excess':>7}{heads}"
     which = f"  the {len(shown)} slowest of {number_of}" if len(shown) < number_of else ""
     yield Text(title + which + (f"  up to step {view.ranks_step:,}" if view.ranks_step else ""), style="dim")
     for rank in shown:
@@ -210,7 +213,21 @@ def _ranks(view: View, width: int, room: int, glyphs: Glyphs) -> Iterator[Text]:
         wait = round(bar * (rank.busy_s + rank.wait_s) / longest) - busy
         line = Text(f"{rank.rank:>5} {clean(rank.host):<{host}.{host}} ")
         line.append(f"{1e3 * rank.busy_s:>8.1f} {1e3 * rank.wait_s:>8.1f} {rank.excess:>+7.0%} ")
+        if heads:
+            slowed = bool(rank.rank in devices and devices[rank.rank].slowed)
+            line.append(_device(devices.get(rank.rank)), "yellow" if slowed else "")
         yield line.append(glyphs.busy * busy, "green").append(glyphs.wait * wait, "dim")
+
+
+def _device(device: RankDevice | None) -> str:
+    """Peak memory, utilisation, power and clock of a GPU, in columns."""
+    found = device or RankDevice()
+
+    def shown(value: float | None, format: str, scale: float = 1.0) -> str:
+        return format.format("–" if value is None else f"{scale * value:.0f}")
+
+    gib = "–" if found.peak_bytes is None else f"{found.peak_bytes / 2**30:.1f}"
+    return f"{gib:>6} {shown(found.busy, '{:>3}', 100)}% {shown(found.watts, '{:>4}')} {shown(found.mhz, '{:>5}')} "
 
 
 def _foot(view: View, width: int) -> Iterator[Text]:

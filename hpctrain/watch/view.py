@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.errors import UserError
 from hpctrain.launch.engines.slurm.directives import seconds
 from hpctrain.run.attempts import Attempt
-from hpctrain.run.events import CheckpointSaved, Eval, Recovered, RunStarted, Train
+from hpctrain.run.events import CheckpointSaved, Eval, RankDevice, Recovered, RunStarted, Train
 from hpctrain.run.progress import Progress, Warned
 from hpctrain.run.run_status import ORDERLY, LiveRank, LiveWindow, QueueEntry, RunSnapshot, RunState, Word
 from hpctrain.run.time_account import TimeAccount
@@ -78,6 +78,8 @@ class View:
     """Seconds per step by phase, mean over the newest interval and the ranks; longest first."""
     ranks: tuple[LiveRank, ...] = ()
     """Ranks in order; if there are very many, those that the monitor found busiest."""
+    devices: tuple[RankDevice, ...] = ()
+    """GPUs of these ranks."""
     ranks_step: int | None = None
     """Last step of the window in which the ranks were measured."""
     account: TimeAccount | None = None
@@ -138,6 +140,7 @@ def make(found: RunSnapshot, now: float, job: QueueEntry | None = None, job_age_
         checkpoint=_checkpoint(progress, found.attempts, now),
         phases_s=_phases(train),
         ranks=live.ranks,
+        devices=live.devices,
         ranks_step=live.step,
         account=found.account,
         recoveries=tuple(progress.sums.recoveries),

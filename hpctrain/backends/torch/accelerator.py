@@ -173,6 +173,11 @@ def pci_address(device: torch.device) -> str:
     return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that tensors used at most so far, and that PyTorch holds."""
+    return api(device).max_memory_allocated(device), api(device).memory_reserved(device)
+
+
 def nccl_version(device: torch.device) -> str:
     """The version of NCCL, or of RCCL on AMD's devices."""
     return ".".join(map(str, api(device).nccl.version()))

@@ -22,7 +22,15 @@ from hpctrain.config.sections import TrainConfig
 from hpctrain.data.dataset import Samples
 from hpctrain.errors import UserError
 from hpctrain.monitor.ring_clock import RingClock
-from hpctrain.monitor.shared import MARKED_AT, MARKED_PHASE, NO_PHASE
+from hpctrain.monitor.shared import (
+    GPU_PLACE,
+    MARKED_AT,
+    MARKED_PHASE,
+    NO_PHASE,
+    PEAK_BYTES,
+    RESERVED_BYTES,
+    place_of,
+)
 from hpctrain.monitor.window import ENDED, REST, WORK
 from hpctrain.system.fabric import cores_near, keep_to, own_cores
 from hpctrain.train.clock import Phase
@@ -151,6 +159,8 @@ def stay_near(device: torch.device, world: World) -> None:
         keep_to(cores)
 
 
+MEMORY_STEPS = 16
+"""Steps between looks at the memory in use."""
 LONGEST_QUEUE = 4096
 """Longest queue of pending marks; if the device falls further behind, the oldest are dropped."""
 
@@ -174,6 +184,7 @@ class DeviceMarks:
         """Phase, event at its end, the step's work if the step ends there (else -1), and seconds spent waiting."""
         self.waited_s = 0.0
         self.last = self.record()
+        clock.head[GPU_PLACE] = place_of(accelerator.pci_address(device))
 
     def record(self) -> Any:
         """Records an event on the current stream; events are reused."""
@@ -220,6 +231,8 @@ class DeviceMarks:
                 totals[WORK] += work
                 totals[ENDED] = monotonic()
                 self.clock.publish()
+                if self.clock.published % MEMORY_STEPS == 1:
+                    self.clock.head[PEAK_BYTES], self.clock.head[RESERVED_BYTES] = accelerator.memory(self.device)
 
 
 def follow_device(clock: RingClock, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hpctrain.config.sections import MonitorConfig
+from hpctrain.monitor.chief.devices import DeviceReports
 from hpctrain.monitor.chief.finding import NodeCommand, Watched
 from hpctrain.monitor.chief.hang import Beat
 from hpctrain.monitor.chief.standstill import OpenHang, Standstill
@@ -42,7 +43,8 @@ class Chief:
         events = EventWriter(folder.monitor_events, lambda text: say(text, False))
         grid = grid or Grid(len(hosts))
         self.run = Watched(tuple(hosts), tuple(nodes), folder, attempt, config, say, grid, events)
-        self.stragglers = Stragglers(self.run)
+        self.devices = DeviceReports(self.run)
+        self.stragglers = Stragglers(self.run, self.devices.ranks)
         self.standstill = Standstill(self.run)
 
     @property
@@ -68,11 +70,14 @@ class Chief:
             self.stragglers.hear(fields["node"], fields["dropped"], fields.get("layers", ()))
         elif message.kind == "findings":
             self.stragglers.find(fields["node"], fields["host"], fields["ranks"], now)
+        elif message.kind == "devices":
+            self.devices.hear(fields["node"], fields["joules"], fields["ranks"], fields["broken"])
         return []
 
     def tick(self, now: float) -> list[NodeCommand]:
         """Does what is due at this time; returns commands for the nodes."""
         self.stragglers.refresh(now)
+        self.devices.tick(now)
         return self.standstill.look(now)
 
     def cut_off(self, node: int) -> None:
@@ -86,4 +91,5 @@ class Chief:
     def close(self) -> None:
         """Writes the last live view, the heat map and the pending events."""
         self.stragglers.close()
+        self.devices.write()
         self.run.events.close()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from hpctrain.monitor.chief.peers import Move, evening
 from hpctrain.monitor.chief.slowness import COMPUTE
 from hpctrain.monitor.framing import Message
 from hpctrain.run import bad_nodes
-from hpctrain.run.events import Straggler
+from hpctrain.run.events import RankDevice, Straggler
 from hpctrain.run.run_status import LiveRank, LiveWindow
 from hpctrain.system.files import write_atomically
 
@@ -63,18 +64,6 @@ class Heat:
         write_atomically(path, content.getvalue(), root)
 
 
-def exclude(nodes: bad_nodes.BadNodes, new: bad_nodes.BadNode, now: float) -> bool:
-    """Adds a host to the list. Returns False if this attempt has already added one, or the host is listed.
-
-    Raises:
-        RunFailed: the list cannot be written.
-    """
-    if any(entry.attempt == new.attempt or entry.node == new.node for entry in nodes.entries(now)):
-        return False
-    nodes.add(new)
-    return True
-
-
 def is_the_hosts_own(verdict: Finding, hosts: Sequence[str]) -> bool:
     """Whether another host would help: confirmed slow computing on all ranks of the host, shown by its counters."""
     return (
@@ -101,8 +90,8 @@ LASTING_S = 30.0
 class Stragglers:
     """Reports slow ranks to the log, the events, the live view, the heat map and the list of excluded nodes."""
 
-    def __init__(self, run: Watched) -> None:
-        self.run = run
+    def __init__(self, run: Watched, devices: Mapping[int, RankDevice] = MappingProxyType({})) -> None:
+        self.run, self.devices = run, devices
         self.judge = Judge(run.hosts, grid=run.grid)
         self.heat = Heat(len(run.hosts), run.config.window_steps)
         self.pending: dict[int, tuple[list[window.Window], int]] = {}
@@ -212,7 +201,7 @@ class Stragglers:
             until = now + 3600 * self.run.config.exclude_hours
             entry = bad_nodes.BadNode(verdict.hosts[0], until, self.run.attempt, text, str(self.run.folder.path))
             try:
-                excluded = exclude(bad_nodes.of_run(self.run.folder), entry, now)
+                excluded = bad_nodes.exclude(bad_nodes.of_run(self.run.folder), entry, now)
             except RunFailed as error:
                 self.run.say(f"the monitor cannot exclude {entry.host}: {error.what}", False)
             if excluded:
@@ -259,6 +248,7 @@ class Stragglers:
             ranks=tuple(LiveRank(rank, self.run.hosts[rank], *numbers) for rank, *numbers in rows),
             verdicts=(*self.active.values(), *self.suspects),
             dropped_windows=sum(self.dropped.values()),
+            devices=tuple(self.devices[rank] for rank in now.ranks[shown].tolist() if rank in self.devices),
         )
 
     def close(self) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.monitor.node.gpus import GpuReading, remarks
 from hpctrain.run.rank_environment import RUN_DIR
 from hpctrain.system import cgroups
 
 TICK = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
+POWER = Path("/sys/class/powercap")
 NOTABLE = 0.05
 """Smallest fraction of time that is reported."""
 
@@ -25,8 +26,7 @@ class Reading:
     host: Mapping[str, float]
     processes: Mapping[int, Mapping[str, float]]
     """Counters by PID."""
-    gpus: Sequence[str] = field(default_factory=tuple)
-    """Reports of throttled GPU clocks, in words."""
+    gpus: Sequence[GpuReading] = ()
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,17 @@ class Findings:
     """PIDs of processes that waited for a processor."""
 
 
-def read(pids: Sequence[int], now: float) -> Reading:
+def read(pids: Sequence[int], now: float, gpus: Sequence[GpuReading] = ()) -> Reading:
     """Takes a reading; counters that this system lacks are left out."""
-    host = {**cpu_counters(), **memory_counters(), **pressure(), **control_group(), **network_counters()}
-    return Reading(now, host, {pid: process_counters(pid) for pid in pids}, gpu_clocks())
+    host = {
+        **cpu_counters(),
+        **memory_counters(),
+        **pressure(),
+        **control_group(),
+        **network_counters(),
+        **cpu_energy(),
+    }
+    return Reading(now, host, {pid: process_counters(pid) for pid in pids}, gpus)
 
 
 def compare(before: Reading, after: Reading) -> Findings:
@@ -68,7 +75,7 @@ def compare(before: Reading, after: Reading) -> Findings:
         host.append(f"tasks waited {share:.0%} of the time for storage")
     if (lost := grown("retransmits") / seconds) >= 100:
         host.append(f"the network retransmitted {lost:.0f} segments/s")
-    host.extend(after.gpus)
+    host.extend(remarks(after.gpus))
     by_pid, starved = {}, set()
     for pid, counters in after.processes.items():
         earlier = before.processes.get(pid, {})
@@ -161,47 +168,23 @@ def process_counters(pid: int) -> dict[str, float]:
     return {**counters, "waiting_s": waiting / 1e9, "involuntary": float(involuntary)}
 
 
-def gpu_clocks() -> tuple[str, ...]:
-    """Describes GPUs throttled by hardware or heat; empty if nvidia-ml-py or a GPU is missing."""
-    try:
-        import pynvml  # type: ignore[import-not-found]
-
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-    except Exception:  # library, driver or device missing: no evidence
-        return ()
-    bad = {
-        pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
-        pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "heat",
-        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "heat (hardware)",
-        pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
-    }
-    found = []
-    for index in own_gpus(count, os.environ):
-        try:
-            device = pynvml.nvmlDeviceGetHandleByIndex(index)
-            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
-            clock = pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)
-            most = pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM)
-        except pynvml.NVMLError:  # not readable, or without clocks (vGPU)
-            continue
-        if why := [word for bit, word in bad.items() if reasons & bit]:
-            found.append(f"GPU {index} runs at {clock} of {most} MHz: {', '.join(why)}")
-    return tuple(found)
+def cpu_energy() -> dict[str, float]:
+    """Energy of the processor packages by RAPL, where it may be read."""
+    texts = [text_of(folder / "energy_uj") for folder in POWER.glob("intel-rapl:*") if folder.name.count(":") == 1]
+    known = [int(text) for text in texts if text]
+    return {"cpu_joules": sum(known) / 1e6} if known else {}
 
 
-def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
-    """NVML indices of this job's GPUs among ``count``, as named by Slurm if it does not hide those of other jobs.
-
-    If it hides them, indices start at 0 and the names do not apply. The step's variable comes first, because the job's
-    names the GPUs of the node on which the script runs.
-    """
-    named = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", named):
-        return list(range(count))
-    spans = [word.partition("-") for word in named.split(",")]
-    ours = {index for first, _, last in spans for index in range(int(first), int(last or first) + 1)}
-    return [index for index in range(count) if index in ours or len(ours) >= count]
+def energy(before: Reading, after: Reading) -> dict[str, float]:
+    """Joules between two readings by part, ``cpu`` and ``gpu``, if known; a counter that wrapped counts as 0. Pure."""
+    spent = {}
+    if "cpu_joules" in before.host.keys() & after.host.keys():
+        spent["cpu"] = max(after.host["cpu_joules"] - before.host["cpu_joules"], 0.0)
+    earlier = {gpu.index: gpu.joules for gpu in before.gpus}
+    pairs = [(earlier.get(gpu.index), gpu.joules) for gpu in after.gpus]
+    if known := [now - then for then, now in pairs if then is not None and now is not None]:
+        spent["gpu"] = max(sum(known), 0.0)
+    return spent
 
 
 def rivals(

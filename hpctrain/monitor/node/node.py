@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hpctrain.monitor.chief.hang import ENDED, GONE, STOPPED
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node import host as host_counters
 from hpctrain.monitor.node import stacks
+from hpctrain.monitor.node.gpus import Nvml
 from hpctrain.monitor.window import Window, condense
 from hpctrain.system import processes
 
@@ -27,6 +29,8 @@ BEAT_S = 1.0
 SHORTEST_READING_S = 0.25
 """Shortest time between two readings of a host with a suspected rank: a suspect can be confirmed within a second, so
 the evidence must not wait for the regular interval."""
+KNOWN = ("busy", "watts", "mhz", "most_mhz", "celsius", "slowed")
+"""What is reported of a GPU, besides its memory."""
 RIVALS_S = 30.0
 """Seconds between searches for other processes on the ranks' processors."""
 
@@ -60,11 +64,18 @@ class Node:
         self.next_beat = 0.0
         self.next_reading = 0.0
         self.reading: host_counters.Reading | None = None
+        self.joules: dict[str, float] = {}
+        """Energy used so far, by ``cpu`` and ``gpu``."""
         self.next_rivals = 0.0
         self.alarmed = False
         """Whether the next poll reports at once: a rank has died, and the launcher will soon end the others."""
         self.lives: dict[int, int] = {}
         """Descriptors that become readable when a rank dies, by PID; -1 if there is none."""
+
+    @functools.cached_property
+    def nvml(self) -> Nvml:
+        """Opened in the first reading, since it takes a while."""
+        return Nvml()
 
     def new_lives(self) -> list[int]:
         """Opens descriptors of ranks that joined since the last call; select on them to notice deaths at once."""
@@ -150,7 +161,7 @@ class Node:
         """Reads the host's counters and reports what stands out since the last reading."""
         pids = [int(head[shared.PID]) for head in heads if head[shared.STATE] != shared.JOINING]
         try:
-            before, self.reading = self.reading, host_counters.read(pids, now)
+            before, self.reading = self.reading, host_counters.read(pids, now, self.nvml.read())
         except OSError:  # out of descriptors: no evidence now
             return []
         if before is None:
@@ -160,9 +171,28 @@ class Node:
         if found.starved and now >= self.next_rivals:
             self.next_rivals = now + RIVALS_S
             self.add_rivals(by_rank, pids)
-        if not found.host and not by_rank:
-            return []
-        return [Message("findings", {"node": self.plan.node, "host": list(found.host), "ranks": by_rank})]
+        messages = list(self.devices(heads, before, self.reading))
+        if found.host or by_rank:
+            fields = {"node": self.plan.node, "host": list(found.host), "ranks": by_rank}
+            messages.append(Message("findings", fields))
+        return messages
+
+    def devices(
+        self, heads: NDArray[np.float64], before: host_counters.Reading, now: host_counters.Reading
+    ) -> Iterator[Message]:
+        """The energy used so far, the ranks' GPUs, and broken ones; nothing if nothing is known."""
+        for part, joules in host_counters.energy(before, now).items():
+            self.joules[part] = self.joules.get(part, 0.0) + joules
+        gpus = {gpu.place: gpu for gpu in now.gpus}
+        rows = []
+        for rank, head in zip(self.plan.ranks, heads, strict=True):
+            if place := int(head[shared.GPU_PLACE]):
+                known = {key: vars(gpus[place])[key] for key in KNOWN} if place in gpus else {}
+                memory = {"peak_bytes": head[shared.PEAK_BYTES], "reserved_bytes": head[shared.RESERVED_BYTES]}
+                rows.append({"rank": rank, **memory, **known})
+        if self.joules or rows:
+            broken = [gpu.broken for gpu in now.gpus if gpu.broken]
+            yield Message("devices", {"node": self.plan.node, "joules": self.joules, "ranks": rows, "broken": broken})
 
     def add_rivals(self, by_rank: dict[str, list[str]], pids: Sequence[int]) -> None:
         """Adds other processes that use the ranks' processors."""

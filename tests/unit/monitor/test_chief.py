@@ -14,7 +14,7 @@ from benchmarks.straggler import traces
 from hpctrain.config.sections import MonitorConfig
 from hpctrain.monitor.chief.chief import Chief
 from hpctrain.monitor.chief.finding import Finding, FindingState, Kind
-from hpctrain.monitor.chief.stragglers import COLUMNS, Heat, exclude
+from hpctrain.monitor.chief.stragglers import COLUMNS, Heat
 from hpctrain.monitor.framing import Message
 from hpctrain.monitor.node.node import window_message
 from hpctrain.monitor.window import Window
@@ -120,7 +120,7 @@ def test_a_slow_host_with_evidence_is_excluded_and_only_one_an_attempt(tmp_path:
     [entry] = bad_nodes.of_run(RunDir(tmp_path)).entries(0.0)
     assert entry.host == "n2"
     again = BadNode("n3", entry.until, 1, "another one")
-    assert not exclude(bad_nodes.of_run(RunDir(tmp_path)), again, 0.0)
+    assert not bad_nodes.exclude(bad_nodes.of_run(RunDir(tmp_path)), again, 0.0)
 
 
 @pytest.mark.parametrize("case", ["no evidence", "report", "data"])
@@ -352,3 +352,39 @@ def test_one_stopped_rank_is_a_hang_all_the_same(tmp_path: Path) -> None:
             chief.receive(beat(node, Phase.BACKWARD, second - 100.0, state), float(second))
         chief.tick(float(second))
     assert chief.open_hang is not None and [one.rank for one in chief.open_hang.hang.culprits] == [6, 7]
+
+
+def devices(node: int, *broken: str) -> Message:
+    """A node's report on its GPUs: of its first rank only."""
+    row = {"rank": 2 * node, "peak_bytes": 2.0**30, "watts": 640.0, "slowed": ["heat"]}
+    return Message("devices", {"node": node, "joules": {"gpu": 100.0}, "ranks": [row], "broken": list(broken)})
+
+
+def test_energy_and_gpus_become_an_event_and_part_of_the_live_view(tmp_path: Path) -> None:
+    chief, _ = chief_in(tmp_path)
+    for node in (0, 1, 1):
+        chief.receive(devices(node), 0.0)
+    for window in slow_host().windows():
+        for message in parts(window):
+            chief.receive(message, 0.0)
+    chief.close()
+    [event] = [event for event in events_of(tmp_path) if event["event"] == "devices"]
+    assert (event["gpu_joules"], event["cpu_joules"]) == (200.0, None), (
+        "a later report of a node replaces its earlier one"
+    )
+    assert [(one["rank"], one["host"], one["slowed"]) for one in event["ranks"]] == [
+        (0, "n0", ["heat"]),
+        (2, "n1", ["heat"]),
+    ]
+    live = json.loads((tmp_path / "monitor" / "live.json").read_text())
+    assert [one["peak_bytes"] for one in live["devices"]] == [2**30, 2**30]
+
+
+def test_a_host_whose_gpu_is_broken_is_excluded_whatever_the_action(tmp_path: Path) -> None:
+    chief, said = chief_in(tmp_path)
+    chief.receive(devices(2, "GPU 3: fell off the bus (Xid 79)"), 0.0)
+    [event] = events_of(tmp_path)
+    assert (event["kind"], event["host"], event["cause"], event["excluded"]) == ("host", "n2", "gpu", True)
+    assert said == ["GPU 3: fell off the bus (Xid 79) on n2; the host is excluded from the next requeue, for 24 h"]
+    [entry] = bad_nodes.of_run(RunDir(tmp_path)).entries(0.0)
+    assert (entry.host, entry.reason) == ("n2", "GPU 3: fell off the bus (Xid 79) on n2")

@@ -9,11 +9,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from hpctrain.monitor.node import host, stacks
+from hpctrain.monitor.node.gpus import GpuReading
 
 
 def reading(time: float, counters: dict[str, float], process: dict[str, float] | None = None) -> host.Reading:
@@ -61,57 +61,26 @@ def test_a_real_reading_has_the_counters_of_linux() -> None:
     assert host.read([2**22 + 1], 0.0).processes == {2**22 + 1: {}}
 
 
-class Unreadable(Exception):
-    """NVML's error."""
+def test_energy_is_the_growth_of_the_counters_that_there_are() -> None:
+    def at(cpu: float | None, *gpus: float | None) -> host.Reading:
+        counters = {} if cpu is None else {"cpu_joules": cpu}
+        return host.Reading(
+            0.0, counters, {}, [GpuReading(index, 0, joules=joules) for index, joules in enumerate(gpus)]
+        )
+
+    assert host.energy(at(1.0, 10.0, 20.0), at(4.0, 12.0, 25.0)) == {"cpu": 3.0, "gpu": 7.0}
+    assert host.energy(at(9.0, 10.0, None), at(1.0, 12.0, 25.0)) == {"cpu": 0.0, "gpu": 2.0}
+    assert host.energy(at(None), at(5.0, None)) == {}
 
 
-def four_gpus(forbidden: int) -> ModuleType:
-    """An NVML of four GPUs, all slowed down by heat, of which one may not be read."""
-
-    def device(index: int) -> int:
-        if index == forbidden:
-            raise Unreadable("Insufficient Permissions")
-        return index
-
-    nvml = ModuleType("pynvml")
-    vars(nvml).update(
-        NVMLError=Unreadable,
-        NVML_CLOCK_SM=1,
-        nvmlClocksThrottleReasonHwSlowdown=8,
-        nvmlClocksThrottleReasonSwThermalSlowdown=32,
-        nvmlClocksThrottleReasonHwThermalSlowdown=64,
-        nvmlClocksThrottleReasonHwPowerBrakeSlowdown=128,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 4,
-        nvmlDeviceGetHandleByIndex=device,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda device: 32,
-        nvmlDeviceGetClockInfo=lambda device, clock: 900,
-        nvmlDeviceGetMaxClockInfo=lambda device, clock: 1980,
-    )
-    return nvml
-
-
-def test_a_gpu_that_may_not_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", four_gpus(forbidden=1))
-    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1,3")
-    assert host.gpu_clocks() == tuple(f"GPU {index} runs at 900 of 1980 MHz: heat" for index in (0, 3))
-
-
-@pytest.mark.parametrize(
-    ("environment", "looked_at"),
-    [
-        ({}, [0, 1, 2, 3]),
-        ({"SLURM_STEP_GPUS": "1,3"}, [1, 3]),
-        ({"SLURM_STEP_GPUS": "0,2-3"}, [0, 2, 3]),
-        ({"SLURM_JOB_GPUS": "2"}, [2]),
-        ({"SLURM_STEP_GPUS": "1", "SLURM_JOB_GPUS": "2"}, [1]),
-        ({"SLURM_STEP_GPUS": "4,5,6,7"}, [0, 1, 2, 3]),
-        ({"SLURM_STEP_GPUS": "GPU-1f2e"}, [0, 1, 2, 3]),
-    ],
-    ids=["no Slurm", "indices", "a span", "of the job", "of the step first", "hidden by cgroups", "no indices"],
-)
-def test_gpus_of_other_jobs_are_not_looked_at(environment: dict[str, str], looked_at: list[int]) -> None:
-    assert host.own_gpus(4, environment) == looked_at
+def test_energy_of_processors_is_read_by_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, joules in (("intel-rapl:0", 2), ("intel-rapl:0:0", 1), ("intel-rapl:1", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{joules}000000\n")
+    monkeypatch.setattr(host, "POWER", tmp_path)
+    assert host.cpu_energy() == {"cpu_joules": 5.0}
+    monkeypatch.setattr(host, "POWER", tmp_path / "none")
+    assert host.cpu_energy() == {}
 
 
 def test_a_process_that_ends_while_it_is_read_costs_its_counters_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -408,3 +408,19 @@ def test_a_report_that_cannot_be_written_is_wrong_input(tmp_path: Path, capsys: 
     for words in (["report", str(tmp_path)], ["compare", str(tmp_path)]):
         assert main([*words, "-o", str(tmp_path / "nowhere" / "x.html")]) == 64
         assert "x.html cannot be written: No such file or directory\n  fix: choose another" in capsys.readouterr().err
+
+
+def test_energy_is_the_newest_of_each_attempt(tmp_path: Path) -> None:
+    found = [
+        event("devices", 0, gpu_joules=1e6, cpu_joules=None),
+        event("devices", 5, gpu_joules=3.6e6, cpu_joules=1.8e6),
+        event("devices", 5, 2, gpu_joules=3.6e6, ranks=[{"rank": 0, "host": "n1", "watts": 640.0, "slowed": ["heat"]}]),
+    ]
+    data = read(folder(tmp_path, *found))
+    summary = summarize(data)
+    assert summary["kwh"] == 2.5
+    [gpu] = summary["devices"]
+    assert (gpu["rank"], gpu["watts"], gpu["slowed"]) == (0, 640.0, "heat")
+    shown = page.render(data, explain(data), [])
+    assert "kWh<b>2.5</b>" in shown and "<h2>GPUs</h2>" in shown
+    assert summarize(read(folder(tmp_path / "none")))["kwh"] is None

@@ -313,3 +313,13 @@ def test_recoveries_are_shown_with_where_the_time_went() -> None:
     assert any("recovered after 2.0 s: rank 1 on n1 was killed" in line for line in lines)
     [told] = shown.plain()["recoveries"]
     assert (told["seconds"], shown.plain()["account"]["goodput"]) == (2.0, 0.1)
+
+
+def test_ranks_are_shown_with_their_gpus() -> None:
+    device = {"rank": 1, "peak_bytes": 2.0**36, "busy": 0.98, "watts": 640.4, "mhz": 1980.0, "slowed": ["heat"]}
+    lines = text(view(live=maker(LiveWindow)(live(2) | {"devices": [device]}))).splitlines()
+    top = next(index for index, line in enumerate(lines) if "busy ms" in line)
+    assert lines[top].split()[6:11] == ["excess", "GiB", "GPU", "W", "MHz"]
+    assert lines[top + 1].split()[5:9] == ["–", "–%", "–", "–"]
+    assert lines[top + 2].split()[5:9] == ["64.0", "98%", "640", "1980"]
+    assert "GiB" not in text(view())

@@ -1,0 +1,84 @@
+"""Collects the nodes' reports on GPUs and energy: writes them as events, and excludes hosts whose GPUs are broken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpctrain.errors import RunFailed
+from hpctrain.monitor.chief.finding import FindingState, Kind, Watched
+from hpctrain.run import bad_nodes
+from hpctrain.run.events import Devices, RankDevice, Straggler
+
+EVENT_S = 600.0
+"""Seconds between events: with a row for each rank, they are long."""
+
+
+class DeviceReports:
+    """The newest report of each node."""
+
+    def __init__(self, run: Watched) -> None:
+        self.run = run
+        self.joules: dict[int, Mapping[str, float]] = {}
+        self.ranks: dict[int, RankDevice] = {}
+        self.next_event = time.monotonic() + EVENT_S / 10
+
+    def hear(
+        self, node: int, joules: Mapping[str, float], rows: Sequence[Mapping[str, Any]], broken: Sequence[str]
+    ) -> None:
+        """Records a node's report."""
+        self.joules[node] = joules
+        for row in rows:
+            slowed = tuple(row.get("slowed", ()))
+            self.ranks[row["rank"]] = RankDevice(**{**row, "host": self.run.hosts[row["rank"]], "slowed": slowed})
+        for what in broken:
+            self.accuse(self.run.hosts[self.run.nodes.index(node)], what)
+
+    def accuse(self, host: str, what: str) -> None:
+        """Reports a broken GPU, and excludes its host from later attempts if there are others."""
+        now, excluded = time.time(), False
+        text = f"{what} on {host}"
+        until = now + 3600 * self.run.config.exclude_hours
+        entry = bad_nodes.BadNode(host, until, self.run.attempt, text, str(self.run.folder.path))
+        try:
+            excluded = len(set(self.run.hosts)) > 1 and bad_nodes.exclude(bad_nodes.of_run(self.run.folder), entry, now)
+        except RunFailed as error:
+            self.run.say(f"the monitor cannot exclude {host}: {error.what}", False)
+        text += f"; the host is excluded from the next requeue, for {self.run.config.exclude_hours:g} h" * excluded
+        self.run.say(text, True)
+        event = Straggler(
+            step=self.run.first_step,
+            attempt=self.run.attempt,
+            kind=Kind.HOST.value,
+            state=FindingState.CONFIRMED.value,
+            host=host,
+            cause="gpu",
+            cost=1.0,
+            sentence=text,
+            excluded=excluded,
+        )
+        self.run.events.append(event)
+
+    def tick(self, now: float) -> None:
+        """Writes an event if one is due."""
+        if now >= self.next_event:
+            self.next_event = now + EVENT_S
+            self.write()
+
+    def write(self) -> None:
+        """Writes an event, if anything is known."""
+        totals = {
+            part: sum(joules[part] for joules in self.joules.values() if part in joules)
+            for part in ("cpu", "gpu")
+            if any(part in joules for joules in self.joules.values())
+        }
+        if totals or self.ranks:
+            event = Devices(
+                step=self.run.first_step,
+                attempt=self.run.attempt,
+                cpu_joules=totals.get("cpu"),
+                gpu_joules=totals.get("gpu"),
+                ranks=tuple(self.ranks[rank] for rank in sorted(self.ranks)),
+            )
+            self.run.events.append(event)

@@ -1,0 +1,143 @@
+"""This job's GPUs as NVIDIA's management library (NVML) sees them: the only module that calls it. AMD's and Intel's
+are not read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.monitor.shared import place_of
+
+REASONS = {
+    0x08: "hardware slowdown",
+    0x20: "heat",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+"""Reasons for lower clocks that are reported (nvmlClocksEventReasons); the power limit is a normal one."""
+BROKEN = {
+    48: "double-bit memory error",
+    62: "internal controller halted",
+    64: "memory row cannot be remapped",
+    74: "NVLink error",
+    79: "fell off the bus",
+    95: "uncontained memory error",
+    119: "GSP does not answer",
+    120: "GSP error",
+}
+"""Xids that are the hardware's, or need its reset, and not a program's (docs.nvidia.com/deploy/xid-errors)."""
+XID, DOUBLE_BIT = 8, 2
+"""Types of NVML's events."""
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """One GPU at one time; None for what it does not report."""
+
+    index: int
+    """NVML's number."""
+    place: int
+    """See ``monitor.shared.place_of``."""
+    busy: float | None = None
+    """Fraction of the last second in which a kernel ran."""
+    watts: float | None = None
+    joules: float | None = None
+    """Energy since the driver was loaded."""
+    mhz: float | None = None
+    most_mhz: float | None = None
+    celsius: float | None = None
+    slowed: tuple[str, ...] = ()
+    """Why its clocks are lowered, in words."""
+    xids: tuple[int, ...] = ()
+    """Errors since the last reading."""
+
+    @property
+    def broken(self) -> str:
+        """What is wrong with the hardware, in words; empty if nothing is known to be."""
+        return next((f"GPU {self.index}: {BROKEN[xid]} (Xid {xid})" for xid in self.xids if xid in BROKEN), "")
+
+
+def remarks(gpus: Sequence[GpuReading]) -> Iterator[str]:
+    """What stands out, in words."""
+    for gpu in gpus:
+        if gpu.slowed:
+            yield f"GPU {gpu.index} runs at {gpu.mhz:.0f} of {gpu.most_mhz:.0f} MHz: {', '.join(gpu.slowed)}"
+        yield from (f"GPU {gpu.index}: {BROKEN.get(xid, 'error')} (Xid {xid})" for xid in gpu.xids)
+
+
+def own_gpus(count: int, environment: Mapping[str, str]) -> list[int]:
+    """NVML indices of this job's GPUs among ``count``, as named by Slurm if it does not hide those of other jobs.
+
+    If it hides them, indices start at 0 and the names do not apply. The step's variable comes first, because the job's
+    names the GPUs of the node on which the script runs.
+    """
+    named = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS") or ""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", named):
+        return list(range(count))
+    spans = [word.partition("-") for word in named.split(",")]
+    ours = {index for first, _, last in spans for index in range(int(first), int(last or first) + 1)}
+    return [index for index in range(count) if index in ours or len(ours) >= count]
+
+
+class Nvml:
+    """Reads this job's GPUs; none without nvidia-ml-py, driver or GPU."""
+
+    def __init__(self) -> None:
+        self.nvml: Any = None
+        self.gpus: list[tuple[int, Any, int, Any]] = []
+        """Index, handle, place, and NVML's set of events."""
+        try:
+            import pynvml  # type: ignore[import-not-found]
+
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+        except Exception:  # library, driver or device missing
+            return
+        self.nvml = pynvml
+        for index in own_gpus(count, os.environ):
+            with suppress(pynvml.NVMLError):  # not readable
+                handle, events = pynvml.nvmlDeviceGetHandleByIndex(index), None
+                bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
+                with suppress(pynvml.NVMLError):  # a vGPU has no events
+                    events = pynvml.nvmlEventSetCreate()
+                    pynvml.nvmlDeviceRegisterEvents(handle, XID | DOUBLE_BIT, events)
+                place = place_of(bus_id.decode() if isinstance(bus_id, bytes) else bus_id)
+                self.gpus.append((index, handle, place, events))
+
+    def read(self) -> tuple[GpuReading, ...]:
+        """Reads all GPUs, in some milliseconds."""
+        return tuple(self._read(*gpu) for gpu in self.gpus)
+
+    def _read(self, index: int, handle: Any, place: int, events: Any) -> GpuReading:
+        def number(name: str, *given: int, scale: float = 1.0) -> float | None:
+            with suppress(self.nvml.NVMLError):
+                return float(getattr(self.nvml, f"nvmlDeviceGet{name}")(handle, *given)) * scale
+            return None
+
+        reasons, busy = int(number("CurrentClocksThrottleReasons") or 0), None
+        with suppress(self.nvml.NVMLError):
+            busy = self.nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        clock = self.nvml.NVML_CLOCK_SM
+        return GpuReading(
+            index=index,
+            place=place,
+            busy=busy,
+            watts=number("PowerUsage", scale=1e-3),
+            joules=number("TotalEnergyConsumption", scale=1e-3),
+            mhz=number("ClockInfo", clock),
+            most_mhz=number("MaxClockInfo", clock),
+            celsius=number("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
+            slowed=tuple(word for bit, word in REASONS.items() if reasons & bit),
+            xids=tuple(self._errors(events)) if events is not None else (),
+        )
+
+    def _errors(self, events: Any) -> Iterator[int]:
+        """Takes the errors since the last call; a double-bit error has Xid 48, too."""
+        with suppress(self.nvml.NVMLError):  # a timeout: there are no more
+            while True:
+                event = self.nvml.nvmlEventSetWait_v2(events, 0)
+                yield 48 if event.eventType == DOUBLE_BIT else int(event.eventData)

@@ -1,0 +1,104 @@
+"""GPUs by a made NVML."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from hpctrain.monitor.node.gpus import GpuReading, Nvml, own_gpus, remarks
+from hpctrain.monitor.shared import place_of
+
+
+class Unreadable(Exception):
+    """NVML's error."""
+
+
+def four_gpus(forbidden: int, errors: list[tuple[int, int]]) -> ModuleType:
+    """An NVML of four GPUs, all slowed down by heat, of which one may not be read; events of GPU 3, as type and Xid."""
+
+    def device(index: int) -> int:
+        if index == forbidden:
+            raise Unreadable("Insufficient Permissions")
+        return index
+
+    def wait(events: list[int], timeout_ms: int) -> SimpleNamespace:
+        if 3 not in events or not errors:
+            raise Unreadable("Timeout")
+        kind, xid = errors.pop()
+        return SimpleNamespace(eventType=kind, eventData=xid)
+
+    def unsupported(device: int) -> int:
+        raise Unreadable("Not Supported")
+
+    nvml = ModuleType("pynvml")
+    vars(nvml).update(
+        NVMLError=Unreadable,
+        NVML_CLOCK_SM=1,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=device,
+        nvmlDeviceGetPciInfo=lambda device: SimpleNamespace(busId=f"00000000:{0x3A + device:02X}:00.0"),
+        nvmlEventSetCreate=list,
+        nvmlDeviceRegisterEvents=lambda device, kinds, events: events.append(device),
+        nvmlEventSetWait_v2=wait,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda device: 32,
+        nvmlDeviceGetClockInfo=lambda device, clock: 900,
+        nvmlDeviceGetMaxClockInfo=lambda device, clock: 1980,
+        nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=98),
+        nvmlDeviceGetPowerUsage=lambda device: 640_000,
+        nvmlDeviceGetTotalEnergyConsumption=unsupported,
+        nvmlDeviceGetTemperature=lambda device, sensor: 91,
+    )
+    return nvml
+
+
+def test_a_gpu_is_read_and_one_that_may_not_be_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", four_gpus(1, [(8, 79), (2, 0)]))
+    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1,3")
+    nvml = Nvml()
+    first, last = nvml.read()
+    same = {"busy": 0.98, "watts": 640.0, "joules": None, "mhz": 900.0, "most_mhz": 1980.0, "celsius": 91.0}
+    assert first == GpuReading(0, place_of("0000:3a:00.0"), **same, slowed=("heat",))
+    assert (last.xids, last.broken) == ((48, 79), "GPU 3: double-bit memory error (Xid 48)")
+    assert list(remarks([first, last])) == [
+        "GPU 0 runs at 900 of 1980 MHz: heat",
+        "GPU 3 runs at 900 of 1980 MHz: heat",
+        "GPU 3: double-bit memory error (Xid 48)",
+        "GPU 3: fell off the bus (Xid 79)",
+    ]
+    assert nvml.read()[1].xids == (), "an error is reported once"
+
+
+def test_without_nvml_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Nvml().read() == ()
+
+
+def test_a_programs_own_error_is_named_and_breaks_no_gpu() -> None:
+    fault = GpuReading(0, 0, xids=(31,))
+    assert (list(remarks([fault])), fault.broken) == (["GPU 0: error (Xid 31)"], "")
+
+
+def test_addresses_of_any_width_are_one_place() -> None:
+    assert place_of("00000000:3B:00.0") == place_of("0000:3b:00.0") != place_of("0001:3b:00.0")
+    assert place_of("") == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "looked_at"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_GPUS": "1,3"}, [1, 3]),
+        ({"SLURM_STEP_GPUS": "0,2-3"}, [0, 2, 3]),
+        ({"SLURM_JOB_GPUS": "2"}, [2]),
+        ({"SLURM_STEP_GPUS": "1", "SLURM_JOB_GPUS": "2"}, [1]),
+        ({"SLURM_STEP_GPUS": "4,5,6,7"}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_GPUS": "GPU-1f2e"}, [0, 1, 2, 3]),
+    ],
+    ids=["no Slurm", "indices", "a span", "of the job", "of the step first", "hidden by cgroups", "no indices"],
+)
+def test_gpus_of_other_jobs_are_not_looked_at(environment: dict[str, str], looked_at: list[int]) -> None:
+    assert own_gpus(4, environment) == looked_at
